@@ -1,6 +1,7 @@
 """Times syncs by slices beside syncs of whole tensors, into a stock SGLang server of tp 2.
 
     python benchmarks/slices.py [--mib 500] [--bucket-mib 64] [--reps 7] [--dtype bfloat16]
+                                [--changed 0.003 0.03]
 
 Two trainer ranks (tp 2) and the two ranks of the server share the cores. The ways take turns, and
 each is first in every other round, so that other load changes the rates of both. SGLang's
@@ -9,7 +10,9 @@ interpreter is MEGARL_SGLANG_PYTHON, or that of .venv-sglang (`make install-sgla
 Prints a Markdown table, a row for each way: bytes that a server rank receives (the one with most),
 also as a part of the model; seconds of the wall clock; processor seconds of both trainers, of all
 the server's processes, and of all of them. They are medians over the rounds; the first round, which
-connects and faults pages in, is left out. The last row has the medians of the rounds' own ratios.
+connects and faults pages in, is left out. The row `ratio` has the medians of the rounds' own
+ratios. Then a row for each share of `--changed`: before every sync the last bit of that share of
+the numbers is flipped, and `weight_sync.delta` sends what differs, by slices.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,7 +49,8 @@ from tests.sglang.servers import ENV, FLAGS, START_TIMEOUT, config
 from tests.tiny_tokenizer import save_tokenizer
 
 LAYOUT = Layout(tp=2)
-WAYS = {"whole tensors": "off", "slices": "on"}
+SLICES = "slices"
+WAYS = {"whole tensors": "off", SLICES: "on"}
 COLUMNS = (
     "way", "MB into a rank", "of the model", "wall s", "trainers' CPU s", "server's CPU s", "CPU s",
 )  # fmt: skip
@@ -121,27 +126,56 @@ def train(rank: int, args: argparse.Namespace, model: Path, port: int, address: 
     shapes = table.local_params(LAYOUT.coords(rank))
     dtype = getattr(torch, args.dtype)
     params = {n: torch.full(p.shape, 0.01, dtype=dtype) for n, p in shapes.items()}
-    senders = {way: WeightSender(WeightSource(table, LAYOUT, rank, params)) for way in WAYS}
+    source = WeightSource(table, LAYOUT, rank, params)
+    upload = Uploads(args, address, pid)
+    senders = {way: WeightSender(source) for way in WAYS}
     samples: dict[str, list[Sample]] = {way: [] for way in WAYS}
-    version = 0
     for turn in range(args.reps + 1):
         for way in list(WAYS) if turn % 2 else reversed(WAYS):
-            version += 1
-            meta = WeightUpdateMeta(
-                type="distributed", version=version, addresses=(address,), timeout=600,
-                bucket_bytes=args.bucket_mib << 20, sharded=WAYS[way],
-            )  # fmt: skip
-            sample = measure(lambda: senders[way].upload(meta), pid)  # noqa: B023
+            sample = upload(senders[way], sharded=WAYS[way])
             samples[way] += [sample] if turn else []
+    changes = {share: [] for share in args.changed}
+    for share, found in changes.items():
+        upload(senders[SLICES], sharded="on", delta=True)  # everything, which is kept
+        for turn in range(args.reps):
+            flip(params, share, turn)
+            found.append(upload(senders[SLICES], sharded="on", delta=True))
     if rank == 0:
-        report(args, table, dtype.itemsize, samples)
+        report(args, table, dtype.itemsize, samples, changes)
     for sender in senders.values():
         sender.close()
     dist.destroy_process_group()
 
 
+class Uploads:
+    """Times uploads to a server, each of a version of its own."""
+
+    def __init__(self, args: argparse.Namespace, address: str, pid: int) -> None:
+        self.args, self.address, self.pid, self.version = args, address, pid, 0
+
+    def __call__(self, sender: WeightSender, **how: Any) -> Sample:
+        self.version += 1
+        meta = WeightUpdateMeta(
+            type="distributed", version=self.version, addresses=(self.address,), timeout=600,
+            bucket_bytes=self.args.bucket_mib << 20, **how,
+        )  # fmt: skip
+        return measure(lambda: sender.upload(meta), self.pid)
+
+
+def flip(params: dict[str, torch.Tensor], share: float, turn: int) -> None:
+    """Flips the last bit of a share of the numbers, of those that ranks have in common alike."""
+    for number, param in enumerate(params.values()):
+        rng = torch.Generator().manual_seed(1000 * turn + number)
+        bits = param.view({2: torch.int16, 4: torch.int32}[param.itemsize])
+        bits ^= torch.rand(param.shape, generator=rng) < share
+
+
 def report(
-    args: argparse.Namespace, table: PieceTable, itemsize: int, samples: dict[str, list[Sample]]
+    args: argparse.Namespace,
+    table: PieceTable,
+    itemsize: int,
+    samples: dict[str, list[Sample]],
+    changes: dict[float, list[Sample]],
 ) -> None:
     whole = itemsize * sum(t.numel for t in table.tensors)
     kept = itemsize * sum(t.numel for t in table.tensors if len(t.shape) == 1)
@@ -152,15 +186,21 @@ def report(
     )
     print("| " + " | ".join(COLUMNS) + " |\n|" + " --- |" * len(COLUMNS))
     for way, found in samples.items():
-        nbytes, *seconds = (statistics.median(column) for column in columns(found))
-        cells = [way, f"{nbytes / 1e6:.1f}", f"{nbytes / whole:.3f}"]
-        print("| " + " | ".join(cells + [f"{s:.2f}" for s in seconds]) + " |")
+        print(row(way, found, whole))
     first, second = (list(columns(found)) for found in samples.values())
     ratios = [
         f"{statistics.median(b / a for a, b in zip(*pair, strict=True)):.2f}"
         for pair in zip(first, second, strict=True)
     ]
     print(f"| ratio | {ratios[0]} | | " + " | ".join(ratios[1:]) + " |", flush=True)
+    for share, found in changes.items():
+        print(row(f"changes of {100 * share:g} %", found, whole), flush=True)
+
+
+def row(way: str, samples: list[Sample], whole: int) -> str:
+    nbytes, *seconds = (statistics.median(column) for column in columns(samples))
+    cells = [way, f"{nbytes / 1e6:.1f}", f"{nbytes / whole:.3f}"]
+    return "| " + " | ".join(cells + [f"{s:.2f}" for s in seconds]) + " |"
 
 
 def columns(samples: list[Sample]) -> Iterator[tuple[float, ...]]:
@@ -174,6 +214,7 @@ def main() -> None:
     parser.add_argument("--bucket-mib", type=int, default=64)
     parser.add_argument("--reps", type=int, default=7)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--changed", type=float, nargs="*", default=(0.003, 0.03))
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     ensure_job_token()

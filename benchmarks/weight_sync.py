@@ -11,8 +11,9 @@ GB, of trainer and server together, is the cost of a sync where the processors a
 
 Prints a Markdown table: one row for each layout of the trainer, then tensor by tensor instead of in
 buckets, and with checksums of a few tensors and of all. Seconds are medians over the rounds; the
-first one, which connects and faults pages in, is left out. A second table says where the time goes:
-what each part would take alone, and what all of them cost the processors.
+first one, which connects and faults pages in, is left out. A second table says what each part takes
+alone, and how near a sync could come to the plain broadcast: by the pieces, and the calls before
+and after them, if all else hid behind these.
 """
 
 from __future__ import annotations
@@ -256,10 +257,7 @@ def row(name: str, gb: float, samples: list[Sample]) -> Iterator[str]:
     def median(pick: Callable[[Sample], float]) -> float:
         return statistics.median(map(pick, samples))
 
-    def figure(key: str) -> float:
-        return median(lambda s: s.figures.get(f"weight_sync/{key}", 0.0))
-
-    plain, total = median(lambda s: s.plain[0]), figure("total_s")
+    plain, total = median(lambda s: s.plain[0]), figure(samples, "total_s")
     yield name
     yield from (f"{gb / plain:.2f}", f"{gb / median(lambda s: s.pieces[0]):.2f}")
     yield from (f"{gb / total:.2f}", f"{plain / total:.2f}")
@@ -269,31 +267,35 @@ def row(name: str, gb: float, samples: list[Sample]) -> Iterator[str]:
         "paused", "connect", "session", "gather", "pack", "broadcast", "load_wait", "checksum",
         "verify",
     ):  # fmt: skip
-        yield f"{figure(phase + '_s'):.3f}"
-    yield f"{figure('broadcasts') / gb:.0f}"
-    yield f"{figure('peak_extra_bytes') / 1e6:.0f}"
+        yield f"{figure(samples, phase + '_s'):.3f}"
+    yield f"{figure(samples, 'broadcasts') / gb:.0f}"
+    yield f"{figure(samples, 'peak_extra_bytes') / 1e6:.0f}"
+
+
+def figure(samples: list[Sample], key: str) -> float:
+    """Returns the median of a metric of the syncs, 0 where they have none."""
+    return statistics.median(s.figures.get(f"weight_sync/{key}", 0.0) for s in samples)
 
 
 def report_parts(sizes: list[int], results: dict[str, list[Sample]], address: str) -> None:
-    """Prints what the parts of a sync take alone, and the least that the processors need for all of
-    them, beside the sync."""
+    """Prints what the parts of a sync take alone, and what it would take if only the broadcast in
+    pieces and the calls around it were left, beside the sync."""
     gb, cores = sum(sizes) / 1e9, len(os.sched_getaffinity(0))
     copy = statistics.median(timed(functools.partial(pack, sizes))[0] for _ in range(5))
     ask = functools.partial(call_json, "GET", address, "/model_info", timeout=60)
     call = statistics.median(timed(ask)[0] for _ in range(20))
     said = f"copying {gb / copy:.2f} GB/s, a control call {1e3 * call:.1f} ms, {cores} cores"
-    columns = ("trainer", "plain s", "in pieces s", "packing alone s", "buckets", "sync s")
-    columns += ("processors at least s", "ratio at best by them", "ratio")
+    columns = ("trainer", "buckets", "plain s", "in pieces s", "packing alone s", "calls s")
+    columns += ("sync s", "at best s", "ratio at best", "ratio")
     print(f"\nAlone: {said}\n\n| {' | '.join(columns)} |\n|{' --- |' * len(columns)}")
     for name, samples in results.items():
         plain = statistics.median(s.plain[0] for s in samples)
         pieces = statistics.median(s.pieces[0] for s in samples)
-        total = statistics.median(s.figures["weight_sync/total_s"] for s in samples)
-        least = (statistics.median(s.plain[1] for s in samples) + copy) / cores
-        buckets = samples[0].figures["weight_sync/buckets"]
-        cells = [name, *(f"{s:.3f}" for s in (plain, pieces, copy)), f"{buckets:.0f}"]
-        cells += [f"{total:.3f}", f"{least:.3f}", f"{plain / max(plain, least):.2f}"]
-        print(f"| {' | '.join(cells)} | {plain / total:.2f} |", flush=True)
+        calls = sum(figure(samples, phase) for phase in ("session_s", "connect_s"))
+        total, best = figure(samples, "total_s"), pieces + calls
+        cells = [name, f"{figure(samples, 'buckets'):.0f}"]
+        cells += [f"{s:.3f}" for s in (plain, pieces, copy, calls, total, best)]
+        print(f"| {' | '.join(cells)} | {plain / best:.2f} | {plain / total:.2f} |", flush=True)
 
 
 def pack(sizes: list[int]) -> None:
