@@ -57,7 +57,9 @@ def test_grpo(tmp_path: Path, transport: str, kv: str, turns: str) -> None:
     assert len(rows) == STEPS
     assert all(row["train_rollout_logprob_abs_diff/max"] < 1e-4 for row in rows)
     assert done.stdout.count("keep(s) its memory while") == (turns == "true")
-    assert "not verified" in done.stdout  # SGLang's checksums are of fused parameters
+    # the sync before the first step, whose metrics no step has, compares by HF name
+    assert "tensors agree with all ranks of server" in done.stdout
+    assert "not verified" not in done.stdout and "not proved" not in done.stdout
     first, last = tmp_path / "model", run / "final"
     ids = torch.arange(3, 40)[None]
     with torch.no_grad():
