@@ -19,7 +19,7 @@ on such a machine, so no working code changes its meaning. P7, P10 and P11 are n
                                               NCCL make a communicator with buffers of its own
   P12  fused rotary, SwiGLU, weight gradient  are those of megarl.parallel.cpu_kernels
   P13  process groups of a single rank        are made once: each costs a thread that wakes
-  P14  large tensors                          are allocated in huge pages
+  P14  large tensors                          come in huge pages, from memory that was freed before
   P15  the optimizer that is partly on CPUs   knows its host copies although all tensors are there
   P16  new weights of parallel layers         are drawn where they stand, not whole on every rank
   P17  matmul of layers without autograd      is by oneDNN where that is faster than MKL
@@ -332,7 +332,7 @@ def install() -> None:
         return
     early = [m for m in sys.modules if m.startswith("megatron.core")]
     assert not early, f"import megarl.parallel.mcore before megatron ({early[0]} is loaded)"
-    cpu_torch.p14_huge_pages()
+    cpu_torch.p14_large_tensors()
     cpu_torch.p1_current_device()
     cpu_torch.p2_streams_and_memory()
     cpu_torch.p3_tensor_placement()

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.utils._device import _device_constructors
 
+from megarl.utils import host_memory
+
 _CPU = torch.device("cpu")
 
 
@@ -159,8 +161,8 @@ def p5_torch_random_state() -> None:
         patch(module, get_rng_state=get_state, set_rng_state=set_state)
 
 
-def p14_huge_pages() -> None:
-    """Tensors of more than 2 MiB come fresh from the kernel each time, and faulting them in page by
-    page costs more than a pass over them. torch reads this before it allocates the first tensor.
-    """
+def p14_large_tensors() -> None:
+    """Faulting a large tensor in page by page costs more than a pass over it. torch reads the
+    variable before it allocates the first tensor."""
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    host_memory.keep_freed()
