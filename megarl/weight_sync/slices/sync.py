@@ -327,9 +327,7 @@ class SliceSync:
             if self._servers is not None:
                 changes = None if names is None else names._asdict()
                 theirs = link.start("receive", deadline, plan=PLAN, changes=changes)
-            if (
-                link.device.type == "cuda"
-            ):  # what computed the parameters is on this thread's stream
+            if link.device.type == "cuda":  # this thread's stream computed the parameters
                 torch.cuda.synchronize(link.device)
             ours = in_thread(link.send, self._messages(names), deadline)
             link.alongside(f"weights of version {meta.number}", ours, theirs, deadline)
