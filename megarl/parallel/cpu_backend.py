@@ -44,6 +44,8 @@ from megarl.parallel.cpu_torch import nothing, patch
 from megarl.parallel.worlds import PerWorld
 from megarl.utils import products
 
+_SHAPES = 64  # of products that stay known: all of a micro-batch, which the next one seldom has
+
 
 def p5_tracker() -> None:
     """The tracker sets states by a lazy CUDA call that never fires on CPU: without this half its
@@ -301,6 +303,7 @@ def p17_matrix_products() -> None:
     """The parallel layers' own forward and backward call torch.matmul and Tensor.matmul, with
     gradients off, where nearly all of a pass goes; see megarl.utils.products."""
     if products.by_onednn():
+        products.remember_shapes(_SHAPES)
         patch(torch, matmul=cpu_kernels.product)
         patch(torch.Tensor, matmul=cpu_kernels.product)
 

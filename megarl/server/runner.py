@@ -27,6 +27,7 @@ from megarl.utils.transformers_config import transformers_config
 
 logger = logging.getLogger(__name__)
 _MAX_PREFILL_TOKENS = 16384  # padded prompt tokens in one prefill batch
+_SHAPES = 512  # of products that stay known: five for each number of sequences decoded at once
 _LONGEST_PROMPT_RATIO = 2  # the most that prompts in one prefill batch differ in length
 
 
@@ -253,6 +254,8 @@ def _joins(model: Any) -> bool:
 
 def _use_fast_products(model: torch.nn.Module) -> None:
     """Has linear layers multiply by the faster of torch's libraries for CPUs."""
+    if products.by_onednn():
+        products.remember_shapes(_SHAPES)
     for layer in model.modules():
         if type(layer) is torch.nn.Linear:
             layer.forward = partial(products.linear, weight=layer.weight, bias=layer.bias)  # type: ignore[method-assign]

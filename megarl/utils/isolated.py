@@ -16,7 +16,18 @@ T = TypeVar("T")
 def call_isolated(fn: Callable[..., T], *args: Any, timeout: float) -> T:
     """Returns fn(*args), called in a fresh interpreter with this one's import path. Raises
     TimeoutError after `timeout` seconds, and ChildProcessError where the process ends without an
-    answer."""
+    answer. One that was killed says nothing about `fn`: then another one is asked, once."""
+    try:
+        return _call(fn, args, timeout)
+    except _Killed:
+        return _call(fn, args, timeout)
+
+
+class _Killed(ChildProcessError):
+    """The process was ended by SIGKILL, which comes from outside: from a user, or for memory."""
+
+
+def _call(fn: Callable[..., T], args: tuple[Any, ...], timeout: float) -> T:
     context = mp.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(theirs, fn, args), daemon=True)
@@ -28,6 +39,8 @@ def call_isolated(fn: Callable[..., T], *args: Any, timeout: float) -> T:
         return ours.recv()
     except EOFError as e:
         process.join(timeout)
+        if process.exitcode == -signal.SIGKILL:
+            raise _Killed("the process was killed (SIGKILL), as for want of memory") from e
         raise ChildProcessError(f"the process ended with status {process.exitcode}") from e
     finally:
         process.kill()

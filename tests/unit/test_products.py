@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -87,3 +91,37 @@ def test_the_environment_overrules_the_machine(monkeypatch):
     monkeypatch.setenv("MEGARL_ONEDNN", "yes")
     with pytest.raises(ValueError, match="MEGARL_ONEDNN=yes: use 0"):
         choose()
+
+
+# prints the memory that products of 60 new shapes took, and then that of 300 more
+GROWTH = """
+import os, pathlib, torch
+from megarl.utils import products
+
+def resident():
+    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+torch.set_num_threads(1)
+products.remember_shapes(50)
+weight = torch.randn(96, 32)
+with torch.no_grad():
+    products.linear(torch.randn(9, 32), weight)
+    for rows in (range(10, 70), range(70, 370)):
+        before = resident()
+        for n in rows:
+            products.linear(torch.randn(n, 32), weight)
+        print(resident() - before)
+"""
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or not torch.backends.mkldnn.is_available(), reason="reads /proc"
+)
+def test_products_of_ever_new_shapes_take_no_more_memory():
+    run = subprocess.run(
+        [sys.executable, "-c", GROWTH], env=os.environ | {"MEGARL_ONEDNN": "1"},
+        capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    first, later = map(int, run.stdout.split())
+    assert later < first

@@ -243,6 +243,29 @@ def test_code_that_never_returns_is_given_up() -> None:
         call_isolated(time.sleep, 300, timeout=0.2)
 
 
+def test_a_check_that_is_killed_from_outside_is_made_once_more(tmp_path: Path) -> None:
+    """Only a second kill is an error, and one that says what it was."""
+    (tmp_path / "killed.py").write_text(
+        "import os, pathlib, signal\n"
+        "def times(n):\n"
+        "    seen = pathlib.Path(__file__).with_suffix('.seen')\n"
+        "    with seen.open('a') as f:\n"
+        "        f.write('x')\n"
+        "    if len(seen.read_text()) <= n:\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return 'answer'\n"
+    )
+    look = "import killed, sys, megarl.utils.isolated as i\nfor n in (1, 9):\n"
+    look += "    print(i.call_isolated(killed.times, n, timeout=60), flush=True)"
+    run = subprocess.run(
+        [sys.executable, "-c", look], capture_output=True, text=True, timeout=200, check=False,
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"},
+    )  # fmt: skip
+    assert run.stdout == "answer\n"
+    assert "the process was killed (SIGKILL)" in run.stderr.splitlines()[-1]
+    assert (tmp_path / "killed.seen").read_text() == "x" * 4
+
+
 def test_ctrl_c_during_the_check_is_no_traceback(
     home: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
