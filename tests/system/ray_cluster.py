@@ -58,6 +58,17 @@ class RayCluster:
     def log(self) -> str:
         return (self.root / "log").read_text(errors="replace")[-4000:]
 
+    def written(self) -> list[str]:
+        """The texts of all files that Ray has written; not of those that it takes away meanwhile,
+        as it writes some under a temporary name."""
+        texts = []
+        for folder, _, names in os.walk(self.root):  # passes over folders that are gone
+            for path in (Path(folder, name) for name in names):
+                with contextlib.suppress(FileNotFoundError):
+                    if path.is_file():
+                        texts.append(path.read_text(errors="replace"))
+        return texts
+
     def listening(self) -> set[str]:
         """The addresses, without ports, that the cluster's processes listen at."""
         sockets, found = set(), set()
