@@ -72,7 +72,7 @@ class CallingWorkflow(ToolWorkflow):
         if len(sample.answers) > 1:
             return []
         text = self.text(sample.answers[-1])
-        program = f"import time; time.sleep(0.1); len({text!r})"
+        program = f"import time; time.sleep(0.6); len({text!r})"
         return [
             ToolCall(name="count", arguments={"text": text}),
             ToolCall(name="python", arguments={"code": program}),

@@ -6,6 +6,6 @@ import sys
 import time
 
 for line in sys.stdin:
-    time.sleep(0.05)  # so that it is there to be hit
+    time.sleep(0.6)  # so that it is there to be hit
     reply = {"text": f"{len(json.loads(line)) % 10}+1", "reward": 0.125}
     print(json.dumps(reply), flush=True)

@@ -21,7 +21,7 @@ def answer(method: str, params: dict) -> dict:
     if method == "tools/list":
         return {"tools": [TOOL]}
     if method == "tools/call":
-        time.sleep(0.05)  # so that it is there to be hit
+        time.sleep(0.6)  # so that it is there to be hit
         text = str(len(params["arguments"]["text"]))
         return {"content": [{"type": "text", "text": text}], "isError": False}
     return {}
