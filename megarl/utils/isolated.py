@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing as mp
 import os
 import signal
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -19,7 +21,8 @@ def call_isolated(fn: Callable[..., T], *args: Any, timeout: float) -> T:
     answer. One that was killed says nothing about `fn`: then another one is asked, once."""
     try:
         return _call(fn, args, timeout)
-    except _Killed:
+    except _Killed as e:
+        logger.warning("%s: asking once more", e)
         return _call(fn, args, timeout)
 
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 _FEW_ROWS = 4  # from here on oneDNN pays
-# of torch, and of oneDNN below it: each keeps what the other forgets
-_CAPACITIES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
+# of torch, and of oneDNN below it, with the least of each: either keeps what the other forgets
+_CAPACITIES = {"LRU_CACHE_CAPACITY": 1, "ONEDNN_PRIMITIVE_CACHE_CAPACITY": 0}
 
 
 @cache
@@ -40,9 +40,12 @@ def remember_shapes(count: int) -> None:
     and 1.5 ms to make. By itself torch keeps 1,024, and their small blocks, which live long between
     large tensors, keep these from growing together again: where every micro-batch has a length of
     its own, memory grows for hundreds of steps (https://github.com/pytorch/pytorch/issues/27971).
+    Raises ValueError for a capacity in the environment that torch would crash on.
     """
-    for name in _CAPACITIES:
-        os.environ.setdefault(name, str(count))
+    for name, least in _CAPACITIES.items():
+        given = os.environ.setdefault(name, str(count))
+        if not given.isdecimal() or int(given) < least:
+            raise ValueError(f"{name}={given}: use a number of at least {least}, or leave it unset")
 
 
 def _is_intel() -> bool:

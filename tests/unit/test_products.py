@@ -93,6 +93,13 @@ def test_the_environment_overrules_the_machine(monkeypatch):
         choose()
 
 
+@pytest.mark.parametrize("given", ["0", "-1", "abc", ""])
+def test_a_capacity_that_torch_crashes_on_is_refused(monkeypatch, given):
+    monkeypatch.setenv("LRU_CACHE_CAPACITY", given)
+    with pytest.raises(ValueError, match=f"LRU_CACHE_CAPACITY={given}: use a number of at least 1"):
+        products.remember_shapes(64)
+
+
 # prints the memory that products of 60 new shapes took, and then that of 300 more
 GROWTH = """
 import os, pathlib, torch
@@ -115,11 +122,13 @@ with torch.no_grad():
 
 
 @pytest.mark.skipif(
-    sys.platform != "linux" or not torch.backends.mkldnn.is_available(), reason="reads /proc"
+    sys.platform != "linux" or not torch.backends.mkldnn.is_available(),
+    reason="reads /proc, and is about oneDNN",
 )
 def test_products_of_ever_new_shapes_take_no_more_memory():
+    env = {k: v for k, v in os.environ.items() if not k.endswith("CACHE_CAPACITY")}
     run = subprocess.run(
-        [sys.executable, "-c", GROWTH], env=os.environ | {"MEGARL_ONEDNN": "1"},
+        [sys.executable, "-c", GROWTH], env=env | {"MEGARL_ONEDNN": "1"},
         capture_output=True, text=True, timeout=100,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr

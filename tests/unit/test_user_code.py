@@ -262,6 +262,7 @@ def test_a_check_that_is_killed_from_outside_is_made_once_more(tmp_path: Path) -
         env=os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"},
     )  # fmt: skip
     assert run.stdout == "answer\n"
+    assert run.stderr.count("as for want of memory: asking once more\n") == 2
     assert "the process was killed (SIGKILL)" in run.stderr.splitlines()[-1]
     assert (tmp_path / "killed.seen").read_text() == "x" * 4
 
