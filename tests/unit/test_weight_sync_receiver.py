@@ -286,16 +286,6 @@ def test_load_never_raises(bench: Bench, capfd: pytest.CaptureFixture[str]) -> N
     assert "Traceback" in capfd.readouterr().err
 
 
-def test_what_was_put_is_there_whatever_way_others_hear_of_it(bench: Bench) -> None:
-    """A server puts its reply into the store, then answers over HTTP. `set` alone returns before
-    the store has the value, which was missed in one of a hundred such large ones."""
-    store = dist.TCPStore("127.0.0.1", bench.store.port, is_master=False)
-    server, value = Mailbox(store, "s", "secret"), bytes(100_000)
-    for number in range(1000):
-        server.put(str(number), value)
-        assert bench.box.has(str(number))
-
-
 def test_without_the_token_nothing_is_found_or_believed(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

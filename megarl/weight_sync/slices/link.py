@@ -42,6 +42,7 @@ from megarl.weight_sync.slices.receiver.megarl_receiver.mailbox import Mailbox
 from megarl.wire.process_group import destroy_update_group, init_update_group, set_group_timeout
 
 LOOK_EVERY = 0.5  # seconds between looks whether somebody has given up
+REPLY_TIMEOUT = 5.0  # seconds after a server's answer over HTTP; its replies may still be under way
 # How much longer than a sync may take operations of NCCL live: ours is the readable error, and its
 # watchdog ends the process.
 MARGIN = 60.0
@@ -171,9 +172,14 @@ class Link:
         return Answer(server, replies, time.monotonic())
 
     def _reply(self, server: str, command: Mapping[str, Any], rank: int) -> dict[str, Any]:
-        """Returns what a rank has said. Raises RuntimeError where it is an error, or nothing."""
+        """Returns what a rank has said, as soon as the store has it: a rank's `set` returns when the
+        reply is on its way. Raises RuntimeError where it is an error, or nothing."""
         place = f"reply/{command['id']}/{command['server']}/{rank}"
-        if not self.box.has(place):
+        until = time.monotonic() + REPLY_TIMEOUT
+        while not self.box.has(place):
+            if time.monotonic() < until:
+                time.sleep(0.01)  # looks, for a wait would keep the store from other threads
+                continue
             raise RuntimeError(
                 f"server {server}: rank {rank} did not reply through the store at "
                 f"{self.meeting.host}:{self.meeting.port}; give it the job's {ENV} and a way to "

@@ -31,14 +31,9 @@ class Mailbox:
         return hmac.new(self._key, f"{self._session}/{what}".encode(), "sha256").hexdigest()
 
     def put(self, what: str, value: bytes) -> None:
-        """Puts a value, and returns when everybody can find it. Raises DistStoreError where the
-        store does not answer within its timeout."""
-        name = self.name(what)
+        """Puts a value."""
         raw: Any = self._code(what, value) + value  # torch takes bytes, and says str
-        self._store.set(name, raw)
-        # `set` returns once the value is on its way, and what is said over HTTP could be there
-        # before it. A store obeys each connection in order: it answers this when it has the value.
-        self._store.wait([name])
+        self._store.set(self.name(what), raw)
 
     def take(self, what: str) -> bytes:
         """Waits for a value, as long as the store's timeout says, and returns it. Raises
