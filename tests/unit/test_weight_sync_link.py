@@ -57,5 +57,5 @@ def test_a_rank_that_says_nothing_is_an_error_in_bounded_time(
 ) -> None:
     monkeypatch.setattr(link, "REPLY_TIMEOUT", 0.2)
     monkeypatch.setattr(link, "call_json", answer(speaker, [(0, 0.0)]))
-    with pytest.raises(RuntimeError, match="rank 1 did not reply .* MEGARL_JOB_TOKEN"):
+    with pytest.raises(RuntimeError, match=r"rank 1 did not reply .* MEGARL_JOB_TOKEN"):
         speaker.call("holds", Deadline(20.0))

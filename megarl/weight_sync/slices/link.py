@@ -172,8 +172,8 @@ class Link:
         return Answer(server, replies, time.monotonic())
 
     def _reply(self, server: str, command: Mapping[str, Any], rank: int) -> dict[str, Any]:
-        """Returns what a rank has said, as soon as the store has it: a rank's `set` returns when the
-        reply is on its way. Raises RuntimeError where it is an error, or nothing."""
+        """Returns what a rank has said, as soon as the store has it: a rank's `set` returns while
+        its reply is on the way. Raises RuntimeError where it is an error, or nothing."""
         place = f"reply/{command['id']}/{command['server']}/{rank}"
         until = time.monotonic() + REPLY_TIMEOUT
         while not self.box.has(place):
