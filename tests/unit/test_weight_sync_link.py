@@ -55,7 +55,7 @@ def test_a_reply_that_comes_after_the_answer_is_taken(
 def test_a_rank_that_says_nothing_is_an_error_in_bounded_time(
     monkeypatch: pytest.MonkeyPatch, speaker: Link
 ) -> None:
-    monkeypatch.setattr(link, "REPLY_TIMEOUT", 0.2)
+    monkeypatch.setattr(link, "REPLY_LOOKS", 20)
     monkeypatch.setattr(link, "call_json", answer(speaker, [(0, 0.0)]))
     with pytest.raises(RuntimeError, match=r"rank 1 did not reply .* MEGARL_JOB_TOKEN"):
         speaker.call("holds", Deadline(20.0))

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import socket
+import threading
+import time
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -96,7 +100,7 @@ class Bench:
     def do(self, what: str, **more: Any) -> dict[str, Any]:
         command = dict(
             do=what, id=what, server=0, host="127.0.0.1", port=self.store.port, session="s",
-            timeout=5.0, backend="gloo", spec="x", plan="p",
+            timeout=60.0, backend="gloo", spec="x", plan="p",
         )  # fmt: skip
         commands.load(self.model, [(json.dumps(command | more), torch.empty(0))])
         return dict(json.loads(self.box.take(f"reply/{(command | more)['id']}/0/0")))
@@ -284,6 +288,37 @@ def test_load_never_raises(bench: Bench, capfd: pytest.CaptureFixture[str]) -> N
     bench.model = Odd("item")
     assert "looks at the numbers" in bench.do("record")["error"]
     assert "Traceback" in capfd.readouterr().err
+
+
+def far(port: int, seconds: float) -> int:
+    """Returns a port of one connection to another port, on which bytes are `seconds` under way."""
+    door = socket.create_server(("127.0.0.1", 0))
+
+    def carry(a: socket.socket, b: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := a.recv(1 << 16):
+                time.sleep(seconds)
+                b.sendall(data)
+            b.shutdown(socket.SHUT_WR)
+
+    def connect() -> None:
+        with door:
+            here, there = door.accept()[0], socket.create_connection(("127.0.0.1", port))
+        for ends in ((here, there), (there, here)):
+            threading.Thread(target=carry, args=ends, daemon=True).start()
+
+    threading.Thread(target=connect, daemon=True).start()
+    return int(door.getsockname()[1])
+
+
+def test_the_word_of_whoever_gave_up_is_there_before_its_connections_close() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = far(store.port, 0.1)
+    away = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    first, second = Mailbox(away, "s", "secret"), Mailbox(store, "s", "secret")
+    assert first.stop("rank 3: out of memory") == "rank 3: out of memory"
+    assert second.stopped() == "rank 3: out of memory"
+    assert second.stop("rank 0: connection closed") == "rank 3: out of memory"
 
 
 def test_without_the_token_nothing_is_found_or_believed(

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import base64
 import concurrent.futures as cf
-import contextlib
 import io
 import json
 import pickle
@@ -42,10 +41,13 @@ from megarl.weight_sync.slices.receiver.megarl_receiver.mailbox import Mailbox
 from megarl.wire.process_group import destroy_update_group, init_update_group, set_group_timeout
 
 LOOK_EVERY = 0.5  # seconds between looks whether somebody has given up
-REPLY_TIMEOUT = 5.0  # seconds after a server's answer over HTTP; its replies may still be under way
+# How often, every 0.01 s, a server's reply is looked for after its answer over HTTP: it may be
+# under way. No time, for a store that is held up answers one look late, and then has the reply.
+REPLY_LOOKS = 500
 # How much longer than a sync may take operations of NCCL live: ours is the readable error, and its
 # watchdog ends the process.
 MARGIN = 60.0
+_GONE = "the rank that speaks to the servers is gone ({})"
 
 
 @dataclass(frozen=True)
@@ -175,11 +177,11 @@ class Link:
         """Returns what a rank has said, as soon as the store has it: a rank's `set` returns while
         its reply is on the way. Raises RuntimeError where it is an error, or nothing."""
         place = f"reply/{command['id']}/{command['server']}/{rank}"
-        until = time.monotonic() + REPLY_TIMEOUT
-        while not self.box.has(place):
-            if time.monotonic() < until:
-                time.sleep(0.01)  # looks, for a wait would keep the store from other threads
-                continue
+        for _ in range(REPLY_LOOKS):
+            if self.box.has(place):
+                break
+            time.sleep(0.01)  # looks, for a wait would keep the store from other threads
+        else:
             raise RuntimeError(
                 f"server {server}: rank {rank} did not reply through the store at "
                 f"{self.meeting.host}:{self.meeting.port}; give it the job's {ENV} and a way to "
@@ -276,9 +278,10 @@ class Link:
 
     def stop(self, why: str) -> None:
         """Tells everybody to give up, and why, and ends what is under way."""
-        self._word = self._stopped() or why
-        with contextlib.suppress(Exception):  # whoever hosted the store may be gone
-            self.box.stop(why)
+        try:
+            self._word = self.box.stop(why)
+        except Exception as e:
+            self._word = _GONE.format(e)
         self.leave(abort=True)
 
     def leave(self, *, abort: bool = False) -> None:
@@ -292,7 +295,7 @@ class Link:
         try:
             return self.box.stopped()
         except Exception as e:
-            return f"the rank that speaks to the servers is gone ({e})"
+            return _GONE.format(e)
 
     def _use_device(self) -> None:
         if self.device.type == "cuda":  # threads begin with device 0

@@ -47,10 +47,12 @@ class Mailbox:
         """Returns whether there is a value."""
         return bool(self._store.check([self.name(what)]))
 
-    def stop(self, why: str) -> None:
-        """Tells everybody to give up. The word of whoever failed first stays."""
+    def stop(self, why: str) -> str:
+        """Tells everybody to give up. Returns the word of whoever failed first, which stays. The
+        store has it by now: those whose connections are closed next will look for it."""
         if not self.has(_STOP):
             self.put(_STOP, why.encode())
+        return self.take(_STOP).decode()  # on the connection that put it, so after it
 
     def stopped(self) -> str:
         """Returns why everybody is to give up, "" where nobody has said so."""
