@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -50,6 +51,22 @@ def test_a_reply_that_comes_after_the_answer_is_taken(
     monkeypatch.setattr(link, "call_json", answer(speaker, [(0, 0.3), (1, 0.1)]))
     replies = speaker.call("holds", Deadline(20.0))[SERVER]
     assert [reply["rank"] for reply in replies] == [0, 1]
+
+
+def test_a_store_that_is_held_up_is_looked_at_again(
+    monkeypatch: pytest.MonkeyPatch, speaker: Link
+) -> None:
+    look = speaker.box.has
+
+    def late(what: str) -> bool:
+        found = look(what)
+        time.sleep(0.5)
+        return found
+
+    monkeypatch.setattr(link, "REPLY_LOOKS", 2)
+    monkeypatch.setattr(speaker.box, "has", late)
+    monkeypatch.setattr(link, "call_json", answer(speaker, [(0, 0.1), (1, 0.1)]))
+    assert len(speaker.call("holds", Deadline(20.0))[SERVER]) == 2
 
 
 def test_a_rank_that_says_nothing_is_an_error_in_bounded_time(

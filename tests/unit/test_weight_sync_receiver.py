@@ -10,6 +10,7 @@ import threading
 import time
 import zlib
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -319,6 +320,19 @@ def test_the_word_of_whoever_gave_up_is_there_before_its_connections_close() -> 
     assert first.stop("rank 3: out of memory") == "rank 3: out of memory"
     assert second.stopped() == "rank 3: out of memory"
     assert second.stop("rank 0: connection closed") == "rank 3: out of memory"
+
+
+def test_the_first_of_two_words_stays_also_when_both_are_under_way() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ends = [
+        dist.TCPStore("127.0.0.1", far(store.port, away), is_master=False, wait_for_workers=False)
+        for away in (0.1, 0.25)
+    ]
+    near, far_off = (Mailbox(end, "s", "secret") for end in ends)
+    with ThreadPoolExecutor() as pool:
+        words = [pool.submit(near.stop, "near"), pool.submit(far_off.stop, "far off")]
+        assert [word.result(60.0) for word in words] == ["near", "near"]
+    assert Mailbox(store, "s", "secret").stopped() == "near"
 
 
 def test_without_the_token_nothing_is_found_or_believed(

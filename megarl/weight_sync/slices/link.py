@@ -42,7 +42,7 @@ from megarl.wire.process_group import destroy_update_group, init_update_group, s
 
 LOOK_EVERY = 0.5  # seconds between looks whether somebody has given up
 # How often, every 0.01 s, a server's reply is looked for after its answer over HTTP: it may be
-# under way. No time, for a store that is held up answers one look late, and then has the reply.
+# under way. Looks, not seconds: a store that is held up answers one late, and then has the reply.
 REPLY_LOOKS = 500
 # How much longer than a sync may take operations of NCCL live: ours is the readable error, and its
 # watchdog ends the process.

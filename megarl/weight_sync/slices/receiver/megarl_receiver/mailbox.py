@@ -32,16 +32,12 @@ class Mailbox:
 
     def put(self, what: str, value: bytes) -> None:
         """Puts a value."""
-        raw: Any = self._code(what, value) + value  # torch takes bytes, and says str
-        self._store.set(self.name(what), raw)
+        self._store.set(self.name(what), self._seal(what, value))
 
     def take(self, what: str) -> bytes:
         """Waits for a value, as long as the store's timeout says, and returns it. Raises
         PermissionError for one put by somebody with another token."""
-        raw = bytes(self._store.get(self.name(what)))
-        if not hmac.compare_digest(raw[:_CODE], self._code(what, raw[_CODE:])):
-            raise PermissionError(f"{what}: not put by a process with this job's {TOKEN}")
-        return raw[_CODE:]
+        return self._open(what, bytes(self._store.get(self.name(what))))
 
     def has(self, what: str) -> bool:
         """Returns whether there is a value."""
@@ -49,10 +45,11 @@ class Mailbox:
 
     def stop(self, why: str) -> str:
         """Tells everybody to give up. Returns the word of whoever failed first, which stays. The
-        store has it by now: those whose connections are closed next will look for it."""
-        if not self.has(_STOP):
-            self.put(_STOP, why.encode())
-        return self.take(_STOP).decode()  # on the connection that put it, so after it
+        store has answered, so it has the word: those whose connections are closed next look for
+        it."""
+        word = self._seal(_STOP, why.encode())
+        first = self._store.compare_set(self.name(_STOP), "", word)  # sets it where there is none
+        return self._open(_STOP, bytes(first)).decode()
 
     def stopped(self) -> str:
         """Returns why everybody is to give up, "" where nobody has said so."""
@@ -62,6 +59,14 @@ class Mailbox:
         """Returns the part of the store that a group can meet at, waiting `timeout` s."""
         self._store.set_timeout(timedelta(seconds=timeout))
         return dist.PrefixStore(self.name(what), self._store)
+
+    def _seal(self, what: str, value: bytes) -> Any:
+        return self._code(what, value) + value  # torch takes bytes, and says str
+
+    def _open(self, what: str, raw: bytes) -> bytes:
+        if not hmac.compare_digest(raw[:_CODE], self._code(what, raw[_CODE:])):
+            raise PermissionError(f"{what}: not put by a process with this job's {TOKEN}")
+        return raw[_CODE:]
 
     def _code(self, what: str, value: bytes) -> bytes:
         return hmac.new(self._key, self.name(what).encode() + value, "sha256").digest()
