@@ -24,6 +24,7 @@ from megarl.rollout.pipeline import ShouldAccept
 from megarl.rollout.requester import Connection, Requester
 from megarl.rollout.server_pool import PROBE_TIMEOUT
 from megarl.rollout.server_waits import check_routes, wait_for_version, wait_healthy
+from megarl.rollout.user_calls import stuck_threads
 from megarl.rollout.worker_process import START_TIMEOUT
 from megarl.rollout.workers import WorkerPool
 from megarl.wire.routes import RouteShape
@@ -339,10 +340,12 @@ class RemoteSGLangEngine(Requester):
     def stats(self) -> dict[str, float]:
         """Returns the executor's counters and timings, see RolloutExecutor.stats; loop_lag, the
         seconds that the event loop was late at most since the last call; with a gateway
-        lost_answers, which were written and no agent took; with workers WorkerPool.stats."""
+        lost_answers, which were written and no agent took; stuck_threads, see user_calls; with
+        workers WorkerPool.stats."""
         found = self.executor.stats() | {"loop_lag": self.opened().loop.take_lag()}
         if self._workers is not None:
             found |= self._workers.stats()
+        found["stuck_threads"] = found.get("stuck_threads", 0.0) + stuck_threads()
         if (lost := self.lost_answers) is not None:
             found["lost_answers"] = found.get("lost_answers", 0.0) + lost
         return found

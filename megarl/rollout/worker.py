@@ -20,6 +20,7 @@ from megarl.rollout.episode import Episode, run_episode
 from megarl.rollout.frames import packed
 from megarl.rollout.requester import ClientState, Requester
 from megarl.rollout.rewards.pool import close_copies
+from megarl.rollout.user_calls import stuck_threads
 
 log = get_logger(__name__)
 
@@ -51,7 +52,7 @@ class EpisodeWorker:
     async def handle(self, verb: str, payload: Any) -> Any:
         """Does what the coordinator asks; calls that arrive in order begin in order. begin: opens
         the client that came, pickled; tell: takes a list of things to do; hear: returns the frame
-        of {reports, lag, lost_answers}. Raises ValueError for another verb."""
+        of {reports, lag, lost_answers, stuck_threads}. Raises ValueError for another verb."""
         if verb == BEGIN:
             return await asyncio.to_thread(self._begin, payload)
         if verb not in (TELL, HEAR):
@@ -152,6 +153,7 @@ class EpisodeWorker:
                 "reports": said,
                 "lag": client.opened().loop.take_lag(),
                 "lost_answers": client.lost_answers,
+                "stuck_threads": stuck_threads(),
             }
         )
 

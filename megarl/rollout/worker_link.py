@@ -37,7 +37,7 @@ class Link:
     """Holds the coordinator's end of a worker. All of it runs in the client's loop.
 
     jobs: that it runs, by ticket. knows: the numbers of the workflows that it has. lag,
-    lost_answers: what it said last. proved: an episode has ended in it.
+    lost_answers, stuck_threads: what it said last. proved: an episode has ended in it.
     """
 
     index: int
@@ -46,6 +46,7 @@ class Link:
     knows: set[int] = field(default_factory=set)
     lag: float = 0.0
     lost_answers: int | None = None
+    stuck_threads: int = 0
     proved: bool = False
     _said: list[tuple[Any, ...]] = field(default_factory=list)
     _told: list[asyncio.Future[None]] = field(default_factory=list)
@@ -110,6 +111,7 @@ class Link:
             heard = unpacked(frame)
             self.lag = max(self.lag, heard["lag"])
             self.lost_answers = heard["lost_answers"]
+            self.stuck_threads = heard["stuck_threads"]
             for kind, ticket, *rest in heard["reports"]:
                 (self._ended if kind == "ended" else self._settled)(ticket, *rest)
 

@@ -120,13 +120,15 @@ class WorkerPool:
 
     def stats(self) -> dict[str, float]:
         """Returns workers (that run), worker_deaths, worker_lag (seconds that an event loop of a
-        worker was late at most since the last call), and lost_answers of their gateways."""
+        worker was late at most since the last call), their stuck_threads, and lost_answers of their
+        gateways."""
         workers = list(self._workers.values())
         lost = [w.lost_answers for w in workers if w.lost_answers is not None]
         found = {
             "workers": float(len(workers)),
             "worker_deaths": float(self.deaths),
             "worker_lag": max((w.lag for w in workers), default=0.0),
+            "stuck_threads": float(sum(w.stuck_threads for w in workers)),
         }
         for worker in workers:
             worker.lag = 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -37,7 +38,8 @@ class ToolList:
 
     def make(self, row: dict[str, Any]) -> ToolingEnv:
         """Returns an environment with all tools, for a sample of this row of the data."""
-        local = LocalToolingEnv(self._functions, timeout=self._timeout, row=row)
+        own = copy.deepcopy(row) if self._functions else None  # a tool may change it
+        local = LocalToolingEnv(self._functions, timeout=self._timeout, row=own)
         return JoinedToolingEnv([local, *(make() for make in self._makers)])
 
     def _add(self, entry: Any) -> None:

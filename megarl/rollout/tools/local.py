@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from megarl.rollout.tools.env import ToolFailure, ToolingEnv, as_text
 from megarl.rollout.tools.schema import Signature
+from megarl.rollout.user_calls import CallTimeout, ThreadsExhausted, call
 
 TOOL_TIMEOUT = 30.0  # seconds
 
 
 class LocalToolingEnv(ToolingEnv):
     """Has functions as tools, plain or async; each may take `timeout` s. A plain function runs in a
-    thread, so that it does not hold up other episodes. Nothing can end a thread: one that overruns
-    goes on, unseen. A function that takes a parameter `row` gets the row of the data there, and the
-    model does not see it."""
+    thread of its own, see user_calls.call: one that overruns goes on, unseen. A function that takes
+    a parameter `row` gets the row of the data there, and the model does not see it."""
 
     def __init__(
         self,
@@ -57,7 +56,7 @@ class LocalToolingEnv(ToolingEnv):
     async def aexecute(self, tool_name: str, tool_args: dict[str, Any]) -> str:
         """Returns the result as text; for an unknown tool, wrong arguments, an exception of the
         tool's or an overrun, a text that begins with "Error" and says so. Raises ToolFailure where
-        the tool raises it."""
+        the tool raises it, ThreadsExhausted."""
         if tool_name not in self._tools:
             known = ", ".join(self._tools) or "none"
             return f"Error: there is no tool {tool_name!r}; the tools are: {known}"
@@ -68,18 +67,10 @@ class LocalToolingEnv(ToolingEnv):
             return f"Error: {tool_name} was called with wrong arguments: {e}"
         arguments |= dict.fromkeys(signature.given, self._row)
         try:
-            async with asyncio.timeout(self._timeout) as clock:
-                return as_text(await _call(func, arguments))
-        except ToolFailure:
+            return as_text(await call(partial(func, **arguments), timeout=self._timeout))
+        except (ToolFailure, ThreadsExhausted):
             raise
+        except CallTimeout:
+            return f"Error: {tool_name} took longer than {self._timeout:g} s"
         except Exception as e:
-            if isinstance(e, TimeoutError) and clock.expired():
-                return f"Error: {tool_name} took longer than {self._timeout:g} s"
             return f"Error: {tool_name} raised {type(e).__name__}: {e}"
-
-
-async def _call(func: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    if inspect.iscoroutinefunction(func):
-        return await func(**arguments)
-    result = await asyncio.to_thread(func, **arguments)
-    return await result if inspect.isawaitable(result) else result

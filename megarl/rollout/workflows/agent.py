@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import inspect
+import copy
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
+from numbers import Real
 from typing import Any, Unpack
 
 from megarl.api.batch import Padded
@@ -16,6 +17,7 @@ from megarl.rollout.chat import ChatOptions, ChatWorkflow, all_of
 from megarl.rollout.gateway.session import Session
 from megarl.rollout.generation import attempt_key
 from megarl.rollout.trajectory import Trajectory, to_batch
+from megarl.rollout.user_calls import ThreadsExhausted, call
 from megarl.utils.importing import load_object
 
 log = get_logger(__name__)
@@ -26,12 +28,13 @@ class AgentWorkflow(ChatWorkflow):
 
     agent: a function (data, base_url, api_key) -> reward or None, or a class whose objects have a
     method `run` of this form; or an import path of one. It may be asynchronous; one that is not
-    runs in a thread. data: the row. base_url, api_key: for an OpenAI client; the Anthropic client
-    gets the same.
+    runs in a thread of its own. data: a copy of the row. base_url, api_key: for an OpenAI client;
+    the Anthropic client gets the same.
 
     A rollout's reward is what the agent returns, else what it sent to POST .../reward, else that of
-    reward_fn for the policy's last answer. An agent that raises an error, or that never asks the
-    policy, is a rollout that failed: it is counted and not trained on.
+    reward_fn for the policy's last answer. An agent that raises an error, ends its thread, returns
+    anything else, or never asks the policy, is a rollout that failed: it is counted and not trained
+    on.
     """
 
     def __init__(
@@ -78,9 +81,11 @@ class AgentWorkflow(ChatWorkflow):
             seed_key=key,
         ) as session:
             try:
-                returned = await self._run(data, session)
+                returned = _reward(await self._run(data, session))
                 if session.failures:  # the agent went on without an answer that it should have got
                     raise RuntimeError(f"the policy did not answer: {session.failures[0]}")
+            except ThreadsExhausted:
+                raise
             except Exception as e:
                 kind = "server" if session.failures else "environment"
                 log.warning("agent failed on row %s (%s): %r", data.get("row_id", "?"), kind, e)
@@ -89,13 +94,12 @@ class AgentWorkflow(ChatWorkflow):
         return await self._scored(session, returned, data)
 
     async def _run(self, data: dict[str, Any], session: Session) -> Any:
-        arguments = (data, session.base_url, session.api_key)
-        if inspect.iscoroutinefunction(self._agent):
-            return await self._agent(*arguments)
-        returned = await asyncio.to_thread(self._agent, *arguments)
-        return await returned if inspect.isawaitable(returned) else returned
+        row = copy.deepcopy(data)
+        return await call(partial(self._agent, row, session.base_url, session.api_key))
 
-    async def _scored(self, session: Session, returned: Any, data: dict[str, Any]) -> Trajectory:
+    async def _scored(
+        self, session: Session, returned: float | None, data: dict[str, Any]
+    ) -> Trajectory:
         rollout = session.trajectory
         if not rollout.answers:
             log.warning("the agent of row %s never asked the policy", data.get("row_id", "?"))
@@ -106,9 +110,18 @@ class AgentWorkflow(ChatWorkflow):
             reward = (await self.score([rollout], data))[0]
             if rollout.failure is not None:
                 return rollout
-        if isinstance(reward, bool) or not isinstance(reward, int | float):
-            raise TypeError(f"the agent returned {reward!r}: return a reward as a number, or None")
-        if not math.isfinite(reward):
-            raise ValueError(f"the agent returned a reward of {reward}")
-        rollout.score(float(reward))
+        rollout.score(reward)
         return rollout
+
+
+def _reward(returned: Any) -> float | None:
+    """Returns what an agent returned as its reward. Raises TypeError and ValueError for what is
+    none."""
+    if returned is None:
+        return None
+    if isinstance(returned, bool) or not isinstance(returned, Real):
+        raise TypeError(f"the agent returned {returned!r}: return a reward as a number, or None")
+    reward = float(returned)
+    if not math.isfinite(reward):
+        raise ValueError(f"the agent returned a reward of {reward}: return a finite number")
+    return reward

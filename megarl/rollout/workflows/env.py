@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
+import copy
 import inspect
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Unpack
 
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.rollout.env import Env
+from megarl.rollout.user_calls import call
 from megarl.rollout.workflows.multi_turn import (
     INTERACTION_TIMEOUT,
     Interaction,
@@ -43,11 +45,11 @@ class EnvWorkflow(MultiTurnWorkflow):
         step_timeout: float = INTERACTION_TIMEOUT,
         **common: Unpack[TurnOptions],
     ) -> None:
-        super().__init__(reward_fn, gconfig, tokenizer, interaction_timeout=step_timeout, **common)
+        super().__init__(reward_fn, gconfig, tokenizer, interaction_timeout=None, **common)
         if problem := next(self.check_options(env=env, env_options=env_options), None):
             raise ValueError(problem)
         make, options = load_object(env, what="env"), dict(env_options or {})
-        self._partner = lambda: _EnvPartner(make(**options))
+        self._partner = lambda: _EnvPartner(make(**options), step_timeout)
 
     @classmethod
     def check_options(
@@ -80,27 +82,20 @@ def _shape_problems(env: str, made: type) -> Iterator[str]:
 class _EnvPartner(Interaction):
     """Speaks for an environment."""
 
-    def __init__(self, env: Env) -> None:
-        self._env = env
+    def __init__(self, env: Env, timeout: float) -> None:
+        self._env, self._timeout = env, timeout
 
     async def start(self, row: Row) -> str | None:
         seed = row.get("seed", row.get("row_id", 0))
-        first, _ = await _called(self._env.reset, seed=seed, options=row)
+        begin = partial(self._env.reset, seed=seed, options=copy.deepcopy(row))
+        first, _ = await call(begin, timeout=self._timeout)
         return str(first)
 
     async def respond(self, messages: list[dict[str, Any]], row: Row) -> Reply:
-        text, reward, terminated, truncated, _ = await _called(
-            self._env.step, messages[-1]["content"]
-        )
+        step = partial(self._env.step, messages[-1]["content"])
+        text, reward, terminated, truncated, _ = await call(step, timeout=self._timeout)
         return Reply(text=str(text), done=bool(terminated or truncated), reward=float(reward))
 
     async def aclose(self) -> None:
         if (close := getattr(self._env, "close", None)) is not None:
-            await _called(close)
-
-
-async def _called(method: Callable[..., Any], *args: Any, **kw: Any) -> Any:
-    """Returns what the method returns; a plain one runs in a thread."""
-    if inspect.iscoroutinefunction(method):
-        return await method(*args, **kw)
-    return await asyncio.to_thread(method, *args, **kw)
+            await call(close)

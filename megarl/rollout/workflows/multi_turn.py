@@ -3,10 +3,10 @@ it try again; or an interaction of your own, such as a simulated user."""
 
 from __future__ import annotations
 
-import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Unpack
 
 from megarl.api.batch import Padded
@@ -15,6 +15,7 @@ from megarl.config.rollout import GenerationHyperparameters
 from megarl.rollout.chat import all_of
 from megarl.rollout.closing import closing
 from megarl.rollout.trajectory import Trajectory
+from megarl.rollout.user_calls import ThreadsExhausted, call
 from megarl.rollout.workflows.turns import Row, TurnOptions, TurnsWorkflow
 from megarl.utils.importing import load_object
 from megarl.utils.signatures import option_problems
@@ -60,7 +61,7 @@ class MultiTurnWorkflow(TurnsWorkflow):
     interaction: "pkg.module:Class", a subclass of Interaction, made with interaction_options for
     every sample. Its replies may bring rewards, which are added to the outcome, reward_fn's for the
     last answer (use the reward `none` where there is no other).
-    interaction_timeout: seconds that one reply may take.
+    interaction_timeout: seconds that one reply may take; None leaves the bound to the interaction.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class MultiTurnWorkflow(TurnsWorkflow):
         solved: float = 1.0,
         interaction: str = "",
         interaction_options: dict[str, Any] | None = None,
-        interaction_timeout: float = INTERACTION_TIMEOUT,
+        interaction_timeout: float | None = INTERACTION_TIMEOUT,
         **common: Unpack[TurnOptions],
     ) -> None:
         super().__init__(reward_fn, gconfig, tokenizer, **common)
@@ -129,7 +130,7 @@ class MultiTurnWorkflow(TurnsWorkflow):
         self, engine: InferenceEngine, sample: Trajectory, partner: Interaction, data: Row
     ) -> None:
         while sample.failure is None:
-            reply = await self._bounded(partner.respond(self.conversation(sample), data))
+            reply = await self._bounded(partial(partner.respond, self.conversation(sample), data))
             if isinstance(reply, Exception):
                 self.failed(sample, "environment", reply, data)
                 return
@@ -154,7 +155,7 @@ class MultiTurnWorkflow(TurnsWorkflow):
     ) -> tuple[list[Trajectory], Row]:
         """Returns the samples after their partners' first message, if there is one, and the row
         with it. Raises ValueError where they differ: the samples of a row share their prompt."""
-        starts = await all_of(self._bounded(partner.start(data)) for partner in partners)
+        starts = await all_of(self._bounded(partial(partner.start, data)) for partner in partners)
         firsts = {start for start in starts if not isinstance(start, Exception)}
         if len(firsts) > 1:
             raise ValueError(
@@ -170,11 +171,12 @@ class MultiTurnWorkflow(TurnsWorkflow):
                 self.failed(sample, "environment", start, data)
         return samples, data
 
-    async def _bounded(self, reply: Coroutine[Any, Any, Any]) -> Any:
-        """Returns what was awaited, or the error that it ended with."""
+    async def _bounded(self, reply: Callable[[], Any]) -> Any:
+        """Returns what was awaited, or the error that it ended with. Raises ThreadsExhausted."""
         try:
-            async with asyncio.timeout(self.timeout):
-                return await reply
+            return await call(reply, timeout=self.timeout)
+        except ThreadsExhausted:
+            raise
         except Exception as e:
             return e
 

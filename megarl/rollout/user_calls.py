@@ -1,0 +1,136 @@
+"""Calls functions of users from the rollout loop: agents, tools, environments.
+
+Each call of a plain function has a thread of its own, so that one that hangs holds up no other, and
+a time-out measures the call and no queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import functools
+import inspect
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+MOST_STUCK = 256  # threads that go on unseen before the run ends
+PATIENCE = 60.0  # seconds after which one whose call was given up counts among them
+
+_lock = threading.Lock()
+_given_up: dict[_Thread, float] = {}  # when, of those that go on
+
+
+class CallTimeout(TimeoutError):
+    """Says that a call took longer than it may."""
+
+
+class ThreadsExhausted(RuntimeError):
+    """Says that plain functions get no more threads. It ends the run: it tells nothing about an
+    answer of the policy, nor about one row."""
+
+
+async def call(fn: Callable[[], Any], *, timeout: float | None = None) -> Any:
+    """Returns what `fn()` returns, awaited where that can be; a plain function runs in a thread.
+    Nothing can end a thread: one whose call is cancelled or overruns `timeout` seconds goes on
+    unseen. Raises CallTimeout, ThreadsExhausted and what `fn` raises; an exit, or a cancellation
+    that the caller did not ask for, as RuntimeError."""
+    try:
+        result = fn() if inspect.iscoroutinefunction(fn) else await _in_thread(fn, timeout)
+        return await _bounded(fn, result, timeout) if inspect.isawaitable(result) else result
+    except (asyncio.CancelledError, KeyboardInterrupt, SystemExit) as e:
+        task = asyncio.current_task()
+        if isinstance(e, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise
+        raise RuntimeError(f"{_name(fn)} ended with {e!r}") from e
+
+
+def stuck_threads() -> int:
+    """Returns how many threads go on though nobody waits for them any more."""
+    return len(_given_up)
+
+
+class _Thread:
+    """Is the thread of one call. outcome: what it returned and what it raised."""
+
+    def __init__(self, fn: Callable[[], Any]) -> None:
+        self._fn, self._loop = fn, asyncio.get_running_loop()
+        self._context, self._ended = contextvars.copy_context(), False
+        self.outcome: asyncio.Future[tuple[Any, BaseException | None]] = self._loop.create_future()
+        thread = threading.Thread(target=self._run, daemon=True, name=f"megarl {_name(fn)}")
+        try:
+            thread.start()
+        except RuntimeError as e:
+            raise ThreadsExhausted(
+                f"{_name(fn)}: {e}; {threading.active_count()} threads run: lower "
+                "rollout.max_concurrent_rollouts, or make it an async function"
+            ) from e
+
+    def give_up(self) -> None:
+        """Counts it as stuck until it ends."""
+        with _lock:
+            if not self._ended:
+                _given_up[self] = time.monotonic()
+
+    def _run(self) -> None:
+        value, error = None, None
+        try:
+            value = self._context.run(self._fn)
+        except BaseException as e:
+            error = e
+        with _lock:
+            self._ended = True
+            _given_up.pop(self, None)
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._deliver, value, error)
+
+    def _deliver(self, value: Any, error: BaseException | None) -> None:
+        if not self.outcome.done():
+            self.outcome.set_result((value, error))
+
+
+async def _in_thread(fn: Callable[[], Any], timeout: float | None) -> Any:
+    _check_stuck(fn)
+    thread = _Thread(fn)
+    try:
+        # one that ends in time has ended here, too, if this loop was late
+        await asyncio.wait({thread.outcome}, timeout=timeout)
+    finally:
+        if not thread.outcome.done():
+            thread.give_up()
+    if not thread.outcome.done():
+        raise CallTimeout(f"{_name(fn)} took longer than {timeout:g} s")
+    value, error = thread.outcome.result()
+    if error is not None:
+        raise error
+    return value
+
+
+async def _bounded(fn: Callable[[], Any], result: Any, timeout: float | None) -> Any:
+    clock = asyncio.timeout(timeout)
+    try:
+        async with clock:
+            return await result
+    except TimeoutError as e:
+        if clock.expired():
+            raise CallTimeout(f"{_name(fn)} took longer than {timeout:g} s") from e
+        raise
+
+
+def _check_stuck(fn: Callable[[], Any]) -> None:
+    given_up = list(_given_up.values())
+    late = sum(time.monotonic() - since > PATIENCE for since in given_up)
+    if late >= MOST_STUCK:
+        raise ThreadsExhausted(
+            f"{late} threads of plain agents, tools or environments hang, each for more than "
+            f"{PATIENCE:g} s after its call was given up; the next call is of {_name(fn)}: bound "
+            "every wait in it, or make it an async function"
+        )
+
+
+def _name(fn: Callable[[], Any]) -> str:
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return getattr(fn, "__qualname__", type(fn).__name__)
