@@ -50,7 +50,6 @@ from megatron.core import dist_checkpointing as mcore_ckpt  # isort: skip
 from megatron.core.dist_checkpointing import ShardedTensor  # isort: skip
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config  # isort: skip
 from megatron.core.dist_checkpointing.serialization import (  # isort: skip
-    get_default_save_common_strategy,
     get_default_save_sharded_strategy,
 )
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess  # isort: skip
@@ -60,7 +59,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (  # isor
     FullyParallelSaveStrategyWrapper,
 )
 
-# megatron-core 0.16 calls torch's older name
+# megatron-core calls torch's older name
 warnings.filterwarnings("ignore", message="`load_state_dict` is deprecated", module="megatron")
 
 _check_target = partial(check_target, marker=MARKER, what="checkpoint")
@@ -133,6 +132,13 @@ def begin_save(path: str | Path, state: Sharded, info: Mapping[str, Any]) -> Pen
     return PendingSave(path, staging, info, lambda: _write(path, staging, mine, group))
 
 
+def save_common(common: Any, staging: Path) -> None:
+    """Writes what is not sharded, on rank 0, where megatron-core's loaders of all versions look for
+    it: 0.19 writes it among the tensors, and reads this first."""
+    if dist.get_rank() == 0:
+        torch.save(common, staging / "common.pt")
+
+
 @dataclass(frozen=True)
 class _Share:
     """Holds what a rank shall write, by torch's names; `nbytes` is that of all ranks together."""
@@ -155,7 +161,7 @@ def _share_out(path: str | Path, state: Sharded, staging: Path, *, copy: bool = 
         )
         sharing.apply_saving_parallelization(shared)  # checks too that all is saved exactly once
         with full_disk_named(what, staging):
-            get_default_save_common_strategy().save_common(common, str(staging))
+            save_common(common, staging)
         mine, _, _ = mcore_torch._replace_state_dict_keys_with_sharded_keys(
             {"shared": shared, "own": state.own}, keep_only_main_replica=True
         )

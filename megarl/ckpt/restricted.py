@@ -17,15 +17,12 @@ from typing import IO, Any
 from unittest.mock import patch
 
 import torch
-from torch.distributed.checkpoint import Metadata
+from torch.distributed.checkpoint import FileSystemReader, Metadata
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from megarl.parallel import mcore  # noqa: F401  before megatron
 
 from megatron.core.dist_checkpointing.strategies import torch as mcore_torch  # isort: skip
-from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import (  # isort: skip
-    CachedMetadataFileSystemReader,
-)
 
 METADATA = ".metadata"
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -76,26 +73,32 @@ def load_metadata(file: IO[bytes]) -> Metadata:
 
 
 def check_common(path: Path) -> None:
-    """Raises ValueError unless common.pt in directory `path` is plain data. megatron-core reads it
-    by torch.load, where an environment variable can allow more."""
+    """Raises ValueError unless common.pt in directory `path` is there and plain data. megatron-core
+    reads it by torch.load, where an environment variable can allow more. Without the file 0.19
+    reads an object among the tensors, as its own writer leaves it, with no such check."""
     try:
         torch.load(path / "common.pt", map_location="cpu", weights_only=True)
+    except FileNotFoundError as e:
+        raise ValueError(
+            f"{path} holds no common.pt, like checkpoints that megatron-core writes from 0.19 on; "
+            "give one that megarl saved, or weights in Hugging Face's format"
+        ) from e
     except pickle.UnpicklingError as e:
         lines = [line for line in str(e).splitlines() if "unsupported" in line.lower()]
         why = lines[0] if lines else "it is damaged"
         raise ValueError(f"{path}/common.pt is not read: {why}; load another checkpoint") from e
 
 
-class _Reader(CachedMetadataFileSystemReader):
-    _cached_metadata: Metadata | None
+class _Reader(FileSystemReader):
+    _metadata: Metadata | None = None  # megatron-core asks more than once
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        if self._cached_metadata is None:
-            found = read_metadata(Path(self.path))
-            found.storage_meta = found.storage_meta or StorageMeta()
-            found.storage_meta.load_id = self.load_id
-            self._cached_metadata = found
-        return self._cached_metadata
+        if self._metadata is None:
+            metadata = read_metadata(Path(self.path))
+            metadata.storage_meta = metadata.storage_meta or StorageMeta()
+            metadata.storage_meta.load_id = self.load_id
+            self._metadata = metadata
+        return self._metadata
 
 
 class _Planner(mcore_torch.MCoreLoadPlanner):
@@ -107,8 +110,8 @@ class _Planner(mcore_torch.MCoreLoadPlanner):
 
 @contextmanager
 def restricted_reading() -> Iterator[None]:
-    """Lets megatron-core 0.16's loader of torch_dist read by the classes above; it makes its own
-    and takes no others. It reads common.pt by torch.load(weights_only=True) itself."""
+    """Lets megatron-core's loader of torch_dist read by the classes above; it makes its own and
+    takes no others. It reads common.pt by torch.load(weights_only=True) itself."""
     with (
         patch.object(mcore_torch, "_get_filesystem_reader", lambda path, **_: _Reader(path)),
         patch.object(mcore_torch, "MCoreLoadPlanner", _Planner),

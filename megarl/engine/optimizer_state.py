@@ -84,6 +84,9 @@ def _give_step(shared: dict[Any, Any], steps: Iterable[int]) -> None:
         group["step"] = step
 
 
+_RATES = ("max_lr", "min_lr")  # the schedule's: alike in every group
+
+
 def _saved_groups(shared: dict[Any, Any]) -> Iterator[dict[str, Any]]:
     """Yields the parameter groups in an optimizer's state, of one part or of several."""
     if "param_groups" in shared:
@@ -101,6 +104,9 @@ def load_state(optimizer: Any, shared: Any, own: dict[int, Any]) -> None:
     out."""
     known = (group.get("step") for group in _saved_groups(shared))
     _give_step(shared, {int(step) for step in known if step is not None})
+    rates = {k: v for k, v in optimizer.param_groups[0].items() if k in _RATES}
+    for group in _saved_groups(shared):  # the config's; megatron-core 0.19 finds a group by them
+        group.update(rates)
     if kind(optimizer) == "plain":
         for part in shared.values() if len(parts(optimizer)) > 1 else [shared]:
             _restore_empty(part)

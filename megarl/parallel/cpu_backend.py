@@ -2,8 +2,9 @@
 
 `install()` runs once, before megatron.core is imported, and only where the engine's device is the
 CPU (megarl.parallel.mcore decides). The patched calls raise "Torch not compiled with CUDA enabled"
-on such a machine, so no working code changes its meaning. P7, P10 and P11 are needed on GPUs too:
-`install_everywhere()`. Checked against megatron-core 0.16.1 and 0.19.2 with torch 2.13.
+on such a machine, so no working code changes its meaning. P7, P10, P11 and P19 are needed on GPUs
+too: `install_everywhere()`. Tested with megatron-core 0.16.1 and 0.19.2 (`make test-mcore`); a
+patch that only one of them needs names it.
 
   P1   torch.cuda.current_device()            is the CPU device
   P2   torch.cuda streams, events, memory     are null objects: CPU work is synchronous
@@ -11,7 +12,7 @@ on such a machine, so no working code changes its meaning. P7, P10 and P11 are n
   P4   Tensor.type() without argument         reads "torch.cuda.*Tensor", which the optimizer tests
   P5   random states                          are those of the CPU generator, the tracker included
   P6   torch.compile inside megatron-core     is the identity
-  P7   te_general_gemm                        exists although Transformer Engine does not
+  P7   te_general_gemm (0.16)                 exists although Transformer Engine does not
   P8   MoE split sizes                        become numpy also when they are on the CPU already
   P9   uneven all_gather                      is padded to even (gloo has no other)
   P10  Adam                                   has Transformer Engine's state, so checkpoints agree
@@ -24,6 +25,7 @@ on such a machine, so no working code changes its meaning. P7, P10 and P11 are n
   P16  new weights of parallel layers         are drawn where they stand, not whole on every rank
   P17  matmul of layers without autograd      is by oneDNN where that is faster than MKL
   P18  sequence parallelism's reduce-scatter  sends each rank its part, not everything
+  P19  latent attention (0.19)                is made of the modules that its spec names
 """
 
 from __future__ import annotations
@@ -103,8 +105,8 @@ def p6_no_compile() -> None:
 
 
 def p7_te_general_gemm() -> None:
-    """0.16: the MoE router reads a name that is bound only when Transformer Engine imports, on a
-    GPU without it as on a CPU.
+    """0.16 only: the MoE router reads a name that is bound only when Transformer Engine imports, on
+    a GPU without it as on a CPU. 0.19 binds it to None itself.
     """
     from megatron.core.transformer.moe import moe_utils
 
@@ -278,7 +280,6 @@ def p16_no_whole_weights() -> None:
     on every rank, and keeps a slice. Ours are filled from the piece table: to make those took
     several times as long as to load a model, and twice its memory."""
     from megatron.core.tensor_parallel import layers
-    from megatron.core.transformer.moe import experts
 
     def mark_and_draw(
         weight: torch.Tensor,
@@ -295,8 +296,7 @@ def p16_no_whole_weights() -> None:
             layers.set_tensor_model_parallel_attributes(weight, True, partition_dim, stride)
         init_method(weight)
 
-    for module in (layers, experts):
-        patch(module, _initialize_affine_weight_cpu=mark_and_draw)
+    patch(layers, _initialize_affine_weight_cpu=mark_and_draw)
 
 
 def p17_matrix_products() -> None:
@@ -318,6 +318,21 @@ def p18_direct_reduce_scatter() -> None:
         patch(module, dist_reduce_scatter_func=cpu_collectives.reduce_scatter)
 
 
+def p19_latent_attention() -> None:
+    """0.19 only: it chooses norms and projections again. Without a latent of queries it refuses the
+    norm of one that its local spec names, and wants Transformer Engine's linear layer with a norm.
+    """
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+    linear = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")
+
+    def of_spec(self: Any, submodules: Any) -> dict[str, Any]:
+        return {n: getattr(submodules, n) for n in (*linear, "q_layernorm", "kv_layernorm")}
+
+    if hasattr(MLASelfAttention, "_resolve_qk_norm_config"):
+        patch(MLASelfAttention, _resolve_qk_norm_config=of_spec)
+
+
 _installed = False
 
 
@@ -326,10 +341,11 @@ def install_everywhere() -> None:
     p7_te_general_gemm()
     p10_adam()
     p11_one_rank_collectives()
+    p19_latent_attention()
 
 
 def install() -> None:
-    """Installs P1 to P18, once. Raises AssertionError if megatron.core is imported already."""
+    """Installs P1 to P19, once. Raises AssertionError if megatron.core is imported already."""
     global _installed
     if _installed:
         return

@@ -1,11 +1,13 @@
 """Opens the door to megatron-core: every module that imports `megatron` imports this one first.
 
 Importing it decides the device (CUDA where there is one, unless MEGARL_DEVICE=cpu) and installs the
-CPU backend where that is the CPU, else the part of it that a GPU needs too.
+CPU backend where that is the CPU, else the part of it that a GPU needs too. Versions of
+megatron-core differ here and in the backend's numbered patches, and nowhere else.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 
@@ -50,6 +52,17 @@ for _message in (
     warnings.filterwarnings("ignore", message=_message)
 if not _ON_CUDA:
     warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS")
+
+# what 0.19 logs beside, at every build and load: GPTModel, the layout that the wrapper computes and
+# common.pt are what both versions have
+for _logger, _message in (
+    ("models.gpt.gpt_model", "GPTModel IS DEPRECATED"),
+    ("distributed.distributed_data_parallel", "full_param_layout not provided"),
+    ("dist_checkpointing.strategies.common", "load_common is deprecated"),
+):
+    logging.getLogger(f"megatron.core.{_logger}").addFilter(
+        lambda record, message=_message: message not in record.getMessage()
+    )
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # "Transformer Engine / apex is not installed"

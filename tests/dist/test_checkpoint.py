@@ -470,7 +470,7 @@ def error_of(fn: Any, *args: Any) -> str:
 
 WRITERS = {
     "data": ("torch.distributed.checkpoint.FileSystemWriter.write_data", 1),
-    "common": ("megarl.ckpt.dist.get_default_save_common_strategy", 0),
+    "common": ("megarl.ckpt.dist.save_common", 0),
     "plan": ("megarl.ckpt.dist.save_preprocess", 1),
     "rename": ("megarl.ckpt.dist.put_in_place", 0),
 }
@@ -609,12 +609,12 @@ def flip_bytes(path: Path, count: int = 64) -> None:
 
 
 def bad_loads(path: str, other: str, root: str) -> dict[str, str]:
-    names = ("good", "weights", "cut", "bare", "flipped", "object", "common")
-    good, weights, cut, bare, flipped, hostile, common = (Path(root) / n for n in names)
+    names = ("good", "weights", "cut", "bare", "flipped", "object", "common", "newer")
+    good, weights, cut, bare, flipped, hostile, common, newer = (Path(root) / n for n in names)
     engine = engine_for(path, dict(tp=2), ZERO)
     before = state(engine)
     errors = {}
-    for target in (good, weights, cut, bare, flipped, common):
+    for target in (good, weights, cut, bare, flipped, common, newer):
         engine.save(dist_meta(target, with_optim=target != weights))
     with patch("megarl.engine.checkpoint.rng_state", lambda: Hostile(f"{root}/ran")):
         engine.save(dist_meta(hostile))
@@ -625,9 +625,11 @@ def bad_loads(path: str, other: str, root: str) -> dict[str, str]:
         (Path(root) / "file").write_text("")
         flip_bytes(flipped / "__1_0.distcp")
         torch.save({"evil": Hostile(f"{root}/ran")}, common / "common.pt")
-        write_marker(common, json.loads((common / "megarl.json").read_text())["info"])
+        (newer / "common.pt").unlink()  # as megatron-core's own writer from 0.19 on
+        for changed in (common, newer):
+            write_marker(changed, json.loads((changed / "megarl.json").read_text())["info"])
     dist.barrier()
-    for name in ("missing", "cut", "bare", "file", "flipped", "object", "common"):
+    for name in ("missing", "cut", "bare", "file", "flipped", "object", "common", "newer"):
         errors[name] = error_of(engine.load, dist_meta(f"{root}/{name}"))
     errors["weights"] = error_of(engine.load, dist_meta(weights))
     errors["occupied"] = error_of(engine.save, dist_meta(bare))
@@ -663,6 +665,7 @@ def test_what_cannot_be_loaded_is_named(world2, models, tmp_path):
         "flipped": ("__1_0.distcp is damaged", "checksum"),
         "object": ("failed on rank 0", "mkdir"),
         "common": ("mkdir",),
+        "newer": ("newer", "common.pt"),
     }
     assert not (tmp_path / "ran").exists()
     for errors in results:
