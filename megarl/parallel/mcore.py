@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from functools import partial
 
 import torch
 
@@ -53,6 +54,11 @@ for _message in (
 if not _ON_CUDA:
     warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS")
 
+
+def _is_other(message: str, record: logging.LogRecord) -> bool:
+    return message not in record.getMessage()
+
+
 # what 0.19 logs beside, at every build and load: GPTModel, the layout that the wrapper computes and
 # common.pt are what both versions have
 for _logger, _message in (
@@ -60,9 +66,7 @@ for _logger, _message in (
     ("distributed.distributed_data_parallel", "full_param_layout not provided"),
     ("dist_checkpointing.strategies.common", "load_common is deprecated"),
 ):
-    logging.getLogger(f"megatron.core.{_logger}").addFilter(
-        lambda record, message=_message: message not in record.getMessage()
-    )
+    logging.getLogger(f"megatron.core.{_logger}").addFilter(partial(_is_other, _message))
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # "Transformer Engine / apex is not installed"
