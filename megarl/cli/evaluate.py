@@ -16,11 +16,16 @@ rollout.addresses, which must serve MODEL.
 A reward of 1 or more is right. accuracy is the share of right answers, pass@k the chance that one
 of k is right (unbiased, from n), maj@n the reward of the answer that most of n give. Intervals are
 of 95 %, over prompts. samples.jsonl has every answer with its reward.
+
+failed is the share of answers whose environment, reward, tool or server failed, also when asked
+again, or that took too long; the others are in the figures. Above evaluator.max_failed there are no
+figures, and the status is 1.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -39,8 +44,8 @@ USAGE = "megarl eval MODEL [--datasets A,B] [key=value ...]"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Evaluates the model that `argv` names and returns 0. Raises ConfigError for a wrong command
-    line or configuration."""
+    """Evaluates the model that `argv` names and returns 0, or 1 where too many answers failed.
+    Raises ConfigError for a wrong command line or configuration."""
     options = ("datasets", "config", "n", "out")
     command = help_or_command_line(argv, __doc__ or "", options=options)
     if command is None:
@@ -56,10 +61,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     results, samples = evaluate_model(cfg, str(model), datasets, logs=out)
     lines = (json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
     write_whole(out / "samples.jsonl", "".join(lines))
-    write_whole(out / "results.json", json.dumps({"model": str(model), "results": results}))
+    figures = {name: _plain(found) for name, found in results.items()}
+    write_whole(out / "results.json", json.dumps({"model": str(model), "results": figures}))
     Console().print(_table(results))
     print(f"{out / 'results.json'}, {out / 'samples.jsonl'}")
-    return 0
+    return int(any(found["failed"] > cfg.evaluator.max_failed for found in results.values()))
 
 
 def _configuration(
@@ -89,16 +95,23 @@ def _configuration(
     return cfg, {name: replace(sets[""], type=name) for name in named}
 
 
+def _plain(found: dict[str, float]) -> dict[str, float | None]:
+    """Returns figures as JSON has them: null for one that says nothing."""
+    return {name: None if math.isnan(value) else value for name, value in found.items()}
+
+
 def _table(results: dict[str, dict[str, float]]) -> Table:
     """Returns a row for each figure, with its interval, and a column for each data set."""
     table = Table("", *results)
-    for name in next(iter(results.values())):
+    for name in dict.fromkeys(name for found in results.values() for name in found):
         if not name.endswith(("_lo", "_hi")):
             table.add_row(name, *(_shown(found, name) for found in results.values()))
     return table
 
 
 def _shown(found: dict[str, float], name: str) -> str:
+    if math.isnan(found.get(name, math.nan)):
+        return "-"
     if f"{name}_lo" not in found:
-        return f"{found[name]:g}" if name in found else "-"
+        return f"{found[name]:g}"
     return f"{found[name]:.3f}  [{found[f'{name}_lo']:.3f}, {found[f'{name}_hi']:.3f}]"

@@ -49,6 +49,7 @@ _METRICS = {
     "loss": ("loss",),
     "staleness": ("staleness/max",),
     "eval": ("eval/accuracy",),
+    "eval_failed": ("eval/failed",),
     "tflops_per_gpu": ("perf/tflops_per_gpu",),
 }
 

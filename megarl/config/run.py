@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megarl.config.base import SeamConfig, arg
-from megarl.config.bounds import NOT_NEGATIVE, POSITIVE, TIMEOUT, Bounds
+from megarl.config.bounds import FRACTION, NOT_NEGATIVE, POSITIVE, TIMEOUT, Bounds
 
 
 @dataclass(kw_only=True)
@@ -165,6 +165,12 @@ class EvaluatorConfig(FrequencyConfig):
     at_end: bool = arg(True, help="evaluate after the last step")
     max_samples: int | None = arg(
         None, bounds=POSITIVE, help="evaluate the first n rows of each validation set; null is all"
+    )
+    max_failed: float = arg(
+        0.1,
+        bounds=FRACTION,
+        help="the largest part of an evaluation's answers that may fail (eval/failed); with more, "
+        "its other figures are NaN, for those that are left say little of the model",
     )
     overlap: str = arg(
         "drop",

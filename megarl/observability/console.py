@@ -75,6 +75,8 @@ def progress_line(
     reward, accuracy = stats.get("eval/reward"), stats.get("eval/accuracy", 0.0)
     if reward is not None and abs(reward - accuracy) > 1e-6:  # in parts of a point
         parts.append(f"eval reward {reward:.3f}")
+    if failed := stats.get("eval/failed"):
+        parts.append(f"{failed:.1%} of eval failed")
     if seconds := stats.get("timing/step_s"):
         parts.append(f"{seconds:.2f} s/step")
     if speed := stats.get("perf/tokens_per_s"):

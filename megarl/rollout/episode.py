@@ -50,10 +50,13 @@ class Episode:
     number: place in the order of submission, unique in a run, also over resumes.
     drawn: the row came from prepare_batch's dataloader.
     drops: how often in a row its samples were too stale.
+    may_fail: whether it may overrun its time: another row takes its place, or the batch goes
+        without it. Else that is an error.
     failed: kind and length of rollouts that are not in `batch` because something failed.
     lost: their samples, as far as the workflow returned them; but for the ids, of any content.
     good: how many rollouts did not fail, whether they are in `batch` or were rejected.
     retried: how many of these were made anew in place of failed ones.
+    missing: how many rollouts it ended without, because they failed and were not made anew.
     notes: {"rollout": its index, name: text} of every reward that came with texts, such as a
         judge's, in the order of scoring.
     rewards: of these, once the episode has ended, one for each rollout.
@@ -73,11 +76,13 @@ class Episode:
     should_accept: Callable[[Padded], bool] | None = None
     drawn: bool = False
     drops: int = 0
+    may_fail: bool = False
     batch: Padded | None = None
     failed: Sequence[Failed] = ()
     lost: Sequence[Padded] = ()
     good: int = 0
     retried: int = 0
+    missing: int = 0
     notes: list[dict[str, Any]] = field(default_factory=list)
     rewards: Sequence[float] = ()
     began: int | None = None
@@ -144,9 +149,11 @@ def _too_late(episode: Episode, timeout: float) -> None:
     error = TimeoutError(
         f"episode of {episode.name} took longer than rollout.episode_timeout={timeout:g} s"
     )
-    if episode.drawn:  # another row takes its place
+    if episode.may_fail:
         log.warning("%s; its rollouts count as failed", error)
-        episode.failed = [*episode.failed, *_cut_short(episode)]
+        cut = _cut_short(episode)
+        episode.failed = [*episode.failed, *cut]
+        episode.missing = episode.good + len(cut)
     else:
         _failed(episode, error)
 
@@ -183,10 +190,15 @@ def _oldest_version(batch: Padded) -> int | None:
 def _cut_short(episode: Episode) -> list[Failed]:
     """Returns kind and length of the rollouts of an episode that took too long: those that its
     workflow was to make and has not, one at least."""
-    gconfig = getattr(episode.workflow, "gconfig", None)
-    count = max(1, getattr(gconfig, "n_samples", 1) - episode.good)
+    count = max(1, _samples_of(episode.workflow) - episode.good)
     length = episode.answers.tokens // count if episode.answers is not None else 0
     return [("timeout", length)] * count
+
+
+def _samples_of(workflow: RolloutWorkflow) -> int:
+    """Returns how many rollouts a workflow makes of a row, as far as its gconfig says so."""
+    samples: int = getattr(getattr(workflow, "gconfig", None), "n_samples", 1)
+    return samples
 
 
 def _outcome(episode: Episode) -> dict[str, Any]:
@@ -208,7 +220,7 @@ async def _gathered(
 ) -> Gathered | None:
     """Returns the episode's rollouts, for which the workflow runs again where some failed; None
     where it rejects the row."""
-    found = Gathered()
+    found = Gathered(_samples_of(episode.workflow))
     data = {**episode.row, "episode_id": episode.number}
     for again in range(retries + 1):
         attempt.set(again)
@@ -216,6 +228,7 @@ async def _gathered(
         try:
             made = await episode.workflow.arun_episode(engine, data)
             if made is None:
+                episode.missing = 0
                 return None
             batch, failed = _checked(made, episode, engine, vocab_size)
             found.add(batch, failed)
@@ -230,9 +243,10 @@ async def _gathered(
         finally:
             episode.failed = found.failed
             episode.good, episode.retried = found.good, found.retried
+        episode.missing = found.missing
         if found.missing == 0:
             break
-        if found.missing is not None:
+        if found.counted:
             data[SAMPLES_MISSING] = found.missing
     return found
 

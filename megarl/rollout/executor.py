@@ -12,7 +12,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,6 +31,15 @@ WorkflowBuilder = Callable[[], RolloutWorkflow]
 
 # prepare_batch gives up when this many batches' worth of groups in a row were all rejected
 MAX_REJECTED_BATCHES = 64
+
+
+class Answered(NamedTuple):
+    """Holds what rows were answered with. batch: the samples [B,S] that there are, whose group_ids
+    [B] are the rows' indices; None for none. failed: of each row the number of rollouts that it
+    lacks, because they failed and were not made anew."""
+
+    batch: Padded | None
+    failed: list[int]
 
 
 class RolloutExecutor:
@@ -130,14 +139,40 @@ class RolloutExecutor:
         *,
         routes: bool = True,
     ) -> Padded:
-        """Returns the samples of all rows, whatever the staleness bound (evaluation); group_ids is
-        the index into `data`. Rejected rows are left out; an episode that fails cancels the rest
-        and raises its error. routes: False for samples that are not trained on."""
+        """Returns the samples of all rows as `answer` does, joined. Raises RuntimeError where there
+        are none."""
+        flow = _workflow(workflow, workflow_builder)
+        batch, failed = self.answer(data, flow, should_accept, routes=routes)
+        if batch is None:
+            raise RuntimeError(
+                f"rollout_batch: all {len(data)} rows were rejected, or failed "
+                f"({sum(map(bool, failed))} of them)"
+            )
+        return batch
+
+    def answer(
+        self,
+        data: Sequence[dict[str, Any]],
+        workflow: RolloutWorkflow,
+        should_accept: ShouldAccept | None = None,
+        *,
+        routes: bool = False,
+    ) -> Answered:
+        """Returns the samples of all rows, whatever the staleness bound (evaluation). What failed
+        is made anew rollout.failure_retries times, as in training, and then left out, as are rows
+        that are rejected, or that overrun rollout.episode_timeout. An episode that raises another
+        error cancels the rest. routes: whether samples carry routes, as they do for training."""
         if not data:
             raise ValueError("rollout_batch: no rows")
-        flow = _workflow(workflow, workflow_builder)
         episodes = [
-            Episode(number=i, row=row, workflow=flow, should_accept=should_accept, routes=routes)
+            Episode(
+                number=i,
+                row=row,
+                workflow=workflow,
+                should_accept=should_accept,
+                may_fail=True,
+                routes=routes,
+            )
             for i, row in enumerate(data)
         ]
         width = self.config.max_concurrent_rollouts or DEFAULT_CONCURRENCY
@@ -147,12 +182,13 @@ class RolloutExecutor:
             timeout=waves * self.config.episode_timeout + GRACE,
             stoppable=True,
         )
+        failed = [e.missing for e in episodes]
         accepted = [e for e in episodes if e.batch is not None]
         if not accepted:
-            raise RuntimeError(f"rollout_batch: all {len(data)} rows were rejected")
+            return Answered(None, failed)
         batch = concat_padded(batch_parts(accepted, group_ids=[e.number for e in accepted]))
         del batch["episode_ids"]  # these episodes have no place in the order of submission
-        return batch
+        return Answered(batch, failed)
 
     def stats(self) -> dict[str, float]:
         """Returns counters of the run (submitted = running + accepted + rejected + failed +

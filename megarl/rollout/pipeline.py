@@ -95,6 +95,7 @@ class Pipeline:
                 should_accept=should_accept,
                 drawn=drawn,
                 drops=drops,
+                may_fail=drawn,
             )
             if drawn and self.keeps_answers:
                 episode.answers = AnswerLog() if drops else self.kept.log_for(row)
@@ -168,6 +169,7 @@ class Pipeline:
                     self.staleness.turn_down()
                     del self.live[episode.number]
                     self.failed_samples.add(episode.failed)
+                    self._remember(episode)
                     self.start_soon()
 
     def first_due(self) -> int:

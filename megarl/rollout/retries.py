@@ -19,13 +19,15 @@ Failed = tuple[str, int]  # kind and length in tokens of a rollout that failed
 
 
 class Gathered:
-    """Holds what the runs of one episode's workflow have brought.
+    """Holds what the runs of one episode's workflow have brought. expected: how many rollouts the
+    workflow is to make, until a run has shown it.
 
     failed: kind and length of every rollout that failed, also of those that were made anew.
     good: rollouts that did not fail. retried: those of them made in place of failed ones.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, expected: int) -> None:
+        self._expected = expected
         self.failed: list[Failed] = []
         self.good = self.retried = 0
         self._parts: list[Padded] = []
@@ -33,10 +35,14 @@ class Gathered:
         self._runs = 0
 
     @property
-    def missing(self) -> int | None:
-        """Returns how many rollouts are missing; None where all are, and their number is not
-        known."""
-        return None if self._wanted is None else self._wanted - self.good
+    def counted(self) -> bool:
+        """Returns whether a run has shown how many rollouts there are to be."""
+        return self._wanted is not None
+
+    @property
+    def missing(self) -> int:
+        """Returns how many rollouts are missing."""
+        return (self._expected if self._wanted is None else self._wanted) - self.good
 
     def add(self, batch: Padded | None, failed: Sequence[Failed]) -> None:
         """Takes what a run has returned: rollouts without those that failed, None for none."""
@@ -53,7 +59,7 @@ class Gathered:
 
     def add_failure(self, kind: str) -> None:
         """Notes that all rollouts failed that a run should have made."""
-        self.failed += [(kind, 0)] * (self.missing or 1)
+        self.failed += [(kind, 0)] * self.missing
         self._runs += 1
 
     def joined(self, min_rollouts: int) -> Padded | None:

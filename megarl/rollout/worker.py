@@ -28,8 +28,12 @@ BEGIN, TELL, HEAR = "begin", "tell", "hear"
 HEAR_TIMEOUT = 10.0  # seconds after which a coordinator hears that there is nothing
 GATHER = 0.005  # seconds in which what ends joins what has ended, so that messages are few
 MOST = 256  # reports of one message
-# of an episode, what its process finds out
-FOUND = ("batch", "failed", "lost", "good", "retried", "notes", "rewards", "latency", "oldest")
+# of an episode, what its process is told, and what it finds out
+ABOUT = ("number", "row", "drawn", "may_fail", "routes")
+FOUND = (
+    *("batch", "failed", "lost", "good", "retried", "missing"),
+    *("notes", "rewards", "latency", "oldest"),
+)
 
 
 def serve(index: int, count: int, options: Mapping[str, Any]) -> EpisodeWorker:

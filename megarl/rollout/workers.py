@@ -21,7 +21,7 @@ from megarl.rollout.episode import Episode, judge, show
 from megarl.rollout.pickling import Workflows
 from megarl.rollout.requester import ClientState, Requester
 from megarl.rollout.sample_loop import SETTLE_TIMEOUT
-from megarl.rollout.worker import BEGIN
+from megarl.rollout.worker import ABOUT, BEGIN
 from megarl.rollout.worker_link import Job, Link
 from megarl.rollout.worker_process import Process, RpcProcess
 from megarl.rpc.errors import RemoteError, RpcError
@@ -157,7 +157,7 @@ class WorkerPool:
         if flow not in worker.knows:
             worker.knows.add(flow)
             worker.say("workflow", flow, self._flows.pickled[flow])
-        about = {name: getattr(episode, name) for name in ("number", "row", "drawn", "routes")}
+        about = {name: getattr(episode, name) for name in ABOUT}
         kept = None if episode.answers is None else episode.answers.kept
         worker.jobs[job.ticket] = job
         worker.say("run", job.ticket, flow, about, kept, job.terms)

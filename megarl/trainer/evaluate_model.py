@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megarl.algos.rollouts import rollouts_of
-from megarl.api.batch import Padded
 from megarl.config.dataset import DatasetConfig
 from megarl.config.recipes import GRPOConfig
 from megarl.data import build_dataset, check_context
@@ -18,7 +17,7 @@ from megarl.rollout.local import SGLangEngine
 from megarl.rollout.rewards import RewardPool
 from megarl.trainer.evaluation import answer_texts
 from megarl.trainer.held_out import make_workflow
-from megarl.trainer.scores import final_answer, of_several, with_interval
+from megarl.trainer.scores import beside_failures, final_answer, of_several, with_interval
 
 Sample = dict[str, Any]  # dataset, prompt_number, prompt, completion, answer, expected, reward
 
@@ -32,12 +31,25 @@ def evaluate_model(
     client = _client(cfg, model, logs, tokenizer)
     results: dict[str, dict[str, float]] = {}
     samples: list[Sample] = []
-    with RewardPool(cfg.rollout.reward_workers, timeout=cfg.rollout.reward_timeout) as pool:
+    with RewardPool(
+        cfg.rollout.reward_workers,
+        timeout=cfg.rollout.reward_timeout,
+        addresses=cfg.rollout.reward_addresses,
+        on_error=cfg.rollout.on_reward_error,
+    ) as pool:
         try:
             client.initialize()
             for name, data in datasets.items():
-                found = list(_answers(cfg, data, name, client, tokenizer, pool))
-                results[name] = scores(found, cfg.eval_gconfig.n_samples, seed=cfg.seed)
+                found, failed = _answers(cfg, data, name, client, tokenizer, pool)
+                figures = scores(found, cfg.eval_gconfig.n_samples, seed=cfg.seed)
+                prompts = {s["prompt_number"] for s in found}
+                results[name] = {"prompts": float(len(prompts))} | beside_failures(
+                    figures,
+                    samples=len(found),
+                    failed=failed,
+                    bound=cfg.evaluator.max_failed,
+                    name=name,
+                )
                 samples += found
         finally:
             client.destroy()
@@ -45,15 +57,15 @@ def evaluate_model(
 
 
 def scores(samples: Sequence[Sample], n: int, *, seed: int) -> dict[str, float]:
-    """Returns the figures of one data set's samples, n of each prompt."""
+    """Returns the figures of one data set's samples, n of each prompt; {} of none."""
+    if not samples:
+        return {}
     prompts = [s["prompt_number"] for s in samples]
     rewards = [float(s["reward"]) for s in samples]
     right = [r >= 1 for r in rewards]
     low, high = proportion_ci(right, groups=prompts)
     reward_low, reward_high = bootstrap_ci(rewards, seed=seed, groups=prompts)
     found = {
-        "prompts": float(len(set(prompts))),
-        "samples": float(len(samples)),
         "accuracy": sum(right) / len(right),
         "accuracy_lo": low,
         "accuracy_hi": high,
@@ -89,22 +101,31 @@ def _answers(
     client: RemoteSGLangEngine,
     tokenizer: Any,
     pool: RewardPool,
-) -> Iterator[Sample]:
-    """Yields every answer to the rows of a data set, with its reward."""
+) -> tuple[list[Sample], int]:
+    """Returns every answer to the rows of a data set, with its reward, and how many failed."""
     dataset = build_dataset(data, tokenizer, purpose="rl", seed=cfg.seed)
     check_context(dataset, cfg.eval_gconfig, cfg.server.context_length)
     rows = [dataset[i] for i in range(len(dataset))]
     flow = make_workflow(cfg.rollout, data, dataset, cfg.eval_gconfig, tokenizer, pool)
-    batch: Padded = client.executor.rollout_batch(rows, workflow=flow)
-    texts = answer_texts(batch, tokenizer)
-    for k, text in zip(rollouts_of(batch).first.tolist(), texts, strict=True):
+    batch, failed = client.executor.answer(rows, flow)
+    if batch is None:
+        if not any(failed):
+            raise RuntimeError(f"{name}: the workflow rejected all {len(rows)} rows")
+        return [], sum(failed)
+    samples = []
+    for k, text in zip(
+        rollouts_of(batch).first.tolist(), answer_texts(batch, tokenizer), strict=True
+    ):
         number = int(batch["group_ids"][k])
-        yield {
-            "dataset": name,
-            "prompt_number": number,
-            "prompt": rows[number].get("prompt", ""),
-            "completion": text,
-            "answer": final_answer(text),
-            "expected": str(rows[number].get("answer", "")),
-            "reward": batch["rewards"][k].item(),
-        }
+        samples.append(
+            {
+                "dataset": name,
+                "prompt_number": number,
+                "prompt": rows[number].get("prompt", ""),
+                "completion": text,
+                "answer": final_answer(text),
+                "expected": str(rows[number].get("answer", "")),
+                "reward": batch["rewards"][k].item(),
+            }
+        )
+    return samples, sum(failed)

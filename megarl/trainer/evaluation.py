@@ -17,9 +17,10 @@ from megarl.config.run import EvaluatorConfig
 from megarl.observability.intervals import bootstrap_ci, proportion_ci
 from megarl.observability.report.runs import EVAL_REWARDS_FILE
 from megarl.observability.stats_logger import supersede
+from megarl.rollout.executor import Answered
 from megarl.trainer.frequency import EvaluationTimes
 from megarl.trainer.rollout_metrics import completions
-from megarl.trainer.scores import final_answer, of_several, with_interval
+from megarl.trainer.scores import beside_failures, final_answer, of_several, with_interval
 
 N_SAMPLES_SHOWN = 12
 
@@ -35,8 +36,8 @@ class Rows(Protocol):
 class Generates(Protocol):
     """Generates samples on rank 0: an executor or a rollout session."""
 
-    def rollout_batch(self, rows: Sequence[dict[str, Any]], /, workflow: RolloutWorkflow) -> Padded:
-        """Returns samples of `rows`, padded [B,S]; group_ids [B] are their indices in `rows`."""
+    def answer(self, rows: Sequence[dict[str, Any]], /, workflow: RolloutWorkflow) -> Answered:
+        """Returns samples of `rows`, and how many of each row failed."""
 
     def get_version(self) -> int:
         """Returns the version of the weights that generate."""
@@ -65,6 +66,7 @@ class Evaluator:
         self.rows = [rows[i] for i in range(n)]
         self._engine, self._workflow, self._tokenizer = engine, workflow, tokenizer
         self._seed, self._name, self._shows = seed, name, shows
+        self._max_failed = config.max_failed
         self.shown: list[dict[str, Any]] = []
         self._times = EvaluationTimes(config, clock)
 
@@ -88,8 +90,25 @@ class Evaluator:
         A rollout is right when its reward is at least 1; some_credit is the share with any reward,
         for scorers that give parts of a point. The rewards of every prompt go to eval_rewards.jsonl
         beside `samples_path`. With `when` ("before" or "after") the first completions go to
-        `samples_path`, in place of earlier ones."""
-        batch = self._engine.rollout_batch(self.rows, workflow=self._workflow)
+        `samples_path`, in place of earlier ones.
+
+        failed is the share of answers that failed, and are in no other figure; where it is above
+        config.max_failed the others are NaN. Raises RuntimeError where every row was rejected."""
+        batch, failed = self._engine.answer(self.rows, workflow=self._workflow)
+        if batch is None and not any(failed):
+            raise RuntimeError(f"evaluation: the workflow rejected all {len(self.rows)} rows")
+        rollouts = 0 if batch is None else len(rollouts_of(batch))
+        found = beside_failures(
+            {} if batch is None else self._measured(batch, samples_path, when),
+            samples=rollouts,
+            failed=sum(failed),
+            bound=self._max_failed,
+            name=metric(self._name, "accuracy"),
+        )
+        return {metric(self._name, figure): value for figure, value in found.items()}
+
+    def _measured(self, batch: Padded, samples_path: Path, when: str | None) -> dict[str, float]:
+        """Returns the figures of a batch, by their names; writes its rewards and completions."""
         if when is not None or self._shows:
             records = completions(batch, self._tokenizer, self.rows)
             self.shown = records[: self._shows]
@@ -105,7 +124,7 @@ class Evaluator:
         right = (rewards >= 1).tolist()
         low, high = proportion_ci(right, groups=prompts)
         reward_low, reward_high = bootstrap_ci(rewards.tolist(), seed=self._seed, groups=prompts)
-        found = {
+        return {
             "accuracy": sum(right) / len(right),
             "accuracy_lo": low,
             "accuracy_hi": high,
@@ -114,9 +133,7 @@ class Evaluator:
             "reward_lo": reward_low,
             "reward_hi": reward_high,
             "response_len": lengths.mean().item(),
-            "samples": float(len(right)),
         } | self._of_several(batch, prompts, rewards.tolist())
-        return {metric(self._name, figure): value for figure, value in found.items()}
 
     def _of_several(
         self, batch: Padded, prompts: Sequence[int], rewards: Sequence[float]

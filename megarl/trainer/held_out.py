@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.api.batch import Padded
 from megarl.api.inference import RolloutWorkflow
 from megarl.config.dataset import PartConfig, SourceConfig
 from megarl.config.recipes import BaseConfig, held_out_sets
@@ -14,13 +13,14 @@ from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
 from megarl.data import RowDataset, build_dataset, check_context, sources_of
 from megarl.observability.intervals import Estimate, mean_ci
 from megarl.rollout.client import RemoteSGLangEngine
+from megarl.rollout.executor import Answered
 from megarl.rollout.pickling import pickled_workflow
 from megarl.rollout.rewards import RewardPool, check_rows, reward_of
 from megarl.rollout.workflows.mixed import MixedWorkflow
 from megarl.trainer.evaluation import Evaluator, metric
 from megarl.utils.importing import load_object
 
-_JOINED = ("accuracy", "reward")  # figures of several sets that have a mean
+_JOINED = ("accuracy", "reward", "failed")  # figures of several sets that have a mean
 
 
 def make_workflow(
@@ -93,9 +93,9 @@ class HeldOut:
                 shows=shows,
             )
 
-    def rollout_batch(self, rows: Sequence[dict[str, Any]], workflow: RolloutWorkflow) -> Padded:
+    def answer(self, rows: Sequence[dict[str, Any]], workflow: RolloutWorkflow) -> Answered:
         """Returns the samples of held-out rows, which stay on this rank."""
-        return self._client.executor.rollout_batch(rows, workflow, routes=False)
+        return self._client.executor.answer(rows, workflow)
 
     @property
     def shown(self) -> list[dict[str, Any]]:

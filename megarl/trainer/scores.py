@@ -8,7 +8,12 @@ from collections import Counter
 from collections.abc import Sequence
 
 from megarl.observability.intervals import bootstrap_ci
+from megarl.observability.logging import get_logger
 
+log = get_logger(__name__)
+
+# figures of every evaluation, NaN where there is no answer
+HEADLINE = ("accuracy", "accuracy_lo", "accuracy_hi", "reward", "reward_lo", "reward_hi")
 _BOXED = re.compile(r"\\boxed\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}")
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
 
@@ -68,6 +73,25 @@ def with_interval(values: Sequence[float], seed: int) -> dict[str, float]:
     """Returns the mean of one number of each prompt under "", its interval under "_lo", "_hi"."""
     low, high = bootstrap_ci(values, seed=seed)
     return {"": sum(values) / len(values), "_lo": low, "_hi": high}
+
+
+def beside_failures(
+    figures: dict[str, float], *, samples: int, failed: int, bound: float, name: str
+) -> dict[str, float]:
+    """Returns the figures of `samples` answers, with that number and `failed`, the share of all
+    answers asked for that failed. Above `bound` (evaluator.max_failed) the others are NaN, with a
+    warning: which answers are left was then chosen by what fails, and a failure is no wrong answer.
+    name: of what was evaluated."""
+    share = failed / (samples + failed) if failed else 0.0
+    if share > bound:
+        log.warning(
+            "%s: %d of %d answers failed, a larger part than evaluator.max_failed=%g: its figures "
+            "are NaN; mend what fails (the warnings above name rows), or raise the bound",
+            *(name, failed, samples + failed, bound),
+        )
+        figures = dict.fromkeys(figures, math.nan)
+    nothing = dict.fromkeys(HEADLINE, math.nan)
+    return {"samples": float(samples), "failed": share} | nothing | figures
 
 
 def final_answer(text: str) -> str:

@@ -46,6 +46,33 @@ def test_a_model_is_evaluated_and_every_answer_kept(
     assert "pass@4" in done.stdout and str(out / "samples.jsonl") in done.stdout
 
 
+def two_of_twenty_fail(prompt: str, completion: str, *_: object, **row: object) -> float:
+    """Is 1 for every answer, but to two of the rows."""
+    if row["row_id"] in (3, 4):
+        raise RuntimeError("the judge is out")
+    return 1.0
+
+
+@pytest.mark.parametrize(("bound", "status"), [(0.1, 0), (0.05, 1)])
+def test_what_fails_is_said_and_too_much_of_it_is_no_result(
+    tmp_path: Path, bound: float, status: int
+) -> None:
+    make_model(tmp_path / "model", hidden=64, layers=1)
+    out = tmp_path / "out"
+    done = evaluate(
+        str(tmp_path / "model"), "--datasets", "arithmetic", "--n", "2", "--out", str(out),
+        "valid_dataset.size=20", "valid_dataset.options.level=1", "server.context_length=64",
+        "eval_gconfig.max_new_tokens=3", "rollout.on_reward_error=reject",
+        f"valid_dataset.reward={__name__}:two_of_twenty_fail", f"evaluator.max_failed={bound}",
+    )  # fmt: skip
+    assert done.returncode == status, done.stdout + done.stderr
+    found = json.loads((out / "results.json").read_text())["results"]["arithmetic"]
+    assert (found["prompts"], found["samples"], found["failed"]) == (18, 36, 0.1)
+    assert found["accuracy"] == found["pass@2"] == (None if status else 1.0)
+    assert len((out / "samples.jsonl").read_text().splitlines()) == 36
+    assert "failed" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [

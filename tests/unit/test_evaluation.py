@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +11,10 @@ import torch
 
 from megarl.cli.status import status
 from megarl.config.run import EvaluatorConfig
+from megarl.observability.console import progress_line
 from megarl.observability.intervals import bootstrap_ci, wilson
 from megarl.observability.report import load_run, write_report
+from megarl.rollout.executor import Answered
 from megarl.trainer.evaluation import Evaluator
 from megarl.trainer.held_out import with_means
 from megarl.trainer.rollout_metrics import completions
@@ -38,11 +41,11 @@ def a_batch(rewards: list[list[float]], prompts: list[int] | None = None) -> dic
 class Engine:
     version = 0
 
-    def __init__(self, batch: dict) -> None:
-        self.batch = batch
+    def __init__(self, batch: dict | None, failed: list[int] | None = None) -> None:
+        self.batch, self.failed = batch, failed
 
-    def rollout_batch(self, rows, workflow):
-        return self.batch
+    def answer(self, rows, workflow):
+        return Answered(self.batch, [0] * len(rows) if self.failed is None else self.failed)
 
     def get_version(self) -> int:
         return self.version
@@ -105,6 +108,65 @@ def test_rewards_are_kept_by_prompt_and_what_an_earlier_start_wrote_gives_way(tm
     engine.batch = a_batch([[0.5, 0.5]], prompts=[1])  # row 0 was rejected
     ((name, rewards),) = evaluate(50)[50].items()
     assert rewards == [0.5, 0.5] == both[0][name]
+
+
+def test_what_failed_is_in_no_figure_and_said(tmp_path):
+    """Of ten answers the one that failed would have been wrong: the accuracy is that of nine."""
+    batch = a_batch([[1.0]] * 8 + [[0.0]], prompts=[*range(8), 9])
+    engine = Engine(batch, failed=[0] * 8 + [1, 0])
+    figures = an_evaluator(engine, 10).evaluate(tmp_path / "s.jsonl", None)
+    assert figures["eval/failed"] == 0.1 and figures["eval/samples"] == 9
+    assert figures["eval/accuracy"] == pytest.approx(8 / 9)
+    clean = an_evaluator(Engine(a_batch([[1.0]] * 4)), 4).evaluate(tmp_path / "s.jsonl", None)
+    assert clean["eval/failed"] == 0.0
+
+
+@pytest.mark.parametrize("left", [8, 0])
+def test_where_too_much_failed_the_accuracy_is_nan_and_neither_high_nor_zero(tmp_path, left):
+    """Rows that fail would be the hard ones: of those that are left all are right."""
+    batch = a_batch([[1.0, 1.0]] * left) if left else None
+    engine = Engine(batch, failed=[0] * left + [2] * (10 - left))
+    figures = an_evaluator(engine, 10).evaluate(tmp_path / "s.jsonl", "after")
+    assert figures["eval/failed"] == (10 - left) / 10 and figures["eval/samples"] == 2 * left
+    for name in ("accuracy", "accuracy_lo", "accuracy_hi", "reward", "reward_lo", "reward_hi"):
+        assert math.isnan(figures[f"eval/{name}"])
+    assert all(math.isnan(v) for name, v in figures.items() if "_at_" in name)
+    lenient = Evaluator(
+        [{"prompt": f"q{i}"} for i in range(10)],
+        engine,
+        None,
+        tokenizer,
+        config=EvaluatorConfig(max_failed=1.0),
+        seed=0,
+    ).evaluate(tmp_path / "s.jsonl", None)
+    assert lenient["eval/accuracy"] == 1.0 if left else math.isnan(lenient["eval/accuracy"])
+    assert lenient["eval/failed"] == (10 - left) / 10
+    with pytest.raises(RuntimeError, match="10"):  # that is no failure, but the workflow's word
+        an_evaluator(Engine(None), 10).evaluate(tmp_path / "s.jsonl", None)
+
+
+def test_the_mean_over_data_sets_is_nan_where_one_says_nothing():
+    found = {"eval/a/failed": 0.5, "eval/b/failed": 0.0, "eval/b/accuracy": 0.4}
+    found |= {f"eval/a/accuracy{end}": math.nan for end in ("", "_lo", "_hi")}
+    found |= {f"eval/b/accuracy{end}": v for end, v in (("_lo", 0.3), ("_hi", 0.5))}
+    joined = with_means(found, ["a", "b"], ("accuracy", "failed"))
+    assert math.isnan(joined["eval/accuracy"]) and math.isnan(joined["eval/accuracy_lo"])
+    assert joined["eval/failed"] == 0.25
+
+
+def test_failures_of_an_evaluation_are_on_every_page(tmp_path):
+    """A null accuracy is no point of the report, and what failed stands beside the last one."""
+    rows = [
+        {"step": 0, "eval/accuracy": 0.25, "eval/failed": 0.0},
+        {"step": 1, "eval/accuracy": 0.5, "eval/failed": 0.0625},
+        {"step": 2, "eval/accuracy": None, "eval/failed": 0.375},
+    ]
+    (tmp_path / "stats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = write_report(tmp_path / "report.html", [tmp_path]).read_text()
+    assert "37.5" in page
+    assert status(tmp_path)["eval_failed"] == 0.375
+    line = progress_line(2, {"eval/accuracy": math.nan, "eval/failed": 0.375}, 9, None)
+    assert "nan" in line and "37.5%" in line
 
 
 def turns_of(ids: list[int], written: list[int], real: int | None = None) -> list[tuple[str, str]]:

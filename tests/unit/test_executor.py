@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from megarl.api.inference import RolloutFailed
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
 from megarl.rollout.executor import MAX_REJECTED_BATCHES, RolloutExecutor
 from megarl.rollout.loop_thread import LoopThread
@@ -73,7 +74,8 @@ def test_results_come_in_order_of_submission(make):
 
 
 def test_who_waits_may_reject_what_was_accepted(make):
-    ex, flow, asked = make(), Scripted(), []
+    ex, flow, asked, seen = make(), Scripted(), [], []
+    ex.pipeline.observer = lambda episode: seen.append(episode.row["row_id"])
 
     def odd(batch):
         asked.extend(row_ids(batch))
@@ -83,6 +85,7 @@ def test_who_waits_may_reject_what_was_accepted(make):
         ex.submit(row, flow)
     assert row_ids(ex.wait(2, timeout=10, should_accept=odd)) == [1, 3]
     assert asked == [0, 1, 2, 3] and ex.stats()["rejected"] == 2
+    assert sorted(seen) == [0, 1, 2, 3]  # those that were turned down, too
     with pytest.raises(RuntimeError, match="waiting for 2 episodes, but only 1 are left"):
         ex.wait(2, timeout=10, should_accept=odd)
     assert row_ids(ex.wait(1, timeout=10)) == [5]
@@ -423,6 +426,41 @@ def test_rollout_batch_raises_the_first_error_and_cancels_the_rest(make):
     assert flow.running == 0
     with pytest.raises(RuntimeError, match="all 1 rows were rejected"):
         ex.rollout_batch(rows(1, r0={"reject": True}), flow)
+
+
+def test_a_held_out_row_that_fails_is_counted_and_the_others_are_measured(make):
+    """Rows that overrun the time, fail in every run, or fail at first; one is rejected."""
+    ex = make(episode_timeout=0.3)
+    flow = Stubborn({1: 2, 2: 1})
+    flow.gconfig = GenerationHyperparameters(n_samples=4)
+    data = rows(5, r0={"sleep": 60.0}, r1={"n": 4}, r2={"n": 4}, r3={"reject": True}, r4={"n": 4})
+    batch, failed = ex.answer(data, flow)
+    assert row_ids(batch) == [2] * 4 + [4] * 4 and failed == [4, 4, 0, 0, 0]
+    assert batch["group_ids"].tolist() == [2] * 4 + [4] * 4
+    assert row_ids(ex.rollout_batch(data, Stubborn({}))) == [1] * 4 + [2] * 4 + [4] * 4
+    assert ex.answer(rows(2, r0={"sleep": 60.0}, r1={"sleep": 60.0}), flow) == (None, [4, 4])
+    with pytest.raises(RuntimeError, match="all 1 rows"):
+        ex.rollout_batch(rows(1, r0={"sleep": 60.0}), flow)
+    with pytest.raises(KeyError, match="broken"):  # a fault in the workflow is no failure
+        ex.answer(rows(2, r1={"error": KeyError("broken")}), flow)
+    ex.submit({"row_id": 0, "sleep": 60.0}, flow)  # nobody could take the place of a single one
+    with pytest.raises(TimeoutError, match="row 0"):
+        ex.wait(1, timeout=30)
+
+
+class Stubborn(Scripted):
+    """Row i fails as a whole in its first times[i] runs."""
+
+    def __init__(self, times):
+        super().__init__()
+        self.times = dict(times)
+
+    async def arun_episode(self, engine, data):
+        left = self.times.get(data["row_id"], 0)
+        if left:
+            self.times[data["row_id"]] = left - 1
+            raise RolloutFailed("environment", "no sandbox")
+        return await super().arun_episode(engine, data)
 
 
 def test_held_executor_starts_nothing(make):

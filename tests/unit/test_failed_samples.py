@@ -18,13 +18,14 @@ from megarl.api.inference import FAILURES, SAMPLES_MISSING, RolloutFailed
 from megarl.config.algo import PPOActorConfig, PPOCriticConfig
 from megarl.config.base import SeamConfig
 from megarl.config.episodes import EpisodesConfig
-from megarl.config.rollout import RolloutConfig
+from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
 from megarl.rollout.accounting import AccountingError
 from megarl.rollout.episode import Episode, batch_parts, without_failed
 from megarl.rollout.episode_check import check_valid
 from megarl.rollout.executor import RolloutExecutor
 from megarl.rollout.generation import attempt_key
 from megarl.rollout.loop_thread import LoopThread
+from megarl.rollout.rewards.errors import RewardUnavailable
 from megarl.trainer.rl import RLTrainer
 from megarl.trainer.rollout_metrics import rollout_metrics
 from megarl.trainer.session import RolloutDriver, RolloutSession
@@ -344,3 +345,26 @@ def test_a_run_whose_rollouts_fail_stops_with_their_kinds():
         batch_under(config, data[180:], Flaky(listens=True), size=100)
     with pytest.raises(ValueError, match="RolloutFailed: 'luck' is none of other, environment"):
         RolloutFailed("luck", "none")
+
+
+@pytest.mark.parametrize(
+    "fault", [RolloutFailed("environment", "no sandbox"), RewardUnavailable("no verdict")]
+)
+def test_a_group_that_fails_as_a_whole_counts_with_all_its_rollouts(fault):
+    """Four of five groups of eight fail: that is 80 % of the rollouts, not a third."""
+
+    class Eight(Scripted):
+        gconfig = GenerationHyperparameters(n_samples=8)
+
+        async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+            if data["row_id"] % 5:
+                raise fault
+            return trajectory([data["row_id"]], version=engine.get_version(), n=8)
+
+    config = RolloutConfig(max_failure_rate=0.5, failure_retries=0, max_concurrent_rollouts=4)
+    with pytest.raises(RuntimeError, match=r"max_failure_rate=0.5"):
+        batch_under(config, rows(500), Eight(), size=50)
+    data = rows(10, **{f"r{i}": {"row_id": 5 * i} for i in range(10)})
+    data[3]["row_id"] = 1
+    _, stats = batch_under(config, data, Eight(), size=4)
+    assert stats["failed_samples"] == 8

@@ -10,7 +10,7 @@ from typing import Any
 
 from megarl.config.secrets import masked_yaml
 from megarl.observability.console import duration, number
-from megarl.observability.report.formats import plain
+from megarl.observability.report.formats import percent, plain
 from megarl.observability.report.held_out import (
     ACCURACY,
     COLORS,
@@ -88,6 +88,9 @@ def _tiles(run: Run) -> Iterator[Tile]:
         yield _held_out_tile(run, main)
     if main is ACCURACY and graded(run):
         yield _held_out_tile(run, REWARD)
+    if any(failed := run.values("eval/failed")):
+        more = f"of the answers of one evaluation, at most; last {percent(failed[-1])}"
+        yield Tile(name="Held-out failures", value=percent(max(failed)), more=more)
     if values := run.values("reward/mean"):
         n = end_window(len(values))
         yield Tile(
