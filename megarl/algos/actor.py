@@ -36,7 +36,7 @@ from megarl.algos.rollouts import Rollouts, refuse_branches, rollouts_of
 from megarl.algos.rows import Data, as_batch, map_rows, put, trained_tokens
 from megarl.algos.specs import advantages_of, loss_of
 from megarl.api.batch import Batch, Padded, Tokens
-from megarl.api.engine import TrainEngine
+from megarl.api.engine import NoGradient, TrainEngine
 from megarl.api.failures import on_every_rank
 from megarl.config.algo import PPOActorConfig
 from megarl.config.check_actor import check_actor
@@ -362,15 +362,20 @@ class Actor(Role):
         return stats | gap | skipped_metrics(trained, skipped)
 
     def _update(self, minibatch: Data, own: bool) -> Any:
-        """Makes one optimizer step; returns its Metrics, with `own` with what it tells of PROX."""
-        return self.train_batch(
-            minibatch,
-            with_own_prox(self.loss.fn) if own else self.loss.fn,
-            self.loss.weight,
-            outputs=self.loss.outputs,
-            temperature=self.temperature,
-            **({"keep": ("logprobs", *self.also)} if own else {}),
-        )
+        """Makes one optimizer step; returns its Metrics, with `own` with what it tells of PROX.
+        Raises NoGradient, by the name of the loss, for one without a gradient."""
+        try:
+            return self.train_batch(
+                minibatch,
+                with_own_prox(self.loss.fn) if own else self.loss.fn,
+                self.loss.weight,
+                outputs=self.loss.outputs,
+                temperature=self.temperature,
+                **({"keep": ("logprobs", *self.also)} if own else {}),
+            )
+        except NoGradient as e:
+            loss, surrogate = self.config.loss.type, self.config.surrogate.type
+            raise NoGradient(f"actor.loss={loss}, actor.surrogate={surrogate}: {e}") from None
 
     def _update_keys(self, batch: Data, own: bool) -> list[str]:
         """Returns the fields that the update reads, with `own` not the PROX that its own pass

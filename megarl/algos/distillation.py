@@ -37,6 +37,8 @@ from megarl.api.batch import Padded
 from megarl.config.algo import PPOActorConfig
 
 DIVERGENCES = ("forward", "reverse", "jsd")
+# of a teacher's mass that may be on tokens that the student does not have
+_ALMOST_ALL = 1.0 - 1e-6
 
 
 def with_tail(logprobs: Tensor, tail: Tensor) -> Tensor:
@@ -47,6 +49,30 @@ def with_tail(logprobs: Tensor, tail: Tensor) -> Tensor:
     tensor([0.5000, 0.2500, 0.2500])
     """
     return torch.cat([logprobs, tail[..., None]], -1)
+
+
+def in_students_words(
+    logprobs: Tensor, tail: Tensor, student: Tensor, student_tail: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Returns the teacher's logprobs [...,k] and tail [...] over outcomes that the student has.
+
+    student, student_tail: the student's of the same tokens; -inf is a token that it does not have,
+    of a teacher whose embedding has more rows. What the teacher gives to those counts to the
+    tail. Where the student has no other tokens (its tail is
+    -inf), the teacher is taken over the student's vocabulary alone.
+
+    >>> q, p = torch.tensor([0.5, 0.25]).log(), torch.tensor([0.9, 0.0]).log()
+    >>> tails = torch.tensor([0.25, 0.1]).log()
+    >>> [x.exp() for x in in_students_words(q, tails[0], p, tails[1])]
+    [tensor([0.5000, 0.0000]), tensor(0.5000)]
+    """
+    foreign = student.isneginf()
+    moved = logprobs.masked_fill(~foreign, -torch.inf).logsumexp(-1)
+    logprobs, tail = logprobs.masked_fill(foreign, -torch.inf), torch.logaddexp(tail, moved)
+    whole = student_tail.isneginf()
+    inside = torch.log1p(-tail.exp().clamp(max=_ALMOST_ALL))
+    logprobs = torch.where(whole[..., None], logprobs - inside[..., None], logprobs)
+    return logprobs, tail.masked_fill(whole, -torch.inf)
 
 
 def divergence(student: Tensor, teacher: Tensor, kind: str, beta: float = 0.5) -> Tensor:
@@ -112,8 +138,9 @@ class Distillation:
     def __call__(self, outputs: Padded, batch: Padded) -> tuple[Tensor, Stats]:
         """Returns the summed loss, and {figure: (sum, weight)}."""
         mask = batch["loss_mask"].bool()
-        student = with_tail(outputs["given_logprobs"], outputs["given_tail"])
-        teacher = with_tail(batch["teacher_logprobs"], batch["teacher_tail"])
+        ours = outputs["given_logprobs"], outputs["given_tail"]
+        theirs = batch["teacher_logprobs"], batch["teacher_tail"]
+        student, teacher = with_tail(*ours), with_tail(*in_students_words(*theirs, *ours))
         # where nothing is trained, anything may stand, and its gradient must not come through
         p, q = (torch.where(mask[..., None], x, 0.0) for x in (student, teacher))
         loss = divergence(p, q, self.kind, self.beta)

@@ -60,6 +60,10 @@ class Metrics(dict[str, float]):
         self.weights, self.kept = dict(weights), dict(kept or {})
 
 
+class NoGradient(ValueError):
+    """Says that an update's loss depends on no weight: it has no gradient anywhere."""
+
+
 class PendingSave(Protocol):
     """Stands for a save under way. Both methods are collective, as are their errors."""
 
@@ -122,7 +126,8 @@ class TrainEngine(ABC):
         grad_norm, lr, update_successful and the weighted means of the loss's stats (`Metrics`), the
         same on every rank. Where loss or gradient are not finite, weights and optimizer state stay
         as they are and update_successful is 0. Where a function raises on one rank, all ranks raise
-        an error that names it.
+        an error that names it; where the loss of no micro-batch on no rank requires grad, all raise
+        NoGradient, and weights and optimizer state stay as they are.
 
         The outputs "given_logprobs" [b,S,n] and "given_tail" [b,S] are the logprobs of the tokens
         batch["given_ids"] [B,S,n], and the log of the probability of all others: -inf where there

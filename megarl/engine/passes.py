@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megarl.api.batch import Batch, Padded
-from megarl.api.engine import LossFn, LossWeightFn, Metrics
+from megarl.api.engine import LossFn, LossWeightFn, Metrics, NoGradient
 from megarl.engine import intake, micro_batch, schedule, sharing
 from megarl.engine.input_check import check_input
 from megarl.engine.lm_head import output_widths
@@ -45,8 +45,8 @@ def loss_pass(
     """Returns the loss and the weighted means of its stats, the same on every rank, with the
     outputs `keep`; with `backward` it leaves the gradients in the wrappers' buffers. Raises
     ValueError where the weights of the whole batch do not sum to a positive number, or an output is
-    to be kept that is not computed, and an error on every rank where one of the functions raises on
-    one."""
+    to be kept that is not computed, NoGradient where a loss that goes backward has no gradient on
+    any rank, and an error on every rank where one of the functions raises on one."""
     if missing := [name for name in keep if name not in outputs]:
         raise ValueError(f"keep={missing}: not among what the pass computes, outputs={outputs}")
     check_input(
@@ -78,7 +78,13 @@ def loss_pass(
     sums = schedule.reduce_sums(job, state.groups)
     kept = _collected(state, given, batch, mine, job) if keep else {}
     routing = state.routing.metrics(len(mine)) if state.routing else {}
-    loss = sums.pop("loss")[0] / weight
+    loss_sum, with_gradient = sums.pop("loss")
+    if backward and not with_gradient:
+        raise NoGradient(
+            "loss_fn: on no rank does the loss require grad, so it would train nothing; it has to "
+            f"depend on the outputs {tuple(outputs)} without detach() or no_grad() on the way"
+        )
+    loss = loss_sum / weight
     means = {k: s / w if w else math.nan for k, (s, w) in sums.items()}
     weights = {k: w for k, (_, w) in sums.items()}
     return Metrics({"loss": loss, **means, **routing}, weights, kept)

@@ -123,7 +123,8 @@ def _finish(job: Pass, mb: MicroBatch, head: Any, out: torch.Tensor) -> tuple[An
 
 
 def _loss(job: Pass, loss_fn: LossFn, mb: MicroBatch, outputs: Padded) -> torch.Tensor:
-    """Returns the micro-batch's loss_sum, and keeps its sums. Raises ValueError for what is none,
+    """Returns the micro-batch's loss_sum, and keeps its sums; that of the loss weighs 1 where it
+    has a gradient. Raises ValueError for what is none,
     or stats that the engine cannot take."""
     padded = mb.padded([k for k in mb.source if k != ROUTED])
     batch = {k: v.to(mcore.device(), non_blocking=True) for k, v in padded.items()}
@@ -134,7 +135,7 @@ def _loss(job: Pass, loss_fn: LossFn, mb: MicroBatch, outputs: Padded) -> torch.
         )
     if "loss" in stats:
         raise ValueError("loss_fn's stats must not contain 'loss': the engine reports it")
-    job.sums.append({"loss": (loss_sum.detach(), 0.0), **stats})
+    job.sums.append({"loss": (loss_sum.detach(), float(loss_sum.requires_grad)), **stats})
     return loss_sum
 
 

@@ -115,7 +115,8 @@ def read_answer(answer: Any, ids: Sequence[int], k: int, *, whole: bool = False)
             said["teacher_logprobs"][1:], said["given_ids"][1:] = logprobs, which
             if which.sort(-1).values.diff(dim=-1).eq(0).any():
                 raise ValueError("it names a token twice at one position")
-            said["teacher_tail"][1:] = tail_of(logprobs, whole=whole)
+            # a teacher of more rows may name k tokens that are not the student's whole vocabulary
+            said["teacher_tail"][1:] = tail_of(logprobs, whole=whole and int(which.max()) < k)
     except (KeyError, TypeError, IndexError, RuntimeError) as e:
         raise ValueError(f"the answer {shown(answer)} has no logprobs of the prompt: {e}") from None
     if said["teacher_logp"].isnan().any() or (k and said["teacher_logprobs"].isnan().any()):

@@ -181,6 +181,8 @@ class OfflineTrainer:
                 done = done or (bool(found) and self.good_enough())
                 self.saver.maybe_save(step=step, epoch=epoch, epoch_ended=ended)
                 self._log(step, stats)
+                if done:
+                    self.check.end()
                 with record_timing("recover"):
                     self.recovery.maybe_save(
                         self.state, step=step, epoch=epoch, epoch_ended=ended, last=done

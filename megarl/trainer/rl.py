@@ -200,6 +200,8 @@ class RLTrainer:
             )
             if stop:
                 return self._stop(step)
+            if last:
+                self.check.end()
             with record_timing("recover"):
                 self.recovery.maybe_save(
                     self.state_dict, step=step, epoch=epoch, epoch_ended=ended, last=last

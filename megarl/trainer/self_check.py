@@ -8,7 +8,8 @@ What it looks at (megarl/algos/checks.py says how):
   The engine refuses such an update on all ranks (weights and optimizer state stay as they are, to
   the bit), the mini-batch goes to <run>/nonfinite, and the run stops or goes on with the next
   mini-batch. The learning-rate schedule counts steps, not updates, so a skipped one does not hold
-  it up.
+  it up. A role of which max_skips updates in a row are skipped ends the run, and so does, at the
+  end of the run, a role that was never updated.
 
 Every rank calls the same checks, which make all ranks know of each row what its holder found. So
 all of them stop, or none.
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,17 @@ class SelfCheckError(RuntimeError):
     """Says that a check failed. Rank 0's message says everything, the others' only what failed."""
 
 
+@dataclass
+class _Updates:
+    """Counts the updates of a role: those made, and those skipped since the last of them; nothing:
+    whether the last had a gradient of 0."""
+
+    role: str
+    made: int = 0
+    skipped: int = 0
+    nothing: bool = False
+
+
 class SelfCheck:
     """Checks the batches and updates of a run, and stops, skips or warns as `self_check` of the
     configuration says. Every rank makes the same calls."""
@@ -63,7 +75,9 @@ class SelfCheck:
         self._run_config = public_tree(cfg)
         self._dir = ctx.run_dir / "nonfinite"
         self._on_rank_zero, self._decode = ctx.on_rank_zero, ctx.tokenizer.decode
-        self._step = self._minibatch = self._skipped = self._saved = 0
+        self._step = self._minibatch = self._saved = 0
+        self._resumed = False  # this start did not make the run's first step
+        self._updates: dict[int, _Updates] = {}  # by id of the engine
         self._unchecked: str | None = None
         compares = isinstance(cfg, GRPOConfig) and bool(cfg.actor.compares_by)
         self._streaks = checks.Streaks(compares_groups=compares)
@@ -72,6 +86,7 @@ class SelfCheck:
     @unanswered
     def begin_step(self, step: int) -> None:
         """Begins a step, which the messages name: `step` counts from 1, as the metrics do."""
+        self._resumed |= self._step == 0 and step > 1
         self._step, self._minibatch = step, -1
 
     def watch(
@@ -88,7 +103,19 @@ class SelfCheck:
         """
         if first_ratio_to is not None and self.config.on_failure != "off":
             self._unchecked = first_ratio_to
+        self._updates[id(role.engine)] = _Updates(type(role).__name__)
         role.update_check = self
+
+    def end(self) -> None:
+        """Raises SelfCheckError where a run ends that has skipped every update of a role. A start
+        that continues a run takes the run's earlier updates as made. Collective."""
+        for updates in self._updates.values():
+            if updates.skipped and not updates.made and not self._resumed:
+                finding = Finding(
+                    f"step {self._step}: the run ends without an update: all {updates.skipped} of "
+                    f"{updates.role} were skipped"
+                )
+                self._stop(finding, f"the skipped mini-batches are in {self._dir}")
 
     # ---- every batch ---------------------------------------------------------------------------
 
@@ -197,10 +224,26 @@ class SelfCheck:
             by_row = partial(self._row_losses, engine, data, loss_fn, *args, **kw)
             spike = nonfinite.is_spike(stats)
             return self._refuse(engine, batch, finding, stats, None if spike else by_row)
-        self._skipped = 0
+        updates = self._updates[id(engine)]
+        updates.skipped, updates.made = 0, updates.made + int(stats["update_successful"])
+        self._gradient_is_there(updates, stats)
         if key is not None:
             self._check_ratio(rows, key, batch, engine.dtype)
         return stats
+
+    def _gradient_is_there(self, updates: _Updates, stats: dict[str, float]) -> None:
+        """Warns, once per streak, of updates whose gradient is exactly 0."""
+        nothing = stats["grad_norm"] == 0.0
+        if nothing and not updates.nothing:
+            warn_once_per_world(
+                log,
+                "step %d, mini-batch %d: grad_norm is exactly 0, so this update of %s teaches "
+                "nothing: the rewards of every group were equal, or the loss is a constant",
+                self._step,
+                self._minibatch,
+                updates.role,
+            )
+        updates.nothing = nothing
 
     def _row_losses(
         self, engine: MegatronEngine, data: Data, loss_fn: LossFn, *args: Any, **kw: Any
@@ -219,7 +262,8 @@ class SelfCheck:
         row_losses: Callable[[], torch.Tensor] | None = None,
     ) -> dict[str, float]:
         """Says and saves what there is to know; then skips the update, or stops."""
-        self._skipped += 1
+        updates = self._updates[id(engine)]
+        updates.skipped += 1
         details = list(finding.details)
         if broken := self._broken_weights(engine):
             details.append(f"the weights themselves are not finite: {broken}")
@@ -233,8 +277,9 @@ class SelfCheck:
             self._stop(finding, "skipping batches cannot mend them: continue from a checkpoint")
         if self.config.on_nonfinite == "stop":
             self._stop(finding, "self_check.on_nonfinite=skip would leave this update out")
-        if self._skipped >= self.config.max_skips:
-            self._stop(finding, f"skipped updates in a row: {self._skipped} (self_check.max_skips)")
+        if updates.skipped >= self.config.max_skips:
+            in_a_row = f"skipped updates in a row of {updates.role}: {updates.skipped}"
+            self._stop(finding, f"{in_a_row} (self_check.max_skips)")
         warn_once_per_world(log, "%s\n  the update is skipped", finding)
         kept = stats.kept if isinstance(stats, Metrics) else {}
         return Metrics({"update_successful": 0.0}, {}, kept)

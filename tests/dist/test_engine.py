@@ -327,6 +327,17 @@ def constant_loss(outputs: Any, b: Any) -> tuple[torch.Tensor, dict[str, Any]]:
     return torch.zeros((), device=outputs["logprobs"].device), {}
 
 
+def sometimes_constant_loss(outputs: Any, b: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+    """A constant but for the micro-batch with the longest row, where it is 0 with a gradient."""
+    if b["input_ids"].shape[1] < batch()["input_ids"].shape[1]:
+        return constant_loss(outputs, b)
+    return outputs["logprobs"].sum() * 0.0, {}
+
+
+def detached_loss(outputs: Any, b: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+    return outputs["logprobs"].detach().sum(), {}
+
+
 def vector_loss(outputs: Any, b: Any) -> tuple[torch.Tensor, dict[str, Any]]:
     return outputs["logprobs"].sum(1), {}
 
@@ -343,8 +354,9 @@ def odd_steps(path: str, parallel: dict[str, Any]) -> dict[str, Any]:
     engine = make_engine(path, parallel, optimizer=dict(weight_decay=0.0))
     before = state(engine)
     nan = engine.train_batch(batch(), nan_loss, weight_fn, **OUT)
+    detached = error_of(engine.train_batch, batch(), detached_loss, weight_fn, **OUT)
     untouched = state(engine)
-    still = engine.train_batch(batch(), constant_loss, weight_fn, **OUT)
+    still = engine.train_batch(batch(), sometimes_constant_loss, weight_fn, **OUT)
     good = engine.train_batch(batch(), loss_fn, weight_fn, **OUT)
     after = state(engine)
     lefts = batch()
@@ -353,6 +365,8 @@ def odd_steps(path: str, parallel: dict[str, Any]) -> dict[str, Any]:
         weight=error_of(engine.train_batch, batch(), loss_fn, lambda b: 0.0, **OUT),
         vector=error_of(engine.train_batch, batch(), vector_loss, weight_fn)
         if engine.layout.pp == 1 else "",
+        constant=error_of(engine.train_batch, batch(), constant_loss, weight_fn, **OUT),
+        detached=detached,
         outputs=error_of(engine.forward, batch(), outputs=("logprob",)),
         values=error_of(engine.forward, batch(), outputs=("values",)),
         temperature=error_of(engine.forward, batch(), temperature=0.0),
@@ -379,6 +393,7 @@ def test_nan_gradients_skip_the_step_and_bad_input_is_named(world2, models, para
             assert not torch.equal(r["after"][name], value), name
         e = r["errors"]
         assert "loss_mask all False" in e["weight"]
+        assert "loss_fn" in e["constant"] and "loss_fn" in e["detached"]
         assert "'logprob' does not exist" in e["outputs"] and "logprobs" in e["outputs"]
         assert "'values' needs another head" in e["values"]
         assert "temperature=0.0" in e["temperature"]

@@ -316,3 +316,41 @@ def test_every_rank_stops_with_the_same_error(worlds, model, tmp_path, parallel)
     assert "mlp.down_proj.weight" in zero["weights"]
     assert zero["equal"] == one["equal"] == "no error"
     assert "actor and reference disagree" in zero["other"]
+
+
+def detached(outputs: Any, b: Any) -> Any:
+    return outputs["logprobs"].detach().sum(), {}
+
+
+def where_something_is_trained(loss: Any, outputs: Any, b: Any) -> Any:
+    """Returns the loss; of a micro-batch without trained tokens a constant without a gradient."""
+    value, stats = loss(outputs, b)
+    return (value if b["loss_mask"].any() else value.detach()), stats
+
+
+def losses_without_gradient(path: str, out: str, parallel: dict[str, Any]) -> dict[str, Any]:
+    from megarl.api.engine import NoGradient
+
+    run = Run(path, out, parallel)
+    actor, healthy, errors = run.actor, run.actor.loss.fn, []
+    batch = run.batch()
+    before = run.bits()
+    set_loss(actor, detached)
+    try:
+        actor.ppo_update(batch)
+    except NoGradient as e:
+        errors.append(str(e))
+    untouched = same_bits(before, run.bits())
+    actor.loss = replace(actor.loss, fn=partial(where_something_is_trained, healthy))
+    batch["loss_mask"][1:] = False
+    stats = actor.ppo_update(batch)
+    run.close()
+    return dict(errors=errors, untouched=untouched, stats=stats)
+
+
+@pytest.mark.parametrize("parallel", [{}, dict(pp=2), dict(tp=2)], ids=["dp2", "pp2", "tp2"])
+def test_a_loss_without_a_gradient_is_an_error_on_every_rank(world2, model, tmp_path, parallel):
+    for found in world2.run(losses_without_gradient, model, str(tmp_path), parallel):
+        (error,) = found["errors"]
+        assert "actor.loss=policy" in error and found["untouched"]
+        assert found["stats"]["n_updates"] == 1 and found["stats"]["grad_norm"] > 0

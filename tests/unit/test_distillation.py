@@ -163,6 +163,45 @@ def test_what_has_probability_zero_on_both_sides_has_no_value_and_no_gradient(ki
     assert student.grad.isfinite().all() and student.grad[2] == 0
 
 
+@pytest.mark.parametrize("kind", DIVERGENCES)
+@pytest.mark.parametrize("k", [1, 4, 9, V + 3])
+def test_what_a_teacher_of_more_rows_gives_to_them_counts_to_the_tail(kind, k):
+    """With all of the student's tokens named, nothing of the teacher's is left outside of them."""
+    g = torch.Generator().manual_seed(7)
+    more = 2.0 * torch.randn(B, S, 3, generator=g, dtype=torch.float64)
+    student, teacher = logits(0).requires_grad_(), torch.cat([logits(1), more], -1)
+    logq, logp = teacher.log_softmax(-1), student.log_softmax(-1)
+    ids = logq.topk(k).indices
+    inside = torch.zeros(B, S, V + 3, dtype=torch.bool).scatter(-1, ids, True)
+    assert (ids >= V)[MASK].any()
+    beyond = torch.full((B, S, 3), -torch.inf, dtype=torch.float64)
+    outputs = {
+        "logprobs": logp[..., 0],
+        "given_logprobs": torch.cat([logp, beyond], -1).gather(-1, ids),
+        "given_tail": logp.masked_fill(inside[..., :V], -torch.inf).logsumexp(-1),
+    }
+    batch = {
+        "loss_mask": MASK,
+        "logprobs": torch.zeros(B, S),
+        "teacher_logprobs": logq.gather(-1, ids),
+        "teacher_tail": logq.masked_fill(inside, -torch.inf).logsumexp(-1),
+    }
+    total, stats = Distillation(kind=kind, beta=0.3)(outputs, batch)
+    want = 0.0
+    for row, t in MASK.nonzero().tolist():
+        known = [j for j in ids[row, t].tolist() if j < V]
+        q, p = logq[row, t].exp().tolist(), logp[row, t].exp().tolist()
+        if len(known) < V:
+            p, q = ([x[j] for j in known] + [1 - sum(x[j] for j in known)] for x in (p, q))
+        else:
+            q = [x / sum(q[:V]) for x in q[:V]]
+        want += loop(p, q, kind, 0.3)
+    assert total.item() == pytest.approx(want, rel=1e-9)
+    assert all(math.isfinite(x) for x, _ in stats.values())
+    (grad,) = torch.autograd.grad(total, student)
+    assert grad.isfinite().all() and grad[MASK].abs().sum() > 0
+
+
 def test_garbage_outside_of_the_mask_reaches_neither_loss_nor_gradient():
     student, teacher = logits(0).requires_grad_(), logits(1)
     outputs, batch = said(student, teacher, 3)

@@ -53,12 +53,12 @@ class Zero:
         return fn(*args)
 
 
-def a_check(tmp_path, cfg: GRPOConfig | None = None, **config: Any) -> Any:
+def a_check(tmp_path, cfg: GRPOConfig | None = None, at: int = 12, **config: Any) -> Any:
     cfg = cfg or GRPOConfig(self_check=SelfCheckConfig(**config))
     tokenizer = SimpleNamespace(decode=decode)
     ctx: Any = SimpleNamespace(run_dir=tmp_path, on_rank_zero=Zero(), tokenizer=tokenizer)
     check = SelfCheck(cfg, ctx)
-    check.begin_step(12)
+    check.begin_step(at)
     return check
 
 
@@ -368,10 +368,50 @@ def test_skips_in_a_row_end_the_run(tmp_path, said):
     good, bad = batch["advantages"], batch["advantages"].where(~batch["loss_mask"], math.nan)
     for advantages in (bad, good, bad):  # not in a row
         actor.ppo_update(batch | {"advantages": advantages})
-    with pytest.raises(SelfCheckError, match="updates in a row: 2"):
+    with pytest.raises(SelfCheckError, match="max_skips"):
         actor.ppo_update(batch | {"advantages": bad})
     files = sorted(p.name for p in (tmp_path / "nonfinite").iterdir())
     assert files == [f"step_000012_mb{i}.pt" for i in (0, 2, 3)]
+
+
+def test_skips_are_counted_by_role(tmp_path, said):
+    """Updates of a critic that succeed do not hide that none of the actor's does."""
+    check = a_check(tmp_path, max_skips=2)
+    actor, batch = watched(check, BigramEngine())
+    other, good = watched(check, BigramEngine())
+    bad = batch | {"advantages": batch["advantages"].where(~batch["loss_mask"], math.nan)}
+    actor.ppo_update(bad)
+    assert other.ppo_update(good)["n_updates"] == 1
+    with pytest.raises(SelfCheckError, match="max_skips"):
+        actor.ppo_update(bad)
+
+
+def test_a_gradient_of_exactly_zero_is_warned_of_once_in_a_row(tmp_path, said):
+    actor, batch = watched(a_check(tmp_path), BigramEngine())
+    nothing = batch | {"advantages": torch.zeros_like(batch["advantages"])}
+    for fields, warnings in ((nothing, 1), (nothing, 1), (batch, 1), (nothing, 2)):
+        stats = actor.ppo_update(fields)
+        assert (stats["grad_norm"] == 0) == (fields is nothing) and stats["n_updates"] == 1
+        assert sum(level == "WARNING" for level, _ in said) == warnings
+
+
+def test_a_run_that_skipped_every_update_of_a_role_does_not_end_well(tmp_path, said):
+    for first_step, refused in ((1, True), (7, False)):  # earlier starts have made updates
+        check = a_check(tmp_path, at=first_step)
+        actor, batch = watched(check, BigramEngine())
+        other, good = watched(check, BigramEngine())
+        other.ppo_update(good)
+        check.end()
+        actor.ppo_update(
+            batch | {"advantages": batch["advantages"].where(~batch["loss_mask"], math.nan)}
+        )
+        check.begin_step(first_step + 1)
+        if refused:
+            with pytest.raises(SelfCheckError):
+                check.end()
+        check.begin_step(first_step + 2)
+        actor.ppo_update(batch)
+        check.end()
 
 
 def test_weights_that_are_not_finite_stop_the_run_by_name(tmp_path):
