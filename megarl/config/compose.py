@@ -24,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megarl.config import presets
 from megarl.config.errors import ConfigError
+from megarl.config.words import read_yaml
 
 DEFAULTS, SELF = "defaults", "_self_"
 Tree = dict[str, Any]
@@ -96,7 +97,8 @@ def _read_yaml(path: Path) -> Tree:
     if not path.is_file():
         raise ConfigError([f"--config {path}: no such file"])
     try:
-        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        OmegaConf.load(path)  # raises; also for a key that comes twice
+        tree = read_yaml(path.read_text(encoding="utf-8")) or {}
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as e:
         raise ConfigError([f"--config {path}: not valid YAML: {' '.join(str(e).split())}"]) from e
     if not isinstance(tree, dict):

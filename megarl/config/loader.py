@@ -43,6 +43,7 @@ from megarl.config.schema import (
     show,
 )
 from megarl.config.secrets import reads_environment, remember, written_tree
+from megarl.config.words import Word, as_type, read_yaml
 from megarl.utils.staging import write_whole
 
 Override = tuple[str, str, Any]
@@ -166,7 +167,7 @@ def _compose(path: Path, parsed: list[Override]) -> tuple[Tree, list[Override]]:
 
 
 def _parse_overrides(overrides: Sequence[str], problems: list[str]) -> list[Override]:
-    """Returns (its plus signs, dotted name, value as YAML reads it) of every well-formed one."""
+    """Returns (its plus signs, dotted name, value with words) of every well-formed one."""
     parsed = []
     for text in overrides:
         name, equals, value = text.lstrip("+").partition("=")
@@ -175,13 +176,15 @@ def _parse_overrides(overrides: Sequence[str], problems: list[str]) -> list[Over
             problems.append(f"{text!r}: an override is key=value, +key=value or ++key=value")
             continue
         try:
-            box = OmegaConf.to_container(OmegaConf.from_dotlist([f"v={value}"]), resolve=False)
+            OmegaConf.from_dotlist([f"v={value}"])
+            read = read_yaml(value) if value.strip() else ""
+            if isinstance(read, Word) or (read is None and value.lstrip().startswith("#")):
+                read = Word(value.strip())  # a name may hold what a file takes for a comment
         except (yaml.YAMLError, OmegaConfBaseException) as e:
             reason = " ".join(str(e).split())
             problems.append(f"{text!r}: the value is not valid YAML, quote it: {reason}")
             continue
-        assert isinstance(box, dict)
-        parsed.append((plus, name, box["v"] if value.strip() else ""))
+        parsed.append((plus, name, read))
     return parsed
 
 
@@ -316,22 +319,28 @@ def _set(node: DictConfig, name: str, key: Key, value: Any, problems: list[str])
     if value is None and not key.nullable:
         problems.append(f"{key.name}=null: needs a value of type {key.type_name}")
         return
-    if isinstance(value, bool) and key.base_type is str:
-        # YAML 1.1 reads off, on, no, yes as booleans: take them back where the word is a choice
-        words = ("on", "yes", "true", key.true) if value else ("off", "no", "false")
-        word = next((w for w in words if w in (key.choices or ())), None)
-        if word is None:
-            problems.append(f"{key.name}={show(value)}: YAML reads a boolean; quote the text")
-            return
-        value = word
+    typed = as_type(value, key.annotation)
+    if key.choices and not key.allows(typed) and isinstance(value, Word):
+        # YAML 1.1 reads off, on, no, yes as booleans: so may they be meant where one is a choice
+        alike = (
+            ("on", "yes", "true", key.true) if value.untyped() is True else ("off", "no", "false")
+        )
+        typed = next((word for word in alike if word in key.choices), typed)
     try:
-        OmegaConf.update(node, name, value, merge=False)
+        if key.base_type is bool and isinstance(value, Word) and not _is_truth(typed):
+            raise ValidationError(value)  # OmegaConf takes every number
+        OmegaConf.update(node, name, typed, merge=False)
     except OmegaConfBaseException:
         fix = "; write [a,b]" if key.type_name.startswith("list") else ""
-        problems.append(f"{key.name}={show(value)}: not of type {key.type_name}{fix}")
+        shown = show(value if isinstance(value, str) else typed)
+        problems.append(f"{key.name}={shown}: not of type {key.type_name}{fix}")
         return
     if key.choices and not _is_interpolation(value) and not key.allows(node[name]):
         problems.append(not_a_choice(key, value))
+
+
+def _is_truth(value: Any) -> bool:
+    return isinstance(value, bool) or _is_interpolation(value)
 
 
 def _is_interpolation(value: Any) -> bool:

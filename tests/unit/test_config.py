@@ -223,7 +223,6 @@ def test_plus_adds_only_to_free_form_dicts() -> None:
         ("train_dataset.options=3", "train_dataset.options=3: not of type dict[str, Any]"),
         ("gconfig.temperature={a: 1}", "gconfig.temperature={'a': 1}: not of type float"),
         ("seed=null", "seed=null: needs a value of type int"),
-        ("trial_name=yes", "trial_name=true: YAML reads a boolean; quote the text"),
         (
             "actor.adv_norm=grp",
             "actor.adv_norm=grp: not one of group, group_mean, group_batch, batch, none",
