@@ -129,7 +129,7 @@ async def bare_server(answer: bytes) -> tuple[str, Callable[[], Awaitable[None]]
 async def measure(agents: int, turns: int, requests: int, reps: int) -> tuple[float, float]:
     """Returns milliseconds per request, bare and through the gateway."""
     tokenizer = make_tokenizer(1)
-    gateway = Gateway(Stub(tokenizer), GatewayConfig(retry_window=0.0))  # type: ignore[arg-type]
+    gateway = Gateway(Stub(tokenizer), GatewayConfig())  # type: ignore[arg-type]
 
     async def context() -> int | None:
         return None

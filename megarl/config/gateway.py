@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megarl.config.base import arg
-from megarl.config.bounds import NOT_NEGATIVE, POSITIVE, Bounds
+from megarl.config.bounds import POSITIVE, Bounds
 
 # those of rollout.tools.calls
 CALL_FORMATS = ("hermes", "qwen", "qwen3_coder", "llama3", "deepseek", "glm")
@@ -30,12 +30,6 @@ class GatewayConfig:
         factory=lambda: list(MATCHES),
         help="differences between a message and the one that was recorded which do not count: "
         + ", ".join(MATCHES),
-    )
-    retry_window: float = arg(
-        5.0,
-        bounds=NOT_NEGATIVE,
-        help="seconds in which the same request counts as sent again, where it has no idempotency "
-        "key; two that wait at once are two samples",
     )
     context_length: int | None = arg(
         None,

@@ -4,8 +4,10 @@ what was sampled, one line for a linear history, whatever the client does to the
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import random
+import tracemalloc
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -391,7 +393,8 @@ def test_a_retry_gets_the_answer_of_its_first_attempt(tokenizer: Any) -> None:
         engine.gate.set()
         text = said(await again)
         assert len(engine.asked) == 1
-        assert said(await post(session, "/chat/completions", ask("go"))) == text  # in the window
+        retried = {"x-stainless-retry-count": "1"}
+        assert said(await post(session, "/chat/completions", ask("go"), **retried)) == text
         keyed = {"Idempotency-Key": "k1"}
         other = said(await post(session, "/chat/completions", ask("go"), **keyed))
         assert said(await post(session, "/chat/completions", ask("go"), **keyed)) == other != text
@@ -401,12 +404,72 @@ def test_a_retry_gets_the_answer_of_its_first_attempt(tokenizer: Any) -> None:
     run(tokenizer, test)
 
 
-def test_after_the_window_the_same_request_is_a_new_sample(tokenizer: Any) -> None:
+def test_the_same_request_is_another_sample_unless_the_client_says_otherwise(
+    tokenizer: Any,
+) -> None:
     async def test(session: Session, engine: StubEngine) -> None:
-        one = said(await post(session, "/chat/completions", ask("go")))
-        assert said(await post(session, "/chat/completions", ask("go"))) != one
+        first_try = {"x-stainless-retry-count": "0"}
+        texts = [
+            said(await post(session, "/chat/completions", ask("go"), **headers))
+            for headers in ({}, {}, first_try, {"x-stainless-retry-count": "many"})
+        ]
+        assert len(set(texts)) == len(engine.asked) == 4
+        retried = {"x-stainless-retry-count": "2"}
+        assert said(await post(session, "/chat/completions", ask("go"), **retried)) == texts[-1]
+        check_exact(session, engine, rows=4)
 
-    run(tokenizer, test, retry_window=0.0)
+    run(tokenizer, test)
+
+
+def test_a_retry_of_an_answer_that_came_late_gets_that_one(tokenizer: Any) -> None:
+    """One of several equal requests lost its client: its retry gets its own sample."""
+
+    async def test(session: Session, engine: StubEngine) -> None:
+        engine.gate = asyncio.Event()
+        left, stays = (
+            asyncio.create_task(post(session, "/chat/completions", ask("go"))) for _ in "ab"
+        )
+        while len(engine.asked) < 2:
+            await asyncio.sleep(0.01)
+        left.cancel()
+        await asyncio.wait({left})
+        await asyncio.sleep(0.1)
+        engine.gate.set()
+        one = said(await stays)
+        retried = {"x-stainless-retry-count": "1"}
+        assert said(await post(session, "/chat/completions", ask("go"), **retried)) != one
+        assert len(engine.asked) == 2
+        check_exact(session, engine, rows=2)
+
+    run(tokenizer, test)
+
+
+def text_kept() -> int:
+    """Bytes that are kept of what clients sent."""
+    gc.collect()
+    wanted = tracemalloc.Filter(True, "*/json/decoder.py")
+    statistics = tracemalloc.take_snapshot().filter_traces([wanted]).statistics("filename")
+    return sum(s.size for s in statistics)
+
+
+def test_a_long_history_is_kept_once(tokenizer: Any) -> None:
+    """What a session keeps grows with the chat, not with the chat times its turns."""
+
+    async def test(session: Session, engine: StubEngine) -> None:
+        contents, kept = ["go " + "long " * 4000], []
+        for turn in range(14):
+            contents.append(said(await post(session, "/chat/completions", ask(*contents))))
+            contents.append("on")
+            if turn in (3, 13):
+                kept.append(text_kept())
+        check_exact(session, engine, rows=1)
+        assert kept[0] > 0 and kept[1] - kept[0] < 3 * len(contents[0])  # of ten turns
+
+    tracemalloc.start()
+    try:
+        run(tokenizer, test)
+    finally:
+        tracemalloc.stop()
 
 
 def test_an_answer_that_nobody_took_is_counted_and_not_trained(tokenizer: Any) -> None:

@@ -97,7 +97,7 @@ class _Chat:
         body = await _read(request)
         asked = self.dialect.read(body, key=request.headers.get("idempotency-key", ""))
         model = str(body.get("model") or MODEL)
-        work = asyncio.ensure_future(session.complete(asked))
+        work = asyncio.ensure_future(session.complete(asked, again=_again(request)))
         if body.get("stream"):
             stream = self._stream(work, body, model)
             return StreamingResponse(stream, media_type="text/event-stream")
@@ -199,6 +199,12 @@ def _key(request: Request) -> str:
     if scheme.lower() == "bearer" and key:
         return key.strip()
     return request.headers.get("x-api-key", "")
+
+
+def _again(request: Request) -> bool:
+    """Returns whether the client says that it tries again, as both vendors' do."""
+    count = request.headers.get("x-stainless-retry-count", "0")
+    return count.isdecimal() and int(count) > 0
 
 
 def same_key(one: str, other: str) -> bool:

@@ -3,10 +3,12 @@ count as the same."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from megarl.rollout.gateway.errors import BadRequest
@@ -77,10 +79,15 @@ class ChatRequest:
     n: int = 1
     key: str = ""
 
-    @property
-    def asked(self) -> str:
-        """Returns all that decides about the answers, as text; equal texts ask for the same."""
-        return repr(replace(self, key=""))
+    @cached_property
+    def asked(self) -> bytes:
+        """Returns a digest of all that decides about the answers; equal ones ask for the same."""
+        return digest(replace(self, key=""))
+
+
+def digest(*values: object) -> bytes:
+    """Returns 16 bytes that differ where the values' representations do."""
+    return hashlib.blake2b(repr(values).encode(errors="replace"), digest_size=16).digest()
 
 
 # -- when two messages are the same

@@ -10,18 +10,20 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import secrets
-import time
 import uuid
+from collections import Counter
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 from megarl.api.inference import InferenceEngine
 from megarl.api.records import ModelRequest, ModelResponse
 from megarl.config.gateway import GatewayConfig
 from megarl.config.rollout import GenerationHyperparameters
+from megarl.rollout.gateway.attempts import Attempts
 from megarl.rollout.gateway.errors import BadRequest
-from megarl.rollout.gateway.messages import ChatRequest, Key, Message, keys_of
+from megarl.rollout.gateway.messages import ChatRequest, Key, Message, digest, keys_of
 from megarl.rollout.gateway.prompt import Renderer
 from megarl.rollout.gateway.token_ids import TokenRequest
 from megarl.rollout.generation import stable_seed
@@ -33,12 +35,16 @@ T = TypeVar("T")
 
 @dataclass(kw_only=True)
 class Answer:
-    """Holds one answer of the policy. prompt: the ids it was written after."""
+    """Holds one answer of the policy."""
 
     id: str
     message: Message
-    prompt: list[int]
     response: ModelResponse
+
+    @property
+    def prompt(self) -> list[int]:
+        """Returns the ids that it was written after."""
+        return self.response.input_tokens
 
     @property
     def cut(self) -> bool:
@@ -52,18 +58,8 @@ class _Chat:
 
     messages: tuple[Message, ...]
     keys: tuple[Key, ...]  # of `messages`
-    tools: str
+    tools: bytes  # a digest of them
     turn: Turn
-
-
-@dataclass(kw_only=True, eq=False)
-class _Call:
-    """Holds a request on its way, which several attempts of the client may share."""
-
-    answers: asyncio.Task[list[Answer]]
-    key: str
-    waiting: int = 0
-    ended: float | None = None  # on the monotonic clock
 
 
 class Session:
@@ -74,8 +70,7 @@ class Session:
     requests name the session's id.
     reward: the outcome, set by the workflow or by POST .../reward; None until then.
     trajectory: what the policy read and wrote in chats. traces: what it read and wrote as token
-    ids, by the name that the client gave each conversation. lost: answers that were written and
-    that no client took; they are in no trajectory.
+    ids, by the name that the client gave each conversation.
     """
 
     def __init__(
@@ -96,18 +91,18 @@ class Session:
         self.anthropic_url = f"{address}/s/{self.id}"
         self.base_url = f"{self.anthropic_url}/v1"
         self.reward: float | None = None
-        self.lost = 0
         self.trajectory = Trajectory(index=index)
         self.traces: dict[str, Trajectory] = {}
         self._engine, self._renderer, self._config = engine, renderer, config
         self._gconfig, self._seed_key = gconfig, tuple(seed_key)
         self._context_length = context_length
         self._chats: list[_Chat] = []
-        self._calls: dict[tuple[int, str], list[_Call]] = {}
+        self._attempts: Attempts[Answer] = Attempts()
         self._turns: dict[str, Turn] = {}  # by the answer's id
-        self._asked: dict[tuple[int, ...], int] = {}
-        self._errors: dict[str, str] = {}
+        self._asked: Counter[bytes] = Counter()  # how often, by a digest of the prompt
+        self._errors: dict[bytes, str] = {}  # by a digest of the request
         self._generating: set[asyncio.Task[Any]] = set()
+        self._unanswered = 0
         # of the episode; requests arrive in the context of the gateway, which serves all of them
         self._context = contextvars.copy_context()
         self._context.run(current_home.set, Home(near=current_home.get()))
@@ -117,26 +112,36 @@ class Session:
         """Returns the errors of requests that the servers did not answer, at any attempt."""
         return list(self._errors.values())
 
+    @property
+    def lost(self) -> int:
+        """Returns how many answers were written that no client took; they are in no trajectory."""
+        return self._unanswered + self._attempts.lost
+
     # -- requests
 
-    async def complete(self, request: ChatRequest) -> list[Answer]:
+    async def complete(self, request: ChatRequest, *, again: bool = False) -> list[Answer]:
         """Returns the policy's answers. A request that the client sends again gets those of its
-        first attempt. Raises BadRequest for what cannot be answered."""
+        first attempt, see Attempts.get. Raises BadRequest for what cannot be answered."""
         keys = keys_of(request.messages, self._config.match)
         parent = self._parent(request, keys)
-        call = self._find_call(parent, request)
-        call.waiting += 1
-        try:
-            answers = await asyncio.shield(call.answers)
-        finally:
-            call.waiting -= 1
+        place = -1 if parent is None else self._chats.index(parent)
+        attempt = self._attempts.get(
+            digest(place, request.asked),
+            request.key,
+            again=again,
+            start=lambda: self._started(self._generate(parent, request)),
+        )
+        with attempt.awaited() as awaited:
+            answers = await awaited
+        attempt.taken = True
         self._record(parent, request, keys, answers)
         return answers
 
     async def generate(self, request: TokenRequest) -> ModelResponse:
         """Returns the policy's answer to token ids, which goes into the trajectory of its trace.
         Raises BadRequest for what cannot be answered."""
-        ids, asked = request.token_ids, f"{request.trace} {len(request.token_ids)}"
+        ids = request.token_ids
+        asked = digest(request.trace, len(ids))
         gconfig = self._bounds(len(ids), request.max_tokens, ())
         stops = dict.fromkeys([*gconfig.stop_token_ids, *request.stop_token_ids])
         (seed,) = self._seeds(ids, 1)
@@ -165,16 +170,11 @@ class Session:
         return response
 
     def close(self) -> None:
-        """Ends the requests that are under way; what nobody waits for any more is counted."""
-        self.lost += len(self._generating)
+        """Ends the requests that are under way; what nobody took is counted."""
+        self._unanswered += len(self._generating)
         for work in self._generating:
             work.cancel()
-        for call in (c for calls in self._calls.values() for c in calls):
-            if not call.answers.done():
-                call.answers.cancel()
-                self.lost += 1
-            elif not call.answers.cancelled() and call.answers.exception() is None:
-                self.lost += sum(a.id not in self._turns for a in call.answers.result())
+        self._attempts.close()
 
     def set_reward(self, reward: float, answer_id: str | None = None) -> None:
         """Sets the outcome, or the reward of one answer. Raises BadRequest for an id that is no
@@ -194,7 +194,7 @@ class Session:
             raise BadRequest("messages is empty")
         if not self._config.reuse:
             return None
-        tools = repr(request.tools)
+        tools = digest(request.tools)
         found = [
             chat
             for chat in self._chats
@@ -203,23 +203,6 @@ class Session:
             and chat.keys == keys[: len(chat.keys)]
         ]
         return max(found, key=lambda chat: len(chat.keys), default=None)
-
-    def _find_call(self, parent: _Chat | None, request: ChatRequest) -> _Call:
-        """Returns the call of the request's first attempt, else a new one."""
-        where = (-1 if parent is None else self._chats.index(parent), repr(request.asked))
-        now, calls = time.monotonic(), self._calls.setdefault(where, [])
-        for call in calls:
-            if request.key or call.key:
-                same = request.key == call.key
-            else:  # two that wait at the same time are two samples
-                fresh = call.ended is None or now - call.ended < self._config.retry_window
-                same = call.waiting == 0 and fresh
-            if same and not _failed(call):
-                return call
-        call = _Call(answers=self._started(self._generate(parent, request)), key=request.key)
-        call.answers.add_done_callback(lambda _: setattr(call, "ended", time.monotonic()))
-        calls.append(call)
-        return call
 
     def _started(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         return asyncio.get_running_loop().create_task(work, context=self._context)
@@ -243,7 +226,6 @@ class Session:
             Answer(
                 id=uuid.uuid4().hex,
                 message=self._renderer.answer(r, request.tools, calls_so_far=said),
-                prompt=prompt,
                 response=r,
             )
             for r in responses
@@ -279,8 +261,9 @@ class Session:
         if self._gconfig.seed is None:
             return [None] * n
         key = tuple(prompt)
-        first = self._asked.get(key, 0)
-        self._asked[key] = first + n
+        asked = digest(key)
+        first = self._asked[asked]
+        self._asked[asked] += n
         version = self._engine.get_version()
         return [
             stable_seed(self._gconfig.seed, version, *self._seed_key, key, first + i)
@@ -299,19 +282,25 @@ class Session:
             return
         before = self.trajectory.root if parent is None else parent.turn
         read = self.trajectory.read(answers[0].prompt[before.end :], after=before)
+        # what the chat before has is kept once
+        before_messages = () if parent is None else parent.messages
+        messages = tuple(
+            known if known == message else message
+            for known, message in zip_longest(before_messages, request.messages)
+        )
+        before_keys = () if parent is None else parent.keys
         for answer in answers:
             turn = self.trajectory.wrote(answer.response, after=read)
             self._turns[answer.id] = turn
             self._chats.append(
                 _Chat(
-                    messages=(*request.messages, answer.message),
-                    keys=keys + keys_of([answer.message], self._config.match),
-                    tools=repr(request.tools),
+                    messages=(*messages, answer.message),
+                    keys=(
+                        *before_keys,
+                        *keys[len(before_keys) :],
+                        *keys_of([answer.message], self._config.match),
+                    ),
+                    tools=digest(request.tools),
                     turn=turn,
                 )
             )
-
-
-def _failed(call: _Call) -> bool:
-    done = call.answers
-    return done.done() and (done.cancelled() or done.exception() is not None)
