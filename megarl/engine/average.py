@@ -39,7 +39,7 @@ def round_off(state: EngineState) -> None:
 @contextmanager
 def in_place(state: EngineState) -> Iterator[None]:
     """Has the parameters be their average in fp32 inside, for a checkpoint; what they are then
-    loaded with becomes the average and, rounded, the parameters."""
+    loaded with becomes the average (`round_off` then makes it the parameters)."""
     rounded = {name: state.params[name].data for name in state.average}
     for name, values in state.average.items():
         state.params[name].data = values.to(rounded[name].device)
@@ -47,7 +47,7 @@ def in_place(state: EngineState) -> Iterator[None]:
         yield
     finally:
         for name, data in rounded.items():
-            state.average[name] = _at_rest(state, state.params[name].data)
+            state.average[name].copy_(state.params[name].data)
             state.params[name].data = data
 
 

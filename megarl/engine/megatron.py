@@ -18,7 +18,7 @@ from megarl.api.batch import Batch, Padded
 from megarl.api.engine import PARTS, LossFn, LossWeightFn, PendingSave
 from megarl.api.failures import on_every_rank
 from megarl.api.records import SaveLoadMeta, WeightUpdateMeta
-from megarl.engine import checkpoint, intake, optimizer, passes, weights
+from megarl.engine import average, checkpoint, intake, optimizer, passes, weights
 from megarl.engine.copying import Held
 from megarl.engine.life import EngineLife
 from megarl.engine.probe import Part, Probe
@@ -75,6 +75,8 @@ class MegatronEngine(EngineLife):
             lr = optimizer.current_lr(mine)
             spike = self.config.optimizer.spike_norm if self.config.optimizer else None
             stats |= {"lr": lr, **optimizer.step(mine, stats["loss"], spike_norm=spike)}
+            if stats["update_successful"]:
+                average.end(self.state)  # of the weights before
         return stats
 
     def backward_batch(

@@ -328,7 +328,7 @@ class Memory:
     def _tensors(self, part: str) -> list[torch.Tensor]:
         b = self._built
         if part == "params":
-            return list(b.params.values())
+            return [*b.params.values(), *b.average.values()]
         if b.optimizer is None:
             return []
         if part == "grads":

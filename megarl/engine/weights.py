@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megarl.api.records import SaveLoadMeta
 from megarl.ckpt.hf import save_hf
 from megarl.ckpt.peft import load_peft, save_peft
-from megarl.engine import checkpoint, optimizer
+from megarl.engine import average, checkpoint, optimizer
 from megarl.engine.setup import EngineState, head_seed, load_base
 from megarl.models.gather import BucketGatherer, plan_buckets
 from megarl.models.tensor_hash import weight_hashes
@@ -64,6 +64,7 @@ def load(state: EngineState, meta: SaveLoadMeta) -> int | None:
         load_base(
             meta.path, state.table, state.groups, state.params, head_seed(state.config, state.seed)
         )
+        average.end(state)
         if state.adapters is not None:  # whole weights come without: these start anew
             state.adapters.reset(state.seed)
     if state.optimizer is not None and not meta.with_optim:

@@ -175,10 +175,10 @@ def moving_average(path: str, other: str, source: Any) -> dict[str, Any]:
     for engine in (follower, again):
         for _ in range(2):
             engine.copy_weights(source, keep=KEEP)
-    numbers = [dict(engine.state.average) for engine in (follower, again)]
     logp = follower.forward(batch())
     for engine in (follower, again):
         engine.onload(("params",))
+    numbers = [dict(engine.state.average) for engine in (follower, again)]
     held = [state(engine) for engine in (follower, again)]
     follower.copy_weights(source)  # and then as it is
     taken = dict(whole=state(follower), average=dict(follower.state.average))
@@ -216,6 +216,78 @@ def check_average(found: dict[str, Any], source: Any, start: Any) -> None:
         torch.testing.assert_close(values.float(), exact, rtol=2**-8, atol=1e-6)
         assert torch.equal(found["taken"]["whole"][name], source[name].bfloat16()), name
     assert found["taken"]["average"] == {}
+
+
+def average_that_moves(path: str, other: str, third: str) -> dict[str, Any]:
+    """An average is offloaded and saved where it rests; then whole weights are loaded into it, and
+    it is blended anew."""
+    source = make_engine(other, dict(pp=2))
+    follower = make_engine(path, dict(tp=2), trained=False, dtype="bfloat16")
+    plain = follower.occupied()["params"]
+    follower.copy_weights(source, keep=KEEP)
+    on, averaged = follower.occupied()["params"], state(follower)
+    saved = SaveLoadMeta(path=other + "-saved", weight_format="dist")
+    moved = follower.offload(("params",))["params"]
+    away = follower.occupied()["params"]
+    follower.save(saved)
+    back = follower.onload(("params",))["params"]
+    same_after = same(state(follower), averaged)
+    follower.copy_weights(source, keep=KEEP)
+    twice = state(follower)
+    again = make_engine(path, dict(tp=2), trained=False, dtype="bfloat16")
+    again.load(saved)
+    again.copy_weights(source, keep=KEEP)
+    follower.load(SaveLoadMeta(path=third))
+    loaded = state(follower)
+    follower.copy_weights(source, keep=KEEP)
+    result = dict(
+        plain=plain, on=on, moved=moved, away=away, back=back, same_after=same_after, twice=twice,
+        again=state(again), loaded=loaded, blended=state(follower), source=state(source),
+    )  # fmt: skip
+    for engine in (source, follower, again):
+        engine.destroy()
+    return result
+
+
+def test_an_average_is_moved_with_its_weights_and_ends_where_others_are_loaded(
+    world4, path, tmp_path
+):
+    for name, seed in (("other", 5), ("third", 6)):
+        save_tiny(tmp_path / name, "qwen2", tie=True, seed=seed)
+    args = str(tmp_path / "other"), str(tmp_path / "third")
+    answers = world4.run(average_that_moves, path, *args)
+    for r in answers:
+        assert r["on"] == 3 * r["plain"]  # bf16, and fp32 beside
+        assert r["moved"] == r["back"] == r["on"] and r["away"] == 0
+        assert r["same_after"] and same(r["twice"], r["again"])
+    r, third = answers[0], load_file(tmp_path / "third" / "model.safetensors")
+    for name, values in r["loaded"].items():
+        began = third[name].bfloat16().float()
+        assert torch.equal(values.float(), began)
+        exact = KEEP * began + (1 - KEEP) * r["source"][name]
+        torch.testing.assert_close(r["blended"][name].float(), exact, rtol=2**-8, atol=1e-6)
+
+
+def train_and_blend(path: str, other: str) -> dict[str, Any]:
+    """Blends, trains a step, and blends again, in bf16."""
+    source = make_engine(other, dict(pp=2))
+    target = make_engine(path, dict(tp=2), dtype="bfloat16", optimizer=dict(lr=0.1))
+    target.copy_weights(source, keep=0.5)
+    target.train_batch(batch(), loss_fn, weight_fn, **OUT)
+    trained = state(target)
+    target.copy_weights(source, keep=0.5)
+    result = dict(trained=trained, blended=state(target), source=state(source))
+    for engine in (source, target):
+        engine.destroy()
+    return result
+
+
+def test_a_blend_after_training_starts_from_what_was_trained(world4, path, tmp_path):
+    save_tiny(tmp_path / "other", "qwen2", tie=True, seed=5)
+    r = world4.run(train_and_blend, path, str(tmp_path / "other"))[0]
+    for name, values in r["trained"].items():
+        exact = 0.5 * values.float() + 0.5 * r["source"][name]
+        torch.testing.assert_close(r["blended"][name].float(), exact, rtol=2**-7, atol=1e-5)
 
 
 def error_of(fn: Any, *args: Any, **kw: Any) -> str:
