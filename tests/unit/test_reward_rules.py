@@ -125,6 +125,28 @@ def test_programs_are_judged_by_tests() -> None:
     assert score("code", called, tests=[asserts, "assert square(2) == 5"]) == 0
 
 
+LARGE = "def f(n):\n    return 2**n"
+UNREADABLE = {
+    "too large for a float": (LARGE, 2000, 4),
+    "too large for a float, where one is right": (LARGE, 2000, 4.5),
+    "too many digits": (LARGE, 20000, 4),
+    "off by one, beyond rounding": (LARGE, 100, 2**100 + 1),
+    "too deep": ("import os\nprint('\\x1eresult:' + '[' * 60000, flush=True)\nos._exit(0)", 1, [1]),
+    "no number": ("def f(n):\n    return float('nan')", 1, 1),
+}
+
+
+@pytest.mark.parametrize("case", UNREADABLE)
+def test_an_output_that_nobody_can_read_is_a_wrong_answer(case: str) -> None:
+    program, n, output = UNREADABLE[case]
+    assert score("code", program, tests=[{"args": [n], "output": output}], entry="f") == 0
+
+
+def test_integers_are_compared_exactly() -> None:
+    assert score("code", LARGE, tests=[{"args": [2000], "output": 2**2000}], entry="f") == 1
+    assert score("code", LARGE, tests=[{"args": [3], "output": 8.0}], entry="f") == 1
+
+
 CHEATS = {
     "leaving before the tests": "import os; os._exit(0)",
     "leaving politely": "raise SystemExit(0)",
@@ -145,7 +167,7 @@ def test_a_program_that_cheats_gets_nothing(cheat: str) -> None:
 
 
 def test_a_sandbox_that_fails_is_a_failure_and_not_zero() -> None:
-    fn = get_reward_fn("code", {"memory": 1})  # too little for an interpreter
+    fn = get_reward_fn("code", {"memory": 1 << 60})  # no kernel knows such a number
     with (
         RewardPool(1, timeout=60.0) as pool,
         pytest.raises(RewardError, match="row 7 raised SandboxError: this machine cannot confine"),

@@ -4,14 +4,17 @@ says nothing about the program."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
+import os
 import re
-import secrets
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
-from megarl.rollout.tools.sandbox import Limits, Ran, run_program
+from megarl.rollout.rewards import asserts
+from megarl.rollout.tools.sandbox import Limits, run_program
 
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _RESULT = "\x1eresult:"
@@ -40,9 +43,9 @@ def code_reward(
 
     The program is the last fenced block, else the whole completion. tests: a list, or JSON of one,
     of {input, output} (what it reads and prints), {args, output} (calls of the function `entry`),
-    or assert statements as text. Outputs are compared outside the sandbox; asserts run in it,
-    beside the program. seconds, memory: the most that one test may take, in s and MiB. Raises
-    SandboxError where the sandbox fails.
+    or assert statements as text, which run in a process without the program (asserts.py). Outputs
+    are compared outside the sandbox. seconds, memory: the most that one test may take, in s and
+    MiB. Raises SandboxError where the sandbox fails.
     """
     cases = _cases(tests, entry)
     limits = Limits(wall=seconds, cpu=seconds, memory=memory * _MIB)
@@ -75,6 +78,8 @@ def _cases(tests: Any, entry: str) -> list[Any]:
         kind = _kind(case)
         if not kind or (kind == "call" and not entry.isidentifier()):
             raise ValueError(f"test {case!r}, entry={entry!r}: {_FORMS}")
+        if isinstance(case, str):
+            _names_asked(case, entry)
     return list(cases)
 
 
@@ -111,15 +116,49 @@ async def _by_call(program: str, case: dict[str, Any], entry: str, limits: Limit
     _, found, text = ran.stdout.rpartition(_RESULT)
     try:
         return ran.ended == "ok" and bool(found) and _same(json.loads(text), case["output"])
-    except ValueError:
+    except Exception:  # what a program printed cannot be read: the program is wrong
         return False
 
 
 async def _by_assert(program: str, case: str, entry: str, limits: Limits) -> bool:
-    word = secrets.token_hex(16)
-    end = f"exec({case!r}, scope)\nprint({word!r})"
-    ran: Ran = await run_program(_scoped(program, end), limits=limits)
-    return ran.ended == "ok" and ran.stdout.rstrip().endswith(word)
+    """Runs the test in one process and the program in another, which answers for its names."""
+    names, modules = _names_asked(case, entry)
+    with contextlib.ExitStack() as pipes:
+        (asked, ask), (answers, answer) = (_pipe(pipes) for _ in range(2))
+        ends = [file.fileno() for file in (answers, ask, asked, answer)]
+        judge = _script("judge", case, names, modules, *ends[:2])
+        served = _script("serve", program, *ends[2:])
+        serving = asyncio.create_task(run_program(served, limits=limits, files=(asked, answer)))
+        try:
+            ran = await run_program(judge, limits=limits, files=(answers, ask))
+            if ran.code == asserts.LOST:  # the sandbox may have failed
+                await serving
+        finally:
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+    if ran.code == asserts.REFUSED:
+        raise ValueError(f"test {case!r}: {ran.stderr.strip()}")
+    return ran.ended == "ok"
+
+
+def _names_asked(case: str, entry: str) -> tuple[list[str], dict[str, str]]:
+    try:
+        return asserts.names_asked(case, entry)
+    except ValueError as e:
+        raise ValueError(f"test {case!r}: {e}") from e
+
+
+def _pipe(pipes: contextlib.ExitStack) -> tuple[IO[bytes], IO[bytes]]:
+    """Returns the ends to read and to write, which `pipes` closes."""
+    read, write = os.pipe()
+    ends = os.fdopen(read, "rb", 0), os.fdopen(write, "wb", 0)
+    return pipes.enter_context(ends[0]), pipes.enter_context(ends[1])
+
+
+def _script(function: str, *args: Any) -> str:
+    """Returns a program that calls a function of asserts.py."""
+    text = Path(asserts.__file__).read_text(encoding="utf-8")
+    return f"{text}\n{function}(*{args!r})\n"
 
 
 Test = Callable[[str, Any, str, Limits], Awaitable[bool]]
@@ -140,11 +179,16 @@ def _lines(text: str) -> list[str]:
 
 
 def _same(found: Any, wanted: Any) -> bool:
-    """Compares values as JSON has them, numbers up to rounding."""
+    """Compares values as JSON has them: integers exactly, other numbers up to rounding."""
     if isinstance(found, bool) or isinstance(wanted, bool):
         return found is wanted
+    if isinstance(found, int) and isinstance(wanted, int):
+        return found == wanted
     if isinstance(found, int | float) and isinstance(wanted, int | float):
-        return math.isclose(found, wanted, rel_tol=1e-9, abs_tol=1e-9)
+        try:
+            return math.isclose(found, wanted, rel_tol=1e-9, abs_tol=1e-9)
+        except OverflowError:  # an integer that is larger than any float
+            return False
     if isinstance(found, list) and isinstance(wanted, list | tuple):
         return len(found) == len(wanted) and all(map(_same, found, wanted))
     if isinstance(found, dict) and isinstance(wanted, dict):

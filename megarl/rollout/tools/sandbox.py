@@ -11,21 +11,21 @@ import contextlib
 import json
 import os
 import resource
-import shutil
 import signal
 import sys
 import sysconfig
 import tempfile
 import time
 from asyncio.subprocess import PIPE, Process
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from megarl.rollout.tools import confine
 
-START_TIMEOUT = 30.0  # seconds of wall time beside the program's own, for the interpreter
+PREFIX = "megarl-sandbox-"  # of the names of the programs' directories
 KILL_TIMEOUT = 10.0  # seconds for the kernel to end a killed process
 LOOK_INTERVAL = 0.05  # seconds between two looks at the files that the program makes
 MAX_FILES = 256
@@ -73,31 +73,39 @@ class Ran:
 
 
 async def run_program(
-    source: str, *, stdin: str = "", limits: Limits | None = None, show_last: bool = False
+    source: str,
+    *,
+    stdin: str = "",
+    limits: Limits | None = None,
+    show_last: bool = False,
+    files: Sequence[IO[bytes]] = (),
 ) -> Ran:
     """Runs the Python program `source` to its end, or to the first limit it meets; nothing of it is
     left. A cancellation kills it. show_last: print the value of a last line that is an expression.
-    Raises SandboxError."""
+    files: open ones that it gets under their numbers; they are closed here. Raises SandboxError."""
     limits = limits or Limits()
-    directory = Path(tempfile.mkdtemp(prefix="megarl-sandbox-"))
     try:
-        program = directory / "program.py"
-        program.write_text(source, encoding="utf-8", errors="replace")
-        return await _run(program, stdin.encode(errors="replace"), limits, show_last)
+        with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as directory:
+            program = Path(directory) / "program.py"
+            program.write_text(source, encoding="utf-8", errors="replace")
+            return await _run(program, stdin.encode(errors="replace"), limits, show_last, files)
     except OSError as e:
         raise SandboxError(f"no process for the sandbox: {e}") from e
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
 
 
-async def _run(program: Path, stdin: bytes, limits: Limits, show_last: bool) -> Ran:
+async def _run(
+    program: Path, stdin: bytes, limits: Limits, show_last: bool, files: Sequence[IO[bytes]]
+) -> Ran:
     ours, theirs = os.pipe()
     others = _cpu_of_children()
     try:
         try:
-            process = await _start(program, limits, theirs, show_last)
+            passed = (theirs, *(file.fileno() for file in files))
+            process = await _start(program, limits, passed, show_last)
         finally:
             os.close(theirs)
+            for file in files:
+                file.close()
         cpu = _CpuTime(process.pid, others)
         ended, out, err = await _watch(process, stdin, limits, program.parent, cpu)
         code = process.returncode or 0
@@ -115,12 +123,14 @@ async def _run(program: Path, stdin: bytes, limits: Limits, show_last: bool) -> 
     return Ran(ended=ended, code=code, stdout=out, stderr=err)
 
 
-async def _start(program: Path, limits: Limits, status: int, show_last: bool) -> Process:
+async def _start(
+    program: Path, limits: Limits, passed: tuple[int, ...], show_last: bool
+) -> Process:
     job = {
         "program": str(program),
         "directory": str(program.parent),
         "readable": readable_paths(),
-        "status": status,
+        "status": passed[0],
         "parent": os.getpid(),
         "show_last": show_last,
         "cpu": limits.cpu,
@@ -135,7 +145,7 @@ async def _start(program: Path, limits: Limits, status: int, show_last: bool) ->
         stderr=PIPE,
         cwd=home,
         env={"HOME": home, "TMPDIR": home, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-        pass_fds=(status,),
+        pass_fds=passed,
         start_new_session=True,
     )
 
@@ -177,6 +187,7 @@ def readable_paths() -> list[str]:
     paths = sysconfig.get_paths()
     found = {*(paths[k] for k in ("stdlib", "platstdlib", "purelib", "platlib")), *_SYSTEM}
     found |= {os.path.join(sys.base_prefix, "lib"), os.path.join(sys.prefix, "pyvenv.cfg")}
+    found |= {p for p in sys.path if os.path.basename(p) == "site-packages"}  # of .pth files, too
     found |= {sys.executable, os.path.realpath(sys.executable), *_SYSTEM_FILES}
     return sorted(path for path in found if os.path.exists(path))
 
