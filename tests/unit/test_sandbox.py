@@ -104,6 +104,10 @@ FORBIDDEN = {
     "r = l.ptrace(16, os.getppid(), 0, 0)\nassert r == 0, ctypes.get_errno()",
     "giving up the filter": "import ctypes\nl = ctypes.CDLL(None)\n"
     "r = l.prctl(22, 0, 0, 0, 0)\nassert r == 0, r",
+    "reserving disk space": "import os\nos.posix_fallocate(os.open('x', 66), 0, 4096)",
+    "a file without a name": "import os\nos.open('.', os.O_TMPFILE | os.O_RDWR)",
+    "renaming": "import os\nopen('x', 'w')\nos.rename('x', 'y')",
+    "replacing": "import os\nopen('x', 'w'), open('y', 'w')\nos.replace('x', 'y')",
     "io_uring": "import ctypes\nl = ctypes.CDLL(None)\nassert l.syscall(425, 1, 0) >= 0",
     "a namespace": "import ctypes\nassert ctypes.CDLL(None).unshare(0x10000000) == 0",
 }
@@ -181,6 +185,91 @@ def test_limits_end_a_program() -> None:
     assert run("i = 0\nwhile True:\n    i += 1\n    open(str(i), 'w')").ended == "files"
     with pytest.raises(ValueError, match="sandbox limit cpu=0"):
         Limits(cpu=0)
+
+
+TAKES_DISK = """
+import ctypes
+libc = ctypes.CDLL(None)
+libc.mmap.restype = ctypes.c_void_p
+kept = []
+for i in range(64):
+    with open(f"f{i}", "wb+") as file:
+        file.write(bytes(1 << 20))
+        file.flush()
+        kept.append(libc.mmap(None, 4096, 1, 1, file.fileno(), 0))
+    REMOVE
+"""
+REMOVALS = {
+    "by the library": "libc.unlink(f'f{i}'.encode())",
+    "by the kernel": "libc.syscall(263, -100, f'f{i}'.encode(), 0)",
+    "by renaming": "libc.rename(f'f{i}'.encode(), b'f')",
+    "by replacing": "libc.renameat2(-100, f'f{i}'.encode(), -100, b'f', 0)",
+    "by Python": "import os; os.remove(f'f{i}')",
+}
+
+
+@pytest.mark.parametrize("removal", REMOVALS)
+def test_what_takes_disk_space_is_counted(removal: str) -> None:
+    program = TAKES_DISK.replace("REMOVE", REMOVALS[removal])
+    most, kept = 4 * MIB, "print(ctypes.string_at(kept[0], 1))"
+    ran = run(f"{program}\nimport time\ntime.sleep(1)\n{kept}", limits=Limits(files=most, cpu=5))
+    if ran.ended == "files":
+        return
+    # nothing is left of what was removed: its pages are gone
+    assert removal == "by Python" and (ran.ended, ran.code) == ("signal", -signal.SIGBUS), ran
+
+
+def test_a_program_cleans_up_behind_itself() -> None:
+    program = """
+import os, pathlib, tempfile
+with tempfile.TemporaryFile() as file:
+    file.write(b"12")
+    file.seek(0)
+    print(file.read())
+with tempfile.NamedTemporaryFile("w+") as file:
+    file.write("3")
+fd, path = tempfile.mkstemp()
+os.close(fd)
+os.remove(path)
+path = pathlib.Path("x")
+path.write_text("4")
+path.unlink()
+print(path.read_text() == "")
+try:
+    os.remove("none")
+except FileNotFoundError:
+    print("none")
+"""
+    ran = run(program)
+    assert (ran.ended, ran.stdout) == ("ok", "b'12'\nTrue\nnone\n"), ran
+
+
+def test_threads_are_bounded() -> None:
+    many = """
+import threading, time
+threading.stack_size(65536)
+for i in range(NUMBER):
+    threading.Thread(target=time.sleep, args=(WAIT,), daemon=True).start()
+time.sleep(WAIT)
+"""
+    for number, wait, ended in ((400, 15, "threads"), (32, 0.5, "ok")):
+        program = many.replace("NUMBER", str(number)).replace("WAIT", str(wait))
+        assert run(program, limits=Limits(wall=20, cpu=5)).ended == ended
+
+
+def test_it_goes_first_where_memory_runs_out(tmp_path: Path) -> None:
+    async def score() -> str:
+        program = asyncio.create_task(
+            run_program("open('begun', 'w')\nimport time; time.sleep(60)")
+        )
+        while not list(tmp_path.glob("megarl-sandbox-*/begun")):
+            assert not program.done()
+            await asyncio.sleep(0.05)
+        seen = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True).stdout
+        program.cancel()
+        return Path(f"/proc/{seen.split()[0]}/oom_score_adj").read_text().strip()
+
+    assert asyncio.run(score()) == "1000"
 
 
 def test_a_cancelled_program_is_killed() -> None:

@@ -30,7 +30,7 @@ _ENOSYS = 38
 
 # Landlock's system calls have the same numbers everywhere
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
-_READ_FILE, _READ_DIR, _WRITE_FILE, _REMOVE_FILE = 1 << 2, 1 << 3, 1 << 1, 1 << 5
+_READ_FILE, _READ_DIR, _WRITE_FILE = 1 << 2, 1 << 3, 1 << 1
 _MAKE_REG, _TRUNCATE = 1 << 8, 1 << 14
 # access rights to files that a version of Landlock knows: those of the first, and of later ones
 _FIRST, _LATER = (1 << 13) - 1, {2: 1 << 13, 3: _TRUNCATE, 5: 1 << 15}
@@ -38,7 +38,8 @@ _NO_TCP, _NO_SIGNALS_AND_ABSTRACT_SOCKETS = 3, 3  # from versions 4 and 6
 
 # audit number of the machine -> system calls that are allowed whatever their arguments: reading and
 # writing open files, opening (Landlock decides which), memory, threads' locks, time, own identity.
-# Left out for good: what changes a file's mode, owner or times, which Landlock does not see.
+# Left out for good: what changes a file's mode, owner or times, which Landlock does not see, and
+# what reserves disk space without writing to it.
 _ALLOWED: dict[str, tuple[int, frozenset[int]]] = {
     "x86_64": (
         0xC000003E,
@@ -48,19 +49,19 @@ _ALLOWED: dict[str, tuple[int, frozenset[int]]] = {
             + [100, 102, 104, 107, 108, 110, 111, 115, 118, 120, 121, 124, 127, 128, 130, 131]
             + [137, 138, 146, 147, 158, 186, 201, 202, 204, 213, 217, 218, 219, 221, 228, 229]
             + [230, 231, 232, 233, 257, 258, 262, 263, 264, 265, 266, 267, 269, 270, 271, 273]
-            + [274, 281, 283, 285, 286, 290, 291, 292, 293, 295, 296, 309, 316, 318, 324, 326]
-            + [332, 334, 436, 437, 439, 449]
+            + [274, 281, 283, 286, 290, 291, 292, 293, 295, 296, 309, 316, 318, 324, 326]
+            + [332, 334, 436, 439, 449]
         ),
     ),
     "aarch64": (
         0xC00000B7,
         frozenset(
-            [17, *range(19, 25), *range(34, 39), 43, 44, 46, 47, 48, 49, 50, 56, 57, 59]
+            [17, *range(19, 25), *range(34, 39), 43, 44, 46, 48, 49, 50, 56, 57, 59]
             + [*range(61, 74), 78, 79, 80, 82, 83, 85, 86, 93, 94, 96, 98, 99, 100, 101, 102]
             + [103, 113, 114, 115, 123, 124, 125, 126, 128, 132, 133, 134, 135, 136, 137, 139]
             + [148, 150, 153, 155, 156, 158, 160, 163, 165, 166, 168, 169, 172, 173, 174, 175]
             + [176, 177, 178, 179, 206, 207, 214, 215, 216, 222, 223, 226, 227, 232, 233, 276]
-            + [278, 283, 285, 291, 293, 436, 437, 439, 449]
+            + [278, 283, 285, 291, 293, 436, 439, 449]
         ),
     ),
 }
@@ -70,6 +71,9 @@ _NUMBERS = {
     "x86_64": (56, 435, 62, 234, 302, 16, 72, 53),
     "aarch64": (220, 435, 129, 131, 261, 29, 25, 199),
 }
+# the calls that open a file, and which of their arguments has the flags
+_OPENS = {"x86_64": ((2, 1), (257, 2)), "aarch64": ((56, 2),)}
+_UNNAMED = 0x400000  # O_TMPFILE's own bit
 _CLONE_THREAD, _CLONE_NEW = 0x10000, 0x7E020000
 _IOCTLS = (0x5401, 0x5421, 0x541B, 0x5450, 0x5451)  # is it a terminal, blocking, closed on exec
 _FCNTLS = (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032)  # none that has signals sent
@@ -98,6 +102,7 @@ def main() -> None:
     os.write(status, b"1")
     os.close(status)
     sys.argv = ["program.py"]
+    os.remove = os.unlink = _empty
     _execute(source, show_last=job["show_last"])
 
 
@@ -109,6 +114,11 @@ def _end_with(parent: int) -> None:
 
 
 def _limit(job: dict[str, Any]) -> None:
+    try:  # where memory runs out, this process goes before those of the job
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")
+    except OSError:  # the machine does not let it
+        pass
     cpu = job["cpu"]
     for what, soft, hard in (
         (resource.RLIMIT_CPU, cpu, cpu + 1),
@@ -122,7 +132,8 @@ def _limit(job: dict[str, Any]) -> None:
 
 def restrict_files(readable: list[str], directory: str) -> None:
     """Forbids this process every file but those in `readable`, to be read, and those of
-    `directory`, which it may also make, write and remove. Raises OSError where the kernel has no
+    `directory`, which it may also make and write. It may remove none: a file without a name that is
+    still mapped takes disk space which nobody sees. Raises OSError where the kernel has no
     Landlock."""
     version = _LIBC.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), 1)
     _call(version, "Landlock (Linux 5.13 or later, with landlock in CONFIG_LSM)")
@@ -137,7 +148,7 @@ def restrict_files(readable: list[str], directory: str) -> None:
         _CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), ctypes.c_uint(0)
     )
     _call(rules, "landlock_create_ruleset")
-    written = _READ_FILE | _READ_DIR | _WRITE_FILE | _REMOVE_FILE | _MAKE_REG | _TRUNCATE
+    written = _READ_FILE | _READ_DIR | _WRITE_FILE | _MAKE_REG | _TRUNCATE
     for path in readable:
         _allow(rules, path, _READ_FILE | _READ_DIR)
     _allow(rules, "/dev/null", _READ_FILE | _WRITE_FILE | _TRUNCATE & files)
@@ -187,9 +198,11 @@ def _filter(machine: str, pid: int) -> list[Instruction]:
     ]
     # glibc falls back to clone where there is no clone3, whose flags no filter can see
     code += [(_JUMP_EQUAL, 0, 1, n["clone3"]), (_RETURN, 0, 0, _ERRNO | _ENOSYS)]
-    special = set(n.values())
+    special = {*n.values(), *(nr for nr, _ in _OPENS[machine])}
     for nr in sorted(allowed - special):
         code += [(_JUMP_EQUAL, 0, 1, nr), (_RETURN, 0, 0, _ALLOW)]
+    for nr, at in _OPENS[machine]:
+        code += _where(nr, [_load(at), (_AND, 0, 0, _UNNAMED), *_equal(0)])
     # threads, no processes and no namespaces
     flags = (_load(0), (_AND, 0, 0, _CLONE_THREAD | _CLONE_NEW))
     code += _where(n["clone"], [*flags, *_equal(_CLONE_THREAD)])
@@ -235,6 +248,12 @@ def _no_new_privileges() -> None:
 def _call(result: int, what: str) -> None:
     if result < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), what)
+
+
+def _empty(path: Any, *, dir_fd: int | None = None) -> None:
+    """Stands in for os.remove, for programs that clean up behind themselves: the file stays, and
+    has nothing in it."""
+    os.close(os.open(path, os.O_WRONLY | os.O_TRUNC, dir_fd=dir_fd))
 
 
 def _execute(source: str, *, show_last: bool) -> None:

@@ -15,6 +15,7 @@ _SAID = {
     "time": "the program was stopped: it took too long",
     "output": "the program was stopped: it printed too much",
     "files": "the program was stopped: it wrote too much",
+    "threads": "the program was stopped: it started too many threads",
     "signal": "the program crashed",
 }
 _MIB = 1 << 20

@@ -28,7 +28,7 @@ from megarl.rollout.tools import confine
 PREFIX = "megarl-sandbox-"  # of the names of the programs' directories
 KILL_TIMEOUT = 10.0  # seconds for the kernel to end a killed process
 LOOK_INTERVAL = 0.05  # seconds between two looks at the files that the program makes
-MAX_FILES = 256
+MAX_FILES, MAX_THREADS = 256, 64
 _CONFINE = Path(confine.__file__)
 _MIB = 1 << 20
 # what an interpreter reads beside its own directories
@@ -63,8 +63,8 @@ class Limits:
 @dataclass(frozen=True, kw_only=True)
 class Ran:
     """Describes a program's end. `ended` is "ok" (exit 0), "error" (another exit, `stderr` says
-    why), "time", "output", "files" (the limit it was killed for) or "signal" (`code` is minus its
-    number). stdout and stderr are cut at the limit."""
+    why), "time", "output", "files", "threads" (the limit it was killed for) or "signal" (`code` is
+    minus its number). stdout and stderr are cut at the limit."""
 
     ended: str
     code: int
@@ -159,13 +159,15 @@ class _CpuTime:
         self._others = others
         self._cores = len(os.sched_getaffinity(0))
         self._used, self._looked = 0.0, time.monotonic()
+        self.threads = 1
 
     def look(self) -> None:
-        """Reads what the process has used until now, where it is not reaped yet."""
+        """Reads what the process has used until now, and its `threads`, where it is not reaped
+        yet."""
         with contextlib.suppress(OSError):
             fields = self._stat.read_text().rpartition(")")[2].split()
             self._used = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-            self._looked = time.monotonic()
+            self._looked, self.threads = time.monotonic(), int(fields[17])
 
     def at_most(self) -> float:
         """Returns the most seconds that the process, which has ended, can have used: all cores
@@ -237,6 +239,8 @@ async def _first_limit(
             return "output"
         if _too_many_files(directory, limits.files):
             return "files"
+        if cpu.threads > MAX_THREADS:
+            return "threads"
         if not pending:
             return ""
         if loop.time() > deadline:
