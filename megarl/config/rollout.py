@@ -224,6 +224,12 @@ class RolloutConfig:
     setup_timeout: float = arg(
         120.0, bounds=TIMEOUT, help="seconds to wait for servers to answer /health"
     )
+    meeting_timeout: float = arg(
+        600.0,
+        bounds=TIMEOUT,
+        help="seconds within which all ranks come to a call that every rank makes (prepare_batch, "
+        "rollout_batch, an update's result()); what rank 0 does then has its own timeouts",
+    )
     episode_timeout: float = arg(
         1800.0,
         bounds=TIMEOUT,

@@ -17,7 +17,7 @@ from megarl.config.servers import server_addresses
 from megarl.config.weight_sync import WeightSyncConfig
 from megarl.parallel.rank_zero import RankZero
 from megarl.rollout.concurrency import adapt
-from megarl.rollout.driver import SharedArrival, check_same_data, driver_of_world
+from megarl.rollout.driver import SharedArrival, check_same_data, check_same_rows, driver_of_world
 from megarl.rollout.executor import RolloutExecutor
 from megarl.rollout.pausing import Pauses
 from megarl.rollout.pipeline import ShouldAccept
@@ -317,7 +317,9 @@ class RemoteSGLangEngine(Requester):
         workflow_builder: Callable[[], RolloutWorkflow] | None = None,
         should_accept: ShouldAccept | None = None,
     ) -> Batch:
-        """Returns the samples of all rows; see RolloutExecutor.rollout_batch. Collective."""
+        """Returns the samples of all rows; see RolloutExecutor.rollout_batch. Collective. Raises
+        ValueError where the ranks' rows differ."""
+        check_same_rows(data, self._everyone())
         return self.share(
             lambda: [self.executor.rollout_batch(data, workflow, workflow_builder, should_accept)]
         )

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,6 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 from megarl.api.records import WeightUpdateMeta
 from megarl.config.rollout import RolloutConfig
 from megarl.observability.stats_tracker import StatsTracker
+from megarl.parallel import roll_call
 from megarl.parallel.groups import waiting_for
 from megarl.parallel.rank_zero import RankZero, on_rank_zero
 from megarl.rollout.client import RemoteSGLangEngine
@@ -122,21 +127,93 @@ def test_a_closed_one_leaves_no_group_and_is_refused(world):
     assert world.run(closing) == [[closed, "ABC", "0"]] * 2
 
 
-def call_of_rank_zero_alone() -> str:
-    zero = RankZero(2.0, meets=True)
-    if dist.get_rank() == 0:
-        with pytest.raises(
-            RuntimeError, match="did not call it within collective_timeout = 2 s"
-        ) as e:
-            zero(len, "abc")
-        said = str(e.value)
+MEETING = "rollout.meeting_timeout"
+
+
+@contextmanager
+def log_lines() -> Iterator[list[str]]:
+    """What is warned of inside, where a wait is worth a line at once."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    patience, roll_call.PATIENCE = roll_call.PATIENCE, 0.2
+    roll_call.log.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        roll_call.log.removeHandler(handler)
+        roll_call.PATIENCE = patience
+
+
+def error_of(fn: Callable[[], object]) -> str:
+    try:
+        fn()
+    except RuntimeError as e:
+        return str(e)
+    return ""
+
+
+def call_of(caller: int) -> tuple[str, list[str]]:
+    """One rank alone makes a second call."""
+    zero, said = RankZero(60.0, meeting=(MEETING, 1.5)), ""
+    zero(str.upper, "abc")
+    with log_lines() as lines:
+        if dist.get_rank() == caller:
+            said = error_of(lambda: zero(len, "abc"))
     dist.barrier()
-    return said if dist.get_rank() == 0 else ""
+    return said, lines
 
 
-def test_a_rank_that_did_not_make_the_call_is_named(world):
-    said, _ = world.run(call_of_rank_zero_alone)
-    assert "rank 0 finished len" in said and "Ranks 1 failed to pass monitoredBarrier" in said
+@pytest.mark.parametrize("caller", [0, 1])
+def test_a_rank_that_did_not_make_the_call_is_named(world, caller):
+    """By whoever waits for it: first in a line of the log, then in the error."""
+    said, lines = world.run(call_of, caller)[caller]
+    assert len(lines) == 1
+    for text in (said, lines[0]):
+        assert f"rank {caller}" in text and " len " in text
+        assert f"rank {1 - caller} (after str.upper)" in text
+    assert f"{MEETING} = 1.5 s" in said
+
+
+def calls_that_differ() -> str:
+    zero = RankZero(60.0, meeting=(MEETING, 60.0))
+    fn = [str.upper, str.lower][zero.rank]
+    said = error_of(lambda: zero(fn, "abc") if zero.is_zero else zero.highest(1, "lower"))
+    zero.close()
+    return said
+
+
+def test_ranks_in_different_calls_hear_of_it_at_once(world):
+    first, second = world.run(calls_that_differ)
+    assert first == second and "rank 0 in str.upper" in first and "rank 1 in lower" in first
+
+
+def long_work() -> tuple[int, list[str]]:
+    """Rank 0 works longer than ranks may take to come, and than a wait without a line."""
+    zero = RankZero(60.0, meeting=(MEETING, 0.5))
+    with log_lines() as lines:
+        return zero(lambda: time.sleep(1.5) or 7), lines
+
+
+def test_what_rank_zero_does_takes_its_own_time(world):
+    assert world.run(long_work) == [(7, []), (7, [])]
+
+
+def late(rank: int) -> list[str]:
+    """Comes late to a call whose ranks do not meet before."""
+    zero = RankZero(60.0)
+    with log_lines() as lines:
+        if dist.get_rank() == rank:
+            time.sleep(1.0)
+        assert zero(len, "abc") == 3
+    return lines
+
+
+def test_who_waits_without_a_meeting_says_so_too(world):
+    for rank in (0, 1):
+        lines = world.run(late, rank)
+        (line,) = lines[1 - rank]
+        assert lines[rank] == [] and f"rank {rank} (" in line and " len " in line
 
 
 def recorded() -> dict[str, float]:
@@ -192,6 +269,7 @@ def run_client(address: str, mine: list[list[dict]]) -> dict:
         for what in (
             lambda: client.prepare_batch([mine[dist.get_rank()]], workflow=Scripted()),
             lambda: client.rollout_batch([{"row_id": 0, "error": KeyError("tool")}], Scripted()),
+            lambda: client.rollout_batch(mine[dist.get_rank()], Scripted()),
             lambda: client.stats(),
         ):
             try:
@@ -213,11 +291,37 @@ def test_every_rank_makes_the_client(world):
         assert said["addresses"] == [server.address]
         assert said["prompts"] == [0, 1] and said["version"] == 1 and said["evaluated"] == 3
     assert first["held"] == [0, 1] and second["held"] == []  # until an engine places them
-    (split, failed), (split_1, failed_1, alone) = first["errors"], second["errors"]
+    (split, failed, apart), (split_1, failed_1, apart_1, alone) = first["errors"], second["errors"]
+    for said in (apart, apart_1):  # each brought its own part of the data
+        assert said.startswith("ValueError") and "Batch.from_local" in said and "2" in said
     assert split.startswith("ValueError: prepare_batch: the ranks' dataloaders are not of the same")
     assert "Rank 1 has 1 batches" in split_1 and "no split_dataset_by_node" in split_1
     assert "KeyError" in failed and "rank 0 failed in" in failed_1 and "tool" in failed_1
     assert "generation is driven by rank 0 alone" in alone
+
+
+def guarded(address: str) -> str:
+    """What other systems' scripts say: rank 0 alone waits for an update, or has the rows."""
+    client = RemoteSGLangEngine(RolloutConfig(setup_timeout=5.0, meeting_timeout=60.0))
+    client.initialize(address)
+    try:
+        future = client.update_weights(WeightUpdateMeta(type="distributed", version=1))
+        if dist.get_rank() == 0:
+            call_json("POST", address, "/set_version", {}, timeout=10)
+            return error_of(future.result)
+        return error_of(lambda: client.rollout_batch(rows(2), Scripted()))
+    finally:
+        client.destroy()
+
+
+def test_a_guard_for_rank_zero_is_an_error_that_names_both_calls(world):
+    server = FakeServer()
+    try:
+        first, second = world.run(guarded, server.address)
+    finally:
+        server.close()
+    for said in (first, second):
+        assert "rank 0 in Future.result" in said and "rank 1 in rollout_batch" in said
 
 
 def bounds_of_the_world() -> list[float]:
