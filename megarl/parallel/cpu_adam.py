@@ -43,13 +43,15 @@ class CpuFusedAdam(torch.optim.Optimizer):
                 if not self.state[p]:
                     self.state[p]["exp_avg"] = torch.zeros_like(p)
                     self.state[p]["exp_avg_sq"] = torch.zeros_like(p)
+            # on the parameters' device: the fused kernel reads them there
+            steps = torch.full((len(params),), group["step"] - 1.0, device=params[0].device)
             (adamw if self.adam_w_mode else adam)(
                 params,
                 [p.grad for p in params],
                 [self.state[p]["exp_avg"] for p in params],
                 [self.state[p]["exp_avg_sq"] for p in params],
                 [],
-                [torch.tensor(group["step"] - 1.0) for _ in params],
+                list(steps.unbind()),
                 amsgrad=False,
                 beta1=group["betas"][0],
                 beta2=group["betas"][1],
