@@ -160,11 +160,12 @@ def check_named(cfg: BaseConfig, *, writes: bool) -> None:
 
 def prepare(cfg: BaseConfig) -> None:
     """Sets what has to be set before torch is imported."""
+    from megarl.config.recipe_engines import uses_block_fp8
     from megarl.utils.env import set_trainer_defaults
     from megarl.utils.quiet import quiet_libraries
 
     quiet_libraries()
-    set_trainer_defaults(os.environ, servers=_servers(cfg))
+    set_trainer_defaults(os.environ, servers=_servers(cfg), block_fp8=uses_block_fp8(cfg))
 
 
 def run(cfg: BaseConfig) -> None:

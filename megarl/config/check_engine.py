@@ -11,7 +11,8 @@ _STATE_DTYPES = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 
 
 def precision_problems(key: str, cfg: TrainEngineConfig) -> Iterator[str]:
-    """Yields settings of fp8 and CPU offload that do not go with the engine's dtype or layers."""
+    """Yields settings of fp8 and of offloading that do not go with the engine's dtype, layers or
+    recomputation."""
     if cfg.fp8 != "none":
         if cfg.dtype not in ("auto", "bfloat16"):
             yield f"{key}.fp8={cfg.fp8}: needs {key}.dtype=bfloat16 (it is {cfg.dtype})"
@@ -19,6 +20,11 @@ def precision_problems(key: str, cfg: TrainEngineConfig) -> Iterator[str]:
             yield (
                 f"{key}.fp8={cfg.fp8}: needs Transformer Engine's layers; set {key}.attention=te"
             )
+    if cfg.offload_activations and cfg.recompute_granularity != "full":
+        yield (
+            f"{key}.offload_activations=true: copies everything that autograd keeps, and waits for "
+            f"it; set {key}.recompute_granularity=full, which leaves the inputs of the layers"
+        )
     moves = cfg.optimizer is not None and cfg.optimizer.cpu_offload
     if moves and cfg.dtype not in ("auto", "bfloat16"):
         yield f"{key}.optimizer.cpu_offload=true: needs {key}.dtype=bfloat16 (it is {cfg.dtype})"

@@ -258,8 +258,8 @@ class TrainEngineConfig:
     )
     offload_activations: bool = arg(
         False,
-        help="activations wait in host memory until backward needs them; with "
-        "recompute_granularity=full only the inputs of the recomputed layers",
+        help="the inputs of recomputed layers wait in host memory until backward needs them; needs "
+        "recompute_granularity=full",
     )
     recompute_num_layers: int = arg(1, bounds=POSITIVE, help="full: see recompute_method")
     lm_head_chunk_tokens: int = arg(

@@ -39,6 +39,11 @@ def engines(cfg: BaseConfig) -> dict[str, TrainEngineConfig]:
     return {name: engine for name, engine in found.items() if engine is not None}
 
 
+def uses_block_fp8(cfg: BaseConfig) -> bool:
+    """Returns whether an engine multiplies in FP8 with a scale for each block."""
+    return any(engine.fp8 == "blockwise" for engine in engines(cfg).values())
+
+
 def trained_engines(cfg: BaseConfig) -> tuple[str, ...]:
     """Returns the keys of the engines that are trained, the policy first."""
     return tuple(name for name in engines(cfg) if name not in FROZEN)

@@ -17,6 +17,7 @@ from megarl.api.batch import Batch, Padded, Tokens
 from megarl.models.trie_params import trie_params
 from megarl.parallel import mcore
 from megarl.parallel.layout import Layout
+from megarl.parallel.packed_rotary import place_tokens
 from megarl.parallel.packing import Alignment, Packed, pack
 from megarl.parallel.trie import Trie
 from megarl.parallel.trie_packing import pack_trie
@@ -52,12 +53,12 @@ class MicroBatch:
         """Returns what attention and rotary embedding need to know about the packed tokens.
 
         Lengths are those of whole sequences: attention and rotary embedding know which share is
-        this rank's. The longest slot is given as it is: a maximum equal to the total of several
-        sequences would make the unfused rotary embedding count positions through all of them.
+        this rank's.
         """
         if self.packed.trie is not None:
             return trie_params(self.packed.trie)
         cu, longest = self.packed.cu_seqlens, self.packed.max_slot
+        place_tokens(cu, self.packed.position_ids)
         return PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=cu,

@@ -28,6 +28,7 @@ from megarl.parallel import mcore
 from megarl.parallel.exchange import world_comm
 from megarl.parallel.groups import ProcessGroups
 from megarl.parallel.packing import unpack
+from megarl.parallel.pipeline_shapes import known_shapes
 from megarl.parallel.vocab_parallel import TOP_IDS
 
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
@@ -71,15 +72,18 @@ def run(
     buffers."""
     iterators: list[Iterator[MicroBatch]] = [iter(micro_batches) for _ in chunks]
     interleaved = len(chunks) > 1
-    get_forward_backward_func()(
-        forward_step_func=partial(_forward_step, job),
-        data_iterator=iterators if interleaved else iterators[0],
-        model=list(chunks) if interleaved else chunks[0],
-        num_microbatches=len(micro_batches),
-        seq_length=max(len(mb.packed.input_ids) for mb in micro_batches),
-        micro_batch_size=1,
-        forward_only=not backward,
-    )
+    lengths = [len(mb.packed.input_ids) for mb in micro_batches]
+    config = unwrap(chunks[0]).config
+    with known_shapes(lengths, chunks=len(chunks), config=config):
+        get_forward_backward_func()(
+            forward_step_func=partial(_forward_step, job),
+            data_iterator=iterators if interleaved else iterators[0],
+            model=list(chunks) if interleaved else chunks[0],
+            num_microbatches=len(micro_batches),
+            seq_length=max(lengths),
+            micro_batch_size=1,
+            forward_only=not backward,
+        )
 
 
 def _forward_step(job: Pass, micro_batches: Iterator[MicroBatch], chunk: Any) -> tuple[Any, Any]:

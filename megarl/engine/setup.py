@@ -189,7 +189,9 @@ def make_modules(
     cfg: TrainEngineConfig, what: Resolved, groups: ProcessGroups, seed: int
 ) -> BuiltModel:
     """Makes this rank's modules, in the scope of `groups`; weights are not loaded."""
-    with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay its own
+    # the caller's random numbers stay its own
+    devices = [torch.cuda.current_device()] if mcore.on_cuda() else []
+    with torch.random.fork_rng(devices=devices):
         model_parallel_cuda_manual_seed(seed)
         made = build_model(
             what.model,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megarl.config.engine import TrainEngineConfig
 from megarl.config.loader import run_dir
+from megarl.config.recipe_engines import uses_block_fp8
 from megarl.config.recipes import GRPOConfig, sources
 from megarl.config.rollout import ServerConfig
 from megarl.config.secrets import environment_names
@@ -32,7 +33,9 @@ from megarl.rpc.nodes import LOOPBACK, MEETING, PACKAGE, TRAINERS, forwarded
 from megarl.utils.env import (
     CONTROLS,
     set_loopback_default,
+    set_memory_saver_defaults,
     set_nccl_default,
+    set_sglang_defaults,
     set_trainer_defaults,
 )
 from megarl.utils.job_token import ENV as TOKEN
@@ -154,8 +157,10 @@ class _Maker:
         env = {**self.env, **self._common()}
         env |= self._threads(SERVER, seat.node, server.threads)
         env |= server_env(seat.gpus, env, here=not self.cluster)
-        if releases:
-            env.setdefault("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "1")  # graphs are released and kept
+        if server.type == "sglang":
+            set_sglang_defaults(env)
+        if "--enable-memory-saver" in releases:
+            set_memory_saver_defaults(env)
         env["PYTHONPATH"] = python_path(server, self.env.get("PYTHONPATH"), PACKAGE)
         return Task(
             role=role,
@@ -296,7 +301,11 @@ class _Maker:
             env["CUDA_VISIBLE_DEVICES"] = seat.gpus
         known = list(cfg.rollout.addresses) if isinstance(cfg, GRPOConfig) else []
         host = "elsewhere" if self.cluster else LOOPBACK
-        set_trainer_defaults(env, servers=[*known, *(f"{host}:1" for _ in addresses)])
+        set_trainer_defaults(
+            env,
+            servers=[*known, *(f"{host}:1" for _ in addresses)],
+            block_fp8=uses_block_fp8(cfg),
+        )
         env["PYTHONPATH"] = self._import_path()
         return _new(env, self.env)
 

@@ -23,7 +23,7 @@ from megarl.models.piece_table import VOCAB_DIVISIBLE_BY, PieceTable, build_piec
 from megarl.models.shapes import ModelConfig
 from megarl.models.trie_params import rotate_by_depth
 from megarl.models.value_head import ValueHead
-from megarl.parallel import mcore
+from megarl.parallel import deep_ep, mcore
 from megarl.parallel.layout import Layout
 
 from megatron.core import parallel_state as ps  # isort: skip
@@ -165,10 +165,8 @@ def _leave(weight: torch.Tensor) -> None:
 def _experts(m: ModelConfig, cfg: MoEConfig, use_te: bool) -> dict[str, Any]:
     if m.moe is None:
         return {}
-    if cfg.token_dispatcher == "flex" and importlib.util.find_spec("deep_ep") is None:
-        raise ValueError(
-            "moe.token_dispatcher='flex' needs DeepEP, which is not installed; use 'alltoall'"
-        )
+    if cfg.token_dispatcher == "flex" and (why := deep_ep.problem()):
+        raise ValueError(f"moe.token_dispatcher='flex' needs DeepEP: {why}; use 'alltoall'")
     return dict(
         num_moe_experts=m.moe.num_experts,
         moe_router_topk=m.moe.top_k,
@@ -209,6 +207,8 @@ def _parallel(layout: Layout) -> dict[str, Any]:
         # batched p2p pairs the two directions of an interleaved pp=2 wrongly on gloo
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
+        batch_p2p_sync=False,  # stops the device, for a fault that torch had before 2.6
+        deallocate_pipeline_outputs=True,  # what was sent on is only waited for by its backward
     )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from megarl.config.parallel import ParallelConfig
 from megarl.models.shapes import ModelConfig
 from megarl.parallel import mcore  # noqa: F401  before megatron
+from megarl.parallel.packed_rotary import place_tokens
 from megarl.parallel.trie import Trie
 
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
@@ -47,6 +48,7 @@ def trie_params(trie: Trie) -> TrieParams:
     """Returns the params of a packed trie, whose `depth` [T] is on the device."""
     tokens = len(trie.depth)
     cu = torch.tensor([0, tokens], dtype=torch.int32).to(trie.depth.device, non_blocking=True)
+    place_tokens(cu, None)
     longest = longest_path(trie)
     return TrieParams(
         qkv_format="thd",

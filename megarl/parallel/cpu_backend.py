@@ -2,8 +2,8 @@
 
 `install()` runs once, before megatron.core is imported, and only where the engine's device is the
 CPU (megarl.parallel.mcore decides). The patched calls raise "Torch not compiled with CUDA enabled"
-on such a machine, so no working code changes its meaning. P7, P10, P11 and P19 are needed on GPUs
-too: `install_everywhere()`. Tested with megatron-core 0.16.1 and 0.19.2 (`make test-mcore`); a
+on such a machine, so no working code changes its meaning. P7, P10, P11, P19 and P20 are needed on
+GPUs too: `install_everywhere()`. Tested with megatron-core 0.16.1 and 0.19.2 (`make test-mcore`); a
 patch that only one of them needs names it.
 
   P1   torch.cuda.current_device()            is the CPU device
@@ -26,6 +26,7 @@ patch that only one of them needs names it.
   P17  matmul of layers without autograd      is by oneDNN where that is faster than MKL
   P18  sequence parallelism's reduce-scatter  sends each rank its part, not everything
   P19  latent attention (0.19)                is made of the modules that its spec names
+  P20  rotary embedding that is not fused     finds packed tokens' angles without asking the device
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megarl.parallel import cpu_collectives, cpu_kernels, cpu_torch
+from megarl.parallel import cpu_collectives, cpu_kernels, cpu_torch, packed_rotary
 from megarl.parallel.cpu_adam import CpuFusedAdam
 from megarl.parallel.cpu_torch import nothing, patch
 from megarl.parallel.worlds import PerWorld
@@ -333,6 +334,16 @@ def p19_latent_attention() -> None:
         patch(MLASelfAttention, _resolve_qk_norm_config=of_spec)
 
 
+def p20_packed_rotary() -> None:
+    """See megarl.parallel.packed_rotary."""
+    from megatron.core.models.common.embeddings import rope_utils
+
+    rotate = packed_rotary.rotating(
+        rope_utils._apply_rotary_pos_emb_thd, rope_utils._apply_rotary_pos_emb_bshd
+    )
+    patch(rope_utils, _apply_rotary_pos_emb_thd=rotate)
+
+
 _installed = False
 
 
@@ -342,10 +353,11 @@ def install_everywhere() -> None:
     p10_adam()
     p11_one_rank_collectives()
     p19_latent_attention()
+    p20_packed_rotary()
 
 
 def install() -> None:
-    """Installs P1 to P19, once. Raises AssertionError if megatron.core is imported already."""
+    """Installs P1 to P20, once. Raises AssertionError if megatron.core is imported already."""
     global _installed
     if _installed:
         return

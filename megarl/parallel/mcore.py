@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from megarl.parallel import cpu_backend
+from megarl.parallel import cpu_backend, deep_ep
 
 
 def on_cuda() -> bool:
@@ -29,6 +29,7 @@ def on_cuda() -> bool:
 
 
 _ON_CUDA = on_cuda()
+deep_ep.make_importable()
 if not _ON_CUDA:
     cpu_backend.install()
 

@@ -219,6 +219,10 @@ def release_flags(server: ServerConfig, *, on_gpus: bool, keeps_weights: bool) -
     that they rest in host memory."""
     saver = server.type == "sglang" and on_gpus
     flags = ["--enable-memory-saver"] if saver else []
+    if saver and not any(a.startswith("--mem-fraction-static") for a in server.arguments):
+        # SGLang would leave 10 to 16 GiB: the trainers' context, communicators and workspaces are
+        # beside it when it resumes
+        flags += ["--mem-fraction-static", "0.8"]
     if keeps_weights and (saver or server.type == "embedded"):
         flags += ["--enable-weights-cpu-backup"]
     return [flag for flag in flags if flag not in server.arguments]

@@ -6,23 +6,31 @@ Everything is a default: what the user has set stays.
 from __future__ import annotations
 
 import ipaddress
+import logging
 import os
+import re
 import socket
 from collections.abc import Mapping, MutableMapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
+log = logging.getLogger(__name__)
+
 CONTROLS = "MEGARL_CONTROLLER"  # set where a launcher has a process start the trainers
 
 
-def set_trainer_defaults(env: MutableMapping[str, str], *, servers: Sequence[str] = ()) -> None:
-    """Sets the defaults of a process that torchrun or the launcher started; `servers` are
-    host:port."""
+def set_trainer_defaults(
+    env: MutableMapping[str, str], *, servers: Sequence[str] = (), block_fp8: bool = False
+) -> None:
+    """Sets the defaults of a process that torchrun or the launcher started. servers: host:port.
+    block_fp8: an engine multiplies in FP8 by blocks."""
     world = int(env.get("WORLD_SIZE", "1"))
     # forked reward workers and tokenizers' own threads do not mix
     env.setdefault("TOKENIZERS_PARALLELISM", "false")
     # megatron-core overlaps TP communication by the order in which kernels are queued
     env.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if block_fp8:  # Transformer Engine's scales are powers of two, those of FP8 servers are not
+        env.setdefault("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1")
     set_nccl_default(env)
     local = int(env.get("LOCAL_WORLD_SIZE", str(world)))
     set_threads_default(env, processes=local)
@@ -47,6 +55,30 @@ def set_nccl_default(env: MutableMapping[str, str]) -> None:
     buffers.
     """
     env.setdefault("NCCL_CUMEM_ENABLE", "0")
+
+
+def set_sglang_defaults(env: MutableMapping[str, str]) -> None:
+    """Sets the defaults of an SGLang server. With FP8 weights it would compile DeepGEMM's kernels
+    for all counts of tokens before it is healthy: minutes on a new machine."""
+    env.setdefault("SGLANG_JIT_DEEPGEMM_PRECOMPILE", "false")
+    env.setdefault("SGLANG_JIT_DEEPGEMM_FAST_WARMUP", "true")
+
+
+_SEGMENTS = re.compile(r"expandable_segments\s*:\s*true", re.IGNORECASE)
+
+
+def set_memory_saver_defaults(env: MutableMapping[str, str]) -> None:
+    """Sets what an SGLang server needs that releases its memory. Its allocator cannot release
+    expandable segments, in which trainers may well keep theirs: they are turned off for it, under
+    both of torch's names, with a line in the log."""
+    env.setdefault("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "1")  # graphs are released and kept
+    # trainers hold some of the same GPUs when a server starts again
+    env.setdefault("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE", "false")
+    env.setdefault("SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK", "false")
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        if _SEGMENTS.search(env.get(name, "")):
+            env[name] = _SEGMENTS.sub("expandable_segments:False", env[name])
+            log.info("servers that release memory get %s=%s", name, env[name])
 
 
 def set_threads_default(env: MutableMapping[str, str], *, processes: int) -> None:

@@ -113,8 +113,9 @@ def _broadcast(
     """Sends from rank 0, after the broadcast `before`, and blocks until everything has left. Where
     that one failed, nothing is sent, and its error raised. Runs in a thread of its own: NCCL
     connects at the first broadcast, and without a receiver that call never returns. On a GPU it
-    waits on `stream`: a thread's current stream is the device's default one, which the main
-    thread's work is queued on.
+    broadcasts on `stream`: a thread's current stream is the device's default one, which the main
+    thread's work is queued on. The host waits for the end, not the stream: with one hardware queue
+    (CUDA_DEVICE_MAX_CONNECTIONS=1) a stream that waits holds up what all others queue after it.
     """
     if before is not None:
         before.result()
@@ -122,6 +123,8 @@ def _broadcast(
         works = [dist.broadcast(t, src=0, group=group, async_op=True) for t in tensors]
         for work in works:
             assert work is not None
+            while stream is not None and not work.is_completed():
+                time.sleep(0.001)
             work.wait()
     if stream is not None:
         stream.synchronize()

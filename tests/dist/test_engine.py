@@ -9,6 +9,7 @@ import weakref
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -564,3 +565,36 @@ def test_a_wait_for_nobody_says_who_waited_for_what(models):
         message = w.run(abandoned, save_model(models, "llama", False))[0]
         w.close(kill=True)
     assert "rank 0 (Coords(tp=0" in message and "waiting for other ranks in forward" in message
+
+
+def dtypes_between_stages(path: str, parallel: dict[str, Any]) -> set[torch.dtype]:
+    """Trains a step of ragged micro-batches; returns the dtypes of what stages send each other."""
+    sent: set[torch.dtype] = set()
+
+    def batched(ops: list[Any]) -> Any:
+        sent.update(op.tensor.dtype for op in ops)
+        return at_once(ops)
+
+    def alone(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent.add(tensor.dtype)
+        return one(tensor, *args, **kwargs)
+
+    at_once, one = dist.batch_isend_irecv, dist.isend
+    calls: dict[str, Any] = {"batch_isend_irecv": batched}
+    if parallel.get("vpp", 1) > 1:  # chunks send one by one; batches know isend by its identity
+        calls["isend"] = alone
+    engine = make_engine(path, parallel)
+    with mock.patch.multiple(dist, **calls):
+        engine.train_batch(batch(), loss_fn, weight_fn, **OUT)
+        engine.forward(batch(), outputs=("logprobs",))
+    engine.destroy()
+    return sent
+
+
+@pytest.mark.parametrize("parallel", [{"pp": 2}, {"pp": 2, "vpp": 2}, {"pp": 4}, {**SP, "pp": 2}])
+def test_stages_send_no_shapes_before_tensors(worlds, models, parallel):
+    """A rank would stop its device to read them; layouts equal one rank's in test_invariance."""
+    world = worlds(2 if parallel in ({"pp": 2}, {"pp": 2, "vpp": 2}) else 4)
+    path = save_model(models, "qwen3", False)
+    for sent in world.run(dtypes_between_stages, path, parallel):
+        assert sent == {torch.float32}

@@ -181,6 +181,10 @@ def test_sound_configs_pass(model: Path) -> None:
             ["actor.optimizer.cpu_offload=true", "actor.dtype=float32"],
             ["actor.optimizer.cpu_offload", "actor.dtype=bfloat16 (it is float32)"],
         ),
+        (
+            ["actor.offload_activations=true"],
+            ["actor.offload_activations", "actor.recompute_granularity=full"],
+        ),
         (["actor.optimizer.cpu_offload_fraction=0"], ["cpu_offload_fraction=0"]),
         (
             ["actor.optimizer.initial_loss_scale=0.5"],

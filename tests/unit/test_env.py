@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 
 from megarl.utils import env as module
-from megarl.utils.env import has_interface, is_loopback, set_trainer_defaults
+from megarl.utils.env import (
+    has_interface,
+    is_loopback,
+    set_memory_saver_defaults,
+    set_trainer_defaults,
+)
 
 LO = {"GLOO_SOCKET_IFNAME": "lo"} if has_interface("lo") else {}
 NCCL = {"NCCL_CUMEM_ENABLE": "0"}
@@ -48,3 +53,26 @@ def test_cumem_is_the_users_where_he_has_set_it() -> None:
 def test_is_loopback() -> None:
     assert [is_loopback(a) for a in ("127.0.0.9", "::1", "[::1]", "localhost")] == [True] * 4
     assert [is_loopback(a) for a in ("10.0.0.1", "node1", "")] == [False] * 3
+
+
+def test_trainers_that_multiply_in_fp8_by_blocks_scale_as_servers_do() -> None:
+    name = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
+    env: dict[str, str] = {}
+    set_trainer_defaults(env)
+    assert name not in env
+    set_trainer_defaults(env, block_fp8=True)
+    assert env[name] == "1"
+    env = {name: "0"}
+    set_trainer_defaults(env, block_fp8=True)
+    assert env[name] == "0"
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_servers_that_release_memory_have_no_expandable_segments(name: str) -> None:
+    env = {name: "max_split_size_mb:64,expandable_segments:True"}
+    set_memory_saver_defaults(env)
+    assert env[name] == "max_split_size_mb:64,expandable_segments:False"
+    assert env["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] == "1"
+    env = {name: "max_split_size_mb:64"}
+    set_memory_saver_defaults(env)
+    assert env[name] == "max_split_size_mb:64"

@@ -142,6 +142,22 @@ def test_servers_on_the_trainers_devices_take_turns_with_them(
     assert ("server.release_memory=true" in trainer.command) == taken
 
 
+def test_a_server_that_takes_turns_leaves_room_for_what_stays_of_the_trainers(
+    job: Callable[..., Plan],
+) -> None:
+    user = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    turns = (*SGLANG, "weight_sync.type=colocated")
+    made = make_job(job(2, *turns), user)
+    server, trainer = made.of(SERVER)[0], made.of(TRAINER)[0]
+    at = server.command.index("--mem-fraction-static")
+    assert server.command[at + 1] == "0.8"
+    assert server.env["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:False"
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in trainer.env  # the trainer keeps the user's
+    server = make_job(job(2, *turns, BOUNDED), {}).of(SERVER)[0]
+    assert [a for a in server.command if a == "0.8"] == []
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in server.env
+
+
 @pytest.mark.parametrize(
     ("arg", "why"),
     [

@@ -195,9 +195,11 @@ class Link:
 
     # ---- the group
 
-    def join(self, deadline: Deadline, group_timeout: float) -> None:
+    def join(self, deadline: Deadline, group_timeout: float, receivers: Iterable[int]) -> None:
         """Enters the group with all others, and makes sure that all are there: NCCL wants the first
-        use of a communicator to be everybody's. Blocks; call it through `alongside`."""
+        use of a communicator to be everybody's, and connects two ranks at their first message, in a
+        call that never returns where one of them is gone. So each of this rank's `receivers`
+        (numbers in the group) gets a byte here. Blocks; call it through `alongside`."""
         m = self.meeting
         self.group = init_update_group(
             master_address=m.host,
@@ -213,6 +215,13 @@ class Link:
         work = dist.all_reduce(torch.zeros(1, device=self.device), group=self.group, async_op=True)
         assert work is not None
         work.wait(timedelta(seconds=deadline.left))
+        byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
+        greetings = [
+            dist.P2POp(dist.isend, byte, group=self.group, group_peer=peer)
+            for peer in sorted(set(receivers))
+        ]
+        for work in dist.batch_isend_irecv(greetings) if greetings else ():
+            work.wait(timedelta(seconds=deadline.left))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 

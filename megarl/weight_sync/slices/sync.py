@@ -253,8 +253,10 @@ class SliceSync:
         theirs = None
         try:
             if self._servers is not None:
-                theirs = link.start("join", deadline, group_timeout=bound)
-            link.alongside(what, in_thread(link.join, deadline, bound), theirs, deadline)
+                theirs = link.start("join", deadline, group_timeout=bound, plan=PLAN)
+            receivers = [peer for group in self._groups for _, peer, _ in group]
+            ours = in_thread(link.join, deadline, bound, receivers)
+            link.alongside(what, ours, theirs, deadline)
         except BaseException as e:  # or others would wait for this rank
             link.stop(f"rank {self.source.rank}: {type(e).__name__}: {e}")
             raise

@@ -147,8 +147,9 @@ def _record(order: Order) -> dict[str, Any]:
 
 
 def _join(order: Order) -> dict[str, Any]:
-    """Leaves the group of before and enters a new one, with one exchange among all ranks: NCCL
-    wants the first use of a communicator to be everybody's."""
+    """Leaves the group of before and enters a new one, with one exchange among all ranks, and a
+    byte from each sender of the plan: NCCL wants the first use of a communicator to be everybody's,
+    and connects two ranks at their first message."""
     _leave(order, abort=True)
     c = order.command
     with _loopback_gloo(c["host"]), _independent_of_default_group(c["backend"]):
@@ -165,7 +166,11 @@ def _join(order: Order) -> dict[str, Any]:
     held.group, held.plans = group, {}
     try:
         work = dist.all_reduce(torch.zeros(1, device=order.device), group=group, async_op=True)
-        _wait(order, [work], time.monotonic() + c["timeout"])
+        until = time.monotonic() + c["timeout"]
+        _wait(order, [work], until)
+        senders = sorted({sender for messages in _plan(order)["rounds"] for sender, _ in messages})
+        greetings = [torch.empty(1, dtype=torch.uint8, device=order.device) for _ in senders]
+        _wait(order, _listen(greetings, senders, 0), until)
     except BaseException as e:
         _give_up(order, e)
         raise
