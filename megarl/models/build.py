@@ -208,7 +208,9 @@ def _parallel(layout: Layout) -> dict[str, Any]:
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
         batch_p2p_sync=False,  # stops the device, for a fault that torch had before 2.6
-        deallocate_pipeline_outputs=True,  # what was sent on is only waited for by its backward
+        # what was sent on only waits for its backward; chunks send theirs behind the computation,
+        # and a tensor given up then may be written anew before it has left
+        deallocate_pipeline_outputs=not interleaved,
     )
 
 
