@@ -71,8 +71,9 @@ class Inflow:
                 memory.require("copy_weights", ("params",))
 
         with ExitStack() as stack:
-            for _, memory in ends:
-                stack.enter_context(memory.at_hand())
+            for held, memory in ends:
+                changes = target.here is not None and held is target.here[0]
+                stack.enter_context(memory.at_hand(changes=changes))
             stack.enter_context(waiting_for(ends[0][0].groups, "copy_weights"))
             if self._plan is None or self._plan[0] is not source.what:
                 self._plan = source.what, _plan(source, target)

@@ -201,7 +201,7 @@ class MegatronEngine(EngineLife):
         """Loads what was saved at meta.path; with meta.with_optim the version comes with it. Raises
         ValueError for a checkpoint that does not fit this engine. Collective."""
         checkpoint.check_meta(meta, self.state)
-        with self.memory.at_hand(), self._scope("load", ("params", "optimizer")):
+        with self.memory.at_hand(changes=True), self._scope("load", ("params", "optimizer")):
             version = weights.load(self.state, meta)
         if version is not None:
             self.set_version(version)

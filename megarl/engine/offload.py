@@ -51,6 +51,7 @@ class ParkedStorages:
 
     def __init__(self) -> None:
         self._away: dict[str, _Parked] = {}
+        self._copies: dict[int, torch.Tensor] = {}  # storage -> its copy, still good
 
     def __contains__(self, name: str) -> bool:
         return name in self._away
@@ -62,23 +63,36 @@ class ParkedStorages:
         *,
         keep: bool = True,
         but_not: Iterable[torch.Tensor] = (),
+        release: bool = True,
     ) -> int:
         """Gives up the device memory of `tensors`, but for what they share with `but_not`; returns
         the bytes.
 
-        Without `keep` (gradients between steps) the numbers are lost, and zeros come back."""
+        Without `keep` (gradients between steps) the numbers are lost, and zeros come back. Without
+        `release` the memory stays this process's. What `remember` has is not copied again."""
         assert name not in self._away, f"{name} is parked already"
         seen = {storage._cdata for storage in _storages(but_not, set())}
-        parked: _Parked = [
-            (storage, _to_host(storage) if keep else storage.nbytes())
-            for storage in _storages(tensors, seen)
-        ]
+        parked: _Parked = []
+        copied = False
+        for storage in _storages(tensors, seen):
+            copy = self._copies.pop(storage._cdata, None) if keep else None
+            if keep and copy is None:
+                copy, copied = _to_host(storage), True
+            parked.append((storage, storage.nbytes() if copy is None else copy))
         self._away[name] = parked  # all of it is on the host, so none of it can be lost
         freed = sum(storage.nbytes() for storage, _ in parked)
         _empty(parked)
-        _synchronize()
-        torch.cuda.empty_cache()
+        if release or copied:
+            _synchronize()
+        if release:
+            torch.cuda.empty_cache()
         return freed
+
+    def remember(self, name: str) -> None:
+        """Keeps the host copies of a group that is away, also when it is back: its numbers do not
+        change until it is parked again."""
+        copies = ((s, c) for s, c in self._away[name] if isinstance(c, torch.Tensor))
+        self._copies |= {storage._cdata: copy for storage, copy in copies}
 
     def restore(self, name: str) -> int:
         """Brings a group back to device memory; returns the bytes taken."""
@@ -247,10 +261,13 @@ class Memory:
         if away := tuple(part for part in parts if part in self._parked):
             raise RuntimeError(f"{what} needs {away}, which are offloaded; call onload({away})")
 
-    def offload(self, parts: Sequence[str], *, keep: bool = True) -> dict[str, int]:
+    def offload(
+        self, parts: Sequence[str], *, keep: bool = True, release: bool = True
+    ) -> dict[str, int]:
         """Gives up the device memory of `parts`; returns bytes by part, and in use before and
-        after. Without `keep` their numbers are lost. Collective: weights that the last step has not
-        gathered are made whole first. Raises ValueError for a part that does not exist."""
+        after. Without `keep` their numbers are lost, without `release` the memory is not handed to
+        other processes. Collective: weights that the last step has not gathered are made whole
+        first. Raises ValueError for a part that does not exist."""
         parts = tuple(p for p in check_parts(parts) if p not in self._parked)
         self.arrive()
         before, freed = memory_in_use(), {}
@@ -259,7 +276,11 @@ class Memory:
         for part in parts:
             owned = [t for p in PARTS[: PARTS.index(part)] for t in self._tensors(p)]
             freed[part] = self._parked.park(
-                part, self._tensors(part), keep=keep and part != "grads", but_not=owned
+                part,
+                self._tensors(part),
+                keep=keep and part != "grads",
+                but_not=owned,
+                release=release,
             )
         return self._moved("offload", freed, before)
 
@@ -290,17 +311,20 @@ class Memory:
             arrival.finish()
 
     @contextmanager
-    def at_hand(self, *, behind: bool = False) -> Iterator[None]:
+    def at_hand(self, *, behind: bool = False, changes: bool = False) -> Iterator[None]:
         """Brings weights that rest in host memory (`offload` of the config) to the device for one
-        pass, with `behind` while it runs."""
+        pass, with `behind` while it runs. Unless the caller `changes` them, those in host memory
+        stay good, and nothing is copied back."""
         resting = self._built.config.offload and "params" in self._parked
         if resting:
+            if not changes:
+                self._parked.remember("params")
             self.onload(("params",), behind=behind)
         try:
             yield
         finally:
             if resting:
-                self.offload(("params",))
+                self.offload(("params",), release=False)
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:

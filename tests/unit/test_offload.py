@@ -1,7 +1,10 @@
 """Storages leave memory and come back under every tensor that looks at them."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.engine.offload import ParkedStorages, check_parts, memory_in_use
 
@@ -66,3 +69,36 @@ def test_parts_are_named():
         with pytest.raises(ValueError, match=r"parts=.*'params', 'optimizer', 'grads'"):
             check_parts(wrong)
     assert memory_in_use() > 0
+
+
+class Copies(TorchDispatchMode):
+    """Counts the bytes that are copied as bytes, as storages are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op is torch.ops.aten.copy_.default and args[0].dtype == torch.uint8:
+            self.nbytes += args[0].nbytes
+        return op(*args, **(kwargs or {}))
+
+
+def test_numbers_that_did_not_change_are_not_copied_back() -> None:
+    weights = torch.arange(8.0)
+    parked = ParkedStorages()
+    parked.park("weights", [weights])
+    for _ in range(2):
+        parked.remember("weights")
+        parked.restore("weights")
+        assert weights.tolist() == list(range(8))
+        with Copies() as copies:
+            assert parked.park("weights", [weights], release=False) == 32
+        assert copies.nbytes == 0
+    parked.restore("weights")  # nobody says that they stay as they are
+    weights += 1
+    with Copies() as copies:
+        parked.park("weights", [weights])
+    assert copies.nbytes == 32
+    parked.restore("weights")
+    assert weights.tolist() == list(range(1, 9))
