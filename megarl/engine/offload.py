@@ -24,6 +24,7 @@ from megarl.api.engine import PARTS
 from megarl.engine import optimizer
 from megarl.engine.arrival import Arrival, units
 from megarl.engine.setup import EngineState
+from megarl.models.fp8 import drop_copies
 from megarl.observability.logging import get_logger
 from megarl.parallel import mcore
 
@@ -214,6 +215,15 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def other_bytes_in_use(own: int) -> int | None:
+    """Returns what is taken of this rank's device besides `own` bytes: contexts, communicators,
+    workspaces, kernels' caches, of all processes on it. None on a CPU."""
+    if not mcore.on_cuda():
+        return None
+    free, total = torch.cuda.mem_get_info()
+    return total - free - own
+
+
 def memory_in_use() -> int:
     """Returns the bytes of this process in device memory: tensors, or on a CPU all that is
     resident."""
@@ -273,6 +283,7 @@ class Memory:
         before, freed = memory_in_use(), {}
         if "params" in parts:
             optimizer.gather_params(self._built.chunks)
+            drop_copies(self._built.chunks)
         for part in parts:
             owned = [t for p in PARTS[: PARTS.index(part)] for t in self._tensors(p)]
             freed[part] = self._parked.park(

@@ -24,6 +24,7 @@ from megarl.api.records import SaveLoadMeta
 from megarl.config.recipe_engines import FROZEN, engines
 from megarl.config.recipes import GRPOConfig
 from megarl.config.turns import takes_turns
+from megarl.engine.offload import other_bytes_in_use
 from megarl.observability import stats_tracker
 from megarl.observability.timeline import MEMORY, timeline
 from megarl.rollout.client import RemoteSGLangEngine
@@ -161,7 +162,8 @@ class AlternateTurns(Turns):
         found = {f"server_{part}": n for part, n in servers.items()}
         for part in PARTS:
             found[part] = sum(model.occupied().get(part, 0) for model in self.models)
-        return found
+        other = other_bytes_in_use(sum(found.values()))
+        return found if other is None else {**found, "other": other}
 
 
 def _tell(turn: str, held: dict[str, int]) -> None:

@@ -65,7 +65,8 @@ def make_engine(
 
 
 def state(engine: Any, **kw: Any) -> Tensors:
-    return {n: t.clone() for n, t in engine.hf_state(**kw)}
+    """Returns copies on the host, where the references are."""
+    return {n: t.detach().cpu().clone() for n, t in engine.hf_state(**kw)}
 
 
 # the first half of the layers is dense: with pp=2 the first stage has no experts

@@ -135,3 +135,9 @@ def test_megatron_core_uses_no_name_that_it_lacks_on_gpus(facts: Facts, version:
 def test_gpus_get_no_communicator_for_the_collectives_of_one_rank(facts: Facts) -> None:
     """There is no process group at all in that process."""
     assert facts("none", "names")["skipped_alone"] == [True, True]
+
+
+@each_version
+def test_layers_keep_quantised_weights_where_offloading_looks_for_them(version: str) -> None:
+    module = HOME / version / "transformer_engine" / "pytorch" / "module"
+    assert "self._fp8_workspaces: Dict[str, " in (module / "base.py").read_text(encoding="utf-8")

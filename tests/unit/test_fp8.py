@@ -10,7 +10,7 @@ import torch
 
 from megarl.engine.micro_batch import alignment
 from megarl.models.build import transformer_config
-from megarl.models.fp8 import fp8_fields, token_unit
+from megarl.models.fp8 import drop_copies, fp8_fields, token_unit
 from megarl.models.hf_config import ModelConfig, parse_hf_config
 from megarl.parallel.layout import Layout
 from megarl.parallel.packing import slot_lengths
@@ -79,3 +79,12 @@ def test_every_ranks_share_of_the_tokens_is_a_multiple(layout, recipe):
     total = sum(slot_lengths([5, 11, 30], alignment(layout, unit)))
     share = layout.cp * (layout.tp if layout.sequence_parallel else 1)
     assert total % (share * unit) == 0 and total < 46 + 4 * 3 + share * unit
+
+
+def test_quantised_weights_that_layers_keep_are_dropped_with_the_weights() -> None:
+    """tests/te proves that both ends of Transformer Engine's versions call them so."""
+    layer = torch.nn.Linear(2, 2)
+    layer._fp8_workspaces = {"weight": torch.ones(2)}  # type: ignore[assignment]
+    plain = torch.nn.Linear(2, 2)
+    drop_copies([torch.nn.Sequential(layer, plain)])
+    assert layer._fp8_workspaces == {} and plain.weight.shape == (2, 2)

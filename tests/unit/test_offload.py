@@ -6,7 +6,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megarl.engine.offload import ParkedStorages, check_parts, memory_in_use
+from megarl.engine.offload import (
+    ParkedStorages,
+    check_parts,
+    memory_in_use,
+    other_bytes_in_use,
+)
+from megarl.parallel import mcore
 
 
 def test_views_survive_and_what_is_not_kept_comes_back_as_zeros():
@@ -102,3 +108,12 @@ def test_numbers_that_did_not_change_are_not_copied_back() -> None:
     assert copies.nbytes == 32
     parked.restore("weights")
     assert weights.tolist() == list(range(1, 9))
+
+
+def test_what_others_hold_of_a_device_is_what_is_taken_besides_ones_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert other_bytes_in_use(5) is None  # on a CPU
+    monkeypatch.setattr(mcore, "on_cuda", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (60, 100))
+    assert other_bytes_in_use(25) == 15
