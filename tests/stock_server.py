@@ -113,7 +113,7 @@ def _rank(spec: Spec, rank: int, tp: int, how: str, dtype: torch.dtype, pipe: Co
 
 @dataclass
 class StockServer:
-    """loader, info: of /server_info. how: "fails", "computes" or "doubles q_norm" as it loads.
+    """busy: answers the next so many requests to update weights with 503. loader, info: of /server_info. how: "fails", "computes" or "doubles q_norm" as it loads.
     whole: takes whole tensors, too. corrupts: (rank, HF tensor) that is altered whenever
     fingerprints are asked for. paths, commands: what it was asked, of its endpoints and its
     loader."""
@@ -126,6 +126,7 @@ class StockServer:
     dtype: torch.dtype = torch.float32
     whole: bool = False
     corrupts: tuple[int, str] | None = None
+    busy: int = 0
     version: str = "default"
     session: bool = False
     paths: list[str] = field(default_factory=list)
@@ -221,6 +222,9 @@ class StockServer:
             self.session = True
         elif path == "/end_weight_update":
             self.session = False
+        elif path == "/update_weights_from_tensor" and self.busy:
+            self.busy -= 1
+            return 503, {"message": "busy"}
         elif path == "/update_weights_from_tensor":
             assert self.session
             texts = body["serialized_named_tensors"]

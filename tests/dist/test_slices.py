@@ -288,6 +288,18 @@ def test_what_cannot_go_by_slices_is_said_or_goes_whole(
         assert server.version == "default" and not server.session
 
 
+def test_a_failure_to_connect_is_tried_again_at_later_syncs(bench: Bench, world: World) -> None:
+    """After one failure at the next sync, after two in a row not before the sync after that."""
+    for busy, sharded_at in ((1, [0, 1, 1, 1]), (2, [0, 0, 0, 1])):
+        metas = [bench.meta(n, sharded="auto") for n in range(1, 5)]
+        bench.two.busy = busy
+        uploads = [Upload(bench.paths[n % 2], None, meta) for n, meta in enumerate(metas)]
+        for figures in world.run(run_uploads, TP2, uploads):
+            assert [f["weight_sync/sharded"] for f in figures] == sharded_at, figures
+        assert bench.two.busy == 0
+        bench.check(1, 4)
+
+
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "slices from tp2": ("on", TP2),
     "slices from replicas": ("on", {}),

@@ -4,7 +4,9 @@ Once per server process: an update session in which every rank records what its 
 HF tensors; a plan that all trainers make alike; one group. Then every sync: a session, in which
 trainers send and servers receive, rounds in the plan's order; the version, when all have received.
 A server that started anew, other servers, or a failure: all of it again, where servers that still
-have their table answer with it.
+have their table answer with it. A failure to connect may pass, so that `auto` sends whole tensors
+and tries again at the next sync, and after 2, 4, ... more where it fails again; what a server or
+its loader cannot do lasts until the servers are others.
 
 Memory beyond the parameters: two groups of messages of `bucket_bytes` / 2 on each trainer, and the
 same on each server rank.
@@ -71,6 +73,7 @@ class SliceSync:
         self.source, self._speaker = source, source.sender
         self._target: _Target | None = None
         self._why = ""
+        self._failures = self._syncs_to_next = 0  # of connecting, in a row; 0 syncs: does not try
         self._link: Link | None = None
         self._info: dict[str, ServerInfo] = {}
         self._servers: Servers | None = None
@@ -132,23 +135,37 @@ class SliceSync:
         agreement = self.source.agreement
         half = max(1, meta.bucket_bytes // 2)
         target = _Target(meta.addresses, backend, half, meta.quantization)
+        if self._syncs_to_next == 1:
+            self.ask_again()
+        self._syncs_to_next = max(0, self._syncs_to_next - 1)
         kept = agreement.together(self._still_met, target, deadline)
         if all(agreement.gather(kept)):
             return self._why
         self.close(abort=True)
         try:
             self._why = self._connect(target, meta, deadline)
+            self._failures = self._syncs_to_next = 0
         except ServersLost:
             raise
         except RuntimeError as e:
-            self._why = str(e)
+            self._why, self._syncs_to_next = str(e), 2**self._failures
+            self._failures += 1
         if self._why:
             self.close(abort=True)
         self._target = target
         if self.source.rank == self._speaker:
-            how = f"whole tensors: {self._why}" if self._why else "slices"
-            log.info("weights go to %d server(s) as %s", len(meta.addresses), how)
+            self._say(meta)
         return self._why
+
+    def _say(self, meta: WeightUpdateMeta) -> None:
+        """Says in the log how weights go from now on."""
+        servers = len(meta.addresses)
+        if self._syncs_to_next and meta.sharded == "auto":
+            how = "weights go to %d server(s) as whole tensors, and by slices after %d sync(s): %s"
+            log.warning(how, servers, self._syncs_to_next, self._why)
+        else:
+            how = f"whole tensors: {self._why}" if self._why else "slices"
+            log.info("weights go to %d server(s) as %s", servers, how)
 
     def _still_met(self, target: _Target, deadline: Deadline) -> bool:
         """Returns whether this rank, on the one that speaks also every server, is in the group, or
