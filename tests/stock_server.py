@@ -113,7 +113,8 @@ def _rank(spec: Spec, rank: int, tp: int, how: str, dtype: torch.dtype, pipe: Co
 
 @dataclass
 class StockServer:
-    """busy: answers the next so many requests to update weights with 503. loader, info: of /server_info. how: "fails", "computes" or "doubles q_norm" as it loads.
+    """busy: so many requests to update weights are answered with 503. loader, info: of
+    /server_info. how: "fails", "computes" or "doubles q_norm" as it loads.
     whole: takes whole tensors, too. corrupts: (rank, HF tensor) that is altered whenever
     fingerprints are asked for. paths, commands: what it was asked, of its endpoints and its
     loader."""

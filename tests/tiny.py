@@ -5,6 +5,7 @@ experts.
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,15 @@ def save_hf(model: T.PreTrainedModel, path: Path, kind: str) -> Path:
         config = json.loads((path / "config.json").read_text())
         (path / "config.json").write_text(json.dumps(config | {"model_type": kind}))
     return path
+
+
+# names of the linear maps of layers, which FP8 stores: not embeddings, head, norms, biases, routers
+LINEAR = re.compile(r"\.layers\.\d+\..*\.(\w+_proj|kv_a_proj_with_mqa|w[123])\.weight$")
+
+
+def is_linear(name: str) -> bool:
+    """Whether an HF tensor of the tiny models is stored in FP8, by its name."""
+    return LINEAR.search(name) is not None
 
 
 @cache

@@ -81,11 +81,13 @@ def _widths(m: ModelConfig, layout: Layout) -> dict[str, int]:
     widths = {
         "hidden size": m.hidden_size,
         "attention width": m.num_attention_heads // layout.tp * m.v_head_dim,
-        "feed-forward width": m.intermediate_size // layout.tp,
         **m.attention.widths(layout.tp),
     }
+    if m.has_dense_layers:
+        widths["feed-forward width"] = m.intermediate_size // layout.tp
     if m.moe is not None:
         widths["expert width"] = m.moe.intermediate_size // layout.etp
+        widths["shared expert width"] = m.moe.shared_intermediate_size // layout.tp
     return widths
 
 

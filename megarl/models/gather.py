@@ -81,7 +81,7 @@ def _members(tensors: Iterable[HfTensor], dtype: Dtypes, start: int) -> list[Mem
     for t in tensors:
         dt = export_dtype(t, dtype)
         start = -(-start // dt.itemsize) * dt.itemsize
-        members.append(Member(t.name, t.shape, dt, start, t.numel * dt.itemsize))
+        members.append(Member(t.name, t.shape, dt, start, t.numel * dt.itemsize, t.linear))
         start = members[-1].offset + members[-1].nbytes
     return members
 

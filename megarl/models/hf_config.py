@@ -118,7 +118,7 @@ def check_layout(model: ModelConfig, parallel: ParallelConfig) -> None:
             f"choose tp from {[d for d in _divisors(heads) if not (kv % d and d % kv)]}"
         )
     sizes = m.attention.sizes_to_cut()
-    if m.moe is None or m.moe.dense_layers:
+    if m.has_dense_layers:
         sizes["intermediate_size"] = m.intermediate_size
     if m.moe is not None:
         sizes["shared_expert_intermediate_size"] = m.moe.shared_intermediate_size

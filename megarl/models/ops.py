@@ -82,9 +82,11 @@ class Segment:
 
 class Op(ABC):
     """One invertible step from HF tensors to a Megatron parameter. `replicated`: every
-    tensor-parallel rank holds the same whole parameter."""
+    tensor-parallel rank holds the same whole parameter. `linear`: a linear map of a layer, which is
+    what block-wise FP8 stores in fewer bits: not an embedding, head, norm, bias or router."""
 
     replicated = False
+    linear = False
 
     @abstractmethod
     def hf_shapes(self, m: ModelConfig) -> tuple[Shape, ...]:
@@ -101,10 +103,12 @@ class Op(ABC):
 
 @dataclass(frozen=True)
 class Replicated(Op):
-    """A vector, or with `cols` a matrix, that every rank holds: norms, value heads."""
+    """A vector, or with `cols` a matrix, that every rank holds: norms, routers, value heads, and
+    with `linear` maps of a layer."""
 
     rows: Dim
     cols: Dim | None = None
+    linear: bool = False
     replicated = True
 
     def hf_shapes(self, m: ModelConfig) -> tuple[Shape, ...]:
@@ -126,6 +130,7 @@ class Replicated(Op):
 class _Matrix(Op):
     rows: Dim
     cols: Dim
+    linear = True
 
     def hf_shapes(self, m: ModelConfig) -> tuple[Shape, ...]:
         """Returns one shape, [rows, cols]."""
@@ -188,6 +193,7 @@ class GateUp(Op):
 
     rows: Dim = intermediate
     fused: bool = False
+    linear = True
 
     def hf_shapes(self, m: ModelConfig) -> tuple[Shape, ...]:
         """Returns [rows, H] for gate and for up, or [2*rows, H] where HF fuses them."""
@@ -219,6 +225,11 @@ class FusedQKV(Op):
     """
 
     bias: bool = False
+
+    @property
+    def linear(self) -> bool:  # type: ignore[override]
+        """Returns whether it is the matrix."""
+        return not self.bias
 
     def hf_shapes(self, m: ModelConfig) -> tuple[Shape, ...]:
         """Returns the shapes of q, k and v: [heads * head_dim, H]; without H for biases."""

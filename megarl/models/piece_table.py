@@ -86,13 +86,14 @@ class Piece:
 @dataclass(frozen=True, slots=True)
 class HfTensor:
     """Describes a tensor of the HF model, and the pieces that make it up. `buffer`: not trained,
-    and fp32 in every model, file and message."""
+    and fp32 in every model, file and message. `linear`: a linear map of a layer (see Op)."""
 
     name: str
     shape: Shape
     pieces: tuple[Piece, ...]
     replicas: tuple[Piece, ...] = ()
     buffer: bool = False
+    linear: bool = False
 
     @property
     def numel(self) -> int:
@@ -220,7 +221,8 @@ def _tensors(
                 place = _place(model, layout, param, chunk, box.rank)
                 piece = Piece(place, local_name, box.view, box.start, box.stop)
                 (owners if owned else replicas).append(piece)
-        yield HfTensor(name, shape, tuple(owners), tuple(replicas), param.buffer)
+        kind = dict(buffer=param.buffer, linear=param.op.linear)
+        yield HfTensor(name, shape, tuple(owners), tuple(replicas), **kind)
 
 
 def _local_params(

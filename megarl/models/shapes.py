@@ -147,6 +147,11 @@ class ModelConfig:
         return self.moe
 
     @property
+    def has_dense_layers(self) -> bool:
+        """Returns whether a layer has an MLP of `intermediate_size`, and not experts."""
+        return self.moe is None or bool(self.moe.dense_layers)
+
+    @property
     def num_attention_heads(self) -> int:
         """Returns the number of query heads."""
         return self.attention.heads

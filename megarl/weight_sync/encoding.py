@@ -126,8 +126,9 @@ def quantize_bucket(bucket: Bucket, flat: torch.Tensor) -> tuple[Bucket, torch.T
     target = quantized(bucket)
     out = torch.empty(target.nbytes, dtype=torch.uint8, device=flat.device)
     views = dict(target.views(out))
+    linear = {m.name for m in bucket.members if m.linear}
     for name, tensor in bucket.views(flat):
-        if block_fp8.is_linear(name):
+        if name in linear:
             q, s = block_fp8.quantize(tensor)
             views[name].copy_(q)
             views[name + block_fp8.SUFFIX].copy_(s)
@@ -138,7 +139,7 @@ def quantize_bucket(bucket: Bucket, flat: torch.Tensor) -> tuple[Bucket, torch.T
 
 def _specs(bucket: Bucket) -> Iterator[Spec]:
     for m in bucket.members:
-        if block_fp8.is_linear(m.name):
+        if m.linear:
             yield m.name, m.shape, torch.float8_e4m3fn
             yield m.name + block_fp8.SUFFIX, block_fp8.scale_shape(m.shape), torch.float32
         else:

@@ -15,7 +15,6 @@ Pure functions of tensors; temporaries are as large as STRIP rows in fp32.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -31,15 +30,7 @@ QUANTIZATION_CONFIG: Mapping[str, Any] = {
     "activation_scheme": "dynamic",
     "weight_block_size": [BLOCK, BLOCK],
 }
-# the maps of attention, of dense layers and of experts (Mixtral calls its w1, w2, w3), but not
-# eh_proj, by which DeepSeek's extra layers join embeddings and hidden states
-_LINEAR = re.compile(r"\.layers\.\d+\..*\.(?!eh_proj)(\w+_proj|kv_a_proj_with_mqa|w[123])\.weight$")
 Spec = tuple[tuple[int, ...], torch.dtype]
-
-
-def is_linear(name: str) -> bool:
-    """Returns whether the HF tensor `name` is one of those stored in FP8."""
-    return _LINEAR.search(name) is not None
 
 
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:

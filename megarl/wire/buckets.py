@@ -11,13 +11,15 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """Places an HF tensor at bytes [offset, offset + nbytes) of its bucket."""
+    """Places an HF tensor at bytes [offset, offset + nbytes) of its bucket. `linear`: it is a
+    linear map of a layer, which may be sent in FP8."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     offset: int
     nbytes: int
+    linear: bool = False
 
 
 @dataclass(frozen=True, slots=True)

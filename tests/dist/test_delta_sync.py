@@ -39,7 +39,7 @@ from tests.embedded_server import (
     two_servers,
     version,
 )
-from tests.tiny import save_tiny
+from tests.tiny import is_linear, save_tiny
 
 pytestmark = pytest.mark.system
 
@@ -190,7 +190,7 @@ def test_fp8_weights_are_held_as_their_products(
         )
         assert part is None and nbytes < 0.7 * size(versions[i])
         for name, t in load_file(versions[i] / "model.safetensors").items():
-            if block_fp8.is_linear(name):
+            if is_linear(name):
                 t = block_fp8.dequantize(*block_fp8.quantize(t)).bfloat16()
             assert checksums(servers[0])[name] == tensor_checksum(t), name
 

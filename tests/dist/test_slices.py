@@ -26,7 +26,7 @@ from megarl.wire import block_fp8
 from tests.dist.uploads import Upload, flipped, run_uploads, sharded
 from tests.dist.world import World
 from tests.stock_server import StockServer
-from tests.tiny import save_tiny
+from tests.tiny import is_linear, save_tiny
 
 SOME = 100_000  # bytes of two rounds: several of them
 TP2: dict[str, Any] = dict(tp=2)
@@ -75,7 +75,7 @@ def fp8(
     tensors: dict[str, torch.Tensor] = {}
     for name, t in load_file(next(path.glob("*.safetensors"))).items():
         tensors[name] = t
-        if block_fp8.is_linear(name):
+        if is_linear(name):
             tensors[name], tensors[name + block_fp8.SUFFIX] = block_fp8.quantize(t)
     with StockServer({n: tuple(t.shape) for n, t in tensors.items()}, tp=2) as server:
         yield path, tensors, server

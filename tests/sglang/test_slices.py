@@ -30,6 +30,7 @@ from tests.dist.uploads import Upload, flipped, run_uploads
 from tests.dist.world import World
 from tests.sglang.conftest import Pair
 from tests.sglang.servers import SAID, RealServer, hf_logprobs, launch, save_model, serving
+from tests.tiny import is_linear
 
 SOME = 100_000  # bytes of two rounds: several of them
 PLUGINS = Path(__file__).parent / "plugins"
@@ -237,7 +238,7 @@ def in_fp8(source: Path, target: Path) -> Path:
     tensors: dict[str, torch.Tensor] = {}
     for name, t in load_file(file).items():
         tensors[name] = t
-        if block_fp8.is_linear(name):
+        if is_linear(name):
             tensors[name], tensors[name + block_fp8.SUFFIX] = block_fp8.quantize(t)
     save_file(tensors, file, metadata={"format": "pt"})
     config = json.loads((target / "config.json").read_text())

@@ -20,7 +20,7 @@ from megarl.weight_sync.plan import plan_sync, update_body
 from megarl.weight_sync.slices.quantized import BlockFp8
 from megarl.weight_sync.transports import WeightSource
 from megarl.wire import block_fp8
-from tests.tiny import KINDS, MLA_KINDS, MOE_KINDS, save_tiny
+from tests.tiny import GLM_KINDS, KINDS, MLA_KINDS, MOE_KINDS, is_linear, save_tiny
 
 E4M3 = torch.float8_e4m3fn
 
@@ -76,15 +76,17 @@ def test_the_largest_number_of_a_block_is_kept() -> None:
 
 
 def test_what_is_a_linear_map_of_a_layer(tmp_path: Path) -> None:
-    """By name, in every family: the rest is embeddings, head, norms, biases and routers."""
+    """As families declare it, and by name: the rest is embeddings, head, norms, biases, routers."""
     rest = re.compile(r"embed_tokens|lm_head|norm|bias|\.gate\.|shared_expert_gate|eh_proj")
-    for kind in (*KINDS, *MOE_KINDS, *MLA_KINDS):
+    for kind in (*KINDS, *MOE_KINDS, *MLA_KINDS, *GLM_KINDS):
         path = save_tiny(tmp_path / kind, kind, layers=2)
-        for name, t in load_file(path / "model.safetensors").items():
+        table = build_piece_table(read_hf_config(path), Layout())
+        tensors = load_file(path / "model.safetensors")
+        assert {t.name for t in table.tensors if t.linear} == set(filter(is_linear, tensors))
+        for name, t in tensors.items():
             plain = rest.search(name) is not None
-            assert block_fp8.is_linear(name) == (not plain), name
+            assert is_linear(name) == (not plain), name
             assert t.ndim == 2 or plain, name
-    assert not block_fp8.is_linear("model.layers.61.eh_proj.weight")
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +119,7 @@ def buckets_of(saved: Path, bucket_bytes: int) -> list[tuple[Bucket, torch.Tenso
 def test_streamed_tensors_are_the_saved_ones_quantised(saved: Path, bucket_bytes: int) -> None:
     want = {}
     for name, t in load_file(saved / "model.safetensors").items():
-        if block_fp8.is_linear(name):
+        if is_linear(name):
             want[name], want[name + "_scale_inv"] = reference(t)
         else:
             want[name] = t
@@ -144,7 +146,7 @@ def test_a_stock_server_is_told_names_dtypes_and_shapes(saved: Path) -> None:
         assert end == flat.numel() == bucket.nbytes
         plain = block_fp8.plain_specs(specs)
         assert all(n.removesuffix("_scale_inv") in plain for n in specs)
-        if any(block_fp8.is_linear(n) for n in specs):
+        if any(is_linear(n) for n in specs):
             assert {"float8_e4m3fn", "float32"} <= set(body["dtypes"])
 
 
@@ -152,7 +154,7 @@ def test_a_bucket_becomes_little_more_than_half() -> None:
     shape = (1024, 1024)
     big = Bucket(
         0,
-        (Member("model.layers.0.mlp.up_proj.weight", shape, torch.bfloat16, 0, 1 << 21),),
+        (Member("model.layers.0.mlp.up_proj.weight", shape, torch.bfloat16, 0, 1 << 21, True),),
         1 << 21,
     )
     assert quantized(big).nbytes == (1 << 20) + 8 * 8 * 4
@@ -177,7 +179,7 @@ def test_slices_are_parts_of_the_whole(tmp_path: Path) -> None:
     made.measure()
     scales, rng = made.params(), random.Random(0)
     for name, t in load_file(path / "model.safetensors").items():
-        if not block_fp8.is_linear(name):
+        if not is_linear(name):
             assert made.dtype(name) == torch.bfloat16 and name in made.table.by_name
             continue
         q, s = reference(t.bfloat16())

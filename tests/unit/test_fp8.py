@@ -70,6 +70,22 @@ def test_the_width_that_does_not_fit_is_named(monkeypatch, model):
         fields(monkeypatch, H100, "tensorwise", odd)
 
 
+def test_only_widths_that_the_model_has_are_looked_at(monkeypatch):
+    sparse, mixed, shared = (
+        parse_hf_config(tiny_hf(kind, layers=2, intermediate_size=100, **over).config.to_dict())
+        for kind, over in (
+            ("qwen3_moe", dict(mlp_only_layers=[])),
+            ("qwen3_moe", {}),
+            ("qwen2_moe", dict(decoder_sparse_step=1, shared_expert_intermediate_size=40)),
+        )
+    )
+    assert fields(monkeypatch, H100, "tensorwise", sparse)
+    with pytest.raises(ValueError, match="feed-forward width is 100"):
+        fields(monkeypatch, H100, "tensorwise", mixed)
+    with pytest.raises(ValueError, match="shared expert width is 40"):
+        fields(monkeypatch, H100, "tensorwise", shared)
+
+
 @pytest.mark.parametrize(
     "layout", [Layout(), Layout(cp=2), Layout(tp=2, sequence_parallel=True)], ids=str
 )

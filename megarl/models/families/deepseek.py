@@ -105,12 +105,12 @@ def _param(name: str, hf: str, op: Op) -> Param:
 # --8<-- [start:params]
 _QUERIES = (_param("linear_q_proj", "q_proj", ColumnParallel(query, hidden)),)
 _LATENT_QUERIES = (
-    _param("linear_q_down_proj", "q_a_proj", Replicated(_q_rank, hidden)),
+    _param("linear_q_down_proj", "q_a_proj", Replicated(_q_rank, hidden, linear=True)),
     _param("q_layernorm", "q_a_layernorm", Replicated(_q_rank)),
     _param("linear_q_up_proj", "q_b_proj", ColumnParallel(query, _q_rank)),
 )
 _KEYS_AND_VALUES = (
-    _param("linear_kv_down_proj", "kv_a_proj_with_mqa", Replicated(_kv_down, hidden)),
+    _param("linear_kv_down_proj", "kv_a_proj_with_mqa", Replicated(_kv_down, hidden, linear=True)),
     _param("kv_layernorm", "kv_a_layernorm", Replicated(_kv_rank)),
     _param("linear_kv_up_proj", "kv_b_proj", ColumnParallel(_kv_up, _kv_rank)),
     PROJ,

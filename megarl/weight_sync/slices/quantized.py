@@ -20,7 +20,7 @@ from megarl.models.ops import Shape
 from megarl.models.piece_table import HfTensor, Piece, PieceTable, View
 from megarl.weight_sync.boxes import Box, numel
 from megarl.weight_sync.transports import WeightSource
-from megarl.wire.block_fp8 import BLOCK, LARGEST, STRIP, SUFFIX, is_linear, scale_shape
+from megarl.wire.block_fp8 import BLOCK, LARGEST, STRIP, SUFFIX, scale_shape
 
 FP8 = torch.float8_e4m3fn
 Read = Callable[[torch.Tensor], None]  # copies numbers of a parameter into a flat tensor
@@ -35,7 +35,7 @@ class BlockFp8:
 
     def __init__(self, source: WeightSource) -> None:
         self._source = source
-        linear = [t for t in source.table.tensors if is_linear(t.name)]
+        linear = [t for t in source.table.tensors if t.linear]
         self.table = replace(source.table, tensors=tuple(_with_scales(source.table)))
         coords = source.layout.coords(source.rank)
         self._held = [(t, list(t.held_by(coords))) for t in linear]
@@ -47,7 +47,8 @@ class BlockFp8:
         """Returns the dtype that a tensor of `table` is sent in."""
         if name.endswith(SUFFIX):
             return torch.float32
-        return FP8 if is_linear(name) else self.plain_dtype(name)
+        linear = self._source.table.by_name[name].linear
+        return FP8 if linear else self.plain_dtype(name)
 
     def plain_dtype(self, name: str) -> torch.dtype:
         """Returns the dtype that the source's tensor would be sent in without FP8."""
@@ -109,7 +110,7 @@ def _with_scales(table: PieceTable) -> Iterator[HfTensor]:
     """Yields the table's tensors, and after each linear map its scales."""
     for t in table.tensors:
         yield t
-        if is_linear(t.name):
+        if t.linear:
             name, shape = t.name + SUFFIX, scale_shape(t.shape)
             view = View(0, shape, (shape[1], 1))
             places = dict.fromkeys(p.place for p in (*t.pieces, *t.replicas))
