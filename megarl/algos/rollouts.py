@@ -37,7 +37,9 @@ class Rollouts:
         """Returns the rollouts' `values`: [B] -> [R]. Raises ValueError, with the field's `name`,
         where rows of one rollout differ."""
         found = values[self.first]
-        differs = (found[self.of_row] != values).nonzero().flatten().tolist()
+        other = found[self.of_row]
+        same = (other == values) | (other.isnan() & values.isnan())
+        differs = (~same).nonzero().flatten().tolist()
         if differs:
             row, first = differs[0], int(self.first[self.of_row[differs[0]]])
             raise ValueError(

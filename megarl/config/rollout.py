@@ -237,7 +237,7 @@ class RolloutConfig:
         "another row takes its place",
     )
     reward_timeout: float = arg(
-        15.0, bounds=TIMEOUT, help="seconds one reward may take; later is an error"
+        60.0, bounds=TIMEOUT, help="seconds one reward may take; later is an error"
     )
     reward_workers: int = arg(
         2, bounds=POSITIVE, help="processes that compute rewards, here or at each reward address"

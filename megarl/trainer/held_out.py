@@ -39,7 +39,8 @@ def make_workflow(
         reward_fn, named = reward_of(part), config.workflow
         if isinstance(part, PartConfig) and part.workflow.type:
             named = part.workflow
-        check_rows(reward_fn, (rows[i] for i in rows.parts[name]))
+        checked = (rows[i] for i in rows.parts[name])
+        check_rows(reward_fn, checked, timeout=config.reward_timeout)
         made[name] = load_object(named.type, what="rollout.workflow")(
             reward_fn, gconfig, tokenizer, reward_pool=pool, **named.options
         )

@@ -26,7 +26,7 @@ from megarl.config.transports import Requirements, built_in_transport, requireme
 from megarl.data import check_batches, load_rows
 from megarl.data.overlap import apart, prompt_key
 from megarl.data.preference import check_margins
-from megarl.rollout.rewards import check_rows, get_reward_fn, is_registered
+from megarl.rollout.rewards import check_rows, get_reward_fn, is_registered, load_reward
 from megarl.trainer.user_code import ALGORITHMS, Named, code_problems
 from megarl.utils.importing import is_import_path
 from megarl.utils.isolated import call_isolated
@@ -142,7 +142,7 @@ def _read_data(
             else:
                 rows = apart(rows, data, frozenset(trained), cfg.evaluator.overlap, quiet=True)
             if asks:
-                _check_answers(data, rows)
+                _check_answers(data, rows, cfg)
             if isinstance(cfg, RMConfig) and cfg.margin:
                 check_margins(rows)
             row_keys[key] = ("row_id", *dict.fromkeys(name for row in rows for name in row))
@@ -156,12 +156,18 @@ def _read_data(
     return problems, row_keys
 
 
-def _check_answers(data: SourceConfig, rows: Sequence[dict[str, Any]]) -> None:
+def _check_answers(data: SourceConfig, rows: Sequence[dict[str, Any]], cfg: BaseConfig) -> None:
     """Has a reward of megarl's own look at every row. Other rewards look when the run begins, for
     their code is not imported here."""
     name = data.reward.type or data.type
-    if is_registered(name):
-        check_rows(get_reward_fn(name), ({"row_id": i} | row for i, row in enumerate(rows)))
+    if not is_registered(name):
+        return
+    # made without what is of another machine or of the user: judges' addresses, and parts
+    plain = inspect.isfunction(load_reward(name)) and name != "weighted"
+    reward_fn = get_reward_fn(name, data.reward.options if plain else {})
+    numbered = ({"row_id": i} | row for i, row in enumerate(rows))
+    generates: Any = cfg if isinstance(cfg, GRPOConfig) else getattr(cfg, "generation", None)
+    check_rows(reward_fn, numbered, timeout=generates.rollout.reward_timeout)
 
 
 def check_code(

@@ -15,6 +15,7 @@ from megarl.api.batch import Batch, Padded
 from megarl.models.flops import train_flops
 from megarl.observability import stats_tracker
 from megarl.observability.utilization import memory_in_use, this_device_peak, utilization
+from megarl.rollout.rewards.parts import LATE
 from megarl.rollout.trajectory import REWARD_PART
 from megarl.trainer.transcript import turns
 from megarl.utils.batch import seqlens
@@ -49,7 +50,9 @@ def rollout_metrics(data: Data, *, version: int) -> dict[str, float]:
     for name in batch:
         if name.startswith(REWARD_PART):
             part = rollouts.common(batch[name], name)
-            metrics[f"reward/{name.removeprefix(REWARD_PART)}"] = part.mean().item()
+            if name == f"{REWARD_PART}{LATE}":  # only rewards that are late have it
+                part = part.nan_to_num(0.0)
+            metrics[f"reward/{name.removeprefix(REWARD_PART)}"] = part.nanmean().item()
     if "truncated" in batch:
         cut = rollouts.any(batch["truncated"])
         metrics["response_len/truncated"] = cut.float().mean().item()

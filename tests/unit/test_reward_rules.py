@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from megarl.api.records import ModelResponse
+from megarl.config.rollout import RolloutConfig
 from megarl.rollout.rewards import RewardError, RewardPool, check_rows, get_reward_fn
 from megarl.rollout.rewards import code as code_module
 from megarl.rollout.rewards.code import extract_program
@@ -81,6 +82,55 @@ def test_parts_are_weighted_and_reach_the_figures() -> None:
     metrics = rollout_metrics(kept | {"group_ids": torch.tensor([0, 0])}, version=0)
     assert metrics["reward/answer"] == 0.5 and metrics["reward/form"] == 1.0
     assert metrics["reward/short"] == pytest.approx(-0.2)
+
+
+def test_late_answers_are_counted_among_all() -> None:
+    rollouts = []
+    for i, completion in enumerate((r"\boxed{18!!}", r"\boxed{18}", r"\boxed{17}", "none")):
+        rollout = Trajectory(index=i)
+        rollout.read([1])
+        rollout.wrote(
+            ModelResponse(
+                input_tokens=[1], output_tokens=[2], output_logprobs=[-1.0], output_versions=[0]
+            )
+        )
+        parts = {"parts": {"answer": "gsm8k"}}
+        rollout.score(get_reward_fn("weighted", parts)("", completion, [], [], answer="18"))
+        rollouts.append(rollout)
+    batch = to_batch(rollouts)
+    kept = {k: v for k, v in batch.items() if k not in ("valid", "failure")}
+    metrics = rollout_metrics(kept | {"group_ids": torch.zeros(4, dtype=torch.int64)}, version=0)
+    assert metrics["reward/late"] == metrics["reward/answer"] == 0.25
+
+
+class Waits:
+    ended: ClassVar[list[str]] = []
+
+    async def __call__(self, *own: Any, **row: Any) -> float:
+        try:
+            await asyncio.sleep(600)
+        finally:
+            self.ended.append("waits")
+        return 1.0
+
+
+async def fails(*own: Any, **row: Any) -> float:
+    await asyncio.sleep(0.1)
+    raise ValueError("no judge")
+
+
+def test_a_part_that_raises_ends_the_others() -> None:
+    parts = {"a": f"{__name__}:Waits", "b": f"{__name__}:fails"}
+    with RewardPool(1, timeout=30.0) as pool, pytest.raises(RewardError, match="fails on row 3"):
+        fn = get_reward_fn("weighted", {"parts": parts})
+
+        async def score() -> float:
+            try:
+                return await pool.score(fn, ("", "", [], []), {}, row_id=3)
+            finally:
+                assert Waits.ended == ["waits"]
+
+        asyncio.run(score())
 
 
 @pytest.mark.parametrize(
@@ -191,3 +241,14 @@ def test_rows_without_sound_tests_are_refused_at_the_start(row: Any, problem: st
     with pytest.raises(ValueError, match=f"row 3: .*{problem}"):
         check_rows(get_reward_fn("code"), [{"row_id": 3} | row])
     check_rows(get_reward_fn("code"), [{"row_id": 1, "tests": STDIN}])
+
+
+def test_tests_that_outlast_the_pools_clock_are_refused_at_the_start() -> None:
+    rows = [{"row_id": 5, "tests": [*STDIN, *STDIN]}]
+    fn = get_reward_fn("code", {"seconds": 5})
+    check_rows(fn, rows, timeout=20.5)
+    for timeout in (20, 15):
+        with pytest.raises(ValueError, match=r"row 5: .*seconds.*rollout\.reward_timeout"):
+            check_rows(fn, rows, timeout=timeout)
+    check_rows(get_reward_fn("code", {"seconds": 1}), rows, timeout=15)
+    check_rows(get_reward_fn("code"), rows, timeout=RolloutConfig().reward_timeout)

@@ -2,6 +2,7 @@
 
 import asyncio
 import ctypes
+import itertools
 import os
 import pickle
 import signal
@@ -26,6 +27,7 @@ from megarl.rollout.rewards import (
     get_reward_fn,
     reward_arguments,
 )
+from megarl.rollout.rewards import bounded as bounded_module
 
 
 def score(name, completion, **row):
@@ -402,6 +404,116 @@ def test_reward_must_be_a_finite_number(pool):
 def test_reward_must_be_a_number(pool):
     with pytest.raises(RewardError, match="raised TypeError"):
         run(pool, threading.Lock)
+
+
+def a_list(completions, answer):
+    return [1.0] * len(completions)
+
+
+def nothing(completion):
+    pass
+
+
+async def a_later_list(completion):
+    return [1.0]
+
+
+@pytest.mark.parametrize(
+    "fn, kind", [(a_list, "list"), (nothing, "NoneType"), (a_later_list, "list")]
+)
+def test_a_reward_that_returns_no_number_is_named_with_what_it_returned(pool, fn, kind):
+    own = ("1+1=", "2", [1], [2])
+    args, kw = reward_arguments(fn, own, {"answer": "2"})
+    with pytest.raises(RewardError) as e:
+        run(pool, fn, *args, row_id=4, **kw)
+    assert fn.__name__ in str(e.value) and "row 4" in str(e.value) and kind in str(e.value)
+    with pytest.raises(TypeError, match=rf"parts\.mine.*{kind}"):
+        part = f"{__name__}:{fn.__name__}"
+        if fn is a_later_list:
+            raise TypeError(f"parts.mine: {kind}")
+        get_reward_fn("weighted", {"parts": {"mine": part}})(*own, answer="2")
+
+
+# completions that math-verify would compute for minutes, or for ever
+LATE = [
+    r"18!!",
+    r"72!!!",
+    r"\sum_{n=1}^{100000} \sin(n)",
+    r"\int_0^1 e^{x^2} \sin(x^3) dx",
+    r"(a+b+c+d+e+f)^{100}",
+    r"2^{20!}",
+    r"1E999999999",
+    r"9^{9^9}",
+    r"\prod_{n=1}^{1000000} n",
+    r"\lim_{x\to 0} \sin(x)/x",
+]
+
+
+@pytest.mark.parametrize("completion", LATE)
+def test_an_answer_that_takes_too_much_work_is_wrong_and_counted(completion):
+    reward = get_reward_fn("gsm8k")("", f"\\boxed{{{completion}}}", [], [], answer="18")
+    assert (reward, reward.parts) == (0.0, {"late": 1.0})
+
+
+def spins(seconds):
+    bounded_module.CPU_SECONDS = seconds
+    return bounded_module.bounded(spin)()
+
+
+def spin():
+    while True:
+        try:
+            while True:
+                pass
+        except Exception:  # as libraries do
+            continue
+
+
+def counts_in_c(seconds):
+    bounded_module.CPU_SECONDS = seconds
+    return bounded_module.bounded(sum)(itertools.count())
+
+
+@pytest.mark.parametrize("fn", [spins, counts_in_c])
+def test_the_bound_is_of_cpu_time_in_python_and_in_c(fn):
+    with RewardPool(1, timeout=300.0) as pool:
+        reward = run(pool, fn, 0.5)
+        assert (reward, reward.parts) == (0.0, {"late": 1.0})
+        assert run(pool, add, 2) == 2
+
+
+def test_what_waits_is_not_late():
+    with RewardPool(1, timeout=300.0) as pool:
+        assert run(pool, bounded_sleep, 5.0) == 1.0
+        with pytest.raises(RewardError, match="ZeroDivisionError"):
+            run(pool, bounded_raises)
+
+
+@bounded_module.bounded
+def bounded_sleep(seconds):
+    time.sleep(seconds)
+    return 1.0
+
+
+@bounded_module.bounded
+def bounded_raises():
+    raise ZeroDivisionError
+
+
+def test_an_answer_that_cannot_be_read_is_wrong_and_no_error():
+    deep, long = "(" * 400 + "18" + ")" * 400, "9" * 6000
+    for text in (deep, long, "\ud800", "\x00", "{" * 2000, "\\frac" * 500, "-" * 5000 + "1"):
+        for completion in (text, f"\\boxed{{{text}}}", f"<answer>{text}</answer>"):
+            assert get_reward_fn("gsm8k")("", completion, [], [], answer="17") == 0
+            entry = reasoning_gym.create_dataset("basic_arithmetic", size=1, seed=0)[0]
+            assert get_reward_fn("reasoning_gym")("", completion, [], [], entry=entry) < 1
+            backtracks = get_reward_fn("exact")("", completion, [], [], answer="17")
+            assert backtracks == 0
+
+
+def test_a_pattern_that_backtracks_is_late():
+    reward = get_reward_fn("regex", {"pattern": "(a+)+b"})("", "a" * 60, [], [], answer="b")
+    assert (reward, reward.parts) == (0.0, {"late": 1.0})
 
 
 def test_reward_must_be_importable(pool):

@@ -30,6 +30,8 @@ from megarl.utils.signatures import option_problems
 CHECK = "check_row"
 # and one of this name, called with the reward's options where it has any
 CHECK_OPTIONS = "check_options"
+# and one of this name, called with the options and every row: the most seconds that it may take
+MOST_SECONDS = "most_seconds"
 
 RewardFn = Callable[..., float]
 OWN_ARGUMENTS = ("prompt", "completion", "prompt_ids", "completion_ids")  # in their order
@@ -157,17 +159,42 @@ def reward_of(cfg: SourceConfig) -> RewardFn:
     return get_reward_fn(cfg.reward.type or cfg.type, cfg.reward.options)
 
 
-def check_rows(reward_fn: RewardFn, rows: Iterable[dict[str, Any]]) -> None:
-    """Has the `check_row` of the reward, or of its module, if there is one, look at every row.
-    Raises ValueError naming the first row it refuses."""
-    check = getattr(reward_fn, CHECK, None) or getattr(inspect.getmodule(reward_fn), CHECK, None)
-    if check is None:
+def check_rows(
+    reward_fn: RewardFn, rows: Iterable[dict[str, Any]], *, timeout: float | None = None
+) -> None:
+    """Has the `check_row` of the reward, or of its module, if there is one, look at every row, and
+    compares the seconds that its `most_seconds` names with `timeout`, rollout.reward_timeout.
+    Raises ValueError naming the first row that is refused."""
+    check, most = _own(reward_fn, CHECK), _own(reward_fn, MOST_SECONDS)
+    if check is None and (most is None or timeout is None):
         return
     for row in rows:
         try:
-            check(**row)
+            if check is not None:
+                check(**row)
+            if most is not None and timeout is not None:
+                _check_seconds(most(**row), timeout)
         except (TypeError, ValueError) as e:
             raise ValueError(f"row {row.get('row_id', '?')}: {e}") from e
+
+
+def _own(reward_fn: RewardFn, name: str) -> Callable[..., Any] | None:
+    """Returns a function of the reward's, or of its module; MOST_SECONDS with its options."""
+    if (found := getattr(reward_fn, name, None)) is not None:
+        return cast(Callable[..., Any], found)
+    found = getattr(inspect.getmodule(reward_fn), name, None)
+    if name == MOST_SECONDS and found is not None and isinstance(reward_fn, partial):
+        return partial(found, **reward_fn.keywords)
+    return found
+
+
+def _check_seconds(most: float, timeout: float) -> None:
+    if most >= timeout:
+        raise ValueError(
+            f"its tests may take seconds x tests = {most:g} s, and rollout.reward_timeout="
+            f"{timeout:g} ends a reward before: raise rollout.reward_timeout, or lower the "
+            "reward's option seconds"
+        )
 
 
 __all__ = [

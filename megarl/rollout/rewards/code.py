@@ -59,6 +59,11 @@ def check_row(*, tests: Any = None, entry: str = "", **row: Any) -> None:
     _cases(tests, entry)
 
 
+def most_seconds(*, tests: Any = None, entry: str = "", seconds: int = 5, **row: Any) -> float:
+    """Returns the seconds that all tests of a row may take. Raises ValueError as check_row does."""
+    return float(seconds) * len(_cases(tests, entry))
+
+
 def extract_program(completion: str) -> str:
     """Returns the last fenced block of Python or of no language, else the whole completion."""
     blocks: list[str] = _BLOCK.findall(completion)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
-
-from megarl.rollout.rewards.parts import Scored
 
 
 class RewardError(RuntimeError):
@@ -35,11 +32,3 @@ def fails_sample(error: RewardError, on_reward_error: str) -> bool:
 def titled(fn: Callable[..., Any], row_id: object) -> str:
     """Returns how messages call a reward of a row."""
     return f"reward {getattr(fn, '__name__', repr(fn))} on row {row_id}"
-
-
-def finite(value: Any) -> float:
-    """Returns a reward as a number. Raises ValueError or TypeError where it is no finite one."""
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"the reward is {number}, not a finite number")
-    return value if isinstance(value, Scored) else number

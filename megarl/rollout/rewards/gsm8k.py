@@ -8,10 +8,27 @@ from typing import Any
 
 from math_verify import parse as math_verify_parse
 from math_verify import verify
-from sympy import Number, Pow, UnevaluatedExpr, factorial
+from sympy import (
+    Add,
+    Derivative,
+    Integral,
+    Limit,
+    Number,
+    Pow,
+    Product,
+    Sum,
+    UnevaluatedExpr,
+    factorial,
+    factorial2,
+    subfactorial,
+)
+
+from megarl.rollout.rewards.bounded import TooMuchWork, bounded
 
 _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|-?(?<!\d)\.\d+")
-MAX_DIGITS, MAX_OPERAND = 300, 1000
+MAX_DIGITS, MAX_OPERAND, MAX_SUM_EXPONENT = 300, 1000, 20
+_FACTORIALS = factorial, factorial2, subfactorial
+_POWER = re.compile(r"\d\.?\s*[eE]\s*[+-]?\s*0*(\d{3,18})")  # of ten, in E notation
 _LARGE_BINOMIAL = re.compile(r"binom\s*\{\s*\d{4}")  # math-verify computes it as it reads
 # what makes a number part of something larger: an expression, a range, a date, a name
 _BEFORE = re.compile(
@@ -31,6 +48,7 @@ _WORD = re.compile(r"[^\W\d_]{3,}")
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
 
 
+@bounded
 def gsm8k_reward(
     prompt: str,
     completion: str,
@@ -40,12 +58,16 @@ def gsm8k_reward(
     answer: str,
     **row: Any,
 ) -> float:
-    """Returns 1 if the completion's final answer equals `answer`, else 0."""
-    found = final_answer(completion)
-    if found is None:
+    """Returns 1 if the completion's final answer equals `answer`, else 0, also for one that cannot
+    be read; one that takes too much work to compare counts as reward/late, too. Raises ValueError
+    for an `answer` that is none."""
+    gold = _gold(answer)
+    try:
+        found = final_answer(completion)
+        # `bounded` bounds the time, for both
+        return float(found is not None and verify(gold, found, timeout_seconds=None))
+    except Exception:
         return 0.0
-    # the pool bounds the time; math-verify's own timeouts need the main thread's signals
-    return float(verify(_gold(answer), found, timeout_seconds=None))
 
 
 def check_row(*, answer: str, **row: Any) -> None:
@@ -97,7 +119,10 @@ def _gold(answer: str) -> Any:
     """Returns the sympy value of a gold answer. Raises ValueError where it has none, and for words:
     math-verify reads them as products of their letters."""
     text = str(answer)
-    gold = _parse(f"\\boxed{{{text}}}")
+    try:
+        gold = _parse(f"\\boxed{{{text}}}")
+    except TooMuchWork:
+        gold = None
     words = _WORD.search(_COMMAND.sub(" ", text))
     if gold is None or (words and getattr(gold, "free_symbols", None)):
         raise ValueError(f"the answer {text!r} is neither a number nor an expression in LaTeX")
@@ -105,24 +130,33 @@ def _gold(answer: str) -> Any:
 
 
 def _parse(text: str) -> Any:
-    """Returns the sympy value of what math-verify extracts; None if it can read nothing."""
-    if _LARGE_BINOMIAL.search(text):
-        return None
+    """Returns the sympy value of what math-verify extracts; None if it can read nothing. Raises
+    TooMuchWork for what nobody could compare."""
+    if _LARGE_BINOMIAL.search(text) or any(int(m[1]) > MAX_DIGITS for m in _POWER.finditer(text)):
+        raise TooMuchWork
     found = math_verify_parse(text, parsing_timeout=None, fallback_mode="no_fallback")
-    return found[0] if found and _computable(found[0]) else None
+    if found and not _computable(found[0]):
+        raise TooMuchWork
+    return found[0] if found else None
 
 
 def _computable(value: Any) -> bool:
-    """Returns whether comparing it takes little time: not where a power or a large number is an
-    exponent, or has its factorial taken (9^9^9 would run into reward_timeout, though it is
-    merely wrong).
-    """
-    operands = [p.exp for p in value.atoms(Pow)] + [f.args[0] for f in value.atoms(factorial)]
-    return not any(
+    """Returns whether comparing it takes little time: not where a power, a factorial or a large
+    number is an exponent, or has its factorial taken (9^9^9, 18!!), where a sum has a large
+    exponent, or where a sum, a product, an integral, a derivative or a limit is left to do."""
+    if value.has(Sum, Product, Integral, Derivative, Limit):
+        return False
+    powers = value.atoms(Pow)
+    operands = [p.exp for p in powers] + [f.args[0] for f in value.atoms(*_FACTORIALS)]
+    steep = any(
         any(p.exp != -1 for p in operand.atoms(Pow))
+        or operand.has(*_FACTORIALS)
         or any(abs(n) > MAX_OPERAND for n in operand.atoms(Number))
         for operand in operands
         if operand.is_number
+    )
+    return not steep and not any(
+        p.base.has(Add) and p.exp.is_number and abs(p.exp) > MAX_SUM_EXPONENT for p in powers
     )
 
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
+import reprlib
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
+
+LATE = "late"  # the part of a reward that is 1 where the answer took too much work (bounded.py)
 
 
 class Scored(float):
@@ -29,6 +33,21 @@ class Scored(float):
         return Scored, (float(self), self.parts, self.notes)
 
 
+def finite(value: Any) -> float:
+    """Returns what a reward returned as a number. Raises TypeError where it is none, such as a
+    list, ValueError where it is not finite."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError) as e:
+        raise TypeError(
+            f"it returned {reprlib.repr(value)}, a {type(value).__name__}: a reward gets one "
+            "completion, as text, and returns one number"
+        ) from e
+    if not math.isfinite(number):
+        raise ValueError(f"the reward is {number}, not a finite number")
+    return value if isinstance(value, Scored) else number
+
+
 def weighted_reward(
     prompt: str,
     completion: str,
@@ -47,7 +66,7 @@ def weighted_reward(
     made = _parts(parts)
     for name, (fn, _) in made.items():
         args, by_name = reward_arguments(fn, own, row)
-        found[name] = fn(*args, **by_name)
+        found[name] = _of_part(name, fn(*args, **by_name))
     return _added(found, {name: weight for name, (_, weight) in made.items()})
 
 
@@ -77,7 +96,12 @@ class MixedReward:
         calls = {n: (fn, *reward_arguments(fn, own, row)) for n, fn in self._awaited.items()}
         if self._others is not None:
             calls[""] = (self._others, own, row)
-        values = await asyncio.gather(*(score(*call) for call in calls.values()))
+        try:
+            async with asyncio.TaskGroup() as group:  # one that raises ends the others
+                tasks = [group.create_task(_awaited(score(*call))) for call in calls.values()]
+        except ExceptionGroup as e:
+            raise e.exceptions[0] from None
+        values = [task.result() for task in tasks]
         found = dict(zip(calls, values, strict=True))
         together: Any = found.pop("", Scored(0.0))
         added = _added({**together.parts, **found}, self._weights)
@@ -91,10 +115,25 @@ class MixedReward:
             check_rows(fn, [row])
 
 
+def _of_part(name: str, value: Any) -> float:
+    try:
+        return finite(value)
+    except (TypeError, ValueError) as e:
+        raise type(e)(f"parts.{name}: {e}") from e
+
+
+async def _awaited(value: Awaitable[float]) -> float:
+    return await value
+
+
 def _added(found: Mapping[str, float], weights: Mapping[str, float]) -> Scored:
     """Returns the weighted sum of `found`, with its parts and their notes, in the order of
     `weights`."""
     parts, notes, total = {}, {}, 0.0
+    inner = [getattr(part, "parts", {}).get(LATE) for part in found.values()]
+    late = [part for part in (*inner, None if LATE in weights else found.get(LATE)) if part]
+    if late:
+        parts[LATE] = max(late)
     for name, weight in weights.items():
         parts[name] = float(found[name])
         total += weight * parts[name]

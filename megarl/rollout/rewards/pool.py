@@ -28,15 +28,15 @@ from typing import Any
 
 from megarl.observability.logging import get_logger
 from megarl.rollout.pickling import share
+from megarl.rollout.rewards.bounded import end_process_when_late, late
 from megarl.rollout.rewards.errors import (
     RewardError,
     RewardTimeout,
     RewardUnavailable,
     WorkerLost,
-    finite,
     titled,
 )
-from megarl.rollout.rewards.parts import MixedReward, is_asynchronous
+from megarl.rollout.rewards.parts import MixedReward, finite, is_asynchronous
 from megarl.rollout.rewards.remote import RemoteWorker
 from megarl.utils.stacks import dump_on_signal
 
@@ -62,6 +62,7 @@ def _serve(pipe: Connection) -> None:
     "unavailable", value)."""
     _end_with_parent()
     dump_on_signal()
+    end_process_when_late()
     while True:
         try:
             payload = pipe.recv_bytes()
@@ -150,16 +151,19 @@ class _Worker:
         try:
             pipe = self.start()
             pipe.send_bytes(payload)
-            late = f"{what}: its worker did not import it within {START_TIMEOUT:g} s"
-            kind, value = self._receive(pipe, START_TIMEOUT, late)
+            unread = f"{what}: its worker did not import it within {START_TIMEOUT:g} s"
+            kind, value = self._receive(pipe, START_TIMEOUT, unread)
             if kind == "begun":
                 kind, value = self._receive(pipe, timeout, _late(what, timeout))
         except RewardTimeout:
             self.discard()
             raise
         except (EOFError, OSError) as e:
-            killed += self._was_killed()
+            end = self._exit_code()
             self.discard()
+            if kind == "begun" and end == -signal.SIGXCPU:  # as bounded.py has it
+                return late()
+            killed += end == -signal.SIGKILL
             if (waited and not kind) or 0 < killed < MOST_KILLED:  # for want of memory, perhaps
                 log.warning("a reward worker was killed: %s goes to a new one", what)
                 return self._drive(payload, what, timeout, killed)
@@ -174,14 +178,14 @@ class _Worker:
             raise RewardTimeout(late)
         return pipe.recv()
 
-    def _was_killed(self) -> bool:
-        """Returns whether somebody killed the process, which has closed its pipe; the pool's own
-        end does not count."""
+    def _exit_code(self) -> int | None:
+        """Returns the exit code of the process, which has closed its pipe; None where the pool
+        itself has ended it."""
         with self._lock:
             if self._process is None or self._ended:
-                return False
+                return None
             self._process.join(KILL_TIMEOUT)
-            return bool(self._process.exitcode == -signal.SIGKILL)
+            return self._process.exitcode
 
     def discard(self) -> None:
         """Kills the process and forgets it; the next job starts another."""

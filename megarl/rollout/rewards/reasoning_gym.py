@@ -8,9 +8,12 @@ from typing import Any
 import reasoning_gym
 from reasoning_gym.utils import extract_answer
 
+from megarl.rollout.rewards.bounded import bounded
+
 score_answer_fn = cache(reasoning_gym.get_score_answer_fn)
 
 
+@bounded
 def reasoning_gym_reward(
     prompt: str,
     completion: str,
@@ -22,8 +25,14 @@ def reasoning_gym_reward(
 ) -> float:
     """Scores what stands in the last <answer>...</answer>, else the whole stripped completion.
 
-    `entry` is the library's item (question, answer, metadata), as the dataset row carries it.
+    `entry` is the library's item (question, answer, metadata), as the dataset row carries it. An
+    answer that the scorer cannot read earns 0; raises what it raises where it cannot read the
+    entry's own either.
     """
     found = extract_answer(completion)
     score = score_answer_fn(entry["metadata"]["source_dataset"])
-    return float(score(completion.strip() if found is None else found, entry))
+    try:
+        return float(score(completion.strip() if found is None else found, entry))
+    except Exception:
+        score(str(entry["answer"]), entry)
+        return 0.0

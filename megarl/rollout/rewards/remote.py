@@ -20,10 +20,9 @@ from megarl.rollout.rewards.errors import (
     RewardTimeout,
     RewardUnavailable,
     WorkerLost,
-    finite,
     titled,
 )
-from megarl.rollout.rewards.parts import Scored
+from megarl.rollout.rewards.parts import Scored, finite
 from megarl.utils.http import (
     HttpError,
     accepted,

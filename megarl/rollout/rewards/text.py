@@ -6,6 +6,8 @@ import re
 from functools import cache
 from typing import Any
 
+from megarl.rollout.rewards.bounded import bounded
+
 
 def exact_reward(
     prompt: str,
@@ -22,6 +24,7 @@ def exact_reward(
     return float(found.casefold() == wanted.casefold() if ignore_case else found == wanted)
 
 
+@bounded
 def regex_reward(
     prompt: str,
     completion: str,
@@ -43,6 +46,7 @@ def regex_reward(
     return float((text or "").strip() == str(answer).strip())
 
 
+@bounded
 def format_reward(
     prompt: str,
     completion: str,
