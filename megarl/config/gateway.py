@@ -31,6 +31,20 @@ class GatewayConfig:
         help="differences between a message and the one that was recorded which do not count: "
         + ", ".join(MATCHES),
     )
+    max_n: int = arg(
+        8, bounds=Bounds(ge=1, le=128), help="most answers that one request may ask for (`n`)"
+    )
+    max_answers: int = arg(
+        1024,
+        bounds=POSITIVE,
+        help="most answers of one session; a request beyond them is refused",
+    )
+    rewards: str = arg(
+        "auto",
+        help="whether agents may send rewards to the gateway; auto: where their workflow has no "
+        "reward function",
+        choices=("auto", "always", "never"),
+    )
     context_length: int | None = arg(
         None,
         bounds=POSITIVE,

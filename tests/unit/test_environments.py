@@ -207,15 +207,19 @@ def test_what_generate_refuses(tokenizer: Any) -> None:
 
             mine = {"session": session.id}
             for answer, status, words in (
-                (await ask([3], {}, **mine), 401, "no open session"),
+                (await ask([3], {}, **mine), 401, "not known"),
                 (await ask([3]), 401, "no open session"),
                 (await ask([], **mine), 400, "token_ids must be"),
                 (await ask([3, True], **mine), 400, "token_ids must be"),
+                (await ask([3, 130], **mine), 400, "130"),
+                (await ask([3], stop_token_ids=[1 << 30], **mine), 400, "1073741824"),
                 (await ask([3] * 256, **mine), 400, "no room in a context of 256"),
                 (await ask([3], max_tokens=0, **mine), 400, "max_tokens=0"),
             ):
                 assert answer.status_code == status and words in answer.text
             assert (await http.get("/v1/models")).status_code == 401
+            large = await http.post("/inference/v1/generate", content=b" " * (9 << 20))
+            assert large.status_code == 401  # no body of a stranger is read
             assert (await ask([3] * 250, max_tokens=99, **mine)).status_code == 200
             assert engine.asked[-1].gconfig.max_new_tokens == 6  # the room that is left
             assert engine.asked[-1].gconfig.temperature == GCONFIG.temperature

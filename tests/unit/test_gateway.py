@@ -600,6 +600,137 @@ def test_what_cannot_be_answered_is_refused_by_name(
     run(tokenizer, test, context_length=300)
 
 
+# -- bounds
+
+
+LONE = "\ud800"
+MALFORMED = [
+    ("/chat/completions", {"messages": [{"role": "user", "content": [5]}]}),
+    ("/chat/completions", ask("go", tools=[{}])),
+    ("/chat/completions", ask("go", tools=[{"function": "look"}])),
+    ("/chat/completions", ask("go", tools=[{"function": {"name": 5}}])),
+    ("/chat/completions", ask("go", response_format="json")),
+    ("/chat/completions", ask("go", tool_choice={"type": "function"})),
+    ("/chat/completions", ask("go", stream_options=5, model=LONE)),
+    ("/chat/completions", ask(f"go {LONE}")),
+    ("/chat/completions", ask("go", metadata={LONE: 1})),
+    (
+        "/chat/completions",
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": "look"}]}]},
+    ),
+    ("/messages", ask("go", tool_choice="auto")),
+    ("/messages", ask("go", tools=[{"name": 5, "input_schema": {}}])),
+    ("/responses", {"input": "go", "text": "text"}),
+    ("/responses", {"input": "go", "tools": [{"type": "function"}]}),
+    ("/reward", {"reward": 10**400}),
+    ("/reward", {"reward": 1e7}),
+    ("/reward", {"reward": -1e38}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), MALFORMED)
+def test_what_has_another_form_is_a_bad_request(tokenizer: Any, path: str, body: Any) -> None:
+    async def test(session: Session, engine: StubEngine) -> None:
+        raw = json.dumps(body).encode()
+        headers = {"Authorization": f"Bearer {session.api_key}"}
+        async with httpx.AsyncClient(timeout=20) as client:
+            answer = await client.post(session.base_url + path, content=raw, headers=headers)
+        assert answer.status_code == 400, answer.text
+        assert engine.asked == [] and session.reward is None
+
+    run(tokenizer, test)
+
+
+def test_arguments_that_nest_too_deep_are_text_or_refused(tokenizer: Any) -> None:
+    async def test(session: Session, engine: StubEngine) -> None:
+        for depth in (100, 950, 5_000):
+            call = {"id": "c", "function": {"name": "look", "arguments": "[" * depth + "]" * depth}}
+            body = ask("go") | {"tools": [LOOK]}
+            body["messages"].append({"role": "assistant", "tool_calls": [call]})
+            body["messages"].append({"role": "tool", "tool_call_id": "c", "content": "seen"})
+            answer = await post(session, "/chat/completions", body)
+            assert answer.status_code in (200, 400), answer.text
+
+    run(tokenizer, test)
+
+
+def test_what_an_answer_repeats_may_have_long_numbers(tokenizer: Any) -> None:
+    async def test(session: Session, engine: StubEngine) -> None:
+        answer = await post(session, "/responses", {"input": "go", "metadata": {"n": 10**30}})
+        assert answer.status_code == 200 and answer.json()["metadata"] == {"n": 10**30}
+
+    run(tokenizer, test)
+
+
+def test_answers_of_a_request_and_of_a_session_are_bounded(tokenizer: Any) -> None:
+    async def test(session: Session, engine: StubEngine) -> None:
+        assert (await post(session, "/chat/completions", ask("go", n=3))).status_code == 200
+        refused = await post(session, "/chat/completions", ask("go", n=4))
+        assert refused.status_code == 400 and "max_n=3" in refused.text
+        assert (await post(session, "/chat/completions", ask("go", n=2))).status_code == 200
+        refused = await post(session, "/chat/completions", ask("more"))
+        assert refused.status_code == 400 and "max_answers=5" in refused.text
+        assert session.failures == []
+        check_exact(session, engine, rows=5)
+
+    run(tokenizer, test, max_n=3, max_answers=5)
+    for wrong in ("max_n=0", "max_n=129", "max_answers=0", "rewards=perhaps"):
+        with pytest.raises(ConfigError, match=f"rollout.gateway.{wrong.partition('=')[0]}"):
+            check_config(load_config(None, [f"rollout.gateway.{wrong}"]), 1)
+
+
+def test_a_text_that_no_context_holds_is_refused_before_it_is_rendered(tokenizer: Any) -> None:
+    async def test(session: Session, engine: StubEngine) -> None:
+        tokenizer.chat_template = "{{ raise_exception('rendered') }}"
+        answer = await post(session, "/chat/completions", ask("x" * 1_000_000))
+        assert answer.status_code == 400
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
+        large = await post(session, "/chat/completions", ask("x" * (9 << 20)))
+        assert large.status_code == 413 and engine.asked == []
+
+    try:
+        run(tokenizer, test, context_length=300)
+    finally:
+        tokenizer.chat_template = TEMPLATE
+
+
+def test_long_texts_are_rendered_beside_the_loop_and_each_for_itself(tokenizer: Any) -> None:
+    async def test(session: Session, engine: StubEngine) -> None:
+        contents = [f"{i}" + " ab" * 25_000 for i in range(4)]
+        answers = [
+            asyncio.create_task(post(session, "/chat/completions", ask(c))) for c in contents
+        ]
+        for i in range(5):
+            short = await post(session, "/chat/completions", ask(f"short {i}"))
+            assert short.status_code == 200
+        assert [(await a).status_code for a in answers] == [200] * 4
+        prompts = [tokenizer.decode(r.input_ids) for r in engine.asked if len(r.input_ids) > 1000]
+        assert len(prompts) == 4 and all(any(c in p for p in prompts) for c in contents)
+
+    run(tokenizer, test)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "rewarded", "status"),
+    [
+        ("auto", False, 200),
+        ("auto", True, 403),
+        ("always", True, 200),
+        ("never", False, 403),
+    ],
+)
+def test_who_may_send_rewards(tokenizer: Any, rewards: str, rewarded: bool, status: int) -> None:
+    async def inner() -> None:
+        async with opened(tokenizer, rewards=rewards) as (_, _, gateway):
+            with gateway.session(GCONFIG, tokenizer, rewarded=rewarded) as session:
+                first = (await post(session, "/chat/completions", ask("go"))).json()["id"]
+                for body in ({"reward": 1.0}, {"reward": 0.5, "id": first}):
+                    assert (await post(session, "/reward", body)).status_code == status
+                assert session.reward == (1.0 if status == 200 else None)
+
+    asyncio.run(inner())
+
+
 def test_a_key_opens_its_own_session_alone(tokenizer: Any) -> None:
     async def inner() -> None:
         async with opened(tokenizer) as (session, _, gateway):

@@ -258,7 +258,7 @@ def test_a_tool_that_exits_is_told() -> None:
 # -- what an agent returns, and what it does to its row
 
 
-@pytest.mark.parametrize("returned", ["1.0", True, float("nan"), 10**400, [1.0]])
+@pytest.mark.parametrize("returned", ["1.0", True, float("nan"), 10**400, 1e7, [1.0]])
 def test_what_is_no_reward_is_a_failed_rollout(tokenizer: Any, returned: Any) -> None:
     def agent(data: Any, base_url: str, api_key: str) -> Any:
         ask(base_url, api_key)

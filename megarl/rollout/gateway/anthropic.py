@@ -12,6 +12,7 @@ from megarl.rollout.gateway.messages import (
     Message,
     ToolCall,
     as_arguments,
+    named_tools,
     objects,
     strings,
     text_of,
@@ -35,7 +36,7 @@ def read(body: Mapping[str, Any], *, key: str) -> ChatRequest:
     tools = [] if choice == "none" else objects(body.get("tools"), "tools")
     return ChatRequest(
         messages=tuple(messages),
-        tools=tuple(_read_tool(t, f"tools[{i}]") for i, t in enumerate(tools)),
+        tools=named_tools([_read_tool(t, f"tools[{i}]") for i, t in enumerate(tools)]),
         max_tokens=whole_number(body, "max_tokens"),
         stop=strings(body.get("stop_sequences"), "stop_sequences"),
         key=key,

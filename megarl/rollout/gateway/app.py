@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import secrets
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 import orjson
@@ -26,7 +26,7 @@ log = get_logger(__name__)
 
 T = TypeVar("T")
 
-MAX_BODY = 64 << 20
+MAX_BODY = 8 << 20
 KEEP_ALIVE = 10.0  # seconds between two signs of life in a stream
 MODEL = "policy"
 
@@ -61,11 +61,10 @@ def build_app(
     find: _Find, is_known: Callable[[str], bool], context_length: int | None
 ) -> Starlette:
     """Returns the app. find: the session of (its id or "", the key); raises BadRequest. is_known:
-    whether a key may look at the models."""
+    whether a key is that of a session, or the workers'."""
 
     async def models(request: Request) -> Response:
-        if not is_known(_key(request)):
-            raise BadRequest("this key is not known here", status=401, code="invalid_api_key")
+        _check_known(request, is_known)
         entry = {"id": MODEL, "object": "model", "owned_by": "megarl", "created": 0}
         return _answer({"object": "list", "data": [entry | {"max_model_len": context_length}]})
 
@@ -76,7 +75,7 @@ def build_app(
         ("GET", "/v1/models", models, openai_chat),
         ("POST", "/v1/reward", reward, openai_chat),
         ("POST", "/reward", reward, openai_chat),
-        ("POST", "/inference/v1/generate", _Generate(find), openai_chat),
+        ("POST", "/inference/v1/generate", _Generate(find, is_known), openai_chat),
     ]
     return Starlette(
         routes=[
@@ -95,7 +94,8 @@ class _Chat:
 
     async def __call__(self, request: Request, session: Session) -> Response:
         body = await _read(request)
-        asked = self.dialect.read(body, key=request.headers.get("idempotency-key", ""))
+        with _well_formed():
+            asked = self.dialect.read(body, key=request.headers.get("idempotency-key", ""))
         model = str(body.get("model") or MODEL)
         work = asyncio.ensure_future(session.complete(asked, again=_again(request)))
         if body.get("stream"):
@@ -124,10 +124,11 @@ class _Generate:
     """Answers requests of token ids. Their session is that of the URL or the key, or the one that
     the body of a worker of environments names."""
 
-    def __init__(self, find: _Find) -> None:
-        self._find = find
+    def __init__(self, find: _Find, is_known: Callable[[str], bool]) -> None:
+        self._find, self._is_known = find, is_known
 
     async def __call__(self, request: Request) -> Response:
+        _check_known(request, self._is_known)  # before the body, which is long, is read
         asked = token_ids.read(await _read(request), trace=request.headers.get("x-session-id", ""))
         session = self._find(request.path_params.get("session") or asked.session, _key(request))
         work = asyncio.ensure_future(session.generate(asked))
@@ -152,11 +153,11 @@ async def _reward(request: Request, session: Session) -> Response:
     """Takes {"reward": r}, and with "id" the reward of one answer alone."""
     body = await _read(request)
     reward, answer_id = body.get("reward"), body.get("id")
-    if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
-        raise BadRequest(f"reward={reward!r}: send a finite number")
+    if isinstance(reward, bool) or not isinstance(reward, int | float):
+        raise BadRequest(f"reward={reward!r}: send a number")
     if answer_id is not None:
         answer_id = str(answer_id).partition("_" if "_" in str(answer_id) else "-")[2]
-    session.set_reward(float(reward), answer_id)
+    session.set_reward(reward, answer_id)
     return _answer({"ok": True})
 
 
@@ -188,6 +189,8 @@ def _guarded(handler: _Handler, dialect: Dialect) -> _Handler:
 def _refusal(error: Exception, dialect: Dialect) -> tuple[int, Any]:
     if isinstance(error, BadRequest):
         status, code = error.status, error.code
+    elif isinstance(error, RecursionError):
+        status, code = 400, "invalid_request"  # what the body nests is nested too deep
     else:
         log.warning("gateway: %s: %s", type(error).__name__, error)
         status, code = 502, "generation_failed"
@@ -220,6 +223,8 @@ async def _read(request: Request) -> dict[str, Any]:
             raise BadRequest(f"the body has more than {MAX_BODY >> 20} MiB", status=413)
     try:
         body = json.loads(raw)
+        if b"\\ud" in raw.lower():  # half of a pair is no text, and no answer could repeat it
+            json.dumps(body, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as e:
         raise BadRequest(f"the body is not JSON: {e}") from None
     if not isinstance(body, dict):
@@ -227,12 +232,35 @@ async def _read(request: Request) -> dict[str, Any]:
     return body
 
 
+@contextmanager
+def _well_formed() -> Iterator[None]:
+    """Turns what reading a body of another shape raises into a BadRequest."""
+    try:
+        yield
+    except BadRequest:
+        raise
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as e:
+        raise BadRequest(f"the body has another form than it should: {e}") from e
+
+
+def _check_known(request: Request, is_known: Callable[[str], bool]) -> None:
+    if not is_known(_key(request)):
+        raise BadRequest("this key is not known here", status=401, code="invalid_api_key")
+
+
+def _json(content: Any) -> bytes:
+    try:
+        return orjson.dumps(content)
+    except TypeError:  # what it repeats of the request has a number of more than 64 bits
+        return json.dumps(content).encode()
+
+
 def _answer(content: Any, status: int = 200) -> Response:
-    return Response(orjson.dumps(content), status_code=status, media_type="application/json")
+    return Response(_json(content), status_code=status, media_type="application/json")
 
 
 def _event(name: str, data: Any) -> bytes:
-    text = data.encode() if isinstance(data, str) else orjson.dumps(data)
+    text = data.encode() if isinstance(data, str) else _json(data)
     return (f"event: {name}\n".encode() if name else b"") + b"data: " + text + b"\n\n"
 
 

@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,6 +41,8 @@ class Gateway:
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self._worker_key = f"sk-{secrets.token_hex(24)}"
+        # that render long chats; more at once would hold more of them in memory
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="megarl-gateway")
         self.address, self.lost = "", 0
 
     async def start(self, context_length: Callable[[], Awaitable[int | None]]) -> None:
@@ -85,6 +88,7 @@ class Gateway:
             self._server.should_exit = True
             await asyncio.wait({self._serving}, timeout=STOP_TIMEOUT)
             self._serving.cancel()
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     @contextmanager
     def session(
@@ -95,9 +99,11 @@ class Gateway:
         template_kwargs: Mapping[str, Any] | None = None,
         index: int = 0,
         seed_key: Sequence[Any] = (),
+        rewarded: bool = False,
     ) -> Iterator[Session]:
         """Opens a session with these sampling parameters for as long as the context lasts. See
         InferenceEngine.session."""
+        rewards = self._config.rewards
         session = Session(
             self._engine,
             Renderer(tokenizer, self._parser, template_kwargs or {}),
@@ -108,6 +114,8 @@ class Gateway:
             index=index,
             seed_key=seed_key,
             worker_key=self._worker_key,
+            rewards=rewards == "always" or (rewards == "auto" and not rewarded),
+            threads=self._threads,
         )
         self._sessions[session.id] = self._by_key[session.api_key] = session
         try:

@@ -29,7 +29,7 @@ class ToolCall:
         """Returns the decoded arguments; their text where they are no JSON."""
         try:
             return json.loads(self.arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             return self.arguments
 
 
@@ -133,9 +133,11 @@ def text_of(content: Any, where: str) -> str:
         raise BadRequest(f"{where} is {type(content).__name__}; send text or a list of parts")
     texts = []
     for part in content:
-        text = part if isinstance(part, str) else part.get("text", part.get("refusal"))
+        text: Any = part
+        kind = type(part).__name__
+        if isinstance(part, dict):
+            text, kind = part.get("text", part.get("refusal")), str(part.get("type"))
         if not isinstance(text, str):
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             raise BadRequest(f"{where} has a part of type {kind!r}; the policy reads text alone")
         texts.append(text)
     return "".join(texts)
@@ -165,6 +167,15 @@ def strings(value: Any, name: str) -> tuple[str, ...]:
     if not isinstance(listed, list) or not all(isinstance(s, str) for s in listed):
         raise BadRequest(f"{name}={value!r}: send a string or a list of strings")
     return tuple(listed)
+
+
+def named_tools(tools: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+    """Returns OpenAI's function objects as a tuple. Raises BadRequest for one without a name."""
+    for i, tool in enumerate(tools):
+        function = tool.get("function")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise BadRequest(f"tools[{i}] is no function with a name")
+    return tuple(tools)
 
 
 def objects(value: Any, name: str) -> list[dict[str, Any]]:

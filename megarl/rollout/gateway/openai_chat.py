@@ -13,6 +13,7 @@ from megarl.rollout.gateway.messages import (
     Message,
     ToolCall,
     as_arguments,
+    named_tools,
     objects,
     strings,
     text_of,
@@ -37,7 +38,7 @@ def read(body: Mapping[str, Any], *, key: str) -> ChatRequest:
             read_message(m, f"messages[{i}]")
             for i, m in enumerate(objects(body.get("messages"), "messages"))
         ),
-        tools=tuple(tools),
+        tools=named_tools(tools),
         max_tokens=whole_number(body, "max_completion_tokens", "max_tokens"),
         stop=strings(body.get("stop"), "stop"),
         n=whole_number(body, "n") or 1,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 from megarl.api.records import ModelResponse
@@ -24,6 +25,26 @@ class Renderer:
             raise ValueError("a session needs a tokenizer with a chat template: give the model's")
         self.tokenizer, self._parser = tokenizer, parser
         self._template = ChatTemplate(tokenizer, template_kwargs)
+
+    def check_length(self, messages: Sequence[Message], context_length: int) -> None:
+        """Raises BadRequest where the messages have so many characters that no tokens of this
+        vocabulary bring them into the context. Answers do not count: templates drop thoughts."""
+        length = sum(len(m.content) for m in messages if m.role != "assistant")
+        if length <= context_length:  # a token has one character at least
+            return
+        _, longest = _vocabulary(self.tokenizer)
+        if length > context_length * longest:
+            raise BadRequest(
+                f"the messages have {length} characters, which leave no room in a context of "
+                f"{context_length} tokens",
+                code="context_length_exceeded",
+            )
+
+    def check_ids(self, ids: Sequence[int]) -> None:
+        """Raises BadRequest for an id that is none of the vocabulary's."""
+        size, _ = _vocabulary(self.tokenizer)
+        if ids and max(ids) >= size:
+            raise BadRequest(f"token_ids has {max(ids)}: the vocabulary has {size} tokens")
 
     def whole(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
         """Returns the ids of a chat from its beginning; see ChatTemplate.text. Raises BadRequest
@@ -72,10 +93,17 @@ def _split_reasoning(text: str) -> tuple[str, str]:
     return thought.strip().removeprefix("<think>").strip(), content.lstrip("\n")
 
 
+@lru_cache(maxsize=4)
+def _vocabulary(tokenizer: Any) -> tuple[int, int]:
+    """Returns the number of a tokenizer's ids, and the length of its longest token."""
+    tokens: dict[str, int] = tokenizer.get_vocab()
+    return max(tokens.values()) + 1, max(map(len, tokens))
+
+
 @contextmanager
 def _refused() -> Iterator[None]:
-    """Turns a ValueError into a BadRequest."""
+    """Turns what a template raises into a BadRequest: it is given nothing but the request."""
     try:
         yield
-    except ValueError as e:
-        raise BadRequest(str(e)) from e
+    except Exception as e:
+        raise BadRequest(str(e) or type(e).__name__) from e

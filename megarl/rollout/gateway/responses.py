@@ -15,6 +15,7 @@ from megarl.rollout.gateway.messages import (
     Message,
     ToolCall,
     as_arguments,
+    named_tools,
     objects,
     text_of,
     whole_number,
@@ -49,7 +50,7 @@ def read(body: Mapping[str, Any], *, key: str) -> ChatRequest:
             _add(messages, item, f"input[{i}]")
     return ChatRequest(
         messages=tuple(messages),
-        tools=tuple(_read_tool(t, f"tools[{i}]") for i, t in enumerate(tools)),
+        tools=named_tools([_read_tool(t, f"tools[{i}]") for i, t in enumerate(tools)]),
         max_tokens=whole_number(body, "max_output_tokens"),
         key=key,
     )

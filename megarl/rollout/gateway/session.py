@@ -13,6 +13,7 @@ import secrets
 import uuid
 from collections import Counter
 from collections.abc import Coroutine, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, TypeVar
@@ -31,6 +32,9 @@ from megarl.rollout.server_choice import Home, current_home
 from megarl.rollout.trajectory import Trajectory, Turn
 
 T = TypeVar("T")
+
+MOST_REWARD = 1e6  # no reward is larger; as float32 it has its last digit
+LONG = 1 << 16  # characters from which on a chat is rendered in a thread
 
 
 @dataclass(kw_only=True)
@@ -85,6 +89,8 @@ class Session:
         index: int = 0,
         seed_key: Sequence[Any] = (),
         worker_key: str = "",
+        rewards: bool = True,
+        threads: Executor | None = None,
     ) -> None:
         self.worker_url, self.worker_key = f"{address}/v1", worker_key
         self.id, self.api_key = uuid.uuid4().hex, f"sk-{secrets.token_hex(24)}"
@@ -95,14 +101,14 @@ class Session:
         self.traces: dict[str, Trajectory] = {}
         self._engine, self._renderer, self._config = engine, renderer, config
         self._gconfig, self._seed_key = gconfig, tuple(seed_key)
-        self._context_length = context_length
+        self._context_length, self._rewards, self._threads = context_length, rewards, threads
         self._chats: list[_Chat] = []
         self._attempts: Attempts[Answer] = Attempts()
         self._turns: dict[str, Turn] = {}  # by the answer's id
         self._asked: Counter[bytes] = Counter()  # how often, by a digest of the prompt
         self._errors: dict[bytes, str] = {}  # by a digest of the request
         self._generating: set[asyncio.Task[Any]] = set()
-        self._unanswered = 0
+        self._unanswered = self._begun = 0
         # of the episode; requests arrive in the context of the gateway, which serves all of them
         self._context = contextvars.copy_context()
         self._context.run(current_home.set, Home(near=current_home.get()))
@@ -122,6 +128,10 @@ class Session:
     async def complete(self, request: ChatRequest, *, again: bool = False) -> list[Answer]:
         """Returns the policy's answers. A request that the client sends again gets those of its
         first attempt, see Attempts.get. Raises BadRequest for what cannot be answered."""
+        if request.n > self._config.max_n:
+            raise BadRequest(
+                f"n={request.n}: send at most rollout.gateway.max_n={self._config.max_n}"
+            )
         keys = keys_of(request.messages, self._config.match)
         parent = self._parent(request, keys)
         place = -1 if parent is None else self._chats.index(parent)
@@ -141,6 +151,8 @@ class Session:
         """Returns the policy's answer to token ids, which goes into the trajectory of its trace.
         Raises BadRequest for what cannot be answered."""
         ids = request.token_ids
+        self._renderer.check_ids([*ids, *request.stop_token_ids])
+        self._count(1)
         asked = digest(request.trace, len(ids))
         gconfig = self._bounds(len(ids), request.max_tokens, ())
         stops = dict.fromkeys([*gconfig.stop_token_ids, *request.stop_token_ids])
@@ -177,8 +189,18 @@ class Session:
         self._attempts.close()
 
     def set_reward(self, reward: float, answer_id: str | None = None) -> None:
-        """Sets the outcome, or the reward of one answer. Raises BadRequest for an id that is no
-        answer's."""
+        """Sets the outcome, or the reward of one answer. Raises BadRequest where rewards are not
+        taken, for one beyond MOST_REWARD, and for an id that is no answer's."""
+        if not self._rewards:
+            raise BadRequest(
+                "the reward is its function's: rollout.gateway.rewards=always has the gateway take "
+                "others",
+                status=403,
+                code="rewards_off",
+            )
+        if not abs(reward) <= MOST_REWARD:
+            raise BadRequest(f"reward: send a number from -{MOST_REWARD:g} to {MOST_REWARD:g}")
+        reward = float(reward)
         if answer_id is None:
             self.reward = reward
         elif (turn := self._turns.get(answer_id)) is not None:
@@ -208,8 +230,9 @@ class Session:
         return asyncio.get_running_loop().create_task(work, context=self._context)
 
     async def _generate(self, parent: _Chat | None, request: ChatRequest) -> list[Answer]:
-        prompt = self._prompt(parent, request)
+        prompt = await self._prompt(parent, request)
         gconfig = self._bounds(len(prompt), request.max_tokens, request.stop)
+        self._count(request.n)
         known = parent.turn.routed() if parent is not None else 0
         requests = [
             ModelRequest(input_ids=prompt, gconfig=gconfig, seed=seed, routes_from=known)
@@ -231,12 +254,33 @@ class Session:
             for r in responses
         ]
 
-    def _prompt(self, parent: _Chat | None, request: ChatRequest) -> list[int]:
+    async def _prompt(self, parent: _Chat | None, request: ChatRequest) -> list[int]:
+        """Returns the request's ids; those of a long one come from a thread, for rendering it would
+        hold up all episodes."""
+        if self._context_length is not None:
+            self._renderer.check_length(request.messages, self._context_length)
+        length = sum(len(m.content) + len(m.reasoning) for m in request.messages)
+        if length < LONG or self._threads is None:
+            return self._rendered(parent, request)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._rendered, parent, request)
+
+    def _rendered(self, parent: _Chat | None, request: ChatRequest) -> list[int]:
         if parent is None:
             return self._renderer.whole(request.messages, request.tools)
         before = parent.turn.path_tokens()
         rest = request.messages[len(parent.messages) :]
         return before + self._renderer.after(parent.messages, rest, request.tools, before[-1])
+
+    def _count(self, answers: int) -> None:
+        """Counts answers that are asked for. Raises BadRequest for more than a session may have."""
+        if self._begun + answers > self._config.max_answers:
+            raise BadRequest(
+                f"this session has {self._begun} answers: rollout.gateway.max_answers="
+                f"{self._config.max_answers}",
+                code="too_many_answers",
+            )
+        self._begun += answers
 
     def _bounds(
         self, length: int, max_tokens: int | None, stop: Sequence[str]

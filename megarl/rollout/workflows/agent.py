@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from numbers import Real
@@ -14,8 +13,9 @@ from megarl.api.inference import InferenceEngine
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.observability.logging import get_logger
 from megarl.rollout.chat import ChatOptions, ChatWorkflow, all_of
-from megarl.rollout.gateway.session import Session
+from megarl.rollout.gateway.session import MOST_REWARD, Session
 from megarl.rollout.generation import attempt_key
+from megarl.rollout.rewards import no_reward
 from megarl.rollout.trajectory import Trajectory, to_batch
 from megarl.rollout.user_calls import ThreadsExhausted, call
 from megarl.utils.importing import load_object
@@ -79,6 +79,7 @@ class AgentWorkflow(ChatWorkflow):
             template_kwargs=self.chat_template_kwargs,
             index=index,
             seed_key=key,
+            rewarded=self.reward_fn is not no_reward,
         ) as session:
             try:
                 returned = _reward(await self._run(data, session))
@@ -122,6 +123,6 @@ def _reward(returned: Any) -> float | None:
     if isinstance(returned, bool) or not isinstance(returned, Real):
         raise TypeError(f"the agent returned {returned!r}: return a reward as a number, or None")
     reward = float(returned)
-    if not math.isfinite(reward):
-        raise ValueError(f"the agent returned a reward of {reward}: return a finite number")
+    if not abs(reward) <= MOST_REWARD:
+        raise ValueError(f"the agent returned a reward of {reward}: no more than {MOST_REWARD:g}")
     return reward
