@@ -266,7 +266,7 @@ def _merge(
             problems.append(f"{key.name}={show(value)}: a section, not a value; it has {inside}")
         else:
             if OmegaConf.is_interpolation(node, name) or node[name] is None:
-                OmegaConf.update(node, name, OmegaConf.structured(key.section))
+                OmegaConf.update(node, name, OmegaConf.structured(key.section), merge=False)
             _merge(node[name], value, key.section, key.name + ".", problems, root)
 
 

@@ -18,6 +18,7 @@ import math_verify
 import pytest
 import reasoning_gym
 from packaging.requirements import Requirement
+from sympy import Rational
 
 from megarl.rollout.rewards import (
     RewardError,
@@ -25,6 +26,7 @@ from megarl.rollout.rewards import (
     RewardTimeout,
     check_rows,
     get_reward_fn,
+    gsm8k,
     reward_arguments,
 )
 from megarl.rollout.rewards import bounded as bounded_module
@@ -199,15 +201,47 @@ def test_a_gold_answer_that_is_no_number_is_an_error_that_names_the_row(answer):
     check_rows(get_reward_fn("arithmetic"), data)  # that reward compares any text
 
 
-def test_the_installed_antlr_is_the_one_that_was_tested():
+def test_hydra_fits_beside_the_grader():
+    """hydra-core 1.3 wants antlr4 4.9 and omegaconf 2.3."""
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     required = {r.name: r for r in map(Requirement, project["dependencies"])}
-    for name in ("antlr4-python3-runtime", "math-verify"):
-        assert required[name].specifier.contains(version(name))
+    assert "antlr4-python3-runtime" not in required
+    assert required["omegaconf"].specifier.contains("2.3.0")
+    assert required["math-verify"].specifier.contains(version("math-verify"))
+
+
+PERCENTAGES = [
+    (r"\boxed{50\%}", "50"),
+    (r"\boxed{50\%}", "0.5"),
+    (r"\boxed{50%}", r"50\%"),
+    (r"\boxed{-50 \%}", "-50"),
+    (r"\boxed{1,000\%}", "1000"),
+    (r"\boxed{15\% \text{ off}}", "15"),
+    (r"so $50\%$.", "50"),
+]
+
+
+@pytest.mark.parametrize("completion, answer", PERCENTAGES)
+def test_percentages_are_read(completion, answer):
+    assert score("gsm8k", completion, answer=answer) == 1
+    assert score("gsm8k", completion.replace("5", "4").replace("1", "2"), answer=answer) == 0
+
+
+@pytest.mark.parametrize("completion", ["\\boxed{50\\%}", "$50\\%$"])
+def test_percentages_are_read_without_the_parsers_help(monkeypatch, completion):
+    """That of antlr4 4.9 reads none in a box, or reads it as a number."""
+    seen = []
+
+    def parse(text, **kw):
+        seen.append(text)
+        return math_verify.parse(text, **kw)
+
+    monkeypatch.setattr(gsm8k, "math_verify_parse", parse)
+    assert gsm8k.final_answer(completion).doit() == Rational(1, 2)
+    assert all("%}" not in text and "%$" not in text for text in seen)
 
 
 def test_a_grader_that_cannot_read_latex_is_an_error_at_the_import(monkeypatch):
-    """With antlr4 4.9 and 4.11 a percentage in a box is not read, and was graded 0."""
     monkeypatch.setattr(math_verify, "parse", lambda *_, **__: [])
     monkeypatch.delitem(sys.modules, "megarl.rollout.rewards.gsm8k")
     with pytest.raises(

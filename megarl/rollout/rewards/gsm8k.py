@@ -39,6 +39,10 @@ _AFTER = re.compile(
     r"%?\s*[-*/]+\s*\$?[\d(]|\s*[+^]|[⁰¹²³⁴-⁹]|[,:.]\d|e\d|[xyzn]\b|[$%]?\s*to\s+\$?-?\d", re.ASCII
 )
 _SYMBOLS = str.maketrans({"−": "-", "–": "-", "—": "-", "×": "*", "·": "*", "÷": "/"})
+# with words behind it, perhaps. Of some versions of antlr4 math-verify reads none inside the box
+_PERCENT = re.compile(
+    r"(?:\\boxed\{|\$)\s*(-?[\d.,]*\d)\s*\\?%\s*(?:\\(?:text|mathrm)\{[^{}]*\}\s*)?[}$]"
+)
 _BOLD = re.compile(r"(?<![\d)])\*\*|\*\*(?![\d(-])")  # not the power in 2**3
 # after a number math-verify would take it for a decimal point, or not see where the number ends
 _SENTENCE_END = re.compile(r"(?<=[\d)])[.!?;](?=\s|$)")
@@ -134,6 +138,7 @@ def _parse(text: str) -> Any:
     TooMuchWork for what nobody could compare."""
     if _LARGE_BINOMIAL.search(text) or any(int(m[1]) > MAX_DIGITS for m in _POWER.finditer(text)):
         raise TooMuchWork
+    text = _PERCENT.sub(r"$\1$\\%", text)
     found = math_verify_parse(text, parsing_timeout=None, fallback_mode="no_fallback")
     if found and not _computable(found[0]):
         raise TooMuchWork
@@ -172,16 +177,14 @@ def _braced(text: str) -> str | None:
 
 
 def _check_latex() -> None:
-    """Raises ImportError where LaTeX is not read as with the antlr4 that pyproject.toml names:
-    math-verify swallows its parser's errors, so that right answers would earn 0.
-    """
+    """Raises ImportError where LaTeX is not read: math-verify swallows its parser's errors, such as
+    of an antlr4 that it has no parser for, so that right answers would earn 0."""
     for latex, value in ((r"\frac{5}{6}", "5/6"), (r"50\%", "1/2"), (r"\sqrt{16}", "4")):
         found = _parse(f"\\boxed{{{latex}}}")
         if found is None or found.doit() != _parse(f"\\boxed{{{value}}}"):
             raise ImportError(
                 f"math-verify reads {latex} as {found} with antlr4-python3-runtime "
-                f"{version('antlr4-python3-runtime')}; install the version megarl asks for: "
-                "pip install megarl"
+                f"{version('antlr4-python3-runtime')}; install 4.9.3, 4.11.0 or 4.13.2"
             )
 
 
