@@ -258,6 +258,12 @@ class TeacherConfig(TrainEngineConfig):
         help="servers that hold the teacher, as host:port; empty makes an engine of it",
     )
     request_timeout: float = arg(120.0, bounds=TIMEOUT, help="seconds a server may take a sample")
+    retry_timeout: float = arg(
+        300.0,
+        bounds=TIMEOUT,
+        help="seconds for which a sample is asked for again, as while a server starts; then it is "
+        "left out",
+    )
 
     lm_head_topk: int = arg(
         64,

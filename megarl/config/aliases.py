@@ -99,6 +99,7 @@ _THEIRS: Mapping[str, str] = {
     _MEMORY: "gpu_memory_utilization vllm_gpu_memory_utilization mem_fraction_static "
     "sglang_mem_fraction_static",
     "rollout.max_head_offpolicyness": "max_staleness staleness_threshold max_trajectory_age_steps",
+    "rollout.retry_timeout": "request_retries",
     "weight_sync.type": "weight_update_mode",
     # the run
     "total_train_epochs": "num_epochs num_train_epochs total_epochs num_epoch max_num_epochs "

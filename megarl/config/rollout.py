@@ -209,10 +209,16 @@ class RolloutConfig:
         choices=("flush", "recompute", "keep"),
     )
     request_timeout: float = arg(
-        600.0, bounds=TIMEOUT, help="seconds one generation request may take"
+        600.0,
+        bounds=TIMEOUT,
+        help="seconds one generation request may take; a longer one is aborted, and another goes "
+        "on with its tokens",
     )
-    request_retries: int = arg(
-        3, bounds=POSITIVE, help="tries of one request before its error is raised"
+    retry_timeout: float = arg(
+        120.0,
+        bounds=TIMEOUT,
+        help="seconds for which a generation request that fails is tried again, on all servers; "
+        "then the rollout has failed, or no server is left",
     )
     affinity: float = arg(
         2.0,

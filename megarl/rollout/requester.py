@@ -93,12 +93,16 @@ class Requester(InferenceEngine):
             pool,
             ServerChoice(affinity=config.affinity),
             timeout=config.request_timeout,
-            retries=config.request_retries,
             router=router,
         )
         # a pause may take weight_sync.timeout to drain, and the update as long
         patience = 2 * sync.timeout + config.request_timeout
-        samples = SampleLoop(dispatcher, keys=self._keys, patience=patience)
+        samples = SampleLoop(
+            dispatcher,
+            keys=self._keys,
+            patience=patience,
+            retry_timeout=config.retry_timeout,
+        )
         made = Connection(loop=LoopThread(), pool=pool, samples=samples, router=router)
         self._connection = made
         made.loop.run(pool.open(), timeout=PROBE_TIMEOUT)
@@ -124,7 +128,8 @@ class Requester(InferenceEngine):
     async def agenerate_many(self, reqs: Sequence[ModelRequest]) -> list[ModelResponse]:
         """Generates samples in one request to one server, that of the episode where there is one
         (rollout.affinity), in the order of `reqs`, and continues those that a pause aborts. Raises
-        RuntimeError where all tries fail, ValueError for a broken answer."""
+        RolloutFailed ("server") where servers fail for rollout.retry_timeout, RuntimeError where
+        none is left, ValueError for a broken answer."""
         at = self.opened()
         samples = [self._sample(i, with_ids(r, self._tokenizer)) for i, r in enumerate(reqs)]
         if (answers := current_answers.get()) is not None:

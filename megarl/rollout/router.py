@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from megarl.observability.logging import get_logger
@@ -83,9 +82,7 @@ class Router:
         return await self._pool.call(address, method, path, body, timeout=PROBE_TIMEOUT)
 
 
-def single_bodies(body: dict[str, Any], samples: int) -> Sequence[dict[str, Any]]:
-    """Returns a body for each sample of a batch request: the router takes no lists but a prompt's
-    tokens."""
-    return [
-        {key: v[i] if isinstance(v, list) else v for key, v in body.items()} for i in range(samples)
-    ]
+def single_body(body: dict[str, Any]) -> dict[str, Any]:
+    """Returns the body of a batch request of one sample without its lists: the router takes none
+    but a prompt's tokens."""
+    return {key: v[0] if isinstance(v, list) else v for key, v in body.items()}

@@ -1,4 +1,5 @@
-"""SampleLoop brings samples to their end, over as many requests as pauses make necessary."""
+"""SampleLoop brings samples to their end, over as many requests as pauses and failures make
+necessary."""
 
 from __future__ import annotations
 
@@ -6,12 +7,17 @@ import asyncio
 import time
 from collections.abc import Sequence
 
+from megarl.api.inference import RolloutFailed
 from megarl.api.records import ModelResponse
+from megarl.observability.logging import get_logger
 from megarl.rollout.cache_keys import CacheKeys
 from megarl.rollout.dispatch import Dispatcher
 from megarl.rollout.generation import Sample, batch_body, routes_from
 from megarl.rollout.server_choice import current_home
 from megarl.utils.http import HttpError
+from megarl.utils.retries import Retries, is_final
+
+log = get_logger(__name__)
 
 # aborts in a row, without a token and without a pause of ours, before it is an error
 MAX_FRUITLESS_ABORTS = 20
@@ -26,11 +32,15 @@ class SampleLoop:
 
     keys: of the servers' prefix caches, which requests name.
     patience: seconds that a request waits while it is held.
+    retry_timeout: seconds for which what fails is tried again.
     adapter: the name of the adapter that requests ask for, None for none.
     """
 
-    def __init__(self, dispatcher: Dispatcher, *, keys: CacheKeys, patience: float) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, *, keys: CacheKeys, patience: float, retry_timeout: float
+    ) -> None:
         self._dispatcher, self._keys, self._patience = dispatcher, keys, patience
+        self._retry_timeout = retry_timeout
         self.adapter: str | None = None
         self._admitted = asyncio.Event()
         self._admitted.set()
@@ -61,37 +71,71 @@ class SampleLoop:
 
     async def generate(self, samples: Sequence[Sample]) -> list[ModelResponse]:
         """Returns the samples' responses, once all have ended. Samples that a pause aborts are sent
-        again. Raises RuntimeError where all tries fail, ValueError for a broken answer."""
+        again, and those of a request that fails. Raises RolloutFailed ("server") where that goes on
+        for too long, RuntimeError where no server is left, HttpError for a refusal (4xx but 429)
+        and ValueError for a broken answer."""
+        if self._dispatcher.batches:
+            await self._finish(samples)
+        else:
+            alone = (self._finish([sample]) for sample in samples)
+            for error in await asyncio.gather(*alone, return_exceptions=True):
+                if error is not None:
+                    raise error
+        return [s.response for s in samples]
+
+    async def _finish(self, samples: Sequence[Sample]) -> None:
+        """Has servers write until all samples have ended."""
         fruitless, begun = 0, self._keys.begin()
-        unfinished = [s for s in samples if not s.done]
-        while unfinished:
+        retries, failed = Retries(self._retry_timeout), list[str]()
+        while unfinished := [s for s in samples if not s.done]:
             await self._admission()
             holds = self._holds
             try:
-                gained = await self._ask(unfinished, begun)
-            except HttpError:  # on its way across an update: the adapter it names is gone
+                gained = await self._ask(unfinished, begun, failed)
+            except HttpError as error:
+                # on its way across an update: the adapter it names is gone
                 if self.adapter is None or holds == self._holds:
-                    raise
+                    await self._rest(retries, error)
+                    failed.append(error.server)
                 continue
-            before, unfinished = len(unfinished), [s for s in unfinished if not s.done]
-            if holds == self._holds and unfinished:
-                fruitless = 0 if gained or len(unfinished) < before else fruitless + 1
+            retries = Retries(self._retry_timeout)
+            failed.clear()
+            if holds == self._holds and not all(s.done for s in unfinished):
+                progress = gained or any(s.done for s in unfinished)
+                fruitless = 0 if progress else fruitless + 1
                 if fruitless == MAX_FRUITLESS_ABORTS:
-                    raise RuntimeError(
+                    raise RolloutFailed(
+                        "server",
                         f"request {unfinished[0].request.rid}: aborted {fruitless} times in a row "
-                        "without a token; something keeps aborting the servers' requests"
+                        "without a token; something keeps aborting the servers' requests",
                     )
                 await asyncio.sleep(ABORT_DELAY)
-        return [s.response for s in samples]
 
-    async def _ask(self, samples: Sequence[Sample], begun: int) -> int:
+    async def _rest(self, retries: Retries, error: HttpError) -> None:
+        """Waits before the next try. Raises what `generate` raises where there is none."""
+        if is_final(error):
+            raise error
+        if (seconds := retries.rest()) is not None:
+            log.debug("failure %d: %s", retries.failures, error)
+            await asyncio.sleep(seconds)
+            return
+        self._dispatcher.check_left(error)
+        raise RolloutFailed(
+            "server",
+            f"generation failed {retries.failures} times in rollout.retry_timeout="
+            f"{self._retry_timeout:g} s, the last time because {error}",
+        ) from error
+
+    async def _ask(self, samples: Sequence[Sample], begun: int, failed: Sequence[str]) -> int:
         """Sends one request for all, whose episode began at version `begun`, and takes the answers
-        in; returns how many tokens came."""
+        in; returns how many tokens came. failed: servers that failed these samples."""
         named, asked = self._keys.version_for(begun), routes_from(samples) or 0
         body = batch_body(samples, self._keys.key(named), self.adapter)
         self._under_way += 1
         try:
-            items, server = await self._dispatcher.generate(body, len(samples), current_home.get())
+            items, server = await self._dispatcher.generate(
+                body, len(samples), current_home.get(), failed=failed, held=lambda: self.held
+            )
             until = named if self._keys.crossed(named) else None
             try:
                 pairs = zip(samples, items, strict=True)

@@ -109,13 +109,13 @@ class ServerChoice:
         tokens: float,
         *,
         home: Home | None = None,
-        avoid: Sequence[Server] = (),
+        avoid: Sequence[str] = (),
     ) -> Server:
-        """Returns the server for a request of `tokens`, and makes it the home. Servers in `avoid`,
-        which just failed, silent ones and resting ones come last; equals take turns."""
+        """Returns the server for a request of `tokens`, and makes it the home. Those at addresses
+        in `avoid`, which just failed, silent ones and resting ones come last; equals take turns."""
         n = len(servers)
         order = [servers[(self._next + i) % n] for i in range(n)]
-        best = min(order, key=lambda s: (avoid.count(s), s.silent, s.rests, s.outstanding))
+        best = min(order, key=lambda s: (avoid.count(s.address), s.silent, s.rests, s.outstanding))
         if home is not None and self._affinity:
             wanted = home.first_choice
             for server in servers:
@@ -125,9 +125,9 @@ class ServerChoice:
         self._next = (servers.index(best) + 1) % n
         return best
 
-    def _holds(self, home: Server, best: Server, tokens: float, avoid: Sequence[Server]) -> bool:
+    def _holds(self, home: Server, best: Server, tokens: float, avoid: Sequence[str]) -> bool:
         """Returns whether a home keeps its guest: it is as well as the best, not overloaded."""
-        ailing = (avoid.count(home), home.silent, home.rests)
-        if ailing > (avoid.count(best), best.silent, best.rests):
+        ailing = (avoid.count(home.address), home.silent, home.rests)
+        if ailing > (avoid.count(best.address), best.silent, best.rests):
             return False
         return home.outstanding <= self._affinity * (best.outstanding + tokens)

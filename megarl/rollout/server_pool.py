@@ -40,6 +40,7 @@ PROBE_TIMEOUT = 30.0  # of one /health or /model_info; SGLang's /health generate
 # how long a pause waits to hear from lost servers; those that are back answer at once
 RETURN_TIMEOUT = 1.0
 CLOSE_TIMEOUT = 5.0  # of a resume at the end
+CONNECT_TIMEOUT = 30.0  # of one connection
 
 
 class ServerPool:
@@ -289,18 +290,20 @@ class ServerPool:
         path: str,
         body: dict[str, Any] | None = None,
         *,
-        timeout: float,
+        timeout: float | None,
     ) -> Any:
-        """Returns the decoded answer. Every failure is an HttpError naming the server."""
+        """Returns the decoded answer, which may take `timeout` seconds (None: for ever). Every
+        failure is an HttpError naming the server."""
         assert self._session is not None, "ServerPool.open() was not awaited"
-        limit = aiohttp.ClientTimeout(total=timeout)
+        limit = aiohttp.ClientTimeout(total=timeout, sock_connect=CONNECT_TIMEOUT)
         url = f"http://{address}{path}"
         try:
             async with self._session.request(method, url, json=body, timeout=limit) as response:
                 status, raw = response.status, await response.read()
                 rest = retry_after(response.headers.get("Retry-After"))
         except TimeoutError as e:
-            raise HttpError(address, path, f"gave no answer within {timeout:.0f} s") from e
+            waited = CONNECT_TIMEOUT if timeout is None else timeout
+            raise HttpError(address, path, f"gave no answer within {waited:.0f} s") from e
         except (aiohttp.ClientError, OSError) as e:
             reason = f"failed: {type(e).__name__}: {shown(str(e)) if str(e) else ''}".rstrip(": ")
             raise HttpError(address, path, reason) from e

@@ -6,6 +6,8 @@ B samples of a batch, b held by this rank, n tokens of one, k tokens that the te
 from __future__ import annotations
 
 import math
+import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,11 +19,11 @@ from megarl.api.batch import Batch, Tokens
 from megarl.api.failures import on_every_rank
 from megarl.observability.logging import get_logger, warn_once_per_world
 from megarl.utils.http import HttpError, call_json, shown
+from megarl.utils.retries import MAX_REST, Retries, is_final
 
 log = get_logger(__name__)
 
 WORKERS = 32  # requests at a time
-TRIES = 3  # of one sample, each at the next server
 # what k logprobs in float32 leave to the others cannot be told from rounding below this
 TAIL_FLOOR = 1e-6
 
@@ -33,11 +35,19 @@ class ServerTeacher:
     those of temperature 1, for servers do not scale a prompt's."""
 
     def __init__(
-        self, addresses: Sequence[str], *, top: int, vocab_size: int, timeout: float = 120.0
+        self,
+        addresses: Sequence[str],
+        *,
+        top: int,
+        vocab_size: int,
+        timeout: float = 120.0,
+        retry_timeout: float = 300.0,
     ) -> None:
         """top: k. vocab_size: the student's; with k no less, the teacher names every token.
-        timeout: seconds of one request."""
+        timeout: seconds of one request. retry_timeout: seconds for which a sample is asked for
+        again."""
         self.addresses, self.top, self.timeout = list(addresses), top, timeout
+        self.retry_timeout = retry_timeout
         self.whole = top >= vocab_size
 
     def teach(self, batch: Batch, *, top: bool = True) -> Tensor:
@@ -59,16 +69,19 @@ class ServerTeacher:
         held = batch.padded(names=["input_ids"])
         lengths = batch.lengths[batch.rows].tolist()
         rows = [ids[:n].tolist() for ids, n in zip(held["input_ids"], lengths, strict=True)]
+        lost = threading.Event()  # the servers, for as long as is waited for them
         with ThreadPoolExecutor(WORKERS) as pool:
-            found = list(pool.map(lambda at: self._of_row(at, rows[at], k), range(len(rows))))
+            found = list(pool.map(lambda at: self._of_row(at, rows[at], k, lost), range(len(rows))))
         failed = torch.tensor([one is None for one in found], dtype=torch.bool)
         said = [
             _nothing(n, k) if one is None else one for one, n in zip(found, lengths, strict=True)
         ]
         return said, failed
 
-    def _of_row(self, at: int, ids: list[int], k: int) -> Said | None:
-        """Returns what the servers say of a sample; None, with a warning, where none answers."""
+    def _of_row(self, at: int, ids: list[int], k: int, lost: threading.Event) -> Said | None:
+        """Returns what the servers say of a sample; None, with a warning, where none answers. A
+        sample that was asked for until the end of the timeout sets `lost`: with it set, each server
+        is asked once."""
         body = {
             "input_ids": ids,
             "sampling_params": {"temperature": 1.0, "max_new_tokens": 0},
@@ -76,13 +89,21 @@ class ServerTeacher:
             "logprob_start_len": 0,
             "top_logprobs_num": k,
         }
-        for attempt in range(TRIES):
-            server = self.addresses[(at + attempt) % len(self.addresses)]
-            try:
-                answer = call_json("POST", server, "/generate", body, timeout=self.timeout)
-                return read_answer(answer, ids, k, whole=self.whole)
-            except (HttpError, ValueError) as e:
-                why = e
+        retries = Retries(self.retry_timeout)
+        while True:
+            for i in range(len(self.addresses)):
+                server = self.addresses[(at + i) % len(self.addresses)]
+                try:
+                    answer = call_json("POST", server, "/generate", body, timeout=self.timeout)
+                    return read_answer(answer, ids, k, whole=self.whole)
+                except (HttpError, ValueError) as e:
+                    why = e
+            if not isinstance(why, HttpError) or is_final(why):
+                break
+            if lost.is_set() or (rest := retries.rest()) is None:
+                lost.set()
+                break
+            time.sleep(max(rest, min(why.retry_after or 0.0, MAX_REST)))
         warn_once_per_world(log, "the teacher has no answer for a sample: %s", why)
         return None
 

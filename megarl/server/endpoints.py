@@ -29,6 +29,7 @@ class Endpoints:
 
     def __init__(self, core: ServerCore) -> None:
         self.core = core
+        self._rids: set[str] = set()  # of the sequences under way
 
     async def health(self, request: Request) -> Response:
         """Answers 200 while the generation loop runs, else 503."""
@@ -119,17 +120,28 @@ class Endpoints:
         self.core.check_alive()
         call, batched = self.core.parser.parse(body)
         self.core.updates.adapters.check_named(body.get("lora_path"))
+        rids = [s.rid for s in call.sequences]
+        if len(set(rids)) < len(rids) or not self._rids.isdisjoint(rids):
+            raise ServerError(f"Duplicate request ID: of {rids}, one is under way")
+        self._rids.update(rids)
+        try:
+            return (call, batched) if await self._has_ended(request, call) else None
+        finally:
+            self._rids.difference_update(rids)
+
+    async def _has_ended(self, request: Request, call: GenerateCall) -> bool:
+        """Waits for a call; returns False where the client goes away, which aborts it."""
         self.core.scheduler.submit(call.sequences)
         gone = asyncio.ensure_future(_disconnected(request))
         await asyncio.wait({call.done, gone}, return_when=asyncio.FIRST_COMPLETED)
         gone.cancel()
         if not call.done.done():
             self.core.scheduler.abort_sequences(call.sequences)
-            return None
+            return False
         for s in call.sequences:
             if s.error:
                 raise ServerError(s.error, status=500)
-        return call, batched
+        return True
 
     async def abort_request(self, request: Request) -> Response:
         """Aborts the sequences whose rid begins with `rid`, or all."""

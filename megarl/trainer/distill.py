@@ -47,6 +47,7 @@ class DistillTrainer(rl.RLTrainer):
             top=teacher.lm_head_topk,
             vocab_size=read_hf_config(actor.path, override=actor.override_config).vocab_size,
             timeout=teacher.request_timeout,
+            retry_timeout=teacher.retry_timeout,
         )
 
     # --8<-- [start:step]

@@ -70,11 +70,12 @@ def call_json(
         connection.request(method, path, payload, headers)
         response = connection.getresponse()
         status, raw = response.status, response.read()
+        rest = retry_after(response.getheader("Retry-After"))
     except (OSError, http.client.HTTPException) as e:
         raise unanswered(address, path, timeout, e) from e
     finally:
         connection.close()
-    return accepted(address, path, status, decode_answer(raw))
+    return accepted(address, path, status, decode_answer(raw), retry_after=rest)
 
 
 def unanswered(address: str, path: str, timeout: float, error: Exception) -> HttpError:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,8 @@ from megarl.api.records import ModelRequest, WeightUpdateMeta
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
 from megarl.config.weight_sync import WeightSyncConfig
 from megarl.rollout.client import RemoteSGLangEngine
-from tests.embedded_server import Server, addresses, two_servers
+from megarl.utils.processes import free_port
+from tests.embedded_server import Server, addresses, embedded_server, two_servers
 from tests.tiny import save_tiny
 
 TURNS, EPISODES = 5, 12
@@ -74,8 +77,8 @@ def watched(client: RemoteSGLangEngine) -> dict[int, list[str]]:
     dispatcher = client._connection.samples._dispatcher
     send = dispatcher._asked
 
-    async def spy(server: Any, body: dict[str, Any], samples: int) -> Any:
-        answer = await send(server, body, samples)
+    async def spy(server: Any, body: dict[str, Any], *args: Any) -> Any:
+        answer = await send(server, body, *args)
         seen[body["input_ids"][0][2] - 7].append(server.address)
         return answer
 
@@ -143,3 +146,54 @@ def test_every_token_has_the_version_of_the_weights_that_wrote_it(models, server
         got = torch.tensor(r.output_logprobs[:count])
         torch.testing.assert_close(got, wrote, atol=1e-4, rtol=0)
         assert count < 4 or (got - other).abs().max() > 1e-3
+
+
+def generate(client: RemoteSGLangEngine, count: int, **gconfig: Any) -> list[Any]:
+    g = GenerationHyperparameters(ignore_eos=True, greedy=True).new(**gconfig)
+    reqs = [ModelRequest(rid="r", input_ids=[5, 6, 7 + i], gconfig=g) for i in range(count)]
+    return asyncio.run(client.agenerate_many(reqs))
+
+
+def test_a_request_that_takes_too_long_is_continued(servers):
+    """Its server aborts it, and brings the tokens so far."""
+    n = 240
+    client = connect(servers[:1], request_timeout=0.1)
+    try:
+        answers = generate(client, 3, max_new_tokens=n)
+    finally:
+        client.destroy()
+    assert [(a.output_len, a.stop_reason) for a in answers] == [(n, "length")] * 3
+    assert [a.output_tokens[:4] for a in answers] == [
+        a["output_ids"]
+        for a in servers[1].generate(
+            [[5, 6, 7 + i] for i in range(3)], temperature=0, max_new_tokens=4, ignore_eos=True
+        )
+    ]
+    servers[0].wait_idle()  # nothing goes on that nobody waits for
+
+
+def test_a_server_that_is_started_again_goes_on_with_what_it_was_asked(models, tmp_path):
+    port = free_port()
+    with embedded_server(models[0], log=tmp_path / "one.log", port=port) as first:
+        client = connect([first])
+        asked = ThreadPoolExecutor(1).submit(generate, client, 2, max_new_tokens=240)
+        first.wait_running(2)
+        first.process.kill()
+    try:
+        with embedded_server(models[0], log=tmp_path / "two.log", port=port):
+            assert [a.output_len for a in asked.result(120)] == [240, 240]
+    finally:
+        client.destroy()
+
+
+def test_an_id_under_way_is_refused_as_sglang_does(servers):
+    server = servers[0]
+    server.ok("/pause_generation", {"mode": "in_place"})
+    waiting = server.start([5, 6], body={"rid": "mine"}, max_new_tokens=1)
+    server.wait_waiting()
+    body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}, "rid": "mine"}
+    assert server.post("/generate", body)[0] == 400
+    server.ok("/abort_request", {"rid": "mine"})
+    assert waiting.result(20)["meta_info"]["finish_reason"]["type"] == "abort"
+    server.ok("/continue_generation")
+    assert server.post("/generate", body)[0] == 200

@@ -91,7 +91,9 @@ class FakeServer:
     versions: the weight version of the next requests, `weight_version` after them.
     cached: tokens of the prompt that it says were cached.
     fail: HTTP answers (status, body, perhaps headers) or "drop" (the connection) for the next
-        /generate calls.
+        /generate calls. As SGLang does, it keeps the rids of a dropped one for a while.
+    written: tokens that a request has after `delay` where /abort_request ends it; None: nothing
+        ends it.
     """
 
     def __init__(self) -> None:
@@ -107,6 +109,9 @@ class FakeServer:
         self.healthy = True
         self.pause_answer: Any = None
         self.delay = 0.0
+        self.written: int | None = None
+        self.rids: set[str] = set()  # under way
+        self.aborted: set[str] = set()
         self.queue: Callable[[], int] | None = lambda: 0  # requests that wait
         self.hang = False  # no /model_info is answered
         self.busy = 0  # flushes that it refuses
@@ -123,6 +128,7 @@ class FakeServer:
         app.router.add_get("/server_info", self._server_info)
         app.router.add_post("/flush_cache", self._flush)
         memory = ("release_memory_occupation", "resume_memory_occupation")
+        app.router.add_post("/abort_request", self._abort)
         for name in ("pause_generation", "continue_generation", *memory):
             app.router.add_post(f"/{name}", self._control)
         self._runner = web.AppRunner(app)
@@ -177,15 +183,22 @@ class FakeServer:
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.requests.append(body)
+        if twice := self.rids.intersection(body["rid"]):
+            return web.json_response({"message": f"Duplicate request ID {twice}"}, status=400)
         if self.fail:
             failure = self.fail.pop(0)
             if failure == "drop":
+                self.rids.update(body["rid"])
                 assert request.transport is not None
                 request.transport.close()
                 return web.Response()
             status, said, *headers = failure
             return web.json_response(said, status=status, headers=headers[0] if headers else {})
-        await asyncio.sleep(self.delay)
+        self.rids.update(body["rid"])
+        try:
+            await self._write(body["rid"])
+        finally:
+            self.rids.difference_update(body["rid"])
         if self.versions:
             self.weight_version = self.versions.pop(0)
         answers = [
@@ -194,9 +207,25 @@ class FakeServer:
         ]
         return web.json_response(answers)
 
+    async def _write(self, rids: list[str]) -> None:
+        """Returns after `delay` seconds, or once all of a request are aborted."""
+        until = asyncio.get_running_loop().time() + self.delay
+        while (left := until - asyncio.get_running_loop().time()) > 0:
+            if self.written is not None and self.aborted.issuperset(rids):
+                return
+            await asyncio.sleep(min(left, 0.01))
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.calls.append((request.path, body))
+        self.aborted |= self.rids & {body["rid"]}
+        return web.Response()
+
     def _answer(self, rid: str, ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
         count = params["max_new_tokens"]
         finish: dict[str, Any] = {"type": "length", "length": count}
+        if rid in self.aborted and self.written is not None:
+            count, finish = self.written, {"type": "abort", "message": "Aborted"}
         if self.abort_after and (limit := self.abort_after.pop(0)) is not None:
             count, finish = limit, {"type": "abort", "message": "Aborted"}
         meta: dict[str, Any] = {

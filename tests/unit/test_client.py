@@ -3,21 +3,23 @@
 import asyncio
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from aiohttp import web
 
+from megarl.api.inference import RolloutFailed
 from megarl.api.records import ModelRequest, WeightUpdateMeta
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
 from megarl.config.weight_sync import WeightSyncConfig
 from megarl.rollout.cache_keys import began
 from megarl.rollout.client import RemoteSGLangEngine
-from megarl.rollout.dispatch import MAX_RETRY_DELAY, RETRY_DELAY, backoff
 from megarl.rollout.generation import stable_seed
 from megarl.rollout.server_choice import Home, current_home
 from megarl.utils.http import call_json, retry_after
+from megarl.utils.retries import MAX_RETRY_DELAY, RETRY_DELAY, backoff
 from tests.dist.world import free_port
 
 
@@ -159,7 +161,7 @@ def test_something_that_keeps_aborting_is_an_error(servers, connect, monkeypatch
 
 
 def test_connection_errors_are_retried_on_another_server(servers, connect, monkeypatch):
-    monkeypatch.setattr("megarl.rollout.dispatch.RETRY_DELAY", 0.01)
+    monkeypatch.setattr("megarl.utils.retries.RETRY_DELAY", 0.01)
     servers[0].fail = ["drop"]
     client = connect(*(s.address for s in servers))
     assert generate(client, request())[0].output_len == 6
@@ -167,7 +169,7 @@ def test_connection_errors_are_retried_on_another_server(servers, connect, monke
 
 
 def test_a_silent_server_is_warned_of_once_and_asked_last(servers, connect, monkeypatch, capsys):
-    monkeypatch.setattr("megarl.rollout.dispatch.RETRY_DELAY", 0.01)
+    monkeypatch.setattr("megarl.utils.retries.RETRY_DELAY", 0.01)
     client = connect(*(s.address for s in servers))
     servers[0].fail = ["drop"] * 9
     for _ in range(4):
@@ -290,7 +292,7 @@ def test_servers_join_and_leave_as_the_file_of_addresses_says(servers, connect, 
 
 
 def test_what_a_dropped_server_was_asked_is_asked_of_another(servers, connect, monkeypatch):
-    monkeypatch.setattr("megarl.rollout.dispatch.RETRY_DELAY", 0.01)
+    monkeypatch.setattr("megarl.utils.retries.RETRY_DELAY", 0.01)
     client = connect(*(s.address for s in servers), request_timeout=600.0)
     lost, other = servers
     lost.delay = 600.0
@@ -310,7 +312,7 @@ def test_a_server_that_was_started_again_gets_no_more_requests(
     servers, connect, monkeypatch, capsys
 ):
     """Its first weights are of no version; what it answers with them is asked of another one."""
-    monkeypatch.setattr("megarl.rollout.dispatch.RETRY_DELAY", 0.01)
+    monkeypatch.setattr("megarl.utils.retries.RETRY_DELAY", 0.01)
     client = connect(*(s.address for s in servers))
     for server in servers:
         server.weight_version = "1"
@@ -357,11 +359,11 @@ def test_a_request_that_crosses_an_update_is_asked_again(servers, connect, monke
 
     send = client._connection.samples._dispatcher.generate
 
-    async def late(*args):
+    async def late(*args, **kw):
         monkeypatch.setattr(client._connection.samples._dispatcher, "generate", send)
         await asyncio.to_thread(update, 2)
         server.fail = [gone]
-        return await send(*args)
+        return await send(*args, **kw)
 
     update(1)
     monkeypatch.setattr(client._connection.samples._dispatcher, "generate", late)
@@ -417,11 +419,11 @@ def test_an_answer_on_the_kv_of_older_weights_is_not_taken_for_recompute(
     server, client = servers[0], connect(servers[0].address, kv_after_sync=mode)
     send = client._connection.samples._dispatcher.generate
 
-    async def late(*args):
+    async def late(*args, **kw):
         monkeypatch.setattr(client._connection.samples._dispatcher, "generate", send)
         await asyncio.to_thread(updated, client, server, 2)
         server.cached = cached
-        return await send(*args)
+        return await send(*args, **kw)
 
     updated(client, server, 1)
     monkeypatch.setattr(client._connection.samples._dispatcher, "generate", late)
@@ -437,15 +439,40 @@ def test_a_treatment_of_kv_that_the_pause_undoes_is_refused(connect):
         )
 
 
-def test_last_error_names_the_server_and_the_cause(servers, connect, monkeypatch):
-    monkeypatch.setattr("megarl.rollout.dispatch.RETRY_DELAY", 0.01)
-    servers[0].fail = [(500, {"error": {"message": "out of memory"}})] * 3
-    client = connect(servers[0].address, request_retries=3)
-    with pytest.raises(
-        RuntimeError, match=f"failed 3 times.*{servers[0].address}.*500: out of memory"
-    ):
+def test_a_server_that_fails_for_too_long_is_a_failed_rollout(servers, connect, monkeypatch):
+    monkeypatch.setattr("megarl.utils.retries.RETRY_DELAY", 0.01)
+    servers[0].fail = [(500, {"error": {"message": "out of memory"}})] * 1000
+    client = connect(servers[0].address, retry_timeout=0.2)
+    with pytest.raises(RolloutFailed) as failed:
         generate(client, request())
-    assert len(servers[0].requests) == 3
+    assert failed.value.kind == "server" and servers[0].address in str(failed.value)
+    assert "out of memory" in str(failed.value) and len(servers[0].requests) > 3
+    servers[0].fail = []
+    assert generate(client, request())[0].output_len == 6
+
+
+def test_where_no_server_answers_none_is_left(servers, connect, monkeypatch):
+    """It is an error of the run, not of a rollout."""
+    monkeypatch.setattr("megarl.utils.retries.RETRY_DELAY", 0.01)
+    client = connect(*(s.address for s in servers), retry_timeout=0.2)
+    for server in servers:
+        server.close()
+    with pytest.raises(RuntimeError) as lost:
+        generate(client, request())
+    assert not isinstance(lost.value, RolloutFailed) and client.addresses == []
+    with pytest.raises(RuntimeError):
+        generate(client, request())
+
+
+@pytest.mark.parametrize("failure", ["drop", (503, {"message": "starting"})])
+def test_a_server_that_comes_back_goes_on_under_new_ids(servers, connect, monkeypatch, failure):
+    """SGLang knows the ids of a lost connection for seconds, and refuses them meanwhile."""
+    monkeypatch.setattr("megarl.utils.retries.RETRY_DELAY", 0.01)
+    servers[0].fail = [failure] * 6
+    client = connect(servers[0].address)
+    assert [a.output_len for a in generate(client, request(), request())] == [6, 6]
+    rids = [rid for r in servers[0].requests for rid in r["rid"]]
+    assert len(rids) == len(set(rids)) == 14
 
 
 def test_refused_request_is_not_retried(servers, connect):
@@ -495,7 +522,7 @@ def turns(client, count, home):
 
 
 def test_an_episodes_requests_stay_with_one_server_until_it_fails(servers, connect, monkeypatch):
-    monkeypatch.setattr("megarl.rollout.dispatch.RETRY_DELAY", 0.01)
+    monkeypatch.setattr("megarl.utils.retries.RETRY_DELAY", 0.01)
     client, homes = connect(*(s.address for s in servers)), [Home() for _ in range(4)]
     for _ in range(3):
         for home in homes:
@@ -575,7 +602,7 @@ def test_what_a_drain_waits_for_too_long_is_interrupted(servers, connect, capsys
 
 
 def test_a_drain_does_not_wait_for_a_server_that_is_gone(servers, connect, monkeypatch):
-    monkeypatch.setattr("megarl.rollout.dispatch.RETRY_DELAY", 0.01)
+    monkeypatch.setattr("megarl.utils.retries.RETRY_DELAY", 0.01)
     sync = WeightSyncConfig(pause_mode="drain", server_timeout=0.5)
     client = connect(*(s.address for s in servers), sync=sync, request_timeout=600.0)
     silent, other = servers
@@ -588,9 +615,10 @@ def test_a_drain_does_not_wait_for_a_server_that_is_gone(servers, connect, monke
             await asyncio.sleep(0.01)
         silent.hang = True
         await asyncio.to_thread(client.pause)
-        assert task.done() and client.addresses == [other.address]
+        assert client.addresses == [other.address] and not other.requests
+        await asyncio.to_thread(client.resume)
         silent.hang = False
-        return task.result()
+        return await task
 
     assert asyncio.run(under_way()).output_len == 6
     assert len(silent.requests) == len(other.requests) == 1
@@ -682,11 +710,43 @@ def test_every_call_carries_the_jobs_token(servers, connect, monkeypatch):
     servers[0].pause_answer = None
 
 
-def test_slow_answer_is_a_timeout_naming_the_server(servers, connect):
-    servers[0].delay = 5.0
-    client = connect(servers[0].address, request_timeout=0.1, request_retries=1)
-    with pytest.raises(RuntimeError, match=f"{servers[0].address}.*no answer within"):
+def test_a_request_that_takes_too_long_goes_on_with_its_tokens(servers, connect):
+    server = servers[0]
+    server.delay, server.written = 60.0, 2
+    client = connect(server.address, request_timeout=0.2)
+    for answer in generate(client, request(rid="a"), request(rid="b")):
+        assert answer.output_tokens == [103, 104, 105, 106, 107, 108]
+        assert answer.stop_reason == "length"
+    asked = [(len(r["input_ids"][0]), r["sampling_params"][0]["max_new_tokens"])
+             for r in server.requests]  # fmt: skip
+    assert asked == [(3, 6), (5, 4), (7, 2)]
+    aborted = [body["rid"] for path, body in server.calls if path == "/abort_request"]
+    assert sorted(aborted) == sorted(rid for r in server.requests for rid in r["rid"])
+
+
+def test_the_time_of_a_pause_is_not_a_requests_time(servers, connect):
+    """Where the server keeps requests meanwhile."""
+    server = servers[0]
+    sync = WeightSyncConfig(pause_mode="in_place")
+    client = connect(server.address, request_timeout=0.3, sync=sync, kv_after_sync="keep")
+    server.delay = 1.2
+    future = ThreadPoolExecutor(1).submit(generate, client, request())
+    while not server.requests:
+        time.sleep(0.01)
+    client.pause()
+    assert future.result()[0].output_len == 6
+    client.resume()
+    assert len(server.requests) == 1
+    assert "/abort_request" not in [path for path, _ in server.calls]
+
+
+def test_a_server_that_brings_no_tokens_in_time_is_named(servers, connect, monkeypatch):
+    monkeypatch.setattr("megarl.rollout.dispatch.ABORT_TIMEOUT", 0.1)
+    servers[0].delay = 60.0
+    client = connect(servers[0].address, request_timeout=0.1, retry_timeout=0.1)
+    with pytest.raises(RuntimeError) as lost:
         generate(client, request())
+    assert servers[0].address in str(lost.value)
 
 
 def test_servers_share_the_load(servers, connect):

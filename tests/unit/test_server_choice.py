@@ -83,9 +83,9 @@ def test_an_episode_moves_only_where_its_server_is_lost_ailing_or_overloaded(ste
 def test_a_home_that_just_failed_is_given_up_while_there_is_another():
     first, second = servers(0, 500)
     home = Home(first.address)
-    assert choice().pick([first, second], 10, home=home, avoid=[first]) is second
+    assert choice().pick([first, second], 10, home=home, avoid=[first.address]) is second
     assert home.address == second.address
-    assert choice().pick([first], 10, home=home, avoid=[first]) is first
+    assert choice().pick([first], 10, home=home, avoid=[first.address]) is first
 
 
 def test_sessions_of_a_group_begin_where_the_group_is_and_move_by_themselves():

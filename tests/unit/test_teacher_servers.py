@@ -48,7 +48,7 @@ def said_of(ids, k):
 
 
 @contextmanager
-def serving(refuses=lambda ids: False):
+def serving(refuses=lambda ids: False, status=500):
     """An address that speaks as SGLang does, but for the prompts that it `refuses`."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -61,7 +61,7 @@ def serving(refuses=lambda ids: False):
                 body["input_ids"], body["top_logprobs_num"]
             )  # fmt: skip
             raw = json.dumps(said).encode()
-            self.send_response(500 if refused else 200)
+            self.send_response(status if refused else 200)
             self.send_header("Content-Length", str(len(raw)))
             self.end_headers()
             self.wfile.write(raw)
@@ -86,15 +86,44 @@ def test_servers_name_the_likeliest_tokens_and_the_tail(k):
         check_teacher([address], Table(), k)
 
 
-def test_samples_without_an_answer_are_told_from_the_others():
-    with serving() as sound, serving(lambda ids: ids == SAMPLES[2]) as broken:
+@pytest.mark.parametrize("status", [400, 500])
+def test_samples_without_an_answer_are_told_from_the_others(status):
+    refuses = serving(lambda ids: ids == SAMPLES[2], status)
+    with serving() as sound, refuses as broken:
         batch = batch_of(SAMPLES)
-        alone = ServerTeacher([broken], top=3, vocab_size=V)
+        alone = ServerTeacher([broken], top=3, vocab_size=V, retry_timeout=0.3)
         assert alone.teach(batch).tolist() == [False, False, True, False]
         assert (batch.padded([2])["given_ids"] == -1).all()
         assert batch.padded([0])["teacher_logp"][0, 1:].all()
         # another server is asked before a sample is given up
         assert not ServerTeacher([broken, sound], top=3, vocab_size=V).teach(batch).any()
+
+
+def test_a_server_that_starts_again_is_waited_for():
+    calls = []
+
+    def starting(ids):
+        calls.append(ids)
+        return len(calls) <= 4 * len(SAMPLES)
+
+    with serving(starting, 503) as address:
+        assert not ServerTeacher([address], top=3, vocab_size=V).teach(batch_of(SAMPLES)).any()
+
+
+def test_lost_servers_are_waited_for_once(monkeypatch):
+    """Not by one sample after the other."""
+    monkeypatch.setattr(teacher, "WORKERS", 1)
+    calls = []
+
+    def refuses(ids):
+        calls.append(ids)
+        return True
+
+    with serving(refuses, 503) as address:
+        lost = ServerTeacher([address], top=3, vocab_size=V, retry_timeout=0.5)
+        assert lost.teach(batch_of(SAMPLES)).all()
+    assert [calls.count(ids) for ids in SAMPLES[1:]] == [1] * (len(SAMPLES) - 1)
+    assert calls.count(SAMPLES[0]) > 1
 
 
 def broken(change):
