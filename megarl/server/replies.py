@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 from collections.abc import Awaitable, Callable
@@ -64,6 +65,8 @@ def guarded(handler: Handler, check: Callable[[Request], None]) -> Handler:
             return answer(e.body(), e.status)
         except ClientDisconnect:
             return Response(status_code=499)  # the client is gone
+        except asyncio.CancelledError:  # by uvicorn's end, for a call that hangs
+            return answer(ServerError("the server is stopping", status=503).body(), 503)
         except Exception as e:
             logger.exception("%s failed", request.url.path)
             return answer(ServerError(described(e), status=500).body(), 500)

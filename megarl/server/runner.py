@@ -49,6 +49,7 @@ class ModelRunner:
             attn_implementation="sdpa",
         )
         self.model: Any = model.to(self.device).eval().requires_grad_(False)
+        _use_fitting_experts(self.model)
         _use_torch_norms(self.model)
         _use_fast_products(self.model)
         self.config: Any = self.model.config
@@ -232,6 +233,14 @@ class ModelRunner:
             for s, routes in zip(seqs, self._routes.take(len(seqs)), strict=True):
                 s.routes.append(routes)
         return self._head(hidden[:, -1])
+
+
+def _use_fitting_experts(model: Any) -> None:
+    """Has experts computed one by one where a row of their weights is no multiple of 16 bytes, as
+    products of all at once need."""
+    rows = (p.shape[-1] * p.element_size() for p in model.parameters() if p.ndim == 3)
+    if any(size % 16 for size in rows):
+        model.set_experts_implementation("eager")
 
 
 def _use_torch_norms(model: torch.nn.Module) -> None:

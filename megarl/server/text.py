@@ -18,11 +18,12 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 
 
 class TextTools:
-    """Decodes with the tokenizer in directory `path`; `tokenizer` is None where it has none."""
+    """Decodes with the tokenizer in directory `path`; `tokenizer` is None where it has none.
+    Raises ValueError for one that cannot be loaded."""
 
     def __init__(self, path: str) -> None:
         has_one = any((Path(path) / name).is_file() for name in _TOKENIZER_FILES)
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(path) if has_one else None
+        self.tokenizer: Any = _load(path) if has_one else None
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Returns the text of `ids`, or "" without a tokenizer."""
@@ -42,6 +43,16 @@ class TextTools:
         matched = (finish_reason or {}).get("matched")
         text = self.decode(ids[:-1] if isinstance(matched, int) else ids)
         return text.partition(matched)[0] if isinstance(matched, str) else text
+
+
+def _load(path: str) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except Exception as e:  # of many types
+        raise ValueError(
+            f"--model-path={path}: its tokenizer cannot be loaded ({type(e).__name__}); add "
+            "tokenizer.json, or remove tokenizer_config.json to serve token ids alone"
+        ) from e
 
 
 def eos_token_ids(model_path: str, config: PretrainedConfig, tokenizer: Any) -> frozenset[int]:

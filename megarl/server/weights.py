@@ -175,8 +175,11 @@ def _safetensors(path: str) -> list[Path]:
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (AttributeError, KeyError, TypeError) as e:
+            strange = [name for name in names if not isinstance(name, str)]
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as e:
             raise ControlError(f"{index} has no weight_map of tensors to files: {e!r}") from e
+        if strange:
+            raise ControlError(f"{index}: weight_map names {strange[0]!r}, which is no file's name")
     else:
         names = ["model.safetensors"]
     for name in names:

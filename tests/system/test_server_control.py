@@ -273,6 +273,12 @@ def test_update_from_disk(server, dirs, weights, tmp_path):
     assert info["model_path"] == str(dirs[1])
 
 
+def with_index(path, text):
+    path.mkdir()
+    (path / "model.safetensors.index.json").write_text(text)
+    return path
+
+
 def test_update_from_disk_takes_all_or_nothing(server, dirs, weights, tmp_path):
     other = save_tiny(tmp_path / "other", "qwen3", tie=True, layers=2, **ROPE)
     longer = save_tiny(tmp_path / "longer", "qwen3", tie=True, layers=5, **ROPE)
@@ -286,6 +292,9 @@ def test_update_from_disk_takes_all_or_nothing(server, dirs, weights, tmp_path):
         (cut, "cannot read"),
         (tmp_path / "none", "not a directory"),
         (tmp_path, "model.safetensors"),
+        (with_index(tmp_path / "number", '{"weight_map": {"a": 5}}'), "5"),
+        (with_index(tmp_path / "list", '{"weight_map": {"a": ["b"]}}'), "weight_map"),
+        (with_index(tmp_path / "words", "no json"), "index.json"),
     ):
         status, answer = server.post("/update_weights_from_disk", {"model_path": str(path)})
         assert status == 400 and answer["success"] is False and word in answer["message"], answer
@@ -576,7 +585,11 @@ def test_sigterm_ends_it_whatever_it_does(dirs, tmp_path):
         )
         stuck.start()
         time.sleep(0.3)
+        waiting = [server.start(PROMPT, **LONG) for _ in range(5)]  # behind it
+        time.sleep(0.3)
         assert server.terminate() == 0
+        assert all(future.exception(5) is not None for future in waiting)
+    assert "Traceback" not in (tmp_path / "b").read_text()
 
 
 def test_a_model_that_turns_nan_is_an_error_not_a_sample(server, sender, weights):

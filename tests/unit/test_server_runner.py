@@ -6,11 +6,13 @@ import pytest
 import torch
 import transformers
 
+from megarl.data.tokenizer import load_hf_tokenizer
 from megarl.server import kv_cache
 from megarl.server.args import ServerArgs, parse_args
 from megarl.server.runner import ModelRunner
 from megarl.server.sampling_params import SamplingParams
 from megarl.server.sequence import ServedSequence
+from megarl.server.text import TextTools
 from megarl.server.weights import WeightStore
 from megarl.utils.checksum import tensor_checksum
 from tests.dist.moe_routing import hf_routers
@@ -227,6 +229,31 @@ def test_experts_are_served_and_loaded_under_their_checkpoint_names(tmp_path):
     store.load([(name, torch.zeros(16, 32))])
     store.load_directory(str(tmp_path))  # every name of the checkpoint is known
     assert store.checksums() == sums
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 44), ("float32", 138)])
+def test_experts_of_any_size_are_served(tmp_path, dtype, size):
+    """Also where their rows are no multiple of 16 bytes."""
+    path = save_tiny(tmp_path, "qwen3_moe", layers=2, moe_intermediate_size=size)
+    runner = ModelRunner(ServerArgs(model_path=str(path), dtype=dtype, device="cpu"))
+    (prompt,) = prompts([9])
+    logits = teacher_forced(runner, [make_sequence(prompt)], steps=1)[:, 0]
+    model = tiny_hf("qwen3_moe", layers=2, moe_intermediate_size=size)
+    model.set_experts_implementation("eager")
+    tol = 1e-3 if dtype == "float32" else 0.5
+    torch.testing.assert_close(
+        logits[0].float(), reference(model, prompt, 1)[0], atol=tol, rtol=tol
+    )
+
+
+def test_a_tokenizer_that_cannot_be_loaded_is_named_with_its_directory(tmp_path):
+    path = save_tiny(tmp_path, "llama", layers=1)
+    assert TextTools(str(path)).tokenizer is None
+    (path / "tokenizer_config.json").write_text("{}")
+    for load in (TextTools, load_hf_tokenizer):
+        with pytest.raises(ValueError, match="tokenizer") as refused:
+            load(str(path))
+        assert str(path) in str(refused.value)
 
 
 @pytest.mark.parametrize("kind", MLA_KINDS)
