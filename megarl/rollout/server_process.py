@@ -20,6 +20,7 @@ from megarl.observability.logging import get_logger
 from megarl.utils.env import set_threads_default
 from megarl.utils.http import HttpError, call_json
 from megarl.utils.job_token import ENV, job_token
+from megarl.utils.listening import strangers_at
 from megarl.utils.processes import free_port, log_tail
 from megarl.utils.tether import Tether
 from megarl.weight_sync.slices import LOADER, RECEIVER
@@ -54,7 +55,7 @@ class ServerProcess:
     ) -> None:
         """Starts the command. tether: ends the server's group, beside this object's own `stop`.
         private_log: nobody else may read the log."""
-        self.address, self.log_path = f"{host}:{port}", Path(log_path)
+        self.address, self.port, self.log_path = f"{host}:{port}", port, Path(log_path)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as out, tether.end() if tether else nullcontext(()) as fds:
             if private_log:
@@ -81,8 +82,9 @@ class ServerProcess:
         return self._process.poll()
 
     def wait_healthy(self, timeout: float) -> None:
-        """Returns once /health answers 200. Ends a server that dies or is not healthy within
-        `timeout` s, and raises RuntimeError or TimeoutError with the tail of its log."""
+        """Returns once /health answers 200. Ends a server that dies, is not healthy within
+        `timeout` s, or whose port another process has, and raises RuntimeError or TimeoutError with
+        the tail of its log."""
         deadline = time.monotonic() + timeout
         while (left := deadline - time.monotonic()) > 0:
             if (status := self.poll()) is not None:
@@ -91,14 +93,26 @@ class ServerProcess:
             patience = max(1.0, min(left, PROBE_TIMEOUT))
             try:
                 call_json("GET", self.address, "/health", timeout=patience)
-                return
             except HttpError:
                 time.sleep(POLL_INTERVAL)
+            else:
+                self._check_own()
+                return
         self.stop()
         raise TimeoutError(
             f"server {self.address} was not healthy within server.start_timeout={timeout:g} s\n"
             f"{self._tail()}"
         )
+
+    def _check_own(self) -> None:
+        """Ends the server and raises RuntimeError where what answers at its port is another one."""
+        if others := strangers_at(self.port, self.pid):
+            self.stop()
+            raise RuntimeError(
+                f"server {self.address}: another process has port {self.port} and answers in its "
+                f"place: {', '.join(others)}; end that one, or start again with another port\n"
+                f"{self._tail()}"
+            )
 
     def stop(self) -> None:
         """Sends SIGTERM to the group, and SIGKILL to what is left of it. May be called twice."""

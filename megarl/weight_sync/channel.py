@@ -90,7 +90,7 @@ class UpdateChannel:
 
     def close(self, *, abort: bool = False) -> list[str]:
         """Leaves the group, servers first, and ends an open session. Returns what the servers
-        objected, for the log: at the end of a run they may be gone, after a failure be stuck.
+        objected, for the log: after a failure they may be stuck. One that has ended has left.
 
         `abort` does not wait for a broadcast under way: it ends, here and at servers that wait for
         it, when the servers that are not part of it leave the group.
@@ -101,7 +101,15 @@ class UpdateChannel:
         rounds.append(self.servers.abandon_update(patience))
         cf.wait([f for calls in rounds for f in calls.values()], patience)
         destroy_update_group(self.group, abort=abort)
-        return [said for calls in rounds for said in failures(calls)]
+        ended = {server for server, call in rounds[0].items() if _has_ended(call)}
+        left = [{s: f for s, f in calls.items() if s not in ended} for calls in rounds]
+        return [said for calls in left for said in failures(calls)]
+
+
+def _has_ended(call: cf.Future[Any]) -> bool:
+    """Tells whether nothing listens at the server's address any more."""
+    error = call.exception() if call.done() else None
+    return error is not None and isinstance(error.__cause__, ConnectionRefusedError)
 
 
 def _broadcast(

@@ -72,6 +72,28 @@ def test_healthy_server_is_waited_for_and_ended(start):
     process.stop()
 
 
+def test_another_server_at_the_port_is_not_taken_for_the_own_one(start, tmp_path):
+    """The own one is still loading, and will find the port taken."""
+    other = start(HEALTHY)
+    other.wait_healthy(30)
+    own = ServerProcess(
+        [sys.executable, "-c", "import time; time.sleep(600)"],
+        host="127.0.0.1", port=other.port, log_path=tmp_path / "own.log",
+    )  # fmt: skip
+    with pytest.raises(RuntimeError) as wrong:
+        own.wait_healthy(30)
+    assert str(other.port) in str(wrong.value) and str(other.pid) in str(wrong.value)
+    assert gone(own.pid) and other.poll() is None
+
+
+def test_a_server_whose_child_listens_is_the_own_one(start):
+    process = start(
+        f"import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', {HEALTHY!r}, "
+        "sys.argv[1]]))"
+    )
+    process.wait_healthy(30)
+
+
 def test_what_ignores_sigterm_is_killed_with_its_children(start, monkeypatch):
     monkeypatch.setattr(server_process, "TERM_TIMEOUT", 0.5)
     process = start(STUBBORN)
