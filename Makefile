@@ -17,6 +17,18 @@ VERIFIERS_STAMP := $(VERIFIERS_VENV)/.installed
 # two versions of Transformer Engine's Python code, for tests that compute nothing
 TE_HOME ?= .venv-te
 TE_STAMPS := $(TE_HOME)/oldest/.installed $(TE_HOME)/newest/.installed
+# the newest megatron-core; it asks for Python 3.12, its code runs on 3.11
+MCORE_HOME ?= .venv-mcore
+MCORE_STAMP := $(MCORE_HOME)/.installed
+# the wheel in a venv of its own, beside the dependencies of .venv
+WHEEL_VENV ?= .venv-wheel
+# a Python 3.12, where there is one; its venv has no torch
+PYTHON312 ?= $(shell for python in python3.12 \
+	$${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.12*/bin/python3.12; do \
+	$$python -c 'import venv, ensurepip' 2>/dev/null && { echo $$python; break; }; done)
+PY312_VENV ?= .venv-py312
+PY312_STAMP := $(PY312_VENV)/.installed
+PY312_TESTS := test_config*.py test_launcher_*.py test_rpc*.py test_help.py test_doctor.py
 CPU := MEGARL_DEVICE=cpu
 SMOLLM2 := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/megarl/SmolLM2-135M-Instruct
 PYTEST := $(CPU) OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest
@@ -24,7 +36,8 @@ CODE := megarl examples benchmarks tests docs/hooks.py setup.py $(wildcard tools
 
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart quickstart-ppo demo-smollm2 lint format house docs unit dist e2e test \
-	test-all test-system test-slurm slurm install-sglang install-verifiers test-sglang test-te test-gpu test-realmodel bench-quickstart bench-train bench-layouts bench-sync \
+	test-all test-system test-slurm slurm install-sglang install-verifiers test-sglang test-te \
+	test-mcore test-py312 test-wheel worlds test-gpu test-realmodel bench-quickstart bench-train bench-layouts bench-sync \
 	bench-packing bench-data-plane bench-gateway bench-server bench-grpo bench-convert bench-load \
 	bench-delta bench-resume bench-order bench-async bench-gap bench-gpu constraints clean bench-kv \
 	bench-client bench-algos bench-recompute bench-onload bench-rollout-workers \
@@ -70,6 +83,22 @@ $(TE_HOME)/%/.installed: constraints/te-%.txt $(STAMP)
 	$(BIN)/python -m pip install --no-deps --only-binary :all: --target $(@D) -r $<
 	@touch $@
 
+$(MCORE_STAMP): constraints/mcore-newest.txt $(STAMP)
+	rm -rf $(@D)
+	$(BIN)/python -m pip install --no-deps --only-binary :all: --target $(@D) -c $< triton
+	$(BIN)/python -m pip install --no-deps --only-binary :all: --target $(@D) -c $< \
+		--python-version 3.12 --ignore-requires-python megatron-core
+	@touch $@
+
+# what configuration, launchers, worker processes and commands import, and their tests
+$(PY312_STAMP): constraints/cpu.txt
+	rm -rf $(@D)
+	$(PYTHON312) -m venv $(@D)
+	$(@D)/bin/python -m pip install -c $< omegaconf pyyaml cloudpickle xxhash aiohttp packaging \
+		rich pydantic starlette uvicorn orjson numpy jinja2 huggingface_hub "ray[default]" psutil \
+		pytest pytest-timeout
+	@touch $@
+
 quickstart: install  ## SFT, then GRPO on CPU: minutes, ends with an HTML report
 	$(CPU) $(BIN)/python examples/quickstart.py
 
@@ -99,8 +128,13 @@ docs: install  ## build the site into site/, warnings are errors
 unit: install  ## fast tests in one process
 	$(PYTEST) -m "not full and not realmodel" tests/unit
 
-dist: install  ## tests over several gloo processes
+worlds: install  ## tests over several gloo processes
 	$(PYTEST) -m "not realmodel" tests/dist
+
+dist: install  ## build the wheel into dist/
+	rm -rf build dist
+	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .
+	rm -rf build
 
 e2e: install  ## recipes with real servers and launchers
 	$(PYTEST) tests/e2e
@@ -133,6 +167,28 @@ test-sglang: install install-sglang  ## 10 minutes: megarl against the real SGLa
 
 test-te: install $(TE_STAMPS)  ## 3 minutes: Transformer Engine's layers and calls, its Python alone
 	TIER="make test-te: 3" MEGARL_TE_HOME=$(abspath $(TE_HOME)) $(PYTEST) tests/te
+
+test-mcore: install $(MCORE_STAMP)  ## 5 minutes: engine, checkpoints, LoRA, syncs and layouts with the newest megatron-core
+	TIER="make test-mcore: 5" MEGARL_MCORE_HOME=$(abspath $(MCORE_HOME)) \
+		PYTHONPATH=$(abspath $(MCORE_HOME)):$(CURDIR) $(PYTEST) -m "not full and not realmodel" \
+		tests/mcore $(addprefix tests/dist/,test_engine.py test_checkpoint.py test_lora.py \
+		test_weight_sync.py test_invariance.py::test_engine_equals_hugging_face)
+
+test-py312: $(if $(PYTHON312),$(PY312_STAMP))  ## 2 minutes: on Python 3.12, where there is one, what imports no torch
+ifeq ($(PYTHON312),)
+	@echo "make test-py312: skipped, there is no python3.12 here (PYTHON312=... names one)"
+else
+	TIER="make test-py312: 2" $(CPU) $(PY312_VENV)/bin/python -m pytest $(addprefix tests/unit/,$(PY312_TESTS))
+endif
+
+test-wheel: dist  ## 5 minutes: the wheel in a clean venv; what the Dockerfile's pip would install
+	rm -rf $(WHEEL_VENV)
+	$(BIN)/python -m venv $(WHEEL_VENV)
+	-$(WHEEL_VENV)/bin/python -m pip install --upgrade pip  # newer ones resolve without whole wheels
+	$(WHEEL_VENV)/bin/python -m pip install --no-deps dist/*.whl
+	$(BIN)/python -c "import sys; print(*(p for p in sys.path if 'site-packages' in p), sep='\n')" \
+		> "$$($(WHEEL_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beside.pth"
+	TIER="make test-wheel: 5" MEGARL_WHEEL_VENV=$(abspath $(WHEEL_VENV)) $(PYTEST) tests/wheel
 
 test-gpu:  ## tests that need GPUs: PYTHON's own torch, nothing installed or pinned
 	$(PYTHON) -m pytest tests/gpu
@@ -228,6 +284,7 @@ constraints: install  ## pin what .venv has now as constraints/cpu.txt
 	$(BIN)/python -m pip freeze --exclude-editable | sed -E 's/\+cpu$$//' | LC_ALL=C sort -f > constraints/cpu.txt
 
 clean:  ## remove what the targets made, except runs/ and downloaded models
-	rm -rf $(VENV) $(SGLANG_VENV) $(VERIFIERS_VENV) $(TE_HOME) build dist site *.egg-info
+	rm -rf $(VENV) $(SGLANG_VENV) $(VERIFIERS_VENV) $(TE_HOME) $(MCORE_HOME) $(WHEEL_VENV) $(PY312_VENV)
+	rm -rf build dist site *.egg-info
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -15,10 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from aiohttp import web
 
-from megarl.controller.messages import rows_path
 from megarl.rpc import loop
 from megarl.rpc.client import RpcClient
 from megarl.rpc.errors import Refused, RemoteError, RpcError, WorkerDied
@@ -215,6 +213,9 @@ def test_big_bodies_both_ways(client: RpcClient, service: Service) -> None:
 
 
 def test_an_address_may_name_rows_of_a_big_batch(client: RpcClient, service: Service) -> None:
+    torch = pytest.importorskip("torch")  # missing in make test-py312
+    from megarl.controller.messages import rows_path
+
     path = rows_path("trainers", ["12.3"], torch.arange(0, 1 << 20, 3), 1 << 20)
     service.bulk[path] = b"rows"
     assert client.read(path) == b"rows"

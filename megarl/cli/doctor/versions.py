@@ -16,7 +16,7 @@ from megarl.config.recipes import BaseConfig, GRPOConfig
 # oldest and newest version in CI, by package: those of constraints/ and the Makefile
 TESTED = {
     "torch": ("2.13.0", "2.13.0"),
-    "megatron-core": ("0.16.1", "0.16.1"),
+    "megatron-core": ("0.16.1", "0.19.2"),
     "transformers": ("5.19.0", "5.23.0"),
     "transformer-engine": ("2.2.0", "2.20.2"),
     "sglang": ("0.5.23", "0.5.23"),
