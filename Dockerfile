@@ -17,10 +17,11 @@ RUN apt-get update && apt-get install -y --no-install-recommends \
 RUN python3 -m venv /opt/venv
 ENV PATH=/opt/venv/bin:$PATH PIP_NO_CACHE_DIR=1
 
-RUN pip install "sglang==0.5.23"
-RUN pip install wheel ninja pybind11 cmake nvidia-cudnn-frontend
-RUN pip install --no-build-isolation "transformer_engine[pytorch]"
-
 WORKDIR /opt/megarl
+COPY constraints/gpu.txt constraints/gpu.txt
+RUN pip install -c constraints/gpu.txt "sglang==0.5.23"
+RUN pip install wheel ninja pybind11 cmake nvidia-cudnn-frontend
+RUN pip install -c constraints/gpu.txt --no-build-isolation "transformer_engine[pytorch]"
+
 COPY . .
-RUN pip install -e ".[wandb]"
+RUN pip install -c constraints/gpu.txt -e ".[wandb]"

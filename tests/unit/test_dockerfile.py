@@ -23,11 +23,13 @@ def of_page(page: str) -> str:
 def test_the_image_is_the_documented_installation() -> None:
     dockerfile, documented = (ROOT / "Dockerfile").read_text(), of_page("docs/sglang.md")
     lines = installs(dockerfile)
-    assert [line.split()[2].strip('"').partition("==")[0] for line in lines] == [
+    bare = [line.replace(" -c constraints/gpu.txt", "") for line in lines]
+    assert [line.split()[2].strip('"').partition("==")[0] for line in bare] == [
         "sglang", "wheel", "--no-build-isolation", "-e",
     ]  # fmt: skip
     assert lines == installs(documented) == installs(of_page("README.md"))
     assert dockerfile.index("COPY . .") < dockerfile.index(lines[-1])
+    assert dockerfile.index("COPY constraints/gpu.txt") < dockerfile.index(lines[0])
     assert "We have built no image" in dockerfile.partition("FROM")[0]
 
 
@@ -35,6 +37,12 @@ def test_its_versions_are_those_of_the_tests() -> None:
     dockerfile, documented = (ROOT / "Dockerfile").read_text(), of_page("docs/sglang.md")
     (pinned,) = re.findall(r'"sglang==([\d.]+)"', dockerfile)
     assert f"\nsglang=={pinned}\n" in (ROOT / "constraints" / "sglang-cpu.txt").read_text()
+    of_gpus = (ROOT / "constraints" / "gpu.txt").read_text()
+    for file in ("sglang-cpu.txt", "te-newest.txt", "mcore-newest.txt"):
+        pins = re.findall(r"^([\w-]+)==([\d.]+)$", (ROOT / "constraints" / file).read_text(), re.M)
+        for name, version in pins:
+            if name in ("sglang", "transformers", "transformer-engine", "megatron-core"):
+                assert f"\n{name}=={version}" in of_gpus
     (said,) = re.findall(rf"\({re.escape(pinned)}, which .* with CUDA (\d+),", documented)
     (major,) = re.findall(r"^FROM nvidia/cuda:(\d+)\..*-devel-", dockerfile, re.MULTILINE)
     assert major == said
