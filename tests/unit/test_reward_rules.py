@@ -251,4 +251,12 @@ def test_tests_that_outlast_the_pools_clock_are_refused_at_the_start() -> None:
         with pytest.raises(ValueError, match=r"row 5: .*seconds.*rollout\.reward_timeout"):
             check_rows(fn, rows, timeout=timeout)
     check_rows(get_reward_fn("code", {"seconds": 1}), rows, timeout=15)
+    parts: Any = {"code": {"type": "code", "options": {"seconds": 4}}, "form": "format"}
+    for more in ({}, {"judge": f"{__name__}:fails"}):
+        fn = get_reward_fn("weighted", {"parts": parts | more})
+        check_rows(fn, rows, timeout=16.5)
+        with pytest.raises(ValueError, match="row 5: "):
+            check_rows(fn, rows, timeout=16)
+        with pytest.raises(ValueError, match="row 6: "):
+            check_rows(fn, [{"row_id": 6, "tests": []}], timeout=16)
     check_rows(get_reward_fn("code"), rows, timeout=RolloutConfig().reward_timeout)

@@ -310,6 +310,16 @@ def test_a_machine_that_cannot_confine_runs_nothing(monkeypatch: pytest.MonkeyPa
         run("print(1)")
 
 
+def test_a_sandbox_that_cannot_start_closes_what_it_was_given(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given = (tmp_path / "given").open("wb")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    with pytest.raises(SandboxError):
+        asyncio.run(run_program("print(1)", files=(given,)))
+    assert given.closed
+
+
 def test_the_filters_tables_fit_each_other() -> None:
     for machine, (_, allowed) in confine._ALLOWED.items():
         numbers = confine._NUMBERS[machine]

@@ -178,12 +178,16 @@ def check_rows(
             raise ValueError(f"row {row.get('row_id', '?')}: {e}") from e
 
 
-def _own(reward_fn: RewardFn, name: str) -> Callable[..., Any] | None:
-    """Returns a function of the reward's, or of its module; MOST_SECONDS with its options."""
-    if (found := getattr(reward_fn, name, None)) is not None:
-        return cast(Callable[..., Any], found)
-    found = getattr(inspect.getmodule(reward_fn), name, None)
-    if name == MOST_SECONDS and found is not None and isinstance(reward_fn, partial):
+def _own(reward_fn: Any, name: str) -> Callable[..., Any] | None:
+    """Returns a function of the reward's, or of its module, CHECK or MOST_SECONDS, which has the
+    reward's options; of a weighted sum, one that calls those of its parts."""
+    if isinstance(reward_fn, partial) and reward_fn.func is weighted_reward:
+        reward_fn = MixedReward(**reward_fn.keywords)
+    if isinstance(reward_fn, MixedReward):
+        functions = [own for fn in reward_fn.functions if (own := _own(fn, name)) is not None]
+        return lambda **row: sum(own(**row) or 0.0 for own in functions)
+    found = getattr(reward_fn, name, None) or getattr(inspect.getmodule(reward_fn), name, None)
+    if found is not None and name == MOST_SECONDS and isinstance(reward_fn, partial):
         return partial(found, **reward_fn.keywords)
     return found
 

@@ -66,7 +66,8 @@ def _limit() -> Iterator[None]:
     if _Worker.replaceable:
         used = resource.getrusage(resource.RUSAGE_SELF)
         most = int(used.ru_utime + used.ru_stime + CPU_SECONDS) + _MORE
-        resource.setrlimit(resource.RLIMIT_CPU, (most, limits[1]))
+        if limits[1] == resource.RLIM_INFINITY or most < limits[1]:
+            resource.setrlimit(resource.RLIMIT_CPU, (most, limits[1]))
     signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
     try:
         yield

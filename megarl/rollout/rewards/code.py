@@ -136,7 +136,7 @@ async def _by_assert(program: str, case: str, entry: str, limits: Limits) -> boo
         serving = asyncio.create_task(run_program(served, limits=limits, files=(asked, answer)))
         try:
             ran = await run_program(judge, limits=limits, files=(answers, ask))
-            if ran.code == asserts.LOST:  # the sandbox may have failed
+            if ran.code == asserts.LOST or serving.done():  # the sandbox may have failed
                 await serving
         finally:
             serving.cancel()

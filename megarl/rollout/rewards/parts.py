@@ -77,11 +77,12 @@ def is_asynchronous(fn: Callable[..., Any]) -> bool:
 
 class MixedReward:
     """Is a weighted sum with asynchronous parts (`awaits` says whether it has any): RewardPool
-    awaits those, and computes the others together in a worker."""
+    awaits those, and computes the others together in a worker. `functions` are the parts'."""
 
     def __init__(self, parts: dict[str, Any]) -> None:
         made = _parts(parts)
-        self.awaits = any(is_asynchronous(fn) for fn, _ in made.values())
+        self.functions = [fn for fn, _ in made.values()]
+        self.awaits = any(map(is_asynchronous, self.functions))
         self._weights = {name: weight for name, (_, weight) in made.items()}
         self._awaited = {name: fn for name, (fn, _) in made.items() if is_asynchronous(fn)}
         others = {name: part for name, part in parts.items() if name not in self._awaited}
@@ -106,13 +107,6 @@ class MixedReward:
         together: Any = found.pop("", Scored(0.0))
         added = _added({**together.parts, **found}, self._weights)
         return Scored(added, added.parts, together.notes | added.notes)
-
-    def check_row(self, **row: Any) -> None:
-        """Raises ValueError for a row that a part refuses."""
-        from megarl.rollout.rewards import check_rows
-
-        for fn in self._awaited.values():
-            check_rows(fn, [row])
 
 
 def _of_part(name: str, value: Any) -> float:

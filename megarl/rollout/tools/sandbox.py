@@ -91,6 +91,9 @@ async def run_program(
             return await _run(program, stdin.encode(errors="replace"), limits, show_last, files)
     except OSError as e:
         raise SandboxError(f"no process for the sandbox: {e}") from e
+    finally:
+        for file in files:
+            file.close()
 
 
 async def _run(
