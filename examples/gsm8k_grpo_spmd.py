@@ -21,7 +21,7 @@ def main(args: list[str]) -> None:
     dataloader = megarl.build_dataloader(rows, data, seed=config.seed)
     ft_spec = FinetuneSpec.for_run(config, dataset_size=len(rows))
 
-    rollout = megarl.RemoteSGLangEngine(config.rollout)
+    rollout = megarl.RemoteSGLangEngine.for_run(config)
     rollout.initialize(None, ft_spec)
     actor = megarl.MegatronActor(config.actor, temperature=gconfig.temperature)
     actor.initialize(None, ft_spec)
@@ -35,8 +35,8 @@ def main(args: list[str]) -> None:
         addresses=rollout.addresses,
         flush_cache=config.rollout.kv_after_sync == "flush",
     )
-    reward_fn = megarl.get_reward_fn(data.reward.type or data.type)
-    workflow = megarl.RLVRWorkflow(reward_fn=reward_fn, gconfig=gconfig, tokenizer=tokenizer)
+    workflow = megarl.RLVRWorkflow.for_run(config, tokenizer)
+    evaluator = megarl.Evaluator.for_run(config, rollout, tokenizer, trained=rows)
     saver, logger = megarl.Saver.for_run(config, actor), megarl.StatsLogger.for_run(config)
 
     # --8<-- [start:loop]
@@ -60,8 +60,9 @@ def main(args: list[str]) -> None:
             actor.set_version(global_step + 1)
             rollout.set_version(global_step + 1)
         saver.maybe_save(**ft_spec.where(global_step + 1))
+        evaluated = evaluator.maybe_evaluate(**ft_spec.where(global_step + 1))
         stats_tracker.scalar(**stats, reward=batch["rewards"].mean())
-        logger.commit(epoch, step, global_step, stats_tracker.export())
+        logger.commit(epoch, step, global_step, [stats_tracker.export(), evaluated])
     # --8<-- [end:loop]
 
     saver.save_final()

@@ -60,12 +60,18 @@ if TYPE_CHECKING:
     from megarl.engine import MegatronEngine
     from megarl.observability import stats_tracker
     from megarl.observability.stats_logger import StatsLogger
+    from megarl.observability.utilization import memory_in_use
     from megarl.parallel.rank_zero import on_rank_zero
     from megarl.parallel.worlds import World
     from megarl.rollout.chat import ChatWorkflow
     from megarl.rollout.client import RemoteSGLangEngine
     from megarl.rollout.local import SGLangEngine
     from megarl.rollout.rewards import RewardPool, get_reward_fn
+    from megarl.rollout.tools.calls import parse_calls
+    from megarl.rollout.tools.env import ToolingEnv
+    from megarl.rollout.tools.executor import ToolExecutor
+    from megarl.rollout.tools.local import LocalToolingEnv
+    from megarl.rollout.tools.mcp import MCPToolingEnv
     from megarl.rollout.trajectory import Trajectory, to_batch
     from megarl.rollout.workflows.agent import AgentWorkflow
     from megarl.rollout.workflows.env import EnvWorkflow
@@ -74,7 +80,7 @@ if TYPE_CHECKING:
     from megarl.rollout.workflows.tool import ToolWorkflow
     from megarl.rpc.local import LocalScheduler
     from megarl.trainer.distill import DistillTrainer
-    from megarl.trainer.evaluation import Evaluator
+    from megarl.trainer.evaluator import Evaluator
     from megarl.trainer.frequency import Frequency
     from megarl.trainer.ppo import PPOTrainer
     from megarl.trainer.publisher import WeightPublisher
@@ -118,12 +124,18 @@ _HOME = {
     "engine": "MegatronEngine",
     "observability.stats_tracker": "stats_tracker",
     "observability.stats_logger": "StatsLogger",
+    "observability.utilization": "memory_in_use",
     "parallel.rank_zero": "on_rank_zero",
     "parallel.worlds": "World",
     "rollout.chat": "ChatWorkflow",
     "rollout.client": "RemoteSGLangEngine",
     "rollout.local": "SGLangEngine",
     "rollout.rewards": "RewardPool get_reward_fn",
+    "rollout.tools.calls": "parse_calls",
+    "rollout.tools.env": "ToolingEnv",
+    "rollout.tools.executor": "ToolExecutor",
+    "rollout.tools.local": "LocalToolingEnv",
+    "rollout.tools.mcp": "MCPToolingEnv",
     "rollout.trajectory": "Trajectory to_batch",
     "rollout.workflows.agent": "AgentWorkflow",
     "rollout.workflows.env": "EnvWorkflow",
@@ -132,7 +144,7 @@ _HOME = {
     "rollout.workflows.tool": "ToolWorkflow",
     "rpc.local": "LocalScheduler",
     "trainer.distill": "DistillTrainer",
-    "trainer.evaluation": "Evaluator",
+    "trainer.evaluator": "Evaluator",
     "trainer.frequency": "Frequency",
     "trainer.ppo": "PPOTrainer",
     "trainer.publisher": "WeightPublisher",
@@ -166,6 +178,8 @@ __all__ = [
     "InferenceEngine",
     "LoRARef",
     "LocalScheduler",
+    "LocalToolingEnv",
+    "MCPToolingEnv",
     "MegatronActor",
     "MegatronCritic",
     "MegatronEngine",
@@ -206,7 +220,9 @@ __all__ = [
     "StatsLogger",
     "Teacher",
     "Tokens",
+    "ToolExecutor",
     "ToolWorkflow",
+    "ToolingEnv",
     "TrainController",
     "TrainEngine",
     "Trajectory",
@@ -222,8 +238,10 @@ __all__ = [
     "load_expr_config",
     "load_hf_tokenizer",
     "make_scheduler",
+    "memory_in_use",
     "on_every_rank",
     "on_rank_zero",
+    "parse_calls",
     "run_dir",
     "stats_tracker",
     "to_batch",

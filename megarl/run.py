@@ -126,7 +126,8 @@ def check(cfg: BaseConfig, world_size: int) -> None:
     """Checks everything that needs neither data nor torch. Raises ConfigError."""
     from megarl.config.check import check_config
     from megarl.config.earlier_run import check_run_dir
-    from megarl.trainer.preflight import check_models, fetch_hub_models
+    from megarl.config.hub import fetch_hub_models
+    from megarl.trainer.preflight import check_models
 
     fetch_hub_models(cfg)
     check_config(cfg, world_size)

@@ -16,6 +16,7 @@ from megarl.config.recipes import BaseConfig
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.config.servers import listed_addresses
 from megarl.config.transports import requirements_of, transport_name
+from megarl.config.unread import note_read
 from megarl.config.weight_sync import WeightSyncConfig
 
 
@@ -42,6 +43,7 @@ class FinetuneSpec:
     @classmethod
     def for_run(cls, cfg: BaseConfig, *, dataset_size: int) -> FinetuneSpec:
         """Makes the spec of a recipe's or a script's configuration, for so many rows of data."""
+        note_read(cfg, "total_train_epochs", "total_train_steps")
         return cls(
             total_train_epochs=cfg.total_train_epochs,
             dataset_size=dataset_size,
@@ -153,9 +155,16 @@ class WeightUpdateMeta:
     ) -> WeightUpdateMeta:
         """Makes an update through a directory on shared storage.
 
-        path: the directory, or a recipe's config for <run>/weights; addresses: host:port of the
-        servers, the environment's MEGARL_LLM_SERVER_ADDRS where empty; fields: any other field.
+        path: the directory, or the run's configuration for <run>/weights; addresses: host:port of
+        the servers, the environment's MEGARL_LLM_SERVER_ADDRS where empty; fields: any other
+        field. Raises TypeError for another `path`, such as a section of the configuration, which
+        does not know the run's directory.
         """
+        if not isinstance(path, str | Path | BaseConfig):
+            raise TypeError(
+                f"WeightUpdateMeta.from_disk({type(path).__name__}): give the whole configuration, "
+                "from_disk(config), for <run>/weights, or a directory, from_disk('/shared/weights')"
+            )
         where = run_dir(path) / "weights" if isinstance(path, BaseConfig) else path
         servers = tuple(addresses) or tuple(listed_addresses())
         return cls(type="disk", path=str(where), addresses=servers, **fields)

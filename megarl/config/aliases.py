@@ -7,6 +7,7 @@ of a dotted name (`rollout.n` for `actor_rollout_ref.rollout.n`); the longest on
 from __future__ import annotations
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 
 ROLES = ("actor", "model")  # the trained model of a recipe: the first it has
 _SAME_ROLE = {"policy": "actor", "reference": "ref", "ref_model": "ref", "value_model": "critic"}
@@ -45,6 +46,8 @@ _THEIRS: Mapping[str, str] = {
     # the loss
     "actor.kl_coef": "kl_ctl kl_loss_coef kl_beta init_kl_coef beta reference_policy_kl_penalty",
     "actor.kl_estimator": "kl_loss_type kl_penalty",
+    "actor.kl_controller": "kl_ctrl.type",
+    "kl_ctl": "kl_ctrl.kl_coef",
     "actor.eps_clip": "clip_ratio cliprange epsilon clip_range clip_ratio_low ratio_clip_min",
     "actor.eps_clip_higher": "eps_clip_high clip_ratio_high ratio_clip_max epsilon_high",
     "actor.c_clip": "clip_ratio_c",
@@ -98,7 +101,13 @@ _THEIRS: Mapping[str, str] = {
     "cluster.n_gpus_per_node": "trainer.n_gpus_per_node cluster.gpus_per_node",
     _MEMORY: "gpu_memory_utilization vllm_gpu_memory_utilization mem_fraction_static "
     "sglang_mem_fraction_static",
-    "rollout.max_head_offpolicyness": "max_staleness staleness_threshold max_trajectory_age_steps",
+    "server.type": "rollout.name",
+    "rollout": "inf_engine",
+    "rollout.workflow": "multi_turn.enable",
+    "rollout.workflow.options": "multi_turn.max_turns multi_turn.max_user_turns "
+    "multi_turn.max_assistant_turns multi_turn.tool_config_path tool_kwargs.tools_config_file",
+    "rollout.max_head_offpolicyness": "async_training max_staleness staleness_threshold "
+    "max_trajectory_age_steps",
     "rollout.retry_timeout": "request_retries",
     "weight_sync.type": "weight_update_mode",
     # the run
@@ -125,6 +134,10 @@ _SFT: Mapping[str, str] = {
     ),
     "dataset": "train_dataset.path",
 }
+# their sections whose keys are those of one of our free dicts
+_SECTIONS = {"sglang": "server.options", "rollout.workflow": "rollout.workflow.options"}
+# their keys for which we need none -> what to do
+NEEDLESS = {"return_raw_chat": "leave it out: a row keeps its messages"}
 
 
 def aliased(keys: Mapping[str, object], name: str) -> str | None:
@@ -140,6 +153,11 @@ def aliased(keys: Mapping[str, object], name: str) -> str | None:
             ours = target.replace("*", candidate)
             if ours.partition("=")[0] in keys:
                 return ours
+    for theirs, free in _SECTIONS.items():
+        rest = name.removeprefix(theirs + ".")
+        misspelt = get_close_matches(rest.partition(".")[0], ("type", "options"))
+        if rest != name and free in keys and not misspelt:
+            return f"{free}.{rest}"
     return None
 
 

@@ -24,12 +24,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from megarl.config import presets
-from megarl.config.aliases import aliased
+from megarl.config.aliases import NEEDLESS, aliased
 from megarl.config.allocation import AllocationMode
 from megarl.config.base import SeamConfig
 from megarl.config.command_line import parse_command_line
 from megarl.config.compose import Composer, Tree, group_file, has_group, merged
 from megarl.config.errors import ConfigError, raise_if_any
+from megarl.config.hub import fetch_hub_models
 from megarl.config.recipes import RECIPES, BaseConfig, main_role, own_code, recipe_class
 from megarl.config.schema import (
     Key,
@@ -43,7 +44,9 @@ from megarl.config.schema import (
     show,
 )
 from megarl.config.secrets import reads_environment, remember, written_tree
+from megarl.config.unread import begin_script, note_set
 from megarl.config.words import Word, as_type, read_yaml
+from megarl.utils.collective_timeout import set_collective_timeout
 from megarl.utils.staging import write_whole
 
 Override = tuple[str, str, Any]
@@ -96,6 +99,7 @@ def load_config(
     raise_if_any(problems)
     assert isinstance(cfg, cls)
     remember(cfg, OmegaConf.to_container(node, resolve=False))
+    note_set(cfg, _leaves(tree))
     return cfg
 
 
@@ -110,11 +114,15 @@ def load_expr_config(args: Sequence[str], cls: type[C]) -> tuple[C, str | None]:
     """Returns a script's configuration and the path of its YAML file.
 
     cls: its dataclass, a recipe's (GRPOConfig, ...) or the script's own below one. args: the
-    command line, `--config X.yaml a.b=c +new.key=v`.
+    command line, `--config X.yaml a.b=c +new.key=v`. Models on the hub are fetched, and their paths
+    are those of the snapshots; collective_timeout counts from now on. Raises ConfigError for a
+    configuration that is wrong, and for a model that cannot be had.
     """
-    return load_config(args, cls=cls), parse_command_line(args, options=("config",)).options.get(
-        "config"
-    )
+    config = load_config(args, cls=cls)
+    fetch_hub_models(config)
+    set_collective_timeout(config.collective_timeout)
+    begin_script(config)
+    return config, parse_command_line(args, options=("config",)).options.get("config")
 
 
 def config_yaml(cfg: BaseConfig) -> str:
@@ -196,6 +204,10 @@ def _apply_override(
         problems.append(f"+{name}: already a key of this recipe; drop the +")
         return
     if plus == "+" and free_form_parent(cls, name) is None:
+        ours = aliased(table, name)
+        if ours and free_form_parent(cls, ours):
+            problems.append(_unknown(cls, name))
+            return
         free = [k.name for k in table.values() if k.free_form]
         problems.append(
             f"+{name}: keys can be added only inside {', '.join(free)}{_hint(cls, name)}"
@@ -308,11 +320,11 @@ def _has(tree: Any, name: str) -> bool:
     return True
 
 
-def _leaves(value: Any, name: str) -> list[str]:
+def _leaves(value: Any, name: str = "") -> list[str]:
     """Returns the dotted names of the plain values below `name`."""
     if not isinstance(value, dict) or not value:
         return [name]
-    return [leaf for k, v in value.items() for leaf in _leaves(v, f"{name}.{k}")]
+    return [leaf for k, v in value.items() for leaf in _leaves(v, f"{name}.{k}".lstrip("."))]
 
 
 def _set(node: DictConfig, name: str, key: Key, value: Any, problems: list[str]) -> None:
@@ -369,6 +381,8 @@ def _elsewhere(cls: type, name: str) -> str:
 
 
 def _hint(cls: type, name: str) -> str:
+    if (needless := NEEDLESS.get(name.rpartition(".")[2])) is not None:
+        return f"; {needless}"
     near = nearest_keys(cls, name)
     return f"; did you mean {near[0]}?" if near else "; --help lists all keys"
 

@@ -19,6 +19,7 @@ from megarl.controller.worker import SERVE
 from megarl.engine import MegatronEngine
 from megarl.observability.logging import get_logger
 from megarl.rpc.nodes import TRAINERS
+from megarl.utils.collective_timeout import set_collective_timeout
 
 log = get_logger(__name__)
 
@@ -81,6 +82,7 @@ def workers(
         log.info("starting %d worker(s) of %s, which log to %s", count, name, spec.log_dir)
         group = scheduler.start(spec)
         groups[name] = WorkerGroup(name, group.workers, group.clients)
+        groups[name].call(set_collective_timeout, config.collective_timeout)
     if len(groups[name]) != count:
         raise ValueError(
             f"the scheduler has started {len(groups[name])} {name}, and this wants {count}: one "

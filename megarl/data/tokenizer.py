@@ -11,6 +11,10 @@ def load_hf_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
     """Returns the tokenizer of a directory or hub name. Raises ValueError where there is none, and
     for one that needs code, without trust_remote_code: with it, code that lies beside the tokenizer
     runs, which some published tokenizers need; it may do anything."""
+    if not path:
+        raise ValueError(
+            "load_hf_tokenizer(''): no path; set tokenizer_path, or give the model's, actor.path"
+        )
     from transformers import AutoTokenizer
 
     try:

@@ -44,7 +44,8 @@ def check_meta(meta: SaveLoadMeta, state: EngineState) -> None:
     state where the format or the engine has none."""
     if meta.weight_format not in ("hf", "peft", "dist"):
         raise ValueError(
-            f"SaveLoadMeta.weight_format={meta.weight_format!r}: use 'hf', 'peft' or 'dist'"
+            f"SaveLoadMeta.weight_format={meta.weight_format!r}: use 'hf', 'peft' or 'dist', the "
+            "distributed checkpoint that others call dcp"
         )
     if meta.weight_format == "peft" and state.adapters is None:
         raise ValueError(

@@ -38,11 +38,14 @@ def check_input(
     **arguments: Any,
 ) -> None:
     """Raises ValueError, on every rank, for a batch or arguments that differ between ranks, and for
-    those that this engine cannot work on. Collective where there are several ranks.
+    those that this engine cannot work on; TypeError for a plain dict of a Batch's Tokens.
+    Collective where there are several ranks.
 
     The ranks compare `verb`, its arguments and the bytes of every tensor that all ranks have (a
     hash of 32 MiB takes a core a few milliseconds, and a few bytes of it travel); tokens that only
     some ranks hold are checked by these ranks."""
+    if not isinstance(given, Batch):
+        _check_no_tokens(given)
     wrong = _wrong_ids(given, state.model.vocab_size) if isinstance(given, Batch) else None
     found_wrong = wrong is not None and bool(wrong.any())
     if state.layout.world_size > 1:
@@ -67,6 +70,15 @@ def check_input(
             "replay; put forward()'s output of that name into it, as an actor with "
             "recompute_logprob does, or what the servers said (to_batch does)"
         )
+
+
+def _check_no_tokens(given: Padded) -> None:
+    for name, value in given.items():
+        if isinstance(value, Tokens):
+            raise TypeError(
+                f"{name!r} of a Batch in a plain dict: pass the batch itself, to which keys can be "
+                "added, or batch.padded(), a dict of tensors [b,S]"
+            )
 
 
 def _check_given(batch: Batch | Padded, outputs: Sequence[str]) -> None:

@@ -11,6 +11,7 @@ from megarl.config.check import check_config
 from megarl.config.command_line import CommandLine
 from megarl.config.earlier_run import check_run_dir
 from megarl.config.errors import ConfigError
+from megarl.config.hub import fetch_hub_models
 from megarl.config.recipe_engines import trainer_processes
 from megarl.config.recipes import BaseConfig, GRPOConfig
 from megarl.config.rollout import ServerConfig
@@ -28,7 +29,7 @@ from megarl.trainer.named import (
     read_config,
     transport_needs,
 )
-from megarl.trainer.preflight import check_models, check_writable, fetch_hub_models
+from megarl.trainer.preflight import check_models, check_writable
 from megarl.utils.env import uses_gpus, visible_gpus
 
 
@@ -118,7 +119,7 @@ def check_named(plan: Plan, *, writes: bool) -> None:
     if plan.own:
         check_tokenizer(plan.cfg)
     rows = check_data(plan.cfg, isolated=True, path=plan.import_path)
-    check_code(plan.cfg, rows, isolated=True, path=plan.import_path)
+    check_code(plan.cfg, rows, isolated=True, path=plan.import_path, recipe=plan.own)
     if writes:
         check_writable(plan.cfg)
 

@@ -22,6 +22,7 @@ from megarl.config.loader import run_dir
 from megarl.config.recipes import BaseConfig
 from megarl.config.run import StatsLoggerConfig
 from megarl.config.secrets import public_tree
+from megarl.config.unread import note_read, warn_of_unread
 from megarl.observability.console import ConsoleSink
 from megarl.observability.logging import env_rank, get_logger
 from megarl.utils.disk import DiskFull, full_disk_named
@@ -83,6 +84,7 @@ class StatsLogger:
     @classmethod
     def for_run(cls, cfg: BaseConfig, *, from_step: int | None = None) -> StatsLogger:
         """Makes the logger of a run, in its directory. from_step: see __init__."""
+        note_read(cfg, "stats_logger")
         return cls(
             cfg.stats_logger,
             run_dir=run_dir(cfg),
@@ -106,6 +108,7 @@ class StatsLogger:
         several = [stats] if isinstance(stats, Mapping) else stats
         merged = {name: value for part in several for name, value in part.items()}
         self.log(global_step + 1, {"epoch": float(epoch)} | merged)
+        warn_of_unread()
 
     def log(
         self,

@@ -25,6 +25,7 @@ from torch.distributed import distributed_c10d as c10d
 from megarl.parallel import mcore
 from megarl.parallel.layout import Coords, Layout
 from megarl.parallel.worlds import PerWorld, inside, this_rank
+from megarl.utils.collective_timeout import collective_timeout, set_collective_timeout
 from megarl.utils.env import CONTROLS, set_nccl_default
 from megarl.utils.http import split_address
 from megarl.utils.rendezvous import meet
@@ -32,20 +33,17 @@ from megarl.utils.rendezvous import meet
 from megatron.core import parallel_state as ps  # isort: skip
 from megatron.core.tensor_parallel import random as mcore_random  # isort: skip
 
-# seconds a collective may wait for its peers: those of the world group, and of later groups
-_collective_timeout = 1800.0
-
 _RNG_GLOBALS = ("_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED")
 
 
 def init_distributed(addr: str | None = None, *, timeout: float | None = None) -> None:
     """Starts torch.distributed once: from torchrun's environment, else as a world of one.
 
-    `addr` ("host:port") replaces MASTER_ADDR and MASTER_PORT. `timeout`, in seconds (default 1800),
-    bounds every collective of the world and of the layouts' groups. Raises ValueError where
-    torchrun's environment is incomplete, and in a controller, whose workers are the world.
+    `addr` ("host:port") replaces MASTER_ADDR and MASTER_PORT. `timeout`, in seconds (default: that
+    of a script's configuration, else 1800), bounds every collective of the world and of the
+    layouts' groups. Raises ValueError where torchrun's environment is incomplete, and in a
+    controller, whose workers are the world.
     """
-    global _collective_timeout
     set_nccl_default(os.environ)  # for scripts that torchrun starts without megarl.run
     if mcore.on_cuda():
         # a scheduler may have each process see its own device alone
@@ -53,12 +51,12 @@ def init_distributed(addr: str | None = None, *, timeout: float | None = None) -
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) if seen > 1 else 0)
     if dist.is_initialized():
         return
-    _collective_timeout = timeout or _collective_timeout
+    set_collective_timeout(timeout or collective_timeout())
     rank, world_size = 0, 1
     store: dist.Store = dist.HashStore()
     if "WORLD_SIZE" in os.environ:
         host, port, rank, world_size = _place_in_world(addr)
-        store = meet(host, port, rank=rank, world_size=world_size, timeout=_collective_timeout)
+        store = meet(host, port, rank=rank, world_size=world_size, timeout=collective_timeout())
     elif CONTROLS in os.environ:
         raise ValueError(
             "trainer.mode=controller: this process starts the trainers and is none itself; "
@@ -70,7 +68,7 @@ def init_distributed(addr: str | None = None, *, timeout: float | None = None) -
         store=store,
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=_collective_timeout),
+        timeout=timedelta(seconds=collective_timeout()),
     )
 
 
@@ -86,11 +84,6 @@ def _place_in_world(addr: str | None) -> tuple[str, int, int, int]:
         )
     host, port = split_address(addr or "{MASTER_ADDR}:{MASTER_PORT}".format(**os.environ))
     return host, port, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-
-
-def collective_timeout() -> float:
-    """Returns the seconds that a collective may wait for its peers."""
-    return _collective_timeout
 
 
 def shutdown_distributed(*, failed: bool = False) -> None:
@@ -164,7 +157,7 @@ def _create(layout: Layout) -> _Groups:
             context_parallel_size=layout.cp,
             expert_model_parallel_size=layout.ep,
             expert_tensor_parallel_size=layout.etp,
-            distributed_timeout_minutes=math.ceil(_collective_timeout / 60),
+            distributed_timeout_minutes=math.ceil(collective_timeout() / 60),
             create_gloo_process_groups=not on_gloo,
         )
         if on_gloo:  # the host-side twins would be the same groups a second time
@@ -177,7 +170,7 @@ def _create(layout: Layout) -> _Groups:
         _barrier()  # go over it (see BucketGatherer)
     owned = [g for g in state.get("_global_process_group_list") or [] if g is not None]
     for group in owned:  # to the second
-        c10d._set_pg_timeout(timedelta(seconds=_collective_timeout), group)
+        c10d._set_pg_timeout(timedelta(seconds=collective_timeout()), group)
     return _Groups(state, owned)
 
 
@@ -280,6 +273,6 @@ def waiting_for(groups: ProcessGroups | None, what: str) -> Iterator[None]:
         where = f" ({groups.coords})" if groups else ""
         raise RuntimeError(
             f"rank {this_rank()}{where} gave up waiting for other ranks in {what}: one of them "
-            f"ended, or did not come within collective_timeout={_collective_timeout:g} s; look at "
+            f"ended, or did not come within collective_timeout={collective_timeout():g} s; look at "
             f"the other ranks' logs for the first error. Cause: {error}"
         ) from error

@@ -6,17 +6,25 @@ import asyncio
 import math
 import uuid
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, Self, TypedDict
 
 from megarl.api.inference import SAMPLES_MISSING, InferenceEngine, RolloutWorkflow
 from megarl.api.records import ModelRequest, ModelResponse
+from megarl.config.recipes import GRPOConfig
 from megarl.config.rollout import GenerationHyperparameters
+from megarl.config.unread import REWARD_KEYS, note_read
 from megarl.observability.logging import get_logger
 from megarl.rollout.chat_template import ChatTemplate
 from megarl.rollout.generation import attempt_key, stable_seed
-from megarl.rollout.rewards import RewardPool, reward_arguments, shared_pool
+from megarl.rollout.rewards import (
+    RewardPool,
+    reward_arguments,
+    reward_of,
+    shared_pool,
+)
 from megarl.rollout.rewards.errors import RewardError, fails_sample
 from megarl.rollout.trajectory import Trajectory
+from megarl.utils.signatures import option_problems
 
 log = get_logger(__name__)
 
@@ -65,6 +73,32 @@ class ChatWorkflow(RolloutWorkflow):
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self.gconfig, self.tokenizer = gconfig, tokenizer
         self._chat = ChatTemplate(tokenizer, self.chat_template_kwargs)
+
+    @classmethod
+    def for_run(
+        cls,
+        cfg: GRPOConfig,
+        tokenizer: Any,
+        *,
+        reward_fn: Callable[..., float] | None = None,
+        gconfig: GenerationHyperparameters | None = None,
+    ) -> Self:
+        """Makes a script's workflow, with rollout.workflow.options, and a reward pool as
+        rollout.reward_workers, reward_timeout, reward_addresses and on_reward_error say. reward_fn:
+        None is that of train_dataset; gconfig: None is the configuration's. Raises ValueError for
+        an option that the class does not take."""
+        note_read(cfg, *REWARD_KEYS, "rollout.workflow", "gconfig", "train_dataset.reward.options")
+        options, taken = cfg.rollout.workflow.options, ("reward_pool",)
+        key = "rollout.workflow.options"
+        if found := list(option_problems(cls, options, key=key, positional=3, by_name=taken)):
+            raise ValueError("; ".join(found))
+        return cls(
+            reward_fn or reward_of(cfg.train_dataset),
+            gconfig or cfg.gconfig,
+            tokenizer,
+            reward_pool=shared_pool(cfg.rollout),
+            **options,
+        )
 
     def count(self, data: dict[str, Any]) -> int:
         """Returns how many samples `begin` makes of a row."""

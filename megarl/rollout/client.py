@@ -12,21 +12,24 @@ from megarl.api.batch import Batch, Padded
 from megarl.api.inference import Arrival, RolloutWorkflow
 from megarl.api.records import FinetuneSpec, WeightUpdateMeta
 from megarl.config.check_rollout import kv_problems
+from megarl.config.recipes import GRPOConfig
 from megarl.config.rollout import RolloutConfig
 from megarl.config.servers import server_addresses
+from megarl.config.unread import CLIENT_KEYS, note_read
 from megarl.config.weight_sync import WeightSyncConfig
 from megarl.parallel.rank_zero import RankZero
 from megarl.rollout.concurrency import adapt
 from megarl.rollout.driver import SharedArrival, check_same_data, check_same_rows, driver_of_world
 from megarl.rollout.executor import RolloutExecutor
 from megarl.rollout.pausing import Pauses
-from megarl.rollout.pipeline import ShouldAccept
+from megarl.rollout.pipeline import ShouldAccept, has_signal
 from megarl.rollout.requester import Connection, Requester
 from megarl.rollout.server_pool import PROBE_TIMEOUT
 from megarl.rollout.server_waits import check_routes, wait_for_version, wait_healthy
 from megarl.rollout.user_calls import stuck_threads
 from megarl.rollout.worker_process import START_TIMEOUT
 from megarl.rollout.workers import WorkerPool
+from megarl.utils.importing import load_object
 from megarl.wire.routes import RouteShape
 
 T = TypeVar("T")
@@ -50,8 +53,11 @@ class RemoteSGLangEngine(Requester):
     thread with its own event loop; the synchronous methods may be called from any other thread.
 
     `seed` keys requests that carry none while gconfig.seed is set; `tokenizer` is for requests by
-    text and for the text of responses.
+    text and for the text of responses. `should_accept`: what prepare_batch takes where it is given
+    none; for_run sets it where actor.dynamic_sampling is on.
     """
+
+    should_accept: ShouldAccept | None = None
 
     start_timeout = 0.0  # seconds in which the driver starts servers of its own
 
@@ -71,6 +77,27 @@ class RemoteSGLangEngine(Requester):
         self._zero: RankZero | None = None  # while it is open
         self._loader: object = None  # the dataloader that all ranks were found to share
         self._workers: WorkerPool | None = None
+
+    @classmethod
+    def for_run(cls, cfg: GRPOConfig, *, tokenizer: Any = None) -> RemoteSGLangEngine:
+        """Makes the client that a recipe's or a script's configuration describes: rollout with its
+        backend, weight_sync, seed and actor.dynamic_sampling."""
+        note_read(cfg, *CLIENT_KEYS)
+        common = {"weight_sync": cfg.weight_sync, "seed": cfg.seed}
+        if tokenizer is not None:
+            common["tokenizer"] = tokenizer
+        client = cls._of_config(cfg, common)
+        client.should_accept = has_signal if cfg.actor.dynamic_sampling else None
+        return client
+
+    @classmethod
+    def _of_config(cls, cfg: GRPOConfig, common: dict[str, Any]) -> RemoteSGLangEngine:
+        if cls is not RemoteSGLangEngine:
+            return cls(cfg.rollout, **common)
+        backend = cfg.rollout.backend
+        make = load_object(backend.type, what="rollout.backend")
+        client: RemoteSGLangEngine = make(cfg.rollout, **common, **backend.options)
+        return client
 
     # life
 
@@ -331,12 +358,12 @@ class RemoteSGLangEngine(Requester):
         workflow_builder: Callable[[], RolloutWorkflow] | None = None,
         should_accept: ShouldAccept | None = None,
     ) -> Batch:
-        """Returns one training batch; see RolloutExecutor.prepare_parts. Collective. Raises
-        ValueError where the ranks' dataloaders differ."""
+        """Returns one training batch; see RolloutExecutor.prepare_parts. should_accept: None is
+        the client's. Collective. Raises ValueError where the ranks' dataloaders differ."""
         if dataloader is not self._loader:
             check_same_data(dataloader, self._everyone())
             self._loader = dataloader
-        given = (dataloader, workflow, workflow_builder, should_accept)
+        given = (dataloader, workflow, workflow_builder, should_accept or self.should_accept)
         return self.share(lambda: self.executor.prepare_parts(*given))
 
     def stats(self) -> dict[str, float]:

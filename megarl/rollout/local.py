@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from megarl.api.records import FinetuneSpec
+from megarl.config.loader import run_dir
+from megarl.config.recipes import GRPOConfig
 from megarl.config.rollout import RolloutConfig, ServerConfig
 from megarl.config.weight_sync import WeightSyncConfig
 from megarl.rollout.client import RemoteSGLangEngine
@@ -44,6 +46,18 @@ class SGLangEngine(RemoteSGLangEngine):
         self._log_dir = Path(log_dir)
         self.start_timeout = server.count * server.start_timeout  # the waits follow each other
         self._processes: list[ServerProcess] = []
+
+    @classmethod
+    def _of_config(cls, cfg: GRPOConfig, common: dict[str, Any]) -> SGLangEngine:
+        logs = run_dir(cfg) / "logs"
+        return cls(
+            cfg.rollout,
+            cfg.server,
+            model_path=cfg.actor.path,
+            dtype=cfg.actor.dtype,
+            log_dir=logs,
+            **common,
+        )
 
     def _connect(self, ft_spec: FinetuneSpec | None) -> list[str]:
         """Starts the servers, on the driver, then opens connections."""

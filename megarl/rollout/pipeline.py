@@ -397,3 +397,9 @@ class Pipeline:
 
 def _answers(episodes: Iterable[Episode]) -> Kept:
     return [(e.row.get("row_id"), e.answers.state()) for e in episodes if e.answers is not None]
+
+
+def has_signal(batch: Padded) -> bool:
+    """Returns whether the rewards of a group differ; equal rewards teach nothing (DAPO's dynamic
+    sampling, arXiv 2503.14476)."""
+    return bool(batch["rewards"].min() != batch["rewards"].max())

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,7 +17,6 @@ from megarl.observability.intervals import bootstrap_ci, proportion_ci
 from megarl.observability.report.runs import EVAL_REWARDS_FILE
 from megarl.observability.stats_logger import supersede
 from megarl.rollout.executor import Answered
-from megarl.trainer.frequency import EvaluationTimes
 from megarl.trainer.rollout_metrics import completions
 from megarl.trainer.scores import beside_failures, final_answer, of_several, with_interval
 
@@ -43,8 +41,8 @@ class Generates(Protocol):
         """Returns the version of the weights that generate."""
 
 
-class Evaluator:
-    """Generates answers to at most config.max_samples held-out rows and measures their rewards.
+class SetEvaluator:
+    """Generates answers to at most config.max_samples rows of a set and measures their rewards.
     Rank 0 only. shown: the first completions of the latest evaluation, at most `shows`."""
 
     def __init__(
@@ -57,29 +55,15 @@ class Evaluator:
         config: EvaluatorConfig,
         seed: int,
         name: str = "",
-        clock: Callable[[], float] = time.monotonic,
         shows: int = 0,
     ) -> None:
-        """Takes the name of the data set, where there are several: metrics are eval/<name>/...;
-        clock: in seconds, for config.freq_secs."""
+        """Takes the name of the data set, where there are several: metrics are eval/<name>/..."""
         n = len(rows) if config.max_samples is None else min(len(rows), config.max_samples)
         self.rows = [rows[i] for i in range(n)]
         self._engine, self._workflow, self._tokenizer = engine, workflow, tokenizer
         self._seed, self._name, self._shows = seed, name, shows
         self._max_failed = config.max_failed
         self.shown: list[dict[str, Any]] = []
-        self._times = EvaluationTimes(config, clock)
-
-    def maybe_evaluate(
-        self, samples_path: Path, *, step: int, epoch: int, epoch_ended: bool, last: bool = False
-    ) -> dict[str, float]:
-        """Evaluates where config says so: before the first step (step 0), after a step when it is
-        due, and after the last one. Returns the metrics, {} where nothing was due. `step` and
-        `epoch` count from 1."""
-        label = self._times.label(step=step, epoch=epoch, epoch_ended=epoch_ended, last=last)
-        if label is None:
-            return {}
-        return self.evaluate(samples_path, None if label == "during" else label)
 
     def evaluate(self, samples_path: Path, when: str | None) -> dict[str, float]:
         """Returns the `eval/...` metrics of the held-out rows, with the bounds of their confidence
@@ -191,5 +175,6 @@ def _prompt_key(row: dict[str, Any]) -> str:
 
 
 def _append(path: Path, records: Sequence[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as f:
         f.writelines(json.dumps(record) + "\n" for record in records)

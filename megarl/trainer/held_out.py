@@ -17,7 +17,7 @@ from megarl.rollout.executor import Answered
 from megarl.rollout.pickling import pickled_workflow
 from megarl.rollout.rewards import RewardPool, check_rows, reward_of
 from megarl.rollout.workflows.mixed import MixedWorkflow
-from megarl.trainer.evaluation import Evaluator, metric
+from megarl.trainer.evaluation import SetEvaluator, metric
 from megarl.utils.importing import load_object
 
 _JOINED = ("accuracy", "reward", "failed")  # figures of several sets that have a mean
@@ -63,16 +63,18 @@ class HeldOut:
         gconfig: GenerationHyperparameters,
         rollout: RolloutConfig,
         context_length: int,
-        trained: RowDataset,
+        trained: RowDataset | None,
+        workflow: RolloutWorkflow | None = None,
         purpose: str = "rl",
         shows: int = 0,
     ) -> None:
         """Reads the sets, without prompts of `trained` (evaluator.overlap). context_length: of the
-        servers, in tokens; purpose: "rl", or "prompts" where rows may have an answer at the end;
-        shows: completions of each set that are kept in `shown`.
+        servers, in tokens; workflow: of all sets, in place of the one that `rollout` names;
+        purpose: "rl", or "prompts" where rows may have an answer at the end; shows: completions of
+        each set that are kept in `shown`.
         """
         self._client = client
-        self._evaluators: dict[str, Evaluator] = {}
+        self._evaluators: dict[str, SetEvaluator] = {}
         for name, data in held_out_sets(cfg).items():
             rows = build_dataset(
                 data,
@@ -83,10 +85,10 @@ class HeldOut:
                 overlap=cfg.evaluator.overlap,
             )
             check_context(rows, gconfig, context_length)
-            self._evaluators[name] = Evaluator(
+            self._evaluators[name] = SetEvaluator(
                 rows,
                 self,
-                make_workflow(rollout, data, rows, gconfig, tokenizer, pool),
+                workflow or make_workflow(rollout, data, rows, gconfig, tokenizer, pool),
                 tokenizer,
                 config=cfg.evaluator,
                 seed=cfg.seed,

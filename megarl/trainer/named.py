@@ -176,12 +176,14 @@ def check_code(
     *,
     isolated: bool = False,
     path: Sequence[str] = (),
+    recipe: bool = True,
 ) -> None:
     """Imports the code that the configuration names and that is not megarl's own. Raises
     ConfigError naming each function or class that cannot be loaded or does not take what it is
     given. With `isolated` a process of its own imports it, with `path` in front of the import path.
+    recipe: False for a script of the user's, which makes its workflow itself.
     """
-    named = list(_named_code(cfg, row_keys))
+    named = [c for c in _named_code(cfg, row_keys) if recipe or c.key != "rollout.workflow"]
     if isolated:  # what a script defines itself, it finds itself
         named = [code for code in named if not code.target.startswith("__main__:")]
     if not named:

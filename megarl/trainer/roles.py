@@ -45,6 +45,12 @@ class MegatronActor(Actor):
         decode: Decode = spell_ids,
         world: World | None = None,
     ) -> None:
+        """Raises TypeError for another section than a policy's."""
+        if not isinstance(config, PPOActorConfig):
+            raise TypeError(
+                f"MegatronActor({type(config).__name__}): takes the policy's section, "
+                "config.actor; a frozen reference is MegatronRef(config.ref, temperature=...)"
+            )
         super().__init__(
             config,
             MegatronEngine(config, seed=seed, world=world),
@@ -90,6 +96,12 @@ class MegatronRef(Ref):
         seed: int = 1,
         world: World | None = None,
     ) -> None:
+        """Raises TypeError for what is no section of an engine."""
+        if not isinstance(config, TrainEngineConfig):
+            raise TypeError(
+                f"MegatronRef({type(config).__name__}): takes the reference's section, config.ref; "
+                "where that is null there is no reference"
+            )
         super().__init__(
             config, MegatronEngine(config, seed=seed, world=world), temperature=temperature
         )

@@ -18,6 +18,7 @@ from megarl.config.loader import run_dir
 from megarl.config.recipe_engines import engines, model_path
 from megarl.config.recipes import BaseConfig
 from megarl.config.run import SaverConfig
+from megarl.config.unread import note_read
 from megarl.observability.logging import env_rank, get_logger
 from megarl.parallel.rank_zero import on_rank_zero
 from megarl.trainer.frequency import Frequency
@@ -71,6 +72,7 @@ class Saver:
     @classmethod
     def for_run(cls, cfg: BaseConfig, model: Saves, name: str = "actor") -> Saver:
         """Makes a script's saver of one model, whose section of the configuration is `name`."""
+        note_read(cfg, "saver")
         roles, run = engines(cfg), run_dir(cfg)
         saved = Saved(
             model=model,

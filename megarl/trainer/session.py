@@ -31,7 +31,6 @@ from megarl.trainer.step_recorder import StepRecorder
 from megarl.trainer.turns import Turns
 from megarl.trainer.workers import HERE, Workers
 from megarl.utils import stopping
-from megarl.utils.importing import load_object
 from megarl.utils.stopping import StopRequested
 from megarl.wire.routes import RouteShape
 
@@ -56,7 +55,7 @@ class RolloutSession:
         """Reads the data; servers are not needed yet. `on_rank_zero`: one that exists already.
         workers: where the client and the driver are, and `tokenizer`."""
         self._workers = workers
-        self.client = workers.make(make_client, cfg)
+        self.client = workers.make(RemoteSGLangEngine.for_run, cfg)
         self.driver: RolloutDriver | None = None  # on rank 0
         self._episodes = cfg.episodes
         self.turns = Turns(self.client)
@@ -165,16 +164,6 @@ class RolloutSession:
                 self.driver.close()
 
 
-def make_client(cfg: GRPOConfig) -> RemoteSGLangEngine:
-    """Returns the rollout client that the configuration names, not open yet."""
-    backend = cfg.rollout.backend
-    make = load_object(backend.type, what="rollout.backend")
-    client: RemoteSGLangEngine = make(
-        cfg.rollout, weight_sync=cfg.weight_sync, seed=cfg.seed, **backend.options
-    )
-    return client
-
-
 def _record(
     driver: RolloutDriver | None, part: Batch, rows: Tensor, rewards: Tensor, skipped: Tensor | None
 ) -> None:
@@ -212,7 +201,6 @@ class RolloutDriver:
         self.recorder: EpisodeRecorder | None = None
         if cfg.episodes.keep != 0:
             self.recorder = EpisodeRecorder(run_dir(cfg), tokenizer, cfg.episodes.keep)
-        self.should_accept = has_signal if cfg.actor.dynamic_sampling else None
         wandb = cfg.stats_logger.wandb
         self.shows = wandb.completions if wandb.mode != "disabled" else 0
         self.shown: dict[str, list[dict[str, Any]]] = {}
@@ -273,7 +261,7 @@ class RolloutDriver:
         parts = self.client.executor.prepare_parts(
             self.loader,
             workflow=self.workflow,
-            should_accept=self.should_accept,
+            should_accept=self.client.should_accept,
             meanwhile=self.answers.write_if_due if self.answers else None,
         )
         if self.shows:
@@ -347,9 +335,3 @@ class RolloutDriver:
             tokens = sum(len(a["tokens"]) for a in kept)
             log.info("going on with %d answers of before, of %d tokens", len(kept), tokens)
         self.client.executor.load_state_dict(rollout)
-
-
-def has_signal(batch: Padded) -> bool:
-    """Returns whether the rewards of a group differ; equal rewards teach nothing (DAPO's dynamic
-    sampling, arXiv 2503.14476)."""
-    return bool(batch["rewards"].min() != batch["rewards"].max())

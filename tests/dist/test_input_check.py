@@ -171,3 +171,22 @@ def test_the_user_s_code_that_fails_on_one_rank_is_an_error_on_all(worlds, model
         "True",
     ]
     assert second == [*(f"KeyError: 'my own mistake'({what}, rank 1)" for what in verbs), "True"]
+
+
+def tokens_in_a_dict(path: str, parallel: dict[str, Any]) -> tuple[str, bool]:
+    """What every rank says of a Batch's own tokens in a plain dict, and whether passes go on."""
+    engine = make_engine(path, parallel)
+    whole = Batch.from_padded(batch())
+    try:
+        engine.forward({name: whole[name] for name in ("input_ids", "loss_mask")}, outputs=OUT)
+        said = "fine"
+    except TypeError as e:
+        said = str(e)
+    goes_on = bool(engine.forward(batch()).isfinite().all())
+    engine.destroy()
+    return said, goes_on
+
+
+def test_tokens_of_a_batch_in_a_plain_dict(world2, models):
+    for said, goes_on in world2.run(tokens_in_a_dict, save_model(models, "qwen3", True), {}):
+        assert "'input_ids'" in said and "batch.padded()" in said and goes_on

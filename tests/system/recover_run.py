@@ -262,7 +262,7 @@ def in_hf_save(step: int) -> None:
 
 def in_eval(step: int) -> None:
     """Rank 0, after the answers came."""
-    from megarl.trainer.evaluation import Evaluator
+    from megarl.trainer.evaluation import SetEvaluator
 
     def make(real: Any) -> Any:
         def evaluate(self: Any, *args: Any, **kw: Any) -> Any:
@@ -273,7 +273,7 @@ def in_eval(step: int) -> None:
 
         return evaluate
 
-    patch(Evaluator, "evaluate", make)
+    patch(SetEvaluator, "evaluate", make)
 
 
 def _last_rank() -> bool:

@@ -153,12 +153,31 @@ def test_run_dir() -> None:
         ("rollout.tensor_parallel_size=2", "server.tp"),
         ("rollout.data_parallel_size=2", "server.dp"),
         ("trainer.nnodes=2", "cluster.n_nodes"),
+        ("inf_engine=1", "rollout"),
+        ("inf_engine.max_head_offpolicyness=1", "rollout.max_head_offpolicyness"),
+        ("async_training=true", "rollout.max_head_offpolicyness"),
+        ("sglang.attention_backend=triton", "server.options.attention_backend"),
+        ("rollout.workflow.x=1", "rollout.workflow.options.x"),
+        ("rollout.workflow.tpye=a", "rollout.workflow.type"),
+        ("actor_rollout_ref.rollout.name=sglang", "server.type"),
+        ("actor_rollout_ref.rollout.multi_turn.enable=true", "rollout.workflow"),
+        ("rollout.multi_turn.max_turns=5", "rollout.workflow.options"),
+        ("multi_turn.tool_config_path=x", "rollout.workflow.options"),
+        ("algorithm.kl_ctrl.type=adaptive", "actor.kl_controller"),
+        ("algorithm.kl_ctrl.kl_coef=0.1", "kl_ctl"),
         ("gpu_memory_utilization=1", "server.extra_args=[--mem-fraction-static,'0.8']"),
     ],
 )
 def test_unknown_override_names_the_nearest_key(wrong: str, right: str) -> None:
     key = wrong.partition("=")[0]
     assert problems(wrong) == [f"{key}: unknown key; did you mean {right}?"]
+
+
+def test_an_added_key_of_another_system_names_ours_alone() -> None:
+    (problem,) = problems("+sglang.attention_backend=triton")
+    assert "server.options.attention_backend" in problem and "train_dataset" not in problem
+    (problem,) = problems("data.return_raw_chat=true")
+    assert problem.startswith("data.return_raw_chat: ") and "did you mean" not in problem
 
 
 def test_unknown_yaml_key_names_the_nearest_key(tmp_path: Path) -> None:

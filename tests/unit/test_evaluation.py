@@ -15,7 +15,7 @@ from megarl.observability.console import progress_line
 from megarl.observability.intervals import bootstrap_ci, wilson
 from megarl.observability.report import load_run, write_report
 from megarl.rollout.executor import Answered
-from megarl.trainer.evaluation import Evaluator
+from megarl.trainer.evaluation import SetEvaluator
 from megarl.trainer.held_out import with_means
 from megarl.trainer.rollout_metrics import completions
 
@@ -51,9 +51,9 @@ class Engine:
         return self.version
 
 
-def an_evaluator(engine: Engine, rows: int) -> Evaluator:
+def an_evaluator(engine: Engine, rows: int) -> SetEvaluator:
     data = [{"prompt": f"q{i}", "answer": i} for i in range(rows)]
-    return Evaluator(data, engine, None, tokenizer, config=EvaluatorConfig(), seed=0)
+    return SetEvaluator(data, engine, None, tokenizer, config=EvaluatorConfig(), seed=0)
 
 
 def test_intervals_are_those_of_prompts(tmp_path):
@@ -131,7 +131,7 @@ def test_where_too_much_failed_the_accuracy_is_nan_and_neither_high_nor_zero(tmp
     for name in ("accuracy", "accuracy_lo", "accuracy_hi", "reward", "reward_lo", "reward_hi"):
         assert math.isnan(figures[f"eval/{name}"])
     assert all(math.isnan(v) for name, v in figures.items() if "_at_" in name)
-    lenient = Evaluator(
+    lenient = SetEvaluator(
         [{"prompt": f"q{i}"} for i in range(10)],
         engine,
         None,
@@ -198,31 +198,11 @@ def test_turns_are_what_the_model_wrote_and_was_told():
     assert turns_of([1, 2, 3], [0, 1, 0]) == [("model", "2"), ("environment", "3")]
 
 
-def test_it_decides_by_itself_when_to_evaluate(tmp_path):
-    """Before the first step, after every second one, and after the last."""
-    engine, path = Engine(a_batch([[1.0]] * 3)), tmp_path / "s.jsonl"
-    config = EvaluatorConfig(freq_steps=2)
-    data = [{"prompt": f"q{i}", "answer": i} for i in range(3)]
-    evaluator = Evaluator(data, engine, None, tokenizer, config=config, seed=0, name="sums")
-    done = []
-    for step in range(6):
-        engine.version = step
-        found = evaluator.maybe_evaluate(
-            path, step=step, epoch=1, epoch_ended=False, last=step == 5
-        )
-        assert not found or found["eval/sums/accuracy"] == 1.0
-        done += [step] if found else []
-    assert done == [0, 2, 4, 5]
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [r["when"] for r in records] == ["before"] * 3 + ["after"] * 3
-    assert {r["dataset"] for r in records} == {"sums"}
-
-
 def test_records_of_one_data_set_leave_those_of_another(tmp_path):
     engine, path = Engine(a_batch([[1.0]])), tmp_path / "samples.jsonl"
     (tmp_path / "stats.jsonl").write_text("")
     for name in ("", "a", "b", "a"):  # the last in place of an earlier one
-        Evaluator(
+        SetEvaluator(
             [{"prompt": "q"}], engine, None, tokenizer, config=EvaluatorConfig(), seed=0, name=name
         ).evaluate(path, "before")
     records = [json.loads(line) for line in path.read_text().splitlines()]

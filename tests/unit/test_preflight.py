@@ -11,11 +11,11 @@ import pytest
 
 from megarl.config.algo import PPOActorConfig
 from megarl.config.errors import ConfigError
+from megarl.config.hub import fetch_hub_models
 from megarl.config.recipes import DistillConfig, GRPOConfig, SFTConfig
 from megarl.trainer.preflight import (
     check_models,
     check_writable,
-    fetch_hub_models,
     largest_token,
 )
 from tests.tiny import VOCAB, save_tiny

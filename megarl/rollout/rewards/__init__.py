@@ -20,6 +20,7 @@ from functools import cache, partial, update_wrapper
 from typing import Any, cast
 
 from megarl.config.dataset import SourceConfig
+from megarl.config.rollout import RolloutConfig
 from megarl.rollout.rewards.errors import RewardError, RewardTimeout
 from megarl.rollout.rewards.parts import MixedReward, weighted_reward
 from megarl.rollout.rewards.pool import RewardPool
@@ -99,10 +100,16 @@ def _named_parameters(reward_fn: RewardFn) -> list[inspect.Parameter] | None:
     return None if len(by_position) >= len(OWN_ARGUMENTS) and not plural else parameters
 
 
+def shared_pool(config: RolloutConfig | None = None) -> RewardPool:
+    """Returns the pool, as `config` says (None: by default), of all workflows that are made without
+    one; it ends with the process."""
+    c = config or RolloutConfig()
+    return _pool(c.reward_workers, c.reward_timeout, tuple(c.reward_addresses), c.on_reward_error)
+
+
 @cache
-def shared_pool() -> RewardPool:
-    """Returns the pool of workflows that were made without one; it ends with the process."""
-    return RewardPool(2, timeout=15.0)
+def _pool(workers: int, timeout: float, addresses: tuple[str, ...], on_error: str) -> RewardPool:
+    return RewardPool(workers, timeout=timeout, addresses=addresses, on_error=on_error)
 
 
 def is_registered(name: str) -> bool:
