@@ -139,7 +139,7 @@ def _training(info: Any) -> dict[str, Any]:
         "weight version": info["version"],
     }
     if "schedule_steps" in info:
-        found["step"] = info["schedule_steps"]
+        found["schedule steps"] = info["schedule_steps"]
     return found
 
 
@@ -154,4 +154,7 @@ def _part(path: Path) -> dict[str, Any]:
         return {"what": "a dist checkpoint", **_training(info), **lora}
     if (path / "config.json").exists():
         return {"what": "a Hugging Face model"}
+    models = sorted(m.parent.name for m in path.glob(f"*/{MARKER}"))
+    if models:
+        return {"what": "a checkpoint of a run", "models": ", ".join(f"{m}/" for m in models)}
     return {"what": "neither a Hugging Face model nor a dist checkpoint"}

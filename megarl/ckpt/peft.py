@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
@@ -34,10 +35,11 @@ def save_peft(
     rank: int,
     *,
     base_model_path: str,
+    tokenizer: Any = None,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Writes a directory that PeftModel.from_pretrained loads. Collective; all or nothing, as
-    save_hf. Rank 0 holds all adapters."""
+    """Writes a directory that PeftModel.from_pretrained loads, with the tokenizer where there is
+    one. Collective; all or nothing, as save_hf. Rank 0 holds all adapters."""
     buckets = plan_buckets(adapters.table, adapters.dtype, _BUCKET_BYTES)
     gatherer = BucketGatherer(
         adapters.table, layout, rank, adapters.params, buckets, group=group, device=mcore.device()
@@ -52,8 +54,14 @@ def save_peft(
             if rank != 0:
                 return
             save_file(tensors, staging / WEIGHTS, {"format": "pt"})
-            config = adapter_config(adapters.table.model, adapters.config, base_model_path)
+            base = Path(base_model_path)
+            named = str(base.absolute()) if base.is_dir() else base_model_path
+            config = adapter_config(adapters.table.model, adapters.config, named)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(staging)
             (staging / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            # safetensors lets its writer alone read
+            (staging / WEIGHTS).chmod((staging / CONFIG).stat().st_mode)
             put_in_place(staging, target)
 
         together(f"saving {path}", write, group)

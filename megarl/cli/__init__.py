@@ -10,8 +10,10 @@ import contextlib
 import difflib
 import importlib
 import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from megarl.config.errors import EXIT_CODE, ConfigError
 from megarl.utils.stacks import dump_on_signal
@@ -24,6 +26,9 @@ class Command:
     module: str
     help: str
 
+
+# they read files that somebody else may have written, or a full disk cut short
+READERS = ("report", "status", "view", "trace", "diff")
 
 COMMANDS = {
     "run": Command("megarl.run", "run a recipe: one trainer process of a job"),
@@ -61,6 +66,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as e:
         print(e.report(), file=sys.stderr)
         return EXIT_CODE
+    except Exception as e:
+        if name not in READERS:
+            raise
+        print(f"megarl {name}: {_damaged(e)}", file=sys.stderr)
+        return EXIT_CODE
+
+
+def _damaged(error: Exception) -> str:
+    """Returns what reading a run directory met, and where megarl read it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [f for f in frames if f"{Path(__file__).parents[1]}" in f.filename]
+    where = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else ""
+    what = " ".join(str(error).split())
+    return f"the run directory cannot be read ({where}): {type(error).__name__}: {what}"
 
 
 def help_text() -> str:

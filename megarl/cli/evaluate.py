@@ -7,7 +7,8 @@
                   configuration's valid_dataset and valid_datasets
     --config      a recipe: its validation sets, eval_gconfig, server and rollout are used
     --n           answers to each prompt (1); with more than one they are sampled
-    --out         where results.json, samples.jsonl and server logs go (eval/<name of MODEL>)
+    --out         where results.json, samples.jsonl and server logs go; an evaluation is never
+                  overwritten (default: eval/<name of MODEL>, or the first of -2, -3, ... behind it)
 
 Keys change the configuration, like valid_dataset.size=200, server.type=sglang, server.tp=8,
 eval_gconfig.max_new_tokens=2048. Servers are started on this machine, or are those of
@@ -15,7 +16,8 @@ rollout.addresses, which must serve MODEL.
 
 A reward of 1 or more is right. accuracy is the share of right answers, pass@k the chance that one
 of k is right (unbiased, from n), maj@n the reward of the answer that most of n give. Intervals are
-of 95 %, over prompts. samples.jsonl has every answer with its reward.
+of 95 %, over prompts. samples.jsonl has every answer with its reward, results.json the figures and
+what was asked. Answers are sampled by `seed`, or by eval_gconfig.seed where that is set.
 
 failed is the share of answers whose environment, reward, tool or server failed, also when asked
 again, or that took too long; the others are in the figures. Above evaluator.max_failed there are no
@@ -27,8 +29,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from itertools import chain, count
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -38,8 +43,10 @@ from megarl.config.dataset import DatasetConfig
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
 from megarl.config.recipes import GRPOConfig, held_out_sets
+from megarl.models.hf_config import read_hf_config
 from megarl.utils.staging import write_whole
 
+RESULTS = "results.json"
 USAGE = "megarl eval MODEL [--datasets A,B] [key=value ...]"
 
 
@@ -54,18 +61,43 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError([f"give one model directory: {USAGE}"])
     model = Path(command.words[0])
     cfg, datasets = _configuration(command, model)
-    out = Path(command.options.get("out", Path("eval", model.resolve().name)))
-    out.mkdir(parents=True, exist_ok=True)
+    out = _place(command.options.get("out"), model)
     from megarl.trainer.evaluate_model import evaluate_model  # here, so that --help is instant
 
     results, samples = evaluate_model(cfg, str(model), datasets, logs=out)
     lines = (json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
     write_whole(out / "samples.jsonl", "".join(lines))
     figures = {name: _plain(found) for name, found in results.items()}
-    write_whole(out / "results.json", json.dumps({"model": str(model), "results": figures}))
+    record = {"model": str(model), "results": figures, **_asked(cfg, datasets)}
+    write_whole(out / RESULTS, json.dumps(record, indent=2))
     Console().print(_table(results))
-    print(f"{out / 'results.json'}, {out / 'samples.jsonl'}")
+    print(f"{out / RESULTS}, {out / 'samples.jsonl'}")
     return int(any(found["failed"] > cfg.evaluator.max_failed for found in results.values()))
+
+
+def _place(out: str | None, model: Path) -> Path:
+    """Makes the directory of the results, `out` or one named after the model. Raises ConfigError
+    for one that holds an evaluation."""
+    if out is None:
+        first = Path("eval", model.resolve().name)
+        places = chain([first], (first.with_name(f"{first.name}-{i}") for i in count(2)))
+        place = next(p for p in places if not (p / RESULTS).exists())
+    elif (Path(out) / RESULTS).exists():
+        raise ConfigError([f"--out {out}: holds an evaluation; name another directory"])
+    else:
+        place = Path(out)
+    place.mkdir(parents=True, exist_ok=True)
+    return place
+
+
+def _asked(cfg: GRPOConfig, datasets: dict[str, DatasetConfig]) -> dict[str, Any]:
+    """Returns what results.json says of an evaluation beside its figures."""
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "datasets": {name: asdict(data) for name, data in datasets.items()},
+        "gconfig": asdict(cfg.eval_gconfig),
+        "seed": cfg.seed,
+    }
 
 
 def _configuration(
@@ -74,13 +106,15 @@ def _configuration(
     """Returns the configuration and the data sets by name. Raises ConfigError."""
     source, overrides = command.options.get("config"), [f"actor.path={model}", *command.overrides]
     named = [name for name in command.options.get("datasets", "").split(",") if name]
-    if not (model / "config.json").is_file():
-        raise ConfigError([f"no config.json at '{model}': give a Hugging Face model directory"])
     if source is None and not named:
         raise ConfigError([f"give --datasets or --config: {USAGE}"])
     n = command.options.get("n", "1")
     if not n.isdecimal() or not int(n):
         raise ConfigError([f"--n {n}: use a whole number of at least 1"])
+    try:
+        read_hf_config(model)
+    except ValueError as e:
+        raise ConfigError([str(e)]) from e
     first = [f"valid_dataset.type={named[0]}"] if named else []
     cfg = load_config(source, [*first, *overrides])
     sets = held_out_sets(cfg)
@@ -89,6 +123,8 @@ def _configuration(
     sampled = cfg.eval_gconfig.new(n_samples=int(n))
     if int(n) > 1 and sampled.greedy:
         sampled = sampled.new(greedy=False, temperature=sampled.temperature or 1.0)
+    if sampled.seed is None:
+        sampled = sampled.new(seed=cfg.seed)
     cfg = replace(cfg, eval_gconfig=sampled)
     if not named:
         return cfg, {name or data.type: data for name, data in sets.items()}

@@ -36,7 +36,14 @@ def save(state: EngineState, meta: SaveLoadMeta, version: int) -> None:
         checkpoint.save(state, meta.path, meta.with_optim, version)
     elif meta.weight_format == "peft":
         assert state.adapters is not None  # check_meta has seen to it
-        save_peft(meta.path, state.adapters, state.layout, state.groups.rank, base_model_path=base)
+        save_peft(
+            meta.path,
+            state.adapters,
+            state.layout,
+            state.groups.rank,
+            base_model_path=base,
+            tokenizer=meta.tokenizer,
+        )
     else:
         save_hf(
             meta.path,

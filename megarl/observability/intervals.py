@@ -5,6 +5,7 @@ each sample, and lets whole prompts vary.
 
 proportion_ci   of an accuracy: Wilson's score interval, which is right at 0 and 100 % too
 bootstrap_ci    of a mean of any scores: bootstrap over prompts
+score_ci        of a mean, by the one of these that fits
 difference_ci   of a gain, from the intervals of both sides
 mean_ci         of the mean over several data sets, from the interval of each
 correlation     how far both sides move together, where they answered the same prompts
@@ -85,6 +86,16 @@ def bootstrap_ci(
         means[start:stop] = sums[index].sum(axis=1) / counts[index].sum(axis=1)
     low, high = np.percentile(means, [tail, 100.0 - tail])
     return float(low), float(high)
+
+
+def score_ci(
+    scores: Scores, seed: int = 0, *, groups: Sequence[Hashable] | None = None
+) -> tuple[float, float]:
+    """Returns (low, high) of the mean of `scores` [n]: by proportion_ci where all are 0 or 1, so
+    that equal numbers have equal intervals whatever they are called, else by bootstrap_ci."""
+    if set(scores) <= {0, 1}:
+        return proportion_ci(scores, groups=groups)
+    return bootstrap_ci(scores, seed=seed, groups=groups)
 
 
 def difference_ci(

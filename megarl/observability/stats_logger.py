@@ -153,9 +153,13 @@ class StatsLogger:
 
         if not self._committed and (self._run_dir / report.SUMMARY_FILE).exists():
             return
-        run = load_run(self._run_dir)
-        if not (run.rows or final):
-            return  # it ended before it did anything
+        try:
+            run = load_run(self._run_dir)
+        except (OSError, ValueError) as e:  # removed or written over while the run went on
+            log.warning("there is no summary: %s", e)
+            return
+        if not run.rows and not (final and error):
+            return  # it ended before it did anything, or was a replay
         summary = report.summarize(
             run,
             seconds=self._jsonl.elapsed(),
@@ -184,7 +188,7 @@ class JsonlSink:
     def __init__(self, path: Path, from_step: int | None = None) -> None:
         supersede(path, lambda row: from_step is not None and row["step"] <= from_step)
         earlier = path.read_text(encoding="utf-8") if path.exists() else ""
-        self._start = time.time() - _last_elapsed(earlier)
+        self._start = time.monotonic() - _last_elapsed(earlier)
         self._file = path.open("ab", buffering=0)
 
     def write(self, step: int, stats: Mapping[str, float], total_steps: int | None) -> None:
@@ -202,7 +206,7 @@ class JsonlSink:
 
     def elapsed(self) -> float:
         """Returns the seconds of the run, earlier starts included."""
-        return round(time.time() - self._start, 3)
+        return round(time.monotonic() - self._start, 3)
 
     def close(self) -> None:
         """Closes the file."""

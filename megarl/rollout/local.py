@@ -21,7 +21,7 @@ class SGLangEngine(RemoteSGLangEngine):
     """Runs `server.count` servers on the driver's host, from `initialize` to `destroy`.
 
     Each has GPUs of its own, in order of those that the driver sees, where there are enough.
-    `config.addresses` is not read. Logs go to <log_dir>/server<i>.log. Raises ValueError for no
+    `config.addresses` is not read. Logs go to <log_dir>/server_<i>.log. Raises ValueError for no
     server, or no model.
     """
 
@@ -67,7 +67,7 @@ class SGLangEngine(RemoteSGLangEngine):
                     self._server,
                     model_path=self._model_path,
                     dtype=self._dtype,
-                    log_path=self._log_dir / f"server{i}.log",
+                    log_path=self._log_dir / f"server_{i}.log",
                     env=self._devices(i),
                     wait=False,
                 )

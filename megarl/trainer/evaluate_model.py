@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from megarl.algos.rollouts import rollouts_of
+from megarl.api.inference import RolloutWorkflow
 from megarl.config.dataset import DatasetConfig
+from megarl.config.errors import raise_if_any
 from megarl.config.recipes import GRPOConfig
 from megarl.data import build_dataset, check_context
 from megarl.data.tokenizer import load_hf_tokenizer
-from megarl.observability.intervals import bootstrap_ci, proportion_ci
+from megarl.observability.intervals import proportion_ci, score_ci
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.rollout.local import SGLangEngine
 from megarl.rollout.rewards import RewardPool
@@ -20,15 +22,17 @@ from megarl.trainer.held_out import make_workflow
 from megarl.trainer.scores import beside_failures, final_answer, of_several, with_interval
 
 Sample = dict[str, Any]  # dataset, prompt_number, prompt, completion, answer, expected, reward
+Rows = list[dict[str, Any]]
 
 
 def evaluate_model(
     cfg: GRPOConfig, model: str, datasets: Mapping[str, DatasetConfig], *, logs: Path
 ) -> tuple[dict[str, dict[str, float]], list[Sample]]:
     """Returns the figures of each data set, and every answer. model: a Hugging Face directory.
-    logs: where the servers' go. Raises RuntimeError where servers do not come up."""
+    logs: where the servers' go. All rows are read and all workflows made before a server starts:
+    raises ConfigError naming each data set that is not sound, RuntimeError where servers do not
+    come up."""
     tokenizer = load_hf_tokenizer(model, trust_remote_code=cfg.trust_remote_code)
-    client = _client(cfg, model, logs, tokenizer)
     results: dict[str, dict[str, float]] = {}
     samples: list[Sample] = []
     with RewardPool(
@@ -37,10 +41,12 @@ def evaluate_model(
         addresses=cfg.rollout.reward_addresses,
         on_error=cfg.rollout.on_reward_error,
     ) as pool:
+        work = _work(cfg, datasets, tokenizer, pool)
+        client = _client(cfg, model, logs, tokenizer)
         try:
             client.initialize()
-            for name, data in datasets.items():
-                found, failed = _answers(cfg, data, name, client, tokenizer, pool)
+            for name, (rows, flow) in work.items():
+                found, failed = _answers(name, rows, flow, client, tokenizer)
                 figures = scores(found, cfg.eval_gconfig.n_samples, seed=cfg.seed)
                 prompts = {s["prompt_number"] for s in found}
                 results[name] = {"prompts": float(len(prompts))} | beside_failures(
@@ -64,7 +70,7 @@ def scores(samples: Sequence[Sample], n: int, *, seed: int) -> dict[str, float]:
     rewards = [float(s["reward"]) for s in samples]
     right = [r >= 1 for r in rewards]
     low, high = proportion_ci(right, groups=prompts)
-    reward_low, reward_high = bootstrap_ci(rewards, seed=seed, groups=prompts)
+    reward_low, reward_high = score_ci(rewards, seed, groups=prompts)
     found = {
         "accuracy": sum(right) / len(right),
         "accuracy_lo": low,
@@ -76,7 +82,7 @@ def scores(samples: Sequence[Sample], n: int, *, seed: int) -> dict[str, float]:
     if n > 1:
         several = of_several(prompts, rewards, [s["answer"] for s in samples], n=n)
         for name, values in several.items():
-            found |= {name + end: value for end, value in with_interval(values, seed).items()}
+            found |= {name + end: value for end, value in with_interval(values, n, seed).items()}
     return found
 
 
@@ -94,19 +100,29 @@ def _client(cfg: GRPOConfig, model: str, out: Path, tokenizer: Any) -> RemoteSGL
     )
 
 
+def _work(
+    cfg: GRPOConfig, datasets: Mapping[str, DatasetConfig], tokenizer: Any, pool: RewardPool
+) -> dict[str, tuple[Rows, RolloutWorkflow]]:
+    """Returns the rows of each data set and the workflow that answers them."""
+    work: dict[str, tuple[Rows, RolloutWorkflow]] = {}
+    problems = []
+    for name, data in datasets.items():
+        try:
+            dataset = build_dataset(data, tokenizer, purpose="rl", seed=cfg.seed)
+            check_context(dataset, cfg.eval_gconfig, cfg.server.context_length)
+            rows = [dataset[i] for i in range(len(dataset))]
+            flow = make_workflow(cfg.rollout, data, dataset, cfg.eval_gconfig, tokenizer, pool)
+            work[name] = rows, flow
+        except (ValueError, OSError) as e:
+            problems.append(f"data set {name}: {e}")
+    raise_if_any(problems)
+    return work
+
+
 def _answers(
-    cfg: GRPOConfig,
-    data: DatasetConfig,
-    name: str,
-    client: RemoteSGLangEngine,
-    tokenizer: Any,
-    pool: RewardPool,
+    name: str, rows: Rows, flow: RolloutWorkflow, client: RemoteSGLangEngine, tokenizer: Any
 ) -> tuple[list[Sample], int]:
     """Returns every answer to the rows of a data set, with its reward, and how many failed."""
-    dataset = build_dataset(data, tokenizer, purpose="rl", seed=cfg.seed)
-    check_context(dataset, cfg.eval_gconfig, cfg.server.context_length)
-    rows = [dataset[i] for i in range(len(dataset))]
-    flow = make_workflow(cfg.rollout, data, dataset, cfg.eval_gconfig, tokenizer, pool)
     batch, failed = client.executor.answer(rows, flow)
     if batch is None:
         if not any(failed):

@@ -13,7 +13,7 @@ from megarl.algos.rollouts import rollouts_of
 from megarl.api.batch import Padded
 from megarl.api.inference import RolloutWorkflow
 from megarl.config.run import EvaluatorConfig
-from megarl.observability.intervals import bootstrap_ci, proportion_ci
+from megarl.observability.intervals import proportion_ci, score_ci
 from megarl.observability.report.runs import EVAL_REWARDS_FILE
 from megarl.observability.stats_logger import supersede
 from megarl.rollout.executor import Answered
@@ -107,7 +107,7 @@ class SetEvaluator:
         lengths = rollouts.sums(batch["loss_mask"].sum(1)).float()
         right = (rewards >= 1).tolist()
         low, high = proportion_ci(right, groups=prompts)
-        reward_low, reward_high = bootstrap_ci(rewards.tolist(), seed=self._seed, groups=prompts)
+        reward_low, reward_high = score_ci(rewards.tolist(), self._seed, groups=prompts)
         return {
             "accuracy": sum(right) / len(right),
             "accuracy_lo": low,
@@ -132,7 +132,7 @@ class SetEvaluator:
         return {
             f"{name.replace('@', '_at_')}{end}": value
             for name, values in found.items()
-            for end, value in with_interval(values, self._seed).items()
+            for end, value in with_interval(values, most, self._seed).items()
         }
 
     def _keep(self, path: Path, prompts: Sequence[int], rewards: Sequence[float]) -> None:

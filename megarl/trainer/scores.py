@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from megarl.observability.intervals import bootstrap_ci
+from megarl.observability.intervals import bootstrap_ci, proportion_ci
 from megarl.observability.logging import get_logger
 
 log = get_logger(__name__)
@@ -69,9 +69,13 @@ def of_several(
     return found
 
 
-def with_interval(values: Sequence[float], seed: int) -> dict[str, float]:
-    """Returns the mean of one number of each prompt under "", its interval under "_lo", "_hi"."""
+def with_interval(values: Sequence[float], n: int, seed: int) -> dict[str, float]:
+    """Returns the mean of one number of each prompt, of n answers, under "", its interval under
+    "_lo", "_hi"."""
     low, high = bootstrap_ci(values, seed=seed)
+    if all(0 <= value <= 1 for value in values):  # shares, and those of rewards of 0 and 1
+        prompts = [i for i in range(len(values)) for _ in range(n)]
+        low, high = proportion_ci([v for v in values for _ in range(n)], groups=prompts)
     return {"": sum(values) / len(values), "_lo": low, "_hi": high}
 
 

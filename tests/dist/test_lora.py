@@ -6,6 +6,7 @@ that PEFT has no layers for.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from tests.dist.reference import hf_outputs
 from tests.dist.test_checkpoint import dist_meta, resume
 from tests.embedded_server import address, checksums, embedded_server, load
 from tests.tiny import hf_named, save_tiny, tiny_hf
+from tests.tiny_tokenizer import save_tokenizer
 
 KW: dict[str, Any] = dict(outputs=("logprobs", "entropy"), temperature=0.8)
 # (processes, family, targets, layout, engine settings)
@@ -319,7 +321,13 @@ def test_peft_reads_what_the_engine_writes_and_the_other_way_round(
     logprobs = worlds(2).run(run_files, path, cfg, dict(**SP), str(tmp_path))[0]
     torch.testing.assert_close(logprobs, want, rtol=0, atol=1e-4)
 
-    again = peft.PeftModel.from_pretrained(tiny_hf("qwen3"), tmp_path / "adapter").eval()
+    # another user's server, elsewhere, can read it
+    adapter = tmp_path / "adapter"
+    assert (adapter / FILE).stat().st_mode == (adapter / "adapter_config.json").stat().st_mode
+    base = json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert Path(base).is_absolute()
+    assert (adapter / "tokenizer.json").is_file()
+    again = peft.PeftModel.from_pretrained(tiny_hf("qwen3"), adapter).eval()
     mine, theirs = (load_file(tmp_path / d / FILE) for d in ("adapter", "peft"))
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[n], theirs[n]) for n in mine)
@@ -332,7 +340,8 @@ def test_peft_reads_what_the_engine_writes_and_the_other_way_round(
 def run_files(path: str, cfg: LoRAConfig, parallel: Parallel, out: str) -> torch.Tensor:
     engine = make_engine(path, parallel, lora=cfg)
     logprobs = engine.forward(batch(), temperature=0.8)
-    engine.save(SaveLoadMeta(path=f"{out}/adapter", weight_format="peft"))
+    tokenizer = save_tokenizer(Path(f"{out}/tokenizer-{engine.state.groups.rank}"))
+    engine.save(SaveLoadMeta(path=f"{out}/adapter", weight_format="peft", tokenizer=tokenizer))
     engine.save(SaveLoadMeta(path=f"{out}/merged"))
     engine.load(SaveLoadMeta(path=f"{out}/merged"))  # adapters are initialised anew
     again = engine.forward(batch(), temperature=0.8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from examples.tiny_model import make_model
 from tests.leftovers import Mark
 
 ROOT = Path(__file__).resolve().parents[2]
+ENV = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
 def evaluate(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -76,7 +78,10 @@ def test_what_fails_is_said_and_too_much_of_it_is_no_result(
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (["nowhere", "--datasets", "arithmetic"], "no config.json at 'nowhere'"),
+        (["nowhere", "--datasets", "arithmetic"], "no config.json in 'nowhere'"),
+        (["ADAPTER", "--datasets", "arithmetic"], "holds a PEFT adapter"),
+        (["GPT2", "--datasets", "arithmetic"], "GPT2LMHeadModel"),
+        (["TINY", "--datasets", "chat", "valid_dataset.path=ROWS"], "options.columns.messages"),
         ([], "give one model directory"),
         (["MODEL"], "give --datasets or --config"),
         (["MODEL", "--datasets", "arithmetic", "--n", "0"], "--n 0: use a whole number"),
@@ -84,9 +89,43 @@ def test_what_fails_is_said_and_too_much_of_it_is_no_result(
 )
 def test_what_is_wrong_is_one_line(arguments: list[str], why: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    arguments = [str(tmp_path) if a == "MODEL" else a for a in arguments]
-    done = evaluate(*arguments)
+    for name in ("adapter", "gpt2"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    (tmp_path / "gpt2" / "config.json").write_text(
+        json.dumps({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"})
+    )
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "1+1", "answer": "2"}) + "\n")
+    make_model(tmp_path / "tiny", hidden=64, layers=1)
+    places = {"MODEL": ".", "ADAPTER": "adapter", "GPT2": "gpt2", "TINY": "tiny"}
+    arguments = [str(tmp_path / places[a]) if a in places else a for a in arguments]
+    arguments = [a.replace("ROWS", str(tmp_path / "rows.jsonl")) for a in arguments]
+    done = evaluate(*arguments, "--out", str(tmp_path / "out"))
     assert done.returncode == 2 and why in done.stderr and "Traceback" not in done.stderr
+    assert not list(tmp_path.rglob("server*.log"))  # no server was started to find that out
+
+
+def test_an_evaluation_can_be_repeated_and_is_never_overwritten(tmp_path: Path) -> None:
+    make_model(tmp_path / "final", hidden=64, layers=1)
+    asked = [
+        str(tmp_path / "final"), "--datasets", "arithmetic", "--n", "2", "valid_dataset.size=6",
+        "valid_dataset.options.level=1", "server.context_length=64",
+        "eval_gconfig.max_new_tokens=3", "seed=7",
+    ]  # fmt: skip
+    command = [sys.executable, "-m", "megarl.cli", "eval", *asked]
+    for _ in range(2):
+        done = subprocess.run(command, cwd=tmp_path, env=ENV, capture_output=True, timeout=240)
+        assert done.returncode == 0, done.stderr
+    first, second = tmp_path / "eval" / "final", tmp_path / "eval" / "final-2"
+    assert (first / "samples.jsonl").read_text() == (second / "samples.jsonl").read_text()
+    record = json.loads((second / "results.json").read_text())
+    assert record["gconfig"]["n_samples"] == 2 and record["gconfig"]["seed"] == 7
+    assert record["datasets"]["arithmetic"]["size"] == 6
+    found = record["results"]["arithmetic"]
+    for end in ("", "_lo", "_hi"):  # one number has one interval
+        assert found[f"pass@1{end}"] == pytest.approx(found[f"accuracy{end}"])
+    refused = evaluate(*asked, "--out", str(first))
+    assert refused.returncode == 2 and str(first) in refused.stderr
 
 
 def test_supervised_training_evaluates_by_generation(

@@ -321,7 +321,9 @@ def test_inspect_says_what_it_is(tmp_path: Path) -> None:
     assert inspect(tmp_path / "ck")["complete"].startswith("no: ")
     (a / "model.safetensors").write_bytes(b"")
     assert inspect(a)["complete"].startswith("no: ")
-    assert inspect(tmp_path)["what"].startswith("neither")
+    assert inspect(tmp_path / "ck" / "..")["models"] == "ck/"  # as a run's recover/step_000004
+    (tmp_path / "none").mkdir()
+    assert inspect(tmp_path / "none")["what"].startswith("neither")
 
 
 def test_no_command_runs_what_a_hostile_file_names(tmp_path: Path) -> None:

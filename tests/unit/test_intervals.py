@@ -13,6 +13,7 @@ from megarl.observability.intervals import (
     correlation,
     difference_ci,
     proportion_ci,
+    score_ci,
     wilson,
 )
 
@@ -151,3 +152,11 @@ def test_errors():
         bootstrap_ci([1], level=95)
     with pytest.raises(ValueError, match="3 scores and 2 groups"):
         proportion_ci([1, 0, 1], groups=[1, 2])
+
+
+def test_equal_numbers_have_equal_intervals():
+    right, groups = [True, False, False, False] * 5, [i // 2 for i in range(20)]
+    assert score_ci([float(r) for r in right], groups=groups) == proportion_ci(right, groups=groups)
+    assert score_ci([0.0] * 80) == proportion_ci([False] * 80)  # not of no width
+    scores = [-1.0, 2.0, 0.5, 3.0]
+    assert score_ci(scores, 7) == bootstrap_ci(scores, seed=7)

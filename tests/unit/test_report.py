@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from statistics import fmean as mean
 
 import pytest
 
+from megarl.cli import main as cli
+from megarl.config.errors import EXIT_CODE
 from megarl.observability.intervals import bootstrap_ci, proportion_ci, wilson
 from megarl.observability.report import Run, load_run, write_report
 from megarl.observability.report.__main__ import main
@@ -557,3 +560,42 @@ def test_lines_that_a_star_names(tmp_path):
     ages = by_title["Age of the trained tokens"]["s"]
     assert [(s["n"], s["v"][0]) for s in ages] == [("age_0", "25.0%"), ("age_1", "75.0%")]
     assert "Logprob gap by age" not in by_title
+
+
+def report(run: Path, out: Path) -> int | str | None:
+    try:
+        return cli(["report", str(run), "--out", str(out / "r.html")])
+    except SystemExit as e:
+        return e.code
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("stats.jsonl", b'[1, 2]\n{"step": "x"}\n{"step": 1, "loss": "much"}\n'),
+        ("stats.jsonl", b"[" * 100_000 + b"}\n"),
+        ("stats.jsonl", b'{"step": 1, "loss": [2]}\n'),
+        ("samples.jsonl", b'"a text"\n'),
+        ("samples.jsonl", b"\xff\xfe{}\n"),
+        ("summary.json", b"[1]"),
+        ("config.yaml", b"\xff\x00"),
+        ("eval_rewards.jsonl", b'{"rewards": 3}\n'),
+    ],
+)
+def test_what_a_damaged_run_directory_does_to_the_report_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes
+) -> None:
+    run = write_run(tmp_path / "run", [{"step": 1, "loss": 1.0}])
+    (run / name).write_bytes(content)
+    status = report(run, tmp_path)
+    said = capsys.readouterr().err
+    assert status in (0, EXIT_CODE) and "Traceback" not in said
+    assert status == 0 or "run" in said.splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", ["stats.jsonl", "samples.jsonl", "summary.json", "config.yaml"])
+def test_a_fifo_in_a_run_directory_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    run = write_run(tmp_path / "run", [{"step": 1, "loss": 1.0}])
+    (run / name).unlink(missing_ok=True)
+    os.mkfifo(run / name)
+    assert report(run, tmp_path) in (0, EXIT_CODE)

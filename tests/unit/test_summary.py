@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import time
 
 import pytest
 from rich.console import Console
@@ -182,3 +183,41 @@ def test_written_printed_and_in_the_report_with_totals_over_a_resume(tmp_path, c
 def test_a_run_that_did_nothing_says_nothing(tmp_path, capsys):
     log(tmp_path, [], error=ValueError("bad config"))
     assert capsys.readouterr().out == "" and not (tmp_path / "summary.json").exists()
+
+
+def test_a_run_that_logged_no_step_and_ended_well_is_not_summed_up(tmp_path, capsys):
+    """As a replay, whose counters are those of its checkpoint."""
+    log(tmp_path, [], final=counters(8))
+    assert capsys.readouterr().out == "" and not (tmp_path / "summary.json").exists()
+
+
+@pytest.mark.parametrize("harm", ["no stats", "stats are text", "summary is text"])
+def test_a_run_ends_well_whatever_became_of_its_files(tmp_path, capsys, harm):
+    logger = StatsLogger(
+        StatsLoggerConfig(), run_dir=tmp_path, experiment_name="e", trial_name="t", run_config={}
+    )
+    logger.log(1, {"loss": 1.0})
+    if harm == "no stats":
+        (tmp_path / "stats.jsonl").unlink()
+    elif harm == "stats are text":
+        (tmp_path / "stats.jsonl").write_text("{all gone}\n")
+    else:
+        (tmp_path / "summary.json").write_text("garbage")
+    logger.close()
+    written = tmp_path / "summary.json"
+    if harm == "summary is text":
+        assert json.loads(written.read_text())["steps"] == 1
+    else:
+        assert not written.exists()
+
+
+def test_elapsed_seconds_do_not_follow_the_wall_clock(tmp_path, monkeypatch):
+    logger = StatsLogger(
+        StatsLoggerConfig(), run_dir=tmp_path, experiment_name="e", trial_name="t", run_config={}
+    )
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now - 3000 * 86400)
+    logger.log(1, {"loss": 1.0})
+    logger.close()
+    row = json.loads((tmp_path / "stats.jsonl").read_text())
+    assert 0 <= row["elapsed_s"] < 3600

@@ -58,44 +58,60 @@ def load_run(source: str | Path) -> Run:
     """Reads a run. `source` is its directory, or "label=directory"; the label defaults to its last
     two names (<experiment>/<trial>).
 
-    Raises FileNotFoundError naming a missing stats.jsonl, ValueError for a file that is not JSON.
+    A summary.json that is damaged counts as none. Raises FileNotFoundError naming a missing
+    stats.jsonl, ValueError for another file that is not JSON.
     """
     label, directory = "", Path(source)
     if "=" in str(source) and not directory.exists():
         label, _, name = str(source).partition("=")
         directory = Path(name)
     stats = directory / "stats.jsonl"
-    if not stats.exists():
+    if not stats.is_file():
         raise FileNotFoundError(f"{stats} does not exist: is {directory} a run directory?")
-    by_step = {row["step"]: row for row in _read_jsonl(stats)}  # a step twice: the later line
+    by_step = {  # a step twice: the later line
+        row["step"]: row for row in _read_jsonl(stats) if isinstance(row.get("step"), int)
+    }
     samples, config = directory / "samples.jsonl", directory / "config.yaml"
     summary, rewards = directory / "summary.json", directory / EVAL_REWARDS_FILE
     return Run(
         label=label or "/".join(directory.resolve().parts[-2:]),
         rows=[by_step[s] for s in sorted(by_step)],
-        samples=_read_jsonl(samples) if samples.exists() else [],
-        config=config.read_text(encoding="utf-8") if config.exists() else "",
-        summary=json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else {},
+        samples=_read_jsonl(samples) if samples.is_file() else [],
+        config=config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "",
+        summary=_read_summary(summary),
         eval_rewards={
             row["step"]: row["rewards"]
-            for row in (_read_jsonl(rewards) if rewards.exists() else [])
+            for row in (_read_jsonl(rewards) if rewards.is_file() else [])
             if "dataset" not in row  # of valid_datasets, the headline is not theirs
         },
     )
 
 
+def _read_summary(path: Path) -> dict[str, Any]:
+    """Returns what summary.json holds, {} where it is missing or damaged."""
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError:
+        return {}
+    return summary if isinstance(summary, dict) else {}
+
+
 def _read_jsonl(path: Path) -> list[dict[str, Any]]:
     """Returns every object of the file, but for lines that a crash cut short."""
-    text = path.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8", errors="replace")
     rows = []
     for i, line in enumerate(text.split("\n")):
         if not line.strip():
             continue
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as e:
+            row = json.loads(line)
+        except (json.JSONDecodeError, RecursionError) as e:
             if line.endswith("}"):  # whole, yet not JSON: somebody else's file
                 raise ValueError(f"{path}:{i + 1}: not a JSON object: {e}") from e
+            continue
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}:{i + 1}: not a JSON object")
+        rows.append(row)
     return rows
 
 
