@@ -28,7 +28,7 @@ PYTHON312 ?= $(shell for python in python3.12 \
 	$$python -c 'import venv, ensurepip' 2>/dev/null && { echo $$python; break; }; done)
 PY312_VENV ?= .venv-py312
 PY312_STAMP := $(PY312_VENV)/.installed
-PY312_TESTS := test_config*.py test_launcher_*.py test_rpc.py test_help.py test_doctor.py
+PY312_TESTS := test_config*.py test_launcher_*.py test_rpc.py test_help.py
 CPU := MEGARL_DEVICE=cpu
 SMOLLM2 := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/megarl/SmolLM2-135M-Instruct
 PYTEST := $(CPU) OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest
