@@ -1,4 +1,4 @@
-"""What a user writes: examples/gsm8k_grpo_spmd.py, and the cells of docs/notebook.md."""
+"""What a user writes: the scripts examples/gsm8k_grpo_*.py, and the cells of docs/notebook.md."""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ from tests.embedded_server import embedded_server
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT, CONFIG = ROOT / "examples" / "gsm8k_grpo_spmd.py", ROOT / "configs" / "script_grpo.yaml"
+CONTROLLED = ROOT / "examples" / "gsm8k_grpo_controller.py"
 STEPS = 2
+EVALUATION = (
+    *("valid_dataset.type=arithmetic", "valid_dataset.split=test", "valid_dataset.size=5"),
+    *("evaluator.freq_steps=1", "eval_gconfig.max_new_tokens=6", "recover.mode=auto"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +62,28 @@ def check_run(root: Path) -> None:
     AutoModelForCausalLM.from_pretrained(root / "script/grpo/final")
 
 
+def check_evaluations(root: Path) -> None:
+    """After each step 5 held-out rows were answered, by the weights after it."""
+    rows = [json.loads(line) for line in (root / "script/grpo/stats.jsonl").open()]
+    assert [row["eval/samples"] for row in rows] == [5.0] * STEPS
+    assert all(0 <= row["eval/accuracy"] <= 1 and row["timing/eval_s"] > 0 for row in rows)
+    kept = (root / "script/grpo/eval_rewards.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in kept] == list(range(1, STEPS + 1))
+
+
 def test_the_script_by_the_launcher(model: Path, tmp_path: Path) -> None:
     """Two data-parallel ranks, weights streamed to a server of the launcher's."""
-    run(["-m", "megarl.launcher.local", str(SCRIPT), "--nproc", "2", *keys(model, tmp_path)])
+    command = ["-m", "megarl.launcher.local", str(SCRIPT), "--nproc", "2"]
+    run([*command, *keys(model, tmp_path), *EVALUATION])
     check_run(tmp_path)
+    check_evaluations(tmp_path)
+
+
+def test_the_script_of_a_controller(model: Path, tmp_path: Path) -> None:
+    command = ["-m", "megarl.launcher.local", str(CONTROLLED), "trainer.mode=controller"]
+    run([*command, *keys(model, tmp_path), *EVALUATION])
+    check_run(tmp_path)
+    check_evaluations(tmp_path)
 
 
 @pytest.mark.system
