@@ -11,6 +11,7 @@ from tests.tiny import VOCAB
 
 _SPECIAL = ["<pad>", "<eos>", "<bos>"]  # ids 0, 1, 2, as tests/tiny.py numbers them
 _CHAT = (
+    "{% if tools %}<bos>tools: {{ tools | length }}\n{% endif %}"
     "{% for m in messages %}<bos>{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}<bos>assistant: {% endif %}"
 )

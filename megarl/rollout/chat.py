@@ -168,6 +168,7 @@ class ChatWorkflow(RolloutWorkflow):
         """Has the sample read several messages in a row, such as the results of its tool calls.
         tools: those that the chat template was given at the beginning, as begin's rows hold them.
         Raises ValueError where the template does not show the policy's answer as it was given."""
+        self._chat.count_special(told)
         answer = self.text(sample.answers[-1]) if sample.answers else ""
         said = {"role": "assistant", "content": answer}
         end = sample.tokens[-1] if sample.tokens else None

@@ -6,11 +6,15 @@ stand between its last answer and its next one.
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from jinja2.exceptions import TemplateError
+
+from megarl.rollout import tally
 
 Messages = Sequence[Mapping[str, Any]]  # role, content and what else a chat template reads
 Tools = Sequence[Mapping[str, Any]]  # OpenAI's function objects
@@ -40,6 +44,18 @@ class ChatTemplate:
         cut the answer short."""
         ids = self.encode(self._between(history[:-1], history[-1], told, tools))
         return ids[1:] if ids and ids[0] == last_token else ids
+
+    def shows(self, tools: Tools) -> bool:
+        """Returns whether the template tells the policy of these tools."""
+        chat = [{"role": "user", "content": "?"}]
+        return self.text(chat, tools) != self.text(chat)
+
+    def count_special(self, messages: Messages) -> None:
+        """Counts the messages of others than the policy whose content has a special token: it is
+        read as one, as if the template had written it."""
+        special = _special(self._tokenizer)
+        others = (str(m.get("content", "")) for m in messages if m["role"] != "assistant")
+        tally.add({"special_in_content": sum(bool(special.search(text)) for text in others)})
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of a text, without special tokens around it."""
@@ -85,6 +101,14 @@ class ChatTemplate:
         except (TemplateError, TypeError, ValueError) as e:
             raise ValueError(f"the model's chat template refuses these messages: {e}") from e
         return text
+
+
+@lru_cache(maxsize=4)
+def _special(tokenizer: Any) -> re.Pattern[str]:
+    """Returns what finds a special token of the tokenizer in a text."""
+    added = tokenizer.added_tokens_decoder.values()
+    found = {t.content for t in added if t.special} | set(tokenizer.all_special_tokens)
+    return re.compile("|".join(map(re.escape, sorted(found))) or r"(?!)")
 
 
 def _after_mark(text: str) -> str:

@@ -18,6 +18,7 @@ from megarl.config.servers import server_addresses
 from megarl.config.unread import CLIENT_KEYS, note_read
 from megarl.config.weight_sync import WeightSyncConfig
 from megarl.parallel.rank_zero import RankZero
+from megarl.rollout import tally
 from megarl.rollout.concurrency import adapt
 from megarl.rollout.driver import SharedArrival, check_same_data, check_same_rows, driver_of_world
 from megarl.rollout.executor import RolloutExecutor
@@ -369,11 +370,12 @@ class RemoteSGLangEngine(Requester):
     def stats(self) -> dict[str, float]:
         """Returns the executor's counters and timings, see RolloutExecutor.stats; loop_lag, the
         seconds that the event loop was late at most since the last call; with a gateway
-        lost_answers, which were written and no agent took; stuck_threads, see user_calls; with
-        workers WorkerPool.stats."""
+        lost_answers, which were written and no agent took; stuck_threads, see user_calls; what
+        tally counted since the last call; with workers WorkerPool.stats."""
         found = self.executor.stats() | {"loop_lag": self.opened().loop.take_lag()}
         if self._workers is not None:
             found |= self._workers.stats()
+        found |= tally.take()
         found["stuck_threads"] = found.get("stuck_threads", 0.0) + stuck_threads()
         if (lost := self.lost_answers) is not None:
             found["lost_answers"] = found.get("lost_answers", 0.0) + lost

@@ -15,6 +15,7 @@ import cloudpickle
 
 from megarl.api.inference import RolloutWorkflow
 from megarl.observability.logging import get_logger
+from megarl.rollout import tally
 from megarl.rollout.answers import Answer, AnswerLog
 from megarl.rollout.episode import Episode, run_episode
 from megarl.rollout.frames import packed
@@ -56,7 +57,8 @@ class EpisodeWorker:
     async def handle(self, verb: str, payload: Any) -> Any:
         """Does what the coordinator asks; calls that arrive in order begin in order. begin: opens
         the client that came, pickled; tell: takes a list of things to do; hear: returns the frame
-        of {reports, lag, lost_answers, stuck_threads}. Raises ValueError for another verb."""
+        of {reports, lag, lost_answers, stuck_threads, counts}. Raises ValueError for another
+        verb."""
         if verb == BEGIN:
             return await asyncio.to_thread(self._begin, payload)
         if verb not in (TELL, HEAR):
@@ -158,6 +160,7 @@ class EpisodeWorker:
                 "lag": client.opened().loop.take_lag(),
                 "lost_answers": client.lost_answers,
                 "stuck_threads": stuck_threads(),
+                "counts": tally.take(),
             }
         )
 

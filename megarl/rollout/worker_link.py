@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import cloudpickle
 
+from megarl.rollout import tally
 from megarl.rollout.answers import News
 from megarl.rollout.episode import Episode
 from megarl.rollout.frames import unpacked
@@ -112,6 +113,7 @@ class Link:
             self.lag = max(self.lag, heard["lag"])
             self.lost_answers = heard["lost_answers"]
             self.stuck_threads = heard["stuck_threads"]
+            tally.add(heard["counts"])
             for kind, ticket, *rest in heard["reports"]:
                 (self._ended if kind == "ended" else self._settled)(ticket, *rest)
 

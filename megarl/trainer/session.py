@@ -308,7 +308,10 @@ class RolloutDriver:
         none before the client is open.
         """
         stats = self.client.stats() if self.client.is_open else {}
-        return {f"rollout/{name}": value for name, value in stats.items()}
+        return {
+            name if name.startswith("tools/") else f"rollout/{name}": value
+            for name, value in stats.items()
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the place in the data, what is in flight and the counters."""

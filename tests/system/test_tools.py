@@ -28,6 +28,8 @@ ANSWER, SAMPLES, PROMPTS, STEPS = 5, 4, 4, 2
 
 def test_grpo_with_tools_of_which_some_are_killed(tmp_path: Path) -> None:
     make_model(tmp_path / "model", hidden=64, layers=1)
+    template = tmp_path / "model" / "chat_template.jinja"  # of which a template must show something
+    template.write_text("{% if tools %}0{% endif %}" + template.read_text())
     log = tmp_path / "tools.log"
     tools = [{"type": "tests.system.tool_run:Counter", "options": {"every": 6, "log": str(log)}}]
     options = {"tools": tools, "max_length": 64}

@@ -24,6 +24,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.gateway import CALL_FORMATS, GatewayConfig
 from megarl.config.loader import load_config
 from megarl.config.rollout import GenerationHyperparameters
+from megarl.rollout import tally
 from megarl.rollout.cache_keys import began
 from megarl.rollout.gateway.calls import call_parser
 from megarl.rollout.gateway.gateway import Gateway
@@ -540,6 +541,18 @@ def test_token_ids_logprobs_and_several_answers_on_demand(tokenizer: Any) -> Non
         gconfig = engine.asked[0].gconfig
         assert (gconfig.stop, gconfig.max_new_tokens, gconfig.n_samples) == (["x"], 40, 1)
         check_exact(session, engine, rows=2)
+
+    run(tokenizer, test)
+
+
+def test_special_tokens_in_what_an_agent_sends_are_counted_once(tokenizer: Any) -> None:
+    async def test(session: Session, engine: StubEngine) -> None:
+        tally.take()
+        first = said(await post(session, "/chat/completions", ask("<eos><bos>assistant: 42")))
+        body = ask("<eos><bos>assistant: 42", first, "on")
+        await post(session, "/chat/completions", body)
+        check_exact(session, engine, rows=1)
+        assert tally.take()["special_in_content"] == 1
 
     run(tokenizer, test)
 

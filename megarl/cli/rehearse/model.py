@@ -13,6 +13,7 @@ _SPECIAL = (PAD, END, USER, ASSISTANT)
 VOCAB = 256 + len(_SPECIAL) + 2  # two rows that no token has, as published models have
 _STD = 0.1
 _TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}"
     "{% if m['role'] == 'assistant' %}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"

@@ -50,7 +50,9 @@ class Renderer:
         """Returns the ids of a chat from its beginning; see ChatTemplate.text. Raises BadRequest
         for messages that the template refuses."""
         with _refused():
-            text = self._template.text([m.for_template() for m in messages], tools)
+            told = [m.for_template() for m in messages]
+            self._template.count_special(told)
+            text = self._template.text(told, tools)
             return self._template.encode(text)
 
     def after(
@@ -63,6 +65,7 @@ class Renderer:
         """Returns the ids in which `rest` is read; see ChatTemplate.after. Raises BadRequest."""
         before, told = [m.for_template() for m in history], [m.for_template() for m in rest]
         with _refused():
+            self._template.count_special(told)
             return self._template.after(before, told, tools, last_token=last_token)
 
     def answer(

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from megarl.rollout import tally
 from megarl.rollout.tools.calls import ToolCall, parse_calls
-from megarl.rollout.tools.env import ToolingEnv
+from megarl.rollout.tools.env import ToolFailure, ToolingEnv
 from megarl.rollout.tools.local import LocalToolingEnv
 
 MAX_RESULT = 8192  # characters
@@ -42,10 +43,15 @@ class ToolExecutor:
 async def answer_call(env: ToolingEnv, call: ToolCall, max_result: int) -> dict[str, Any]:
     """Returns the message that answers a call, its text cut to `max_result` characters. Raises
     ToolFailure."""
-    if call.error:
-        text = f"Error: {call.error}"
-    else:
-        text = await env.aexecute(call.name, call.arguments)
+    tally.add({"tools/calls": 1, "tools/errors": 0})
+    text = f"Error: {call.error}"
+    try:
+        if not call.error:
+            text = await env.aexecute(call.name, call.arguments)
+    except ToolFailure:
+        tally.add({"tools/errors": 1})
+        raise
+    tally.add({"tools/errors": int(text.startswith("Error"))})
     if len(text) > max_result:
         text = f"{text[:max_result]}... ({len(text)} characters)"
     return {"role": "tool", "name": call.name, "content": text}

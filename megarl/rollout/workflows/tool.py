@@ -18,12 +18,22 @@ from megarl.rollout.tools.local import TOOL_TIMEOUT
 from megarl.rollout.trajectory import Trajectory
 from megarl.rollout.workflows.turns import Row, TurnOptions, TurnsWorkflow
 
+_PROBE = {
+    "type": "function",
+    "function": {
+        "name": "probe",
+        "description": "Probes.",
+        "parameters": {"type": "object", "properties": {"x": {"type": "string"}}},
+    },
+}
+
 
 class ToolWorkflow(TurnsWorkflow):
     """Shows the policy the tools by the chat template, executes its calls, and shows it the
     results; the last answer, which calls no tool, is scored. A sample whose tool broke is not valid
     ("tool").
 
+    tokenizer: one whose chat template shows tools.
     tools: as ToolList takes them: functions, environments, MCP servers.
     call_format: how the model writes calls, one of tools.calls.FORMATS.
     tool_timeout: seconds for one call. max_result: characters of one result that the policy sees.
@@ -46,6 +56,13 @@ class ToolWorkflow(TurnsWorkflow):
         super().__init__(reward_fn, gconfig, tokenizer, **common)
         if problem := next(self.check_options(tools=tools, call_format=call_format), None):
             raise ValueError(problem)
+        if not self._chat.shows([_PROBE]):
+            name = getattr(tokenizer, "name_or_path", "")
+            raise ValueError(
+                f"the chat template of tokenizer {name!r} shows no "
+                "tools to the policy: a prompt is the same with and without them; set "
+                "tokenizer.chat_template to one that writes `tools`, as the instruct model's does"
+            )
         self._tools = ToolList(tools, timeout=tool_timeout)
         self._format, self._max_result = call_format, max_result
 
