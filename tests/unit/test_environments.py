@@ -27,6 +27,7 @@ from megarl.rollout.environments.client import Worker, WorkerError, shared_worke
 from megarl.rollout.environments.config import EnvironmentConfig
 from megarl.rollout.environments.traces import NotRecorded, trained_part
 from megarl.rollout.environments.verifiers import VerifiersWorkflow, tasks
+from megarl.rollout.episode import Episode, run_episode
 from megarl.rollout.gateway import token_ids
 from megarl.rollout.gateway.gateway import Gateway
 from megarl.rollout.gateway.session import Session
@@ -99,16 +100,20 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return {"python": sys.executable, "id": "any", "args": {"marker": str(tmp_path / "marker")}}
 
 
-def rollouts(tokenizer: Any, options: dict[str, Any], **args: Any) -> tuple[Any, Replay]:
-    """The batch of one episode, and the engine."""
+def rollouts(
+    tokenizer: Any, options: dict[str, Any], *, n: int = 1, retries: int = 0, **args: Any
+) -> tuple[Episode, Replay]:
+    """One row's episodes, and the engine."""
     options = options | {"args": options["args"] | args}
     row = tasks(DatasetConfig(size=1), seed=0, **options)[0]
 
-    async def run() -> tuple[Any, Replay]:
+    async def run() -> tuple[Episode, Replay]:
         async with Replay(tokenizer) as engine:
-            workflow = VerifiersWorkflow(None, GCONFIG, tokenizer)  # type: ignore[arg-type]
+            workflow = VerifiersWorkflow(None, GCONFIG.new(n_samples=n), tokenizer)  # type: ignore[arg-type]
+            episode = Episode(number=0, row=row, workflow=workflow)
             try:
-                return await workflow.arun_episode(engine, row), engine  # type: ignore[arg-type]
+                await run_episode(episode, engine, timeout=60, retries=retries)  # type: ignore[arg-type]
+                return episode, engine
             finally:
                 await shared_workers(EnvironmentConfig.read(options)).close()
 
@@ -118,7 +123,9 @@ def rollouts(tokenizer: Any, options: dict[str, Any], **args: Any) -> tuple[Any,
 def test_the_recorded_exchange_trains_what_was_sampled(
     tokenizer: Any, options: dict[str, Any]
 ) -> None:
-    batch, engine = rollouts(tokenizer, options)
+    episode, engine = rollouts(tokenizer, options)
+    batch = episode.batch
+    assert batch is not None
     (trace,) = json.loads(WIRE.read_text())["episode"]["traces"]
     (sample,) = trace["samples"]
     n = len(sample["token_ids"])
@@ -132,20 +139,32 @@ def test_the_recorded_exchange_trains_what_was_sampled(
 
 
 def test_a_worker_that_dies_is_started_again(tokenizer: Any, options: dict[str, Any]) -> None:
-    batch, engine = rollouts(tokenizer, options, die=True)
-    assert int(batch["loss_mask"].sum()) == sum(w.output_len for w in engine.wrote)
-    assert "valid" not in batch
+    episode, engine = rollouts(tokenizer, options, retries=1, die=True)
+    assert episode.batch is not None and episode.retried == 1
+    trained = int(episode.batch["loss_mask"].sum())
+    assert trained == sum(w.output_len for w in engine.wrote)
 
 
 def test_a_failed_episode_is_no_reward_of_zero(tokenizer: Any, options: dict[str, Any]) -> None:
-    batch, engine = rollouts(tokenizer, options, fail=True)
-    assert batch["valid"].tolist() == [False] and batch["failure"].tolist() == [1]
+    episode, engine = rollouts(tokenizer, options, retries=1, fail=True)
+    assert episode.batch is None and [kind for kind, _ in episode.failed] == ["environment"] * 2
     assert len(engine.wrote) == 6  # it was begun again once
 
 
+def test_only_a_failed_episode_runs_again_and_all_its_traces_count(
+    tokenizer: Any, options: dict[str, Any]
+) -> None:
+    """Four episodes of two agents, one of which fails once."""
+    episode, engine = rollouts(tokenizer, options, n=4, retries=1, agents=True, once=True)
+    assert episode.batch is not None
+    assert (episode.good, episode.retried, len(episode.failed)) == (8, 2, 2)
+    assert len(episode.batch["input_ids"]) == 8
+    assert len(engine.wrote) == 3 * 5  # three answers of each episode
+
+
 def test_tokens_that_were_not_sampled_stop_the_run(tokenizer: Any, options: dict[str, Any]) -> None:
-    with pytest.raises(NotRecorded, match=r"trace \w+: sample 0 trains tokens that the policy"):
-        rollouts(tokenizer, options, wrong=True)
+    episode, _ = rollouts(tokenizer, options, wrong=True)
+    assert isinstance(episode.error, NotRecorded)
 
 
 def test_an_environment_that_cannot_start_says_why(options: dict[str, Any]) -> None:

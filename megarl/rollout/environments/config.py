@@ -23,8 +23,8 @@ class EnvironmentConfig:
     tokens, as verifiers' client takes it; the default follows any chat template.
     path: directories with modules of your own. variables: names of environment variables that the
     workers get besides a few that everything needs.
-    workers: processes. concurrent: episodes at once in each. retries: how often an episode that
-    failed is begun again. start_timeout, episode_timeout: seconds.
+    workers: processes. concurrent: episodes at once in each. start_timeout, episode_timeout:
+    seconds.
     """
 
     python: str
@@ -37,7 +37,6 @@ class EnvironmentConfig:
     variables: list[str] = field(default_factory=list)
     workers: int = 1
     concurrent: int = 64
-    retries: int = 1
     start_timeout: float = 300.0
     episode_timeout: float = 1200.0
 
@@ -53,8 +52,6 @@ class EnvironmentConfig:
         for name in ("workers", "concurrent", "start_timeout", "episode_timeout"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"options.{name}={getattr(self, name)}: must be > 0")
-        if self.retries < 0:
-            raise ValueError(f"options.retries={self.retries}: must be >= 0")
         if missing := [p for p in self.path if not Path(p).is_dir()]:
             raise ValueError(f"options.path: {missing[0]!r} is no directory")
 

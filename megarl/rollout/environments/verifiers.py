@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from megarl.api.batch import Padded
-from megarl.api.inference import InferenceEngine, RolloutWorkflow
+from megarl.api.inference import SAMPLES_MISSING, InferenceEngine, RolloutWorkflow
 from megarl.config.dataset import DatasetConfig
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.observability.logging import get_logger
@@ -20,6 +20,7 @@ from megarl.rollout.environments.config import EnvironmentConfig
 from megarl.rollout.environments.traces import trained_part
 from megarl.rollout.gateway.app import MODEL
 from megarl.rollout.gateway.session import Session
+from megarl.rollout.generation import attempt_key
 from megarl.rollout.trajectory import Trajectory, to_batch
 
 log = get_logger(__name__)
@@ -65,8 +66,8 @@ class VerifiersWorkflow(RolloutWorkflow):
 
     Every trainable trace of an episode is a rollout with the reward of the trace. An episode that
     verifiers reports as failed, whose worker ended, or in which the policy wrote nothing to train
-    on is begun again, options.retries times, and then is a rollout that failed. The reward
-    function of the data set is not called; name none.
+    on counts as so many failed rollouts as others have traces; only such episodes run again
+    (rollout.failure_retries). The reward function of the data set is not called; name none.
     """
 
     def __init__(
@@ -78,37 +79,46 @@ class VerifiersWorkflow(RolloutWorkflow):
         reward_pool: Any = None,
     ) -> None:
         self.gconfig, self.tokenizer = gconfig, tokenizer
+        self._traces: dict[str, int] = {}  # of an episode, by environment
 
     async def arun_episode(self, engine: InferenceEngine, data: Row) -> Padded:
-        """Returns the batch of the rollouts, by trajectory.to_batch. Raises NotRecorded for a trace
-        that would train what was not sampled."""
+        """Returns the batch of the rollouts, by trajectory.to_batch: those of gconfig.n_samples
+        episodes, or of as many as are to be made anew. Raises NotRecorded for a trace that would
+        train what was not sampled."""
         if "environment" not in data or "task_data" not in data:
             raise ValueError(
                 "VerifiersWorkflow needs rows of megarl.rollout.environments.verifiers:tasks: set "
                 f"the data set's type to it; this row has {sorted(data)}"
             )
         config = EnvironmentConfig.read(data["environment"])
-        runs = (self._rollout(engine, config, data, i) for i in range(self.gconfig.n_samples))
-        return to_batch([rollout for part in await all_of(runs) for rollout in part])
+        count, known = self.gconfig.n_samples, self._traces.get(config.key, 1)
+        if SAMPLES_MISSING in data:
+            count = math.ceil(data[SAMPLES_MISSING] / known)
+        parts = await all_of(self._rollouts(engine, config, data, i) for i in range(count))
+        whole = [len(part) for part in parts if part[0].failure is None]
+        traces = self._traces[config.key] = max(whole, default=known)
+        for part in parts:
+            if part[0].failure is not None:
+                part += [_failed_trace(part[0]) for _ in range(traces - 1)]
+        return to_batch([rollout for part in parts for rollout in part])
 
-    async def _rollout(
+    async def _rollouts(
         self, engine: InferenceEngine, config: EnvironmentConfig, data: Row, index: int
     ) -> list[Trajectory]:
         """Returns the rollouts of one episode, or one that failed."""
-        for attempt in range(config.retries + 1):
-            key = (data.get("row_id"), data.get("episode_id", 0), index, attempt)
-            async with engine.session(
-                self.gconfig, self.tokenizer, index=index, seed_key=key
-            ) as session:
-                try:
-                    episode = await self._run(config, data, session)
-                    if not episode["ok"] or session.failures:
-                        raise WorkerError("; ".join([*episode["errors"], *session.failures]))
-                    if rollouts := _rollouts(session, episode):
-                        return rollouts
-                    raise WorkerError("the policy wrote nothing that is trained on")
-                except WorkerError as e:
-                    log.warning("row %s, attempt %d: %s", data.get("row_id", "?"), attempt + 1, e)
+        key = (data.get("row_id"), data.get("episode_id", 0), *attempt_key(), index)
+        async with engine.session(
+            self.gconfig, self.tokenizer, index=index, seed_key=key
+        ) as session:
+            try:
+                episode = await self._run(config, data, session)
+                if not episode["ok"] or session.failures:
+                    raise WorkerError("; ".join([*episode["errors"], *session.failures]))
+                if rollouts := _rollouts(session, episode):
+                    return rollouts
+                raise WorkerError("the policy wrote nothing that is trained on")
+            except WorkerError as e:
+                log.warning("row %s: %s", data.get("row_id", "?"), e)
         return [_failed(session)]
 
     async def _run(self, config: EnvironmentConfig, data: Row, session: Session) -> Row:
@@ -161,3 +171,10 @@ def _failed(session: Session) -> Trajectory:
     longest = max(wrote, key=lambda t: t.head.end, default=session.trajectory)
     longest.fail("server" if session.failures else "environment")
     return longest
+
+
+def _failed_trace(other: Trajectory) -> Trajectory:
+    """Returns a further rollout of the failed episode that `other` is of."""
+    rollout = Trajectory(index=other.index)
+    rollout.fail(other.failure or "environment")
+    return rollout

@@ -37,6 +37,11 @@ class Environment:
         if "hang" in self._how:
             await asyncio.sleep(600)
         answer = await asyncio.to_thread(play, message, client, os.environ[client["api_key_var"]])
+        if "agents" in self._how:
+            answer["traces"] *= 2
+            if "once" in self._how and not marker.exists():
+                marker.touch()
+                answer["ok"] = False
         if "wrong" in self._how:
             answer["traces"][0]["samples"][0]["logprobs"][-1] -= 0.25
         if "fail" in self._how:
