@@ -95,18 +95,20 @@ def thread_inside(group: Any) -> Iterator[None]:
 
 
 class PerWorld(Generic[T]):
-    """Keeps one thing for each world, and forgets it after the world has ended."""
+    """Keeps one thing for each world, and forgets it after the world has ended. Threads may ask."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make, self._kept = make, dict[Any, T]()
+        self._lock = threading.RLock()
 
     def get(self) -> T:
         """Returns the thing of the world in scope; the first call makes it."""
         world = dist.group.WORLD
-        if world not in self._kept:
-            self._kept = {w: x for w, x in self._kept.items() if w in c10d._world.pg_map}
-            self._kept[world] = self._make()
-        return self._kept[world]
+        with self._lock:
+            if world not in self._kept:
+                self._kept = {w: x for w, x in self._kept.items() if w in c10d._world.pg_map}
+                self._kept[world] = self._make()
+            return self._kept[world]
 
 
 class World:

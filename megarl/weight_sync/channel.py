@@ -60,7 +60,11 @@ class UpdateChannel:
         asked = servers.start("/init_weights_update_group", bodies, deadline.left)
         joined = in_thread(init_update_group, **group, rank=0, timeout=deadline.left, store=store)
         what = f"connecting to {len(offsets)} servers over {backend}"
-        BucketTransfer(what, joined, asked).wait(deadline)
+        try:
+            BucketTransfer(what, joined, asked).wait(deadline)
+        except BaseException:
+            joined.add_done_callback(_leave_late)  # at once, where it has joined already
+            raise
         self.group: dist.ProcessGroup = joined.result()
         # Broadcasts have a stream of their own: what waits for one, or for a server that is gone,
         # is not in the way of the stream that gathers.
@@ -110,6 +114,12 @@ def _has_ended(call: cf.Future[Any]) -> bool:
     """Tells whether nothing listens at the server's address any more."""
     error = call.exception() if call.done() else None
     return error is not None and isinstance(error.__cause__, ConnectionRefusedError)
+
+
+def _leave_late(joined: cf.Future[dist.ProcessGroup]) -> None:
+    """Leaves a group that was joined when nobody waited for it any more."""
+    if joined.exception() is None:
+        destroy_update_group(joined.result(), abort=True)
 
 
 def _broadcast(

@@ -76,3 +76,18 @@ def test_a_rank_that_says_nothing_is_an_error_in_bounded_time(
     monkeypatch.setattr(link, "call_json", answer(speaker, [(0, 0.0)]))
     with pytest.raises(RuntimeError, match=r"rank 1 did not reply .* MEGARL_JOB_TOKEN"):
         speaker.call("holds", Deadline(20.0))
+
+
+def test_a_group_that_comes_together_after_it_was_left_is_not_kept() -> None:
+    """A thread may still be joining when everybody has given up."""
+    store, where = open_store("127.0.0.1", 30.0)
+    alone = Link(Members(1, {}, "gloo"), 0, where, torch.device("cpu"), 30.0, store)
+    alone.leave(abort=True)
+    with pytest.raises(RuntimeError):
+        alone.join(Deadline(30.0), 30.0)
+    assert alone.group is None
+    store, where = open_store("127.0.0.1", 30.0)
+    another = Link(Members(1, {}, "gloo"), 0, where, torch.device("cpu"), 30.0, store)
+    another.join(Deadline(30.0), 30.0)
+    assert another.group is not None
+    another.leave()

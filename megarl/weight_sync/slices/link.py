@@ -16,6 +16,7 @@ import concurrent.futures as cf
 import io
 import json
 import pickle
+import threading
 import time
 import uuid
 from collections import deque
@@ -101,6 +102,7 @@ class Link:
         self._word = ""
         self.device = torch.device("cpu") if members.backend == "gloo" else device
         self.group: dist.ProcessGroup | None = None
+        self._left, self._leaving = False, threading.Lock()
         self._store = store or self._reach(timeout)
         self.box = Mailbox(self._store, meeting.session, job_token() or "")
 
@@ -201,7 +203,7 @@ class Link:
         call that never returns where one of them is gone. So each of this rank's `receivers`
         (numbers in the group) gets a byte here. Blocks; call it through `alongside`."""
         m = self.meeting
-        self.group = init_update_group(
+        group = init_update_group(
             master_address=m.host,
             master_port=m.port,
             rank=self.rank,
@@ -211,8 +213,13 @@ class Link:
             timeout=group_timeout,
             store=self._reach(deadline.left),
         )
+        with self._leaving:
+            self.group = None if self._left else group
+        if self.group is None:
+            destroy_update_group(group, abort=True)
+            raise RuntimeError("the group has come together after it was left")
         self._use_device()
-        work = dist.all_reduce(torch.zeros(1, device=self.device), group=self.group, async_op=True)
+        work = dist.all_reduce(torch.zeros(1, device=self.device), group=group, async_op=True)
         assert work is not None
         work.wait(timedelta(seconds=deadline.left))
         byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
@@ -294,8 +301,9 @@ class Link:
         self.leave(abort=True)
 
     def leave(self, *, abort: bool = False) -> None:
-        """Leaves the group."""
-        group, self.group = self.group, None
+        """Leaves the group, one that is still being joined as soon as it is there."""
+        with self._leaving:
+            group, self.group, self._left = self.group, None, True
         if group is not None:
             destroy_update_group(group, abort=abort)
 
