@@ -45,7 +45,7 @@ def grpo_advantages(
     mode: "group"        (r - mean) / (std + eps)                    (GRPO, arXiv 2402.03300)
           "group_mean"   r - mean: no division, so easy and hard prompts weigh the same
                          (Dr. GRPO, arXiv 2503.20783)
-          "group_batch"  (r - mean) / (std of all r - mean + eps)     (arXiv 2508.08221)
+          "group_batch"  (r - mean) / (std of all r + eps)            (arXiv 2508.08221)
           "none"         r
     std: "sample" divides by n - 1, "population" by n.
     A group of one, and a group whose rewards are all equal, says nothing about which sample is
@@ -60,7 +60,7 @@ def grpo_advantages(
     >>> grpo_advantages(r, g, "group_mean")
     tensor([ 0.6667, -0.3333, -0.3333,  0.5000, -0.5000])
     >>> grpo_advantages(r, g, "group_batch")
-    tensor([ 1.2344, -0.6172, -0.6172,  0.9258, -0.9258])
+    tensor([ 1.2172, -0.6086, -0.6086,  0.9129, -0.9129])
     """
     if mode not in ADV_MODES:
         raise ValueError(f"adv_norm={mode!r}: use one of {', '.join(ADV_MODES)}")
@@ -71,8 +71,7 @@ def grpo_advantages(
     if mode == "group_mean":
         return centred.float()
     if mode == "group_batch":
-        n = len(centred) - 1 if std == "sample" else len(centred)
-        return (centred / ((centred.square().sum() / max(1, n)).sqrt() + eps)).float()
+        return (centred / (groups.std_of_all(std) + eps)).float()
     return (centred / (groups.std(std) + eps)).float()
 
 
@@ -147,7 +146,7 @@ def gae(
     mask = loss_mask.bool()
     n, width = mask.sum(1, keepdim=True), mask.shape[1]
     step = mask.long().cumsum(1) - 1  # [b,S] the step a position belongs to, -1 before the first
-    place = torch.where(mask, step, n + (~mask).long().cumsum(1) - 1)  # trained tokens first
+    place = trained_first(mask)
     steps = torch.arange(width) < n
     earned = token_rewards.double().where(step >= 0, 0.0)
     r = torch.zeros_like(earned).scatter_add(1, step.clamp(min=0), earned)
@@ -157,6 +156,17 @@ def gae(
     delta = (r + discount * v[:, 1:] - v[:, :-1]).where(steps, 0.0)
     advantages = discounted_sums(delta, discount * gae_lambda).gather(1, place)
     return advantages.float(), (advantages + values).where(mask, 0.0).float()
+
+
+def trained_first(mask: Tensor) -> Tensor:
+    """Returns where each position goes, [b,S], so that trained tokens (mask [b,S] bool) come first
+    in a row, one step after another, and then the others.
+
+    >>> trained_first(torch.tensor([[False, True, False, True]]))
+    tensor([[2, 0, 3, 1]])
+    """
+    step = mask.long().cumsum(1) - 1
+    return torch.where(mask, step, mask.sum(1, keepdim=True) + (~mask).long().cumsum(1) - 1)
 
 
 def length_lambda(loss_mask: Tensor, alpha: float) -> Tensor:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megarl.algos.advantages import discounted_sums, spread_over_tokens
+from megarl.algos.advantages import discounted_sums, spread_over_tokens, trained_first
 from megarl.algos.aggregation import (
     LOSS_WEIGHTS,
     Stats,
@@ -192,7 +192,8 @@ def toward_teacher(
 ) -> AdvantageSpec:
     """Returns advantages that lead to the teacher by policy gradient, beside any surrogate. That of
     a token x is log q(x) - log p(x) (teacher_logp and the old logprobs), a sample of -KL(p || q),
-    and `discount` times that of the next token; and the sample's reward times `reward_coef`.
+    and `discount` times that of the next trained token; and the sample's reward times
+    `reward_coef`.
 
     The teacher says one number per token. On policy and with discount 0 the expected gradient is
     that of the reverse KL over the whole vocabulary; its variance is larger than Distillation's.
@@ -205,7 +206,9 @@ def toward_teacher(
     def per_token(numbers: Tensor, part: Padded) -> Tensor:
         mask = part["loss_mask"].bool()
         nearer = torch.where(mask, part["teacher_logp"] - part[old], 0.0)
-        nearer = discounted_sums(nearer.double(), discount).float()
+        place = trained_first(mask)
+        steps = torch.zeros_like(nearer, dtype=torch.float64).scatter(1, place, nearer.double())
+        nearer = discounted_sums(steps, discount).gather(1, place).float()
         return spread_over_tokens(numbers, mask) + nearer.where(mask, 0.0)
 
     return AdvantageSpec(

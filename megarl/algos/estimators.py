@@ -128,9 +128,9 @@ def levels_advantages(
 ) -> Tensor:
     """Returns x / (std + eps), x = r_i less a mean, each of a level of its own (arXiv 2508.08221
     compares them): mean by "group", of the group's others ("leave_one_out"), by "batch", or "none";
-    std within the "group", of all x of the "batch", or "none", which divides by nothing. kind: of
-    the std, "sample" (n - 1) or "population" (n). Where the std is the group's, a group of equal
-    rewards has 0.
+    std of the rewards within the "group", of all of the "batch", or "none", which divides by
+    nothing. kind: of the std, "sample" (n - 1) or "population" (n). Where the std is the group's, a
+    group of equal rewards has 0.
 
     >>> r, g = torch.tensor([2.0, 0.0, 1.0, 1.0]), torch.tensor([0, 0, 1, 1])
     >>> levels_advantages(r, g, "leave_one_out", "none").tolist()
@@ -148,8 +148,7 @@ def levels_advantages(
     if std == "group":
         return torch.where(groups.tied, 0.0, x / (groups.std(kind) + eps)).float()
     if std == "batch":
-        n = len(x) - 1 if kind == "sample" else len(x)
-        x = x / (((x - x.mean()).square().sum() / max(1, n)).sqrt() + eps)
+        x = x / (groups.std_of_all(kind) + eps)
     return x.float()
 
 

@@ -40,3 +40,8 @@ class Groups:
         ("population"); 0 in a group of one."""
         n = self.size - 1 if kind == "sample" else self.size
         return (self.of(self.centred().square(), "sum") / n.clamp(min=1)).sqrt()
+
+    def std_of_all(self, kind: str = "sample") -> Tensor:
+        """Returns the standard deviation of all rewards, a scalar; `kind` as of `std`."""
+        n = len(self.rewards) - 1 if kind == "sample" else len(self.rewards)
+        return ((self.rewards - self.rewards.mean()).square().sum() / max(1, n)).sqrt()

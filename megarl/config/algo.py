@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from megarl.config.base import SeamConfig, arg, seam
 from megarl.config.bounds import NOT_NEGATIVE, POSITIVE, TIMEOUT, Bounds
 from megarl.config.engine import TrainEngineConfig
+from megarl.utils.importing import is_import_path
 
 # values of actor.advantages that are 0 where all rewards of a prompt's samples are equal
 BY_GROUP = ("rloo", "opo", "pass_at_k", "max_at_k", "gpg")
@@ -98,18 +99,21 @@ class PPOActorConfig(TrainEngineConfig):
         "log ratio <= this)",
     )
     c_clip: float | None = arg(
-        None, bounds=Bounds(gt=1), help="dual clip for negative advantages, > 1; null is off"
+        None,
+        bounds=Bounds(gt=1),
+        help="surrogate=clip: dual clip for negative advantages, > 1; null is off",
     )
     adv_norm: str = arg(
         "group",
         help="group: GRPO, group mean and std; group_mean: Dr. GRPO, group mean only; batch: mean "
-        "and std over the batch's trained tokens; group_batch: group mean, std over the batch's "
-        "samples; none: as they are",
+        "and std over the batch's trained tokens; group_batch: group mean, std of all rewards of "
+        "the batch; none: as they are",
         choices=("group", "group_mean", "group_batch", "batch", "none"),
     )
     adv_std: str = arg(
         "sample",
-        help="kind of that std: sample divides by n - 1, population by n",
+        help="kind of the std of adv_norm=group, group_batch and advantages=levels: sample divides "
+        "by n - 1, population by n",
         choices=("sample", "population"),
     )
     loss_agg: str = arg(
@@ -193,6 +197,14 @@ class PPOActorConfig(TrainEngineConfig):
     def recomputes(self) -> bool:
         """Returns whether the policy's own logprobs before an update (prox_logp) are computed."""
         return self.recompute_logprob in ("auto", "true")
+
+    @property
+    def reads_adv_std(self) -> bool:
+        """Returns whether the advantages may be divided by a std of the kind `adv_std`."""
+        name, options = self.advantages.type, self.advantages.options
+        if name == "group":
+            return self.adv_norm in ("group", "group_batch")
+        return is_import_path(name) or (name == "levels" and options.get("std", "batch") != "none")
 
     @property
     def compares_by(self) -> str:

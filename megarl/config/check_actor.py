@@ -10,6 +10,7 @@ from megarl.config.algo import PPOActorConfig, PPOCriticConfig
 from megarl.config.bounds import number_problems
 from megarl.config.errors import raise_if_any
 from megarl.config.schema import choice_problems
+from megarl.utils.importing import is_import_path
 
 
 def actor_problems(cfg: PPOActorConfig, key: str = "actor.") -> Iterator[str]:
@@ -29,6 +30,17 @@ def actor_problems(cfg: PPOActorConfig, key: str = "actor.") -> Iterator[str]:
         yield (
             f"{key}loss_agg_length={cfg.loss_agg_length:g}: divides sums over tokens; with "
             f"{key}loss_agg={cfg.loss_agg} leave it 1"
+        )
+    if cfg.adv_std != "sample" and not cfg.reads_adv_std:
+        yield (
+            f"{key}adv_std={cfg.adv_std}: nothing is divided by such a std with {key}advantages="
+            f"{cfg.advantages.type}, {key}adv_norm={cfg.adv_norm}; leave it out"
+        )
+    surrogate = cfg.surrogate.type
+    if cfg.c_clip is not None and surrogate != "clip" and not is_import_path(surrogate):
+        yield (
+            f"{key}c_clip={cfg.c_clip:g}: is the dual clip of {key}surrogate=clip, and this is "
+            f"{surrogate}; leave it null"
         )
     if cfg.moe.router_replay == "trainer" and not cfg.recomputes:
         yield (

@@ -215,6 +215,12 @@ class PPOConfig(GRPOConfig):
     """Configures PPO: GRPO's keys, with a critic and GAE instead of comparing samples."""
 
     recipe: str = _recipe("ppo")
+    algorithm: str = arg(
+        "",
+        help="empty: the published algorithms by name compare samples, without a critic (recipe "
+        "grpo); set actor.ratio, actor.surrogate, actor.loss_agg, actor.correction one by one",
+        choices=("",),
+    )
     actor: PPOActorConfig = arg(
         factory=lambda: PPOActorConfig(adv_norm="batch"), help="the trained policy"
     )

@@ -233,6 +233,12 @@ def test_sound_configs_pass(model: Path) -> None:
         (["actor.ppo_n_minibatches=33"], ["actor.ppo_n_minibatches=33", "8*4 = 32"]),
         (["actor.eps_clip=1.5"], ["actor.eps_clip=1.5"]),
         (["actor.eps_clip_higher=0"], ["actor.eps_clip_higher=0"]),
+        (["actor.c_clip=3", "actor.surrogate=cispo"], ["actor.c_clip=3", "cispo"]),
+        (["actor.adv_std=population", "actor.adv_norm=batch"], ["actor.adv_std=population"]),
+        (
+            ["actor.adv_std=population", "actor.advantages=reinforce_pp"],
+            ["actor.adv_std=population", "reinforce_pp"],
+        ),
         (["actor.c_clip=0.9"], ["actor.c_clip=0.9", "> 1"]),
         (["actor.kl_coef=0.1"], ["actor.kl_coef=0.1", "ref.path"]),
         (["actor.kl_controller.target=0.1"], ["actor.kl_controller", "kl_ctl, which are 0"]),

@@ -6,6 +6,7 @@ TRL    huggingface/trl              trl/trainer/grpo_trainer.py, docs/source/{pa
 verl   volcengine/verl              verl/trainer/ppo/{core_algos,rollout_corr_helper}.py
 AReaL  inclusionAI/AReaL            areal/utils/functional/functional.py
 slime  THUDM/slime                  slime/utils/ppo_utils.py, slime/ray/rollout.py
+ROLL   alibaba/ROLL                 roll/utils/functionals.py
 GMPO   callsys/GMPO                 train_zero_math_gmpo.py
 """
 
@@ -22,6 +23,7 @@ from megarl.algos.aggregation import LOSS_WEIGHTS, aggregate
 from megarl.algos.correction import Correction
 from megarl.algos.estimators import (
     gpg_advantages,
+    levels_advantages,
     max_at_k_advantages,
     opo_advantages,
     rloo_advantages,
@@ -67,6 +69,21 @@ def test_group_advantages_of_verl_slime_and_trl():
     torch.testing.assert_close(ours, of(1e-6), rtol=0, atol=1e-6)
     assert ours[0].item() == pytest.approx(1.15470, abs=1e-5)
     assert of(1e-4)[0].item() == pytest.approx(1.15450, abs=1e-5)
+
+
+def test_the_std_of_the_batch_of_trl_and_of_lite_ppos_authors():
+    """TRL scale_rewards="batch" and ROLL reward_norm (norm_mean_type=group, norm_std_type=batch):
+    the std of all rewards as they are, not of what is left when the groups' means are gone."""
+    rewards = [1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    groups = [0] * 4 + [1] * 4 + [2] * 4
+    config = preset("lite_ppo")
+    for ours in (
+        grpo_advantages(*tensors(rewards, groups), config.adv_norm, std=config.adv_std),
+        levels_advantages(*tensors(rewards, groups), "group", "batch"),
+    ):
+        theirs = 0.5 / (statistics.stdev(rewards) + 1e-6)
+        assert ours[0].item() == pytest.approx(theirs, abs=1e-6) == pytest.approx(0.9574, abs=1e-4)
+        assert not ours[4:].any()
 
 
 def test_groups_that_tell_nothing():

@@ -9,7 +9,7 @@ import torch
 from megarl.algos import distillation
 from megarl.algos.actor import Actor
 from megarl.algos.distillation import DIVERGENCES, Distillation, divergence, with_tail
-from megarl.algos.specs import loss_of
+from megarl.algos.specs import advantages_of, loss_of
 from megarl.algos.teacher import Teacher
 from megarl.config.algo import PPOActorConfig
 from megarl.config.base import SeamConfig
@@ -280,6 +280,21 @@ def test_advantages_toward_the_teacher_equal_a_loop_over_tokens():
             later = (float(logq[b, t] - logp[b, t]) if mask[b, t] else 0.0) + 0.9 * later
             want = later + 0.5 * float(batch["rewards"][b]) if mask[b, t] else 0.0
             assert batch["advantages"][b, t].item() == pytest.approx(want, abs=1e-5)
+
+
+def test_what_stands_between_trained_tokens_takes_no_time():
+    """With a tool's answer of two tokens between them, the same as in one piece."""
+    config = PPOActorConfig(
+        advantages=SeamConfig(type="teacher", options={"discount": 0.5}),
+        loss=SeamConfig(type="policy"),
+        recompute_logprob="false",
+    )
+    spec, numbers = advantages_of(config), torch.zeros(2)
+    mask = torch.tensor([[0, 1, 1, 1, 0, 0, 0], [0, 1, 0, 0, 1, 0, 1]]).bool()
+    logq = torch.tensor([[9.0, 0, 0, 8, 9, 9, 9], [9.0, 0, 9, 9, 0, 9, 8]])
+    part = {"loss_mask": mask, "teacher_logp": logq, "logprobs": torch.zeros(2, 7)}
+    made = spec.per_token(numbers, part)
+    assert made.tolist() == [[0, 2, 4, 8, 0, 0, 0], [0, 2, 0, 0, 4, 0, 8]]
 
 
 def test_by_policy_gradient_the_student_comes_to_the_teacher_too():

@@ -13,7 +13,7 @@ import megarl.algos
 MODULES = [f"megarl.algos.{found.name}" for found in pkgutil.iter_modules(megarl.algos.__path__)]
 FORMULAS = {
     "advantages": "shape_rewards grpo_advantages spread_over_tokens place_rewards gae "
-    "length_lambda discounted_sums",
+    "length_lambda discounted_sums trained_first",
     "aggregation": "aggregate",
     "correction": "Correction",
     "estimators": "rloo_advantages opo_advantages pass_at_k_advantages max_at_k_advantages "

@@ -9,9 +9,13 @@ from megarl.algos import Actor
 from megarl.algos.specs import advantages_of, loss_of
 from megarl.algos.surrogates import CISPO, GMPO, Clip
 from megarl.config.algo import PPOActorConfig
+from megarl.config.base import SeamConfig
+from megarl.config.check_actor import actor_problems
 from megarl.config.errors import ConfigError
 from megarl.config.loader import config_yaml, load_config
 from megarl.config.presets import PRESETS
+from megarl.config.recipes import RECIPES
+from megarl.config.schema import all_keys
 from tests.unit.bigram import BigramEngine, prepared, rollout
 from tests.unit.presets import NAMES, preset
 
@@ -47,6 +51,28 @@ def test_a_preset_wins_over_what_the_file_takes_from_others(tmp_path):
     actor = load_config(tmp_path / "run.yaml").actor
     assert loss_of(actor).fn.surrogate == CISPO(eps_low=1.0, eps_high=4.0)
     assert (actor.path, actor.ratio) == ("nowhere", "token")
+
+
+def test_ppo_offers_none():
+    (key,) = (k for k in all_keys(RECIPES["ppo"]) if k.name == "algorithm")
+    assert key.choices == ("",)
+    with pytest.raises(ConfigError, match="algorithm=gspo"):
+        load_config(None, ["recipe=ppo", "algorithm=gspo", "actor.path=nowhere"])
+
+
+@pytest.mark.parametrize("kind", ["sample", "population"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"adv_norm": "group"},
+        {"adv_norm": "group_batch"},
+        {"advantages": SeamConfig(type="levels", options={"std": "group"})},
+        {"advantages": SeamConfig(type="levels")},
+        {"advantages": SeamConfig(type="somebodys.code:fn")},
+    ],
+)
+def test_a_kind_of_std_goes_with_what_divides_by_it(config, kind):
+    assert not list(actor_problems(PPOActorConfig(adv_std=kind, **config)))
 
 
 def test_an_unknown_algorithm_is_named_with_all_that_there_are():

@@ -84,10 +84,10 @@ def test_a_group_that_comes_together_after_it_was_left_is_not_kept() -> None:
     alone = Link(Members(1, {}, "gloo"), 0, where, torch.device("cpu"), 30.0, store)
     alone.leave(abort=True)
     with pytest.raises(RuntimeError):
-        alone.join(Deadline(30.0), 30.0)
+        alone.join(Deadline(30.0), 30.0, ())
     assert alone.group is None
     store, where = open_store("127.0.0.1", 30.0)
     another = Link(Members(1, {}, "gloo"), 0, where, torch.device("cpu"), 30.0, store)
-    another.join(Deadline(30.0), 30.0)
+    another.join(Deadline(30.0), 30.0, ())
     assert another.group is not None
     another.leave()

@@ -224,7 +224,7 @@ class Link:
         work.wait(timedelta(seconds=deadline.left))
         byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
         greetings = [
-            dist.P2POp(dist.isend, byte, group=self.group, group_peer=peer)
+            dist.P2POp(dist.isend, byte, group=group, group_peer=peer)
             for peer in sorted(set(receivers))
         ]
         for work in dist.batch_isend_irecv(greetings) if greetings else ():
