@@ -239,8 +239,8 @@ class RolloutConfig:
     episode_timeout: float = arg(
         1800.0,
         bounds=TIMEOUT,
-        help="seconds one whole episode may take; one that takes longer counts as failed, and "
-        "another row takes its place",
+        help="seconds one whole episode may take, without pauses of generation; one that takes "
+        "longer counts as failed, and another row takes its place",
     )
     reward_timeout: float = arg(
         60.0, bounds=TIMEOUT, help="seconds one reward may take; later is an error"

@@ -25,6 +25,7 @@ from megarl.rollout.answers import current as current_answers
 from megarl.rollout.cache_keys import began
 from megarl.rollout.episode_check import check_episode, check_valid
 from megarl.rollout.generation import attempt
+from megarl.rollout.pause_clock import PauseClock
 from megarl.rollout.retries import (
     Failed,
     Gathered,
@@ -105,23 +106,24 @@ async def run_episode(
     engine: InferenceEngine,
     *,
     timeout: float,
+    clock: PauseClock | None = None,
     vocab_size: int | None = None,
     retries: int = 0,
     min_rollouts: int = 1,
     on_reward_error: str = "raise",
 ) -> None:
     """Runs the workflow for at most `timeout` s, checks what it returns, and records the outcome in
-    `episode`; only our own cancellation of its task propagates. vocab_size: the model's, if known;
-    retries: how often failed rollouts are made anew; min_rollouts, on_reward_error: see
-    config.rollout."""
+    `episode`; only our own cancellation of its task propagates. clock: what `timeout` goes by,
+    which stands still in pauses; vocab_size: the model's, if known; retries: how often failed
+    rollouts are made anew; min_rollouts, on_reward_error: see config.rollout."""
     begun, start, task = time.monotonic(), time.time(), asyncio.current_task()
     current_answers.set(episode.answers)
     current_home.set(Home())
     routes_wanted.set(episode.routes)
     kept_notes.set(episode.notes)
-    clock = asyncio.timeout(timeout)
+    bound: asyncio.Timeout | None = None
     try:
-        async with clock:
+        async with (clock or PauseClock()).timeout(timeout) as bound:
             found = await _gathered(episode, engine, vocab_size, retries, on_reward_error)
         batch = None if found is None else found.joined(min_rollouts)
         episode.rewards = rewards_of(batch)
@@ -132,7 +134,7 @@ async def run_episode(
     except (Exception, asyncio.CancelledError, SystemExit) as error:
         if task is not None and task.cancelling() and not isinstance(error, Exception):
             raise
-        if clock.expired() and isinstance(error, TimeoutError):
+        if bound is not None and bound.expired() and isinstance(error, TimeoutError):
             _too_late(episode, timeout)
         elif isinstance(error, Exception):
             _failed(episode, error)

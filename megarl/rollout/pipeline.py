@@ -25,6 +25,7 @@ from megarl.rollout.answers import AnswerLog, Kept, KeptAnswers
 from megarl.rollout.episode import Episode, run_episode
 from megarl.rollout.loop_thread import LoopThread
 from megarl.rollout.outcomes import Outcomes
+from megarl.rollout.pause_clock import PauseClock
 from megarl.rollout.staleness import StalenessManager
 from megarl.utils import stopping
 
@@ -56,6 +57,7 @@ class Pipeline:
             max_head_offpolicyness=config.max_head_offpolicyness,
             start_version=engine.get_version(),
         )
+        self._clock = PauseClock()  # of the episodes that run here
         self.changed = threading.Condition()
         self.pending: deque[Episode] = deque()
         self.live: dict[int, Episode] = {}  # pending, running, accepted; in submission order
@@ -245,7 +247,8 @@ class Pipeline:
 
         An episode fails at episode_timeout by itself; this bound is for what else may hang.
         """
-        quiet = self.last_progress + self.config.episode_timeout + GRACE
+        held = 0.0 if self._held_since is None else time.monotonic() - self._held_since
+        quiet = self.last_progress + held + self.config.episode_timeout + GRACE
         until = quiet if deadline is None else min(deadline, quiet)
         left = until - time.monotonic()
         if left > 0:
@@ -294,6 +297,7 @@ class Pipeline:
         with self.changed:
             if self._held_since is None:
                 self._held_since = time.monotonic()
+        self._loop.call_soon(self._clock.hold)
 
     def release(self) -> None:
         """Starts episodes again after `hold`."""
@@ -301,6 +305,7 @@ class Pipeline:
             if self._held_since is not None:  # a pause is not the episodes' time
                 self.last_progress += time.monotonic() - self._held_since
             self._held_since = None
+        self._loop.call_soon(self._clock.release)
         self.start_soon()
 
     def _remember(self, episode: Episode) -> None:
@@ -343,7 +348,7 @@ class Pipeline:
         await self.runner(episode, terms)
 
     async def _run_here(self, episode: Episode, terms: Mapping[str, Any]) -> None:
-        await run_episode(episode, self._engine, **terms)
+        await run_episode(episode, self._engine, clock=self._clock, **terms)
 
     def _pump(self) -> None:
         with self.changed:

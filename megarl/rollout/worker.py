@@ -19,6 +19,7 @@ from megarl.rollout import tally
 from megarl.rollout.answers import Answer, AnswerLog
 from megarl.rollout.episode import Episode, run_episode
 from megarl.rollout.frames import packed
+from megarl.rollout.pause_clock import PauseClock
 from megarl.rollout.requester import ClientState, Requester
 from megarl.rollout.rewards.pool import close_copies
 from megarl.rollout.user_calls import stuck_threads
@@ -53,6 +54,7 @@ class EpisodeWorker:
         self._settling: set[asyncio.Task[None]] = set()
         self._reports: list[tuple[Any, ...]] = []
         self._any = asyncio.Event()
+        self._clock = PauseClock()
 
     async def handle(self, verb: str, payload: Any) -> Any:
         """Does what the coordinator asks; calls that arrive in order begin in order. begin: opens
@@ -130,10 +132,12 @@ class EpisodeWorker:
     def _do_hold(self) -> None:
         """Sends no more requests."""
         self._opened().opened().samples.hold()
+        self._clock.hold()
 
     def _do_release(self) -> None:
         """Sends requests again."""
         self._opened().opened().samples.release()
+        self._clock.release()
 
     def _do_settle(self, number: int, timeout: float) -> None:
         """Reports the answers so far, once none is on its way."""
@@ -166,7 +170,7 @@ class EpisodeWorker:
 
     async def _run(self, ticket: int, episode: Episode, terms: Mapping[str, Any]) -> None:
         try:
-            await run_episode(episode, self._opened(), **terms)
+            await run_episode(episode, self._opened(), clock=self._clock, **terms)
         except Exception as e:  # a fault of ours
             episode.error = e
         if self._running.pop(ticket, None) is None:

@@ -474,6 +474,34 @@ def test_held_executor_starts_nothing(make):
     assert row_ids(ex.wait(1, timeout=10)) == [0]
 
 
+def test_a_pause_is_not_the_episodes_time(make):
+    """Three seconds in all, two of them paused; what runs out of time in the rest still does."""
+    ex, flow = make(episode_timeout=2.0), Scripted()
+    data = rows(3, r0={"sleep": 3.0}, r1={"sleep": 60.0}, r2={"error": ValueError("in the pause")})
+    for row in data:
+        ex.submit(row, flow)
+    while len(flow.started) < 3:
+        time.sleep(0.01)
+    ex.pipeline.hold()
+    with pytest.raises(ValueError, match="in the pause"):
+        ex.wait(1, timeout=30)
+    answers = []  # rows that are asked for in a pause begin to count at its end
+    asking = threading.Thread(
+        target=lambda: answers.append(
+            ex.answer(rows(2, r0={"sleep": 2.5}, r1={"sleep": 60.0}), flow)
+        )
+    )
+    asking.start()
+    time.sleep(2.0)
+    ex.pipeline.hold()  # once more is once
+    ex.pipeline.release()
+    with pytest.raises(TimeoutError, match="row 1"):
+        ex.wait(2, timeout=30)
+    assert row_ids(ex.wait(1, timeout=30)) == [0]
+    asking.join()
+    assert row_ids(answers[0].batch) == [0] and answers[0].failed == [0, 1]
+
+
 def test_resumed_run_continues_with_the_rows_in_flight(make):
     config = {"max_head_offpolicyness": 1, "max_concurrent_rollouts": 64}
     data = rows(40)

@@ -415,6 +415,40 @@ def test_workers_hold_their_requests_over_an_update(connect, server):
     assert all(p.worker._client.get_version() == 4 for p in made)
 
 
+class Sleeping(RolloutWorkflow):
+    """Takes longer than the time that it has, unless some of that is a pause."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+
+    def __reduce__(self):
+        return _the_sleeping, ()
+
+    async def arun_episode(self, engine, data):
+        self.begun.set()
+        await asyncio.sleep(3.0)
+        return await Varied().arun_episode(engine, data)
+
+
+sleeping = Sleeping()
+
+
+def _the_sleeping() -> Sleeping:
+    return sleeping
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_pause_is_not_the_episodes_time_wherever_they_run(connect, workers):
+    client = connect(workers, episode_timeout=2.0)
+    sleeping.begun.clear()
+    client.submit({"row_id": 0}, sleeping)
+    assert sleeping.begun.wait(30)
+    client.pause()
+    time.sleep(2.0)
+    client.resume()
+    assert client.wait(1, timeout=30)["group_ids"].unique().tolist() == [0]
+
+
 def test_workers_go_by_the_servers_that_the_coordinator_knows(connect, server):
     other = SeededServer()
     try:
