@@ -23,6 +23,12 @@ def comparison_problems(cfg: GRPOConfig) -> Iterator[str]:
                 f"samples of a prompt, which are all alike; take {k + 1} or more, or lower "
                 "actor.advantages.options.k"
             )
+        least = cfg.rollout.min_rollouts
+        if isinstance(k, int) and least < k <= n:
+            yield (
+                f"rollout.min_rollouts={least}: actor.advantages=pass_at_k draws k={k} of the "
+                f"samples of a prompt, and failures may leave fewer; set rollout.min_rollouts={k}"
+            )
     elif n == 1 and (by := a.compares_by):
         other = ", or actor.adv_norm=none" if by.startswith("actor.adv_norm") else ""
         yield f"gconfig.n_samples={n}: {by} compares the samples of a prompt; take 2 or more{other}"

@@ -72,7 +72,8 @@ PRESETS: dict[str, Tree] = {
     "lite_ppo": _actor(adv_norm="group_batch"),
     "gpg": _actor(advantages="gpg", surrogate="log_likelihood"),
     "asymre": _actor(advantages="asymre", surrogate="log_likelihood", loss_agg="sequence-sum"),
-    "pass_at_k": _actor(advantages={"type": "pass_at_k", "options": {"k": 4}}),
+    "pass_at_k": _actor(advantages={"type": "pass_at_k", "options": {"k": 4}})
+    | {"rollout": {"min_rollouts": 4}},
     "max_at_k": _actor(advantages="max_at_k"),
     # corrections
     "decoupled": _actor(correction=None, use_decoupled_loss=True, behav_imp_weight_cap=5.0),

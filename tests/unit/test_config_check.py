@@ -220,6 +220,14 @@ def test_sound_configs_pass(model: Path) -> None:
         (["algorithm=pass_at_k"], ["gconfig.n_samples=4", "k=4", "take 5 or more"]),
         (["algorithm=pass_at_k", "gconfig.n_samples=1"], ["gconfig.n_samples=1", "k=4"]),
         (
+            ["algorithm=pass_at_k", "gconfig.n_samples=8", "rollout.min_rollouts=3"],
+            ["rollout.min_rollouts=3", "k=4"],
+        ),
+        (
+            ["algorithm=pass_at_k", "gconfig.n_samples=8", "actor.advantages.options.k=6"],
+            ["rollout.min_rollouts=4", "k=6"],
+        ),
+        (
             ["actor.advantages=remax"],
             ["remax", "rollout.workflow.options.greedy_baseline=true"],
         ),
