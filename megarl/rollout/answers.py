@@ -18,7 +18,8 @@ import torch
 from megarl.api.records import ModelRequest
 from megarl.rollout.generation import Sample
 
-# request (a digest), tokens, logprobs, versions (tensors), stop_reason, perhaps routes (a tensor)
+# request (a digest), tokens, logprobs, versions (tensors), stop_reason, perhaps routes (a tensor);
+# admitted, of its episode
 Answer = dict[str, Any]
 Kept = list[tuple[Any, list[Answer]]]  # of each episode, the row's id and its answers
 # which kept answers no request has asked for, and what is new of each request, by its index
@@ -28,6 +29,7 @@ _TENSORS = ("tokens", "logprobs", "versions")
 
 class AnswerLog:
     """Holds the answers of one episode. `kept`: those of the same episode before a resume.
+    `admitted`: the version at the episode's begin, which its seeds, and so its requests, go by.
 
     An episode that another process runs has a log in both: what `news` returns there, `hear` takes
     in here.
@@ -35,6 +37,7 @@ class AnswerLog:
 
     def __init__(self, kept: Iterable[Answer] = ()) -> None:
         self.kept = list(kept)
+        self.admitted: int | None = next((a.get("admitted") for a in self.kept), None)
         self._kept = self.kept  # that no request has asked for yet
         self._requests: list[_Request | _Heard] = []
         self._cut: list[tuple[_Request | _Heard, int, str]] = []  # with length and stop reason
@@ -82,7 +85,7 @@ class AnswerLog:
     def state(self) -> list[Answer]:
         """Returns the answers as of the last cut, but those without a token; plain data."""
         found = [request.upto(n, reason) for request, n, reason in self._cut if n]
-        return self._kept_at_cut + found
+        return [a | {"admitted": self.admitted} for a in self._kept_at_cut + found]
 
     def news(self) -> News:
         """Returns what has come since the last call."""

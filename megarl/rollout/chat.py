@@ -15,7 +15,7 @@ from megarl.config.rollout import GenerationHyperparameters
 from megarl.config.unread import REWARD_KEYS, note_read
 from megarl.observability.logging import get_logger
 from megarl.rollout.chat_template import ChatTemplate
-from megarl.rollout.generation import attempt_key, stable_seed
+from megarl.rollout.generation import attempt_key, seed_version, stable_seed
 from megarl.rollout.rewards import (
     RewardPool,
     reward_arguments,
@@ -125,15 +125,15 @@ class ChatWorkflow(RolloutWorkflow):
         """Has the policy write one more turn of each sample, and returns their texts. other: how
         some samples, by index, are drawn, in place of the workflow's gconfig.
 
-        With gconfig.seed, the key of a turn is (seed, version, row, episode, sample, turn), and in
-        later runs of the episode their number; the server adds the position. A row may come again
-        under the same weights, so its id alone does not do.
+        With gconfig.seed, the key of a turn is (seed, version at the episode's admission, row,
+        episode, sample, turn), and in later runs of the episode their number; the server adds the
+        position. A row may come again under the same weights, so its id alone does not do.
         """
         if not samples:
             return []
         key = (
             self.gconfig.seed,
-            engine.get_version(),
+            seed_version(engine.get_version()),
             data.get("row_id", tuple(samples[0].tokens)),
             data.get("episode_id", 0),
             *attempt_key(),

@@ -24,7 +24,7 @@ from megarl.rollout.answers import AnswerLog
 from megarl.rollout.answers import current as current_answers
 from megarl.rollout.cache_keys import began
 from megarl.rollout.episode_check import check_episode, check_valid
-from megarl.rollout.generation import attempt
+from megarl.rollout.generation import admitted, attempt
 from megarl.rollout.pause_clock import PauseClock
 from megarl.rollout.retries import (
     Failed,
@@ -63,6 +63,7 @@ class Episode:
     rewards: of these, once the episode has ended, one for each rollout.
     began: the oldest version that its tokens may be of: that of its begin, or of answers that are
         kept; None before it begins.
+    admitted: the version at its begin, before a resume too, which keys its seeds.
     place: place in the order of completion, None until the pipeline has counted it as accepted.
     answers: of its requests, where they are kept for a resume.
     wanted_by: the function of a consumer that accepted it, too.
@@ -87,6 +88,7 @@ class Episode:
     notes: list[dict[str, Any]] = field(default_factory=list)
     rewards: Sequence[float] = ()
     began: int | None = None
+    admitted: int | None = None
     place: int | None = None
     wanted_by: Callable[[Padded], bool] | None = None
     error: BaseException | None = None
@@ -120,6 +122,7 @@ async def run_episode(
     current_answers.set(episode.answers)
     current_home.set(Home())
     routes_wanted.set(episode.routes)
+    admitted.set(episode.admitted)
     kept_notes.set(episode.notes)
     bound: asyncio.Timeout | None = None
     try:

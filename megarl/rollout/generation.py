@@ -29,6 +29,17 @@ _FIX = "start a server that speaks SGLang's protocol, or correct rollout.address
 attempt: ContextVar[int] = ContextVar("attempt", default=0)
 
 
+# the version of the weights at the admission of this episode, which a resume does not change
+admitted: ContextVar[int | None] = ContextVar("admitted", default=None)
+
+
+def seed_version(now: int) -> int:
+    """Returns the version that keys the seeds of this episode: that of its admission; `now` outside
+    of an episode. An episode that goes on after an update, or a resume, asks for the same again."""
+    version = admitted.get()
+    return now if version is None else version
+
+
 def attempt_key() -> tuple[int, ...]:
     """Returns the part of a seed's key that tells rollouts made anew from those that failed."""
     return (attempt.get(),) if attempt.get() else ()

@@ -102,6 +102,7 @@ class Pipeline:
             if drawn and self.keeps_answers:
                 episode.answers = AnswerLog() if drops else self.kept.log_for(row)
                 episode.began = episode.answers.oldest_kept()
+                episode.admitted = episode.answers.admitted
             self._next_number = max(self._next_number, episode.number + 1)
             self.live[episode.number] = episode
             self.pending.append(episode)
@@ -197,17 +198,15 @@ class Pipeline:
     def state_dict(self) -> dict[str, Any]:
         """Returns the counters and, in `rows`, the prompts in flight in their order. They are
         submitted again after a resume, so they count as not submitted yet; so do failures that
-        nobody has been told of. numbers: those they keep, with rollout.order=completion. *"""
+        nobody has been told of. numbers: those they keep, which their seeds are keyed by. *"""
         self.check()
         in_flight = sorted([*self._failed, *self.live.values()], key=lambda e: e.number)
         again = [e for e in in_flight if e.drawn]
-        keep = self.config.order == "completion"  # later ones may be in batches already
-        numbers = [*(e.number for e in again), *self._numbers] if keep else []
         return {
             "rows": [e.row for e in again],
-            "numbers": numbers,
+            "numbers": [*(e.number for e in again), *self._numbers],
             "answers": _answers(again),
-            "next_number": again[0].number if again and not numbers else self._next_number,
+            "next_number": self._next_number,
             "failed_samples": self.failed_samples.state_dict(),
             "outcomes": self.outcomes.state_dict(),
             "counters": self.staleness.state_dict(untold=len(self._failed)),
@@ -360,6 +359,10 @@ class Pipeline:
                 episode = self.pending.popleft()
                 version = self._engine.get_version()
                 episode.began = version if episode.began is None else min(episode.began, version)
+                if episode.admitted is None:
+                    episode.admitted = version
+                if episode.answers is not None:
+                    episode.answers.admitted = episode.admitted
                 self.staleness.start()
                 self._started = True
                 task = asyncio.get_running_loop().create_task(self._run(episode))

@@ -31,7 +31,7 @@ HEAR_TIMEOUT = 10.0  # seconds after which a coordinator hears that there is not
 GATHER = 0.005  # seconds in which what ends joins what has ended, so that messages are few
 MOST = 256  # reports of one message
 # of an episode, what its process is told, and what it finds out
-ABOUT = ("number", "row", "drawn", "may_fail", "routes")
+ABOUT = ("number", "row", "drawn", "may_fail", "routes", "admitted")
 FOUND = (
     *("batch", "failed", "lost", "good", "retried", "missing"),
     *("notes", "rewards", "latency", "oldest"),

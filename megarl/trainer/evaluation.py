@@ -81,6 +81,7 @@ class SetEvaluator:
         batch, failed = self._engine.answer(self.rows, workflow=self._workflow)
         if batch is None and not any(failed):
             raise RuntimeError(f"evaluation: the workflow rejected all {len(self.rows)} rows")
+        self.shown = []
         rollouts = 0 if batch is None else len(rollouts_of(batch))
         found = beside_failures(
             {} if batch is None else self._measured(batch, samples_path, when),

@@ -9,8 +9,10 @@ from megarl.api.inference import RolloutWorkflow
 from megarl.api.records import ModelRequest
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
 from megarl.rollout.answers import AnswerLog, KeptAnswers
+from megarl.rollout.chat import ChatWorkflow
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.rollout.generation import Sample, routes_from
+from megarl.rollout.trajectory import to_batch
 from megarl.trainer.answers_file import AnswersFile
 from megarl.wire.routes import RouteShape, encode
 from tests.unit.rollout_fakes import FakeServer, trajectory
@@ -107,9 +109,9 @@ def test_routes_are_kept_as_far_as_the_cut():
 
 
 def test_rows_that_are_in_flight_twice_get_their_answers_in_order():
-    made = [(7, ["a"]), (8, ["b"]), (7, ["c"])]
-    kept = KeptAnswers(made)
-    assert [kept.log_for({"row_id": r}).state() for r in (7, 7, 7, 8)] == [["a"], ["c"], [], ["b"]]
+    kept = KeptAnswers([(row, [{"request": r}]) for row, r in ((7, "a"), (8, "b"), (7, "c"))])
+    found = [kept.log_for({"row_id": row}).state() for row in (7, 7, 7, 8)]
+    assert [[a["request"] for a in answers] for answers in found] == [["a"], ["c"], [], ["b"]]
 
 
 class TwoTurns(RolloutWorkflow):
@@ -169,6 +171,85 @@ def test_a_workflow_goes_on_in_the_middle_of_its_second_turn(monkeypatch):
         (batch,) = second.executor.prepare_parts(OneBatch(), TwoTurns())
         assert [r["input_ids"] for r in server.requests] == [[[9, 4, 102, 103, 104, 105]]]
         assert batch["input_ids"].tolist() == [[9, 4, 102, 103, 104, 105, 106, 107]]
+    finally:
+        for client in clients:
+            client.destroy()
+        server.close()
+
+
+class Seeded(ChatWorkflow):
+    """Two turns of one sample, seeded."""
+
+    def __init__(self):
+        gconfig = GenerationHyperparameters(max_new_tokens=3, seed=5)
+        super().__init__(lambda **row: 0.0, gconfig, None, reward_pool=object())
+
+    def text(self, answer):
+        return ""
+
+    async def arun_episode(self, engine, data):
+        (sample,) = self.begin(data)
+        for _ in range(2):
+            await self.generate(engine, [sample], data)
+        return to_batch([sample], [0.0])
+
+
+class Prompts:
+    """Rows 0, 1, ..., each a batch."""
+
+    batch_size = 1
+
+    def __init__(self, first=0):
+        self.first = first
+
+    def __iter__(self):
+        for i in range(self.first, 1000):
+            yield [{"row_id": i, "prompt": "", "prompt_ids": [9, 50 + i]}]
+
+
+@pytest.mark.parametrize("order", ["submission", "completion"])
+def test_a_seeded_answer_is_gone_on_with_a_version_later(monkeypatch, order):
+    """Row 1 is rejected, and row 2 under way when the version changes: neither its seeds' version
+    nor its number is another after the resume."""
+    monkeypatch.setattr("megarl.rollout.sample_loop.ABORT_DELAY", 60.0)
+    monkeypatch.setattr("megarl.rollout.pipeline.LOOK_AROUND", 0.05)
+    server, clients = FakeServer(), []
+    accept = dict(should_accept=lambda batch: 51 not in batch["input_ids"])
+
+    def connect(version):
+        config = dict(max_head_offpolicyness=1, max_concurrent_rollouts=1, order=order)
+        client = RemoteSGLangEngine(RolloutConfig(addresses=[server.address], **config))
+        clients.append(client)
+        client.initialize()
+        client.set_version(version)
+        client.executor.pipeline.keeps_answers = True
+        return client
+
+    try:
+        first, loader = connect(0), Prompts()
+        server.abort_after = [None] * 5 + [1]  # of row 2's second turn there is a token
+        (part,) = first.executor.prepare_parts(loader, Seeded(), **accept)
+        first.executor.received(part["episode_ids"])
+        first.executor.trained(part["episode_ids"])
+
+        def killed():
+            if len(server.requests) == 6:
+                first.pause()
+                first.resume()
+                first.set_version(1)
+                raise InterruptedError
+
+        with pytest.raises(InterruptedError):
+            first.executor.prepare_parts(loader, Seeded(), meanwhile=killed, **accept)
+        state = first.executor.state_dict()
+        first.destroy()
+        server.requests.clear()
+        second = connect(1)
+        second.executor.load_state_dict(state)
+        (part,) = second.executor.prepare_parts(Prompts(first=3), Seeded(), **accept)
+        assert 52 in part["input_ids"] and part["episode_ids"].tolist() == [2]
+        asked = [ids for r in server.requests for ids in r["input_ids"] if 52 in ids]
+        assert all(len(ids) > 5 for ids in asked)  # no token of its first turn is generated again
     finally:
         for client in clients:
             client.destroy()

@@ -27,7 +27,7 @@ from megarl.rollout.gateway.errors import BadRequest
 from megarl.rollout.gateway.messages import ChatRequest, Key, Message, digest, keys_of
 from megarl.rollout.gateway.prompt import Renderer
 from megarl.rollout.gateway.token_ids import TokenRequest
-from megarl.rollout.generation import stable_seed
+from megarl.rollout.generation import admitted, stable_seed
 from megarl.rollout.server_choice import Home, current_home
 from megarl.rollout.trajectory import Trajectory, Turn
 
@@ -102,6 +102,7 @@ class Session:
         self._engine, self._renderer, self._config = engine, renderer, config
         self._gconfig, self._seed_key = gconfig, tuple(seed_key)
         self._context_length, self._rewards, self._threads = context_length, rewards, threads
+        self._seeded_at = admitted.get()  # requests come in a context of their own
         self._chats: list[_Chat] = []
         self._attempts: Attempts[Answer] = Attempts()
         self._turns: dict[str, Turn] = {}  # by the answer's id
@@ -308,7 +309,9 @@ class Session:
         asked = digest(key)
         first = self._asked[asked]
         self._asked[asked] += n
-        version = self._engine.get_version()
+        version = self._seeded_at
+        if version is None:
+            version = self._engine.get_version()
         return [
             stable_seed(self._gconfig.seed, version, *self._seed_key, key, first + i)
             for i in range(n)
