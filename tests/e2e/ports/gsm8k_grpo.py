@@ -56,6 +56,7 @@ def main(args: list[str]) -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     tokenizer = load_hf_tokenizer(config.tokenizer_path)
 
+    torch.manual_seed(config.seed)  # every rank shuffles alike
     train_dataloader = StatefulDataLoader(
         get_gsm8k_dataset(config.train_dataset.path),
         batch_size=config.train_dataset.batch_size,  # not // world_size
