@@ -43,6 +43,8 @@ def environment() -> str:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "long":
+        server.tool(name="long", description="x" * (1 << 20))(slow)
     if sys.argv[1] == "http":
         server.run("streamable-http", host="127.0.0.1", port=int(sys.argv[2]))
     else:

@@ -109,6 +109,33 @@ def test_a_server_ends_with_a_sample_that_is_cut_short(end: str) -> None:
     assert gone(pids[0])
 
 
+def test_samples_share_a_server_that_is_said_to_keep_nothing() -> None:
+    """One process serves many samples at once; one that died is started again."""
+    entry = {"mcp": {"command": COMMAND, "env": ENV, "shared": True}}
+
+    async def sample(tools: ToolList, name: str = "environment") -> str:
+        async with opened(tools.make({})) as env:
+            return (await env.aexecute(name, {})).split()[0]
+
+    async def run() -> set[str]:
+        tools = ToolList([entry], timeout=20.0)
+        (first,) = set(await asyncio.gather(*(sample(tools) for _ in range(12))))
+        assert await sample(tools) == first
+        with pytest.raises(ToolFailure):
+            await sample(tools, "die")
+        second = await sample(tools)
+        return {first, second}
+
+    pids = asyncio.run(run())
+    assert len(pids) == 2 and all(gone(int(pid)) for pid in pids)
+
+
+def test_descriptions_longer_than_any_prompt_are_refused() -> None:
+    command = [*COMMAND[:-1], "long"]
+    with pytest.raises(ToolFailure, match="cannot be used"):
+        use(config(command=command))
+
+
 def test_a_server_at_a_url(url: str) -> None:
     async def run() -> None:
         tools = ToolList([{"mcp": {"url": url}}, "examples.two_turn:look_at"], timeout=5.0)

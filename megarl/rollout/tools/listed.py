@@ -10,7 +10,12 @@ from typing import Any
 from megarl.rollout.closing import closing
 from megarl.rollout.tools.env import ToolingEnv, tool_name
 from megarl.rollout.tools.local import TOOL_TIMEOUT, LocalToolingEnv
-from megarl.rollout.tools.mcp import MCPToolingEnv, MCPToolingEnvConfig
+from megarl.rollout.tools.mcp import (
+    MCPToolingEnv,
+    MCPToolingEnvConfig,
+    SharedMCPToolingEnv,
+    SharedServer,
+)
 from megarl.utils.importing import load_object
 from megarl.utils.signatures import option_problems
 
@@ -49,7 +54,10 @@ class ToolList:
             raise ValueError(f"tool {entry!r}: {_FORMS}")
         if set(entry) == {"mcp"}:
             config = MCPToolingEnvConfig.of(entry["mcp"], timeout=self._timeout)
-            self._makers.append(lambda: MCPToolingEnv(config))
+            server = SharedServer(config)
+            self._makers.append(
+                lambda: SharedMCPToolingEnv(server) if config.shared else MCPToolingEnv(config)
+            )
         elif "type" in entry and set(entry) <= {"type", "options"}:
             self._add_named(entry["type"], dict(entry.get("options") or {}))
         else:

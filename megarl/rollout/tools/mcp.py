@@ -13,18 +13,23 @@ from megarl.rollout.tools.env import ToolFailure, ToolingEnv, as_text
 from megarl.rollout.tools.local import TOOL_TIMEOUT
 
 CONNECT_TIMEOUT = 30.0  # seconds until the server must have listed its tools
+MOST_PAGES = 64  # of the list of a server's tools
+MOST_TEXT = 1 << 18  # characters of their descriptions and schemas
 
 
 @dataclass(frozen=True, kw_only=True)
 class MCPToolingEnvConfig:
     """Says where a server is: the `command` that starts it, with further `env` variables, or its
     `url`. A server that is started gets PATH, HOME and the like, and none of the job's other
-    variables. timeout: seconds for one call. Raises ValueError unless one of both is given."""
+    variables. timeout: seconds for one call. shared: all samples use one connection, and so one
+    server process, which must keep nothing of a sample between calls; otherwise each sample has its
+    own. Raises ValueError unless one of command and url is given."""
 
     command: list[str] = field(default_factory=list)
     env: dict[str, str] = field(default_factory=dict)
     url: str = ""
     timeout: float = TOOL_TIMEOUT
+    shared: bool = False
 
     def __post_init__(self) -> None:
         if bool(self.command) == bool(self.url):
@@ -87,6 +92,11 @@ class MCPToolingEnv(ToolingEnv):
         finally:
             self._client = None
 
+    @property
+    def connected(self) -> bool:
+        """Returns whether the server can be called."""
+        return self._client is not None and not self._ended.is_set()
+
     def list_tools(self) -> list[dict[str, Any]]:
         """Returns the server's tools."""
         return self._tools
@@ -103,10 +113,10 @@ class MCPToolingEnv(ToolingEnv):
             return f"Error: {tool_name} took longer than {self.config.timeout:g} s"
         except _package().MCPError as e:
             if _lost(e):
-                raise ToolFailure(f"MCP server {self._shown} is gone: {_words(e)}") from e
+                raise self._gone(e) from e
             return f"Error: {tool_name}: {_words(e)}"
         except Exception as e:
-            raise ToolFailure(f"MCP server {self._shown} is gone: {_words(e)}") from e
+            raise self._gone(e) from e
         text = "\n".join(_content(part) for part in result.content)
         return f"Error: {tool_name}: {text}" if result.is_error else text
 
@@ -120,9 +130,57 @@ class MCPToolingEnv(ToolingEnv):
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
 
+    def _gone(self, error: Exception) -> ToolFailure:
+        self._ended.set()  # it serves nobody any more
+        return ToolFailure(f"MCP server {self._shown} is gone: {_words(error)}")
+
     @property
     def _shown(self) -> str:
         return self.config.url or " ".join(self.config.command)
+
+
+class SharedServer:
+    """Holds the one connection of all samples to a server. A server that has gone is started again
+    by the next sample; the last one ends with the event loop."""
+
+    def __init__(self, config: MCPToolingEnvConfig) -> None:
+        self._config = config
+        self._env: MCPToolingEnv | None = None
+        self._connecting = asyncio.Lock()
+
+    async def connected(self) -> MCPToolingEnv:
+        """Returns the connection, made where there is none. Raises ToolFailure."""
+        async with self._connecting:
+            if self._env is None or not self._env.connected:
+                env = self._env = MCPToolingEnv(self._config)
+                try:
+                    await env.ainitialize()
+                except BaseException:
+                    await env.aclose()
+                    raise
+            return self._env
+
+
+class SharedMCPToolingEnv(ToolingEnv):
+    """Has the tools of a server that other samples use, too."""
+
+    def __init__(self, server: SharedServer) -> None:
+        self._server = server
+        self._env: MCPToolingEnv | None = None
+
+    async def ainitialize(self) -> None:
+        """Connects, where no sample has before. Raises ToolFailure."""
+        self._env = await self._server.connected()
+
+    def list_tools(self) -> list[dict[str, Any]]:
+        """Returns the server's tools."""
+        assert self._env is not None, "ainitialize comes first"
+        return self._env.list_tools()
+
+    async def aexecute(self, tool_name: str, tool_args: dict[str, Any]) -> str:
+        """Returns the result's text, see MCPToolingEnv.aexecute."""
+        assert self._env is not None, "ainitialize comes first"
+        return await self._env.aexecute(tool_name, tool_args)
 
 
 def _package() -> Any:
@@ -146,14 +204,18 @@ def _client(config: MCPToolingEnvConfig) -> Any:
 
 
 async def _all_tools(client: Any) -> list[Any]:
-    """Returns the tools of all pages."""
-    tools, cursor = [], None
-    while True:
+    """Returns the tools of all pages. Raises ValueError for more of them, or of text, than a prompt
+    has a use for."""
+    tools, cursor, text = [], None, 0
+    for _ in range(MOST_PAGES):
         page = await client.list_tools(cursor=cursor)
         tools += page.tools
-        cursor = page.next_cursor
-        if not cursor:
+        text += sum(len(as_text(_as_function(tool))) for tool in page.tools)
+        if text > MOST_TEXT:
+            raise ValueError(f"its tools are described in more than {MOST_TEXT} characters")
+        if not (cursor := page.next_cursor):
             return tools
+    raise ValueError(f"the list of its tools has more than {MOST_PAGES} pages")
 
 
 def _as_function(tool: Any) -> dict[str, Any]:
