@@ -29,6 +29,7 @@ PYTHON312 ?= $(shell for python in python3.12 \
 PY312_VENV ?= .venv-py312
 PY312_STAMP := $(PY312_VENV)/.installed
 PY312_TESTS := test_config*.py test_launcher_*.py test_rpc.py test_help.py
+PROBES ?= env adam connections head
 CPU := MEGARL_DEVICE=cpu
 SMOLLM2 := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/megarl/SmolLM2-135M-Instruct
 PYTEST := $(CPU) OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest
@@ -37,7 +38,7 @@ CODE := megarl examples benchmarks tests docs/hooks.py setup.py $(wildcard tools
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart quickstart-ppo demo-smollm2 lint format house docs unit dist e2e test \
 	test-all test-system test-slurm slurm install-sglang install-verifiers test-sglang test-te \
-	test-mcore test-py312 test-wheel worlds test-gpu test-realmodel bench-quickstart bench-train bench-layouts bench-sync \
+	test-mcore test-py312 test-wheel worlds test-gpu first-day test-realmodel bench-quickstart bench-train bench-layouts bench-sync \
 	bench-packing bench-data-plane bench-gateway bench-server bench-grpo bench-convert bench-load \
 	bench-delta bench-resume bench-order bench-async bench-gap bench-gpu constraints clean bench-kv \
 	bench-client bench-algos bench-recompute bench-onload bench-rollout-workers \
@@ -276,6 +277,9 @@ bench-gap: install  ## which gap between trainer and server rounding makes (docs
 	$(CPU) $(BIN)/python -m megarl.cli gap --budget
 	$(BIN)/python examples/fetch_smollm2.py $(SMOLLM2)
 	$(CPU) $(BIN)/python -m megarl.cli gap --budget $(SMOLLM2)
+
+first-day:  ## probes of one GPU, PROBES="adam head", by PYTHON's own torch (docs/gpu_first_day.md)
+	PYTHONPATH=. $(PYTHON) benchmarks/first_day.py $(PROBES)
 
 bench-gpu:  ## how much of a GPU train_batch uses: PYTHON's own torch, as for test-gpu
 	PYTHONPATH=. $(PYTHON) benchmarks/gpu_train.py

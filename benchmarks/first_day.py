@@ -1,0 +1,455 @@
+"""Probes the first half hour on one GPU: what it does where the CPU's tests cannot look.
+
+    python benchmarks/first_day.py PROBE [PROBE ...] [--small] [--limit SECONDS] [--here]
+
+env          versions, compilers, headers, and whether a kernel may read host memory
+adam         the Adam that stands in for Transformer Engine's, beside torch's AdamW
+syncs        where the host waits for the device in a pass and in a training step
+head         the LM head's seconds and memory beside its matrix product
+connections  whether a stream that waits holds up the others
+offload      host memory: its pinning, its rate, and a frozen model that rests there
+tries        attention over shared prefixes beside attention over whole rows
+
+Every probe runs in a process of its own with a time limit: an illegal access or a hang ends it
+alone. It prints a Markdown table; docs/gpu_first_day.md says what each decides. The exit status is
+1 where a probe failed. `--here` runs the probes in this process without a limit, for a debugger.
+
+`--small` runs the same code at small sizes on a CPU; its numbers mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import ctypes
+import glob
+import importlib.metadata
+import os
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+ROUNDS = 5
+KILL_TIMEOUT = 10.0  # seconds that a process may take to end once it is killed
+PAGEABLE_MEMORY_ACCESS = 88  # of CUdevice_attribute
+MODULES = ("megatron.core", "transformer_engine", "deep_ep", "flash_attn", "apex", "sglang")
+HEADERS = ("cudnn.h", "nccl.h")  # without them Transformer Engine does not compile
+FAMILIES = ("qwen3", "glm4", "deepseek_v3", "qwen3_moe")  # fused rotary, half, latent, experts
+CLOSE = 1e-5  # between two Adams in fp32 after three steps of 0.1
+# a stream sleeps for 2e9 cycles (about a second), another waits for it, the main one has work
+HELD_UP = """
+import time, torch
+sleeper, waiter = torch.cuda.Stream(), torch.cuda.Stream()
+x = torch.ones(1 << 20, device="cuda")
+x * 2
+torch.cuda.synchronize()
+with torch.cuda.stream(sleeper):
+    torch.cuda._sleep(2_000_000_000)
+    event = sleeper.record_event()
+waiter.wait_event(event)
+with torch.cuda.stream(waiter):
+    x * 3
+begun = time.perf_counter()
+x * 2
+torch.cuda.current_stream().synchronize()
+main = time.perf_counter() - begun
+torch.cuda.synchronize()
+print(f"{1e3 * main:.1f} ms of {1e3 * (time.perf_counter() - begun):.0f}")
+"""
+
+
+def columns(*names: str) -> None:
+    """Begins a Markdown table."""
+    row(*names)
+    print("|" + "---|" * len(names), flush=True)
+
+
+def row(*cells: Any) -> None:
+    """Prints a row as soon as it is known."""
+    print("|", " | ".join(str(c).replace("|", "/") for c in cells), "|", flush=True)
+
+
+def place(small: bool) -> tuple[torch.device, torch.dtype]:
+    """Returns where the probes compute, and in what."""
+    if small:
+        return torch.device("cpu"), torch.float32
+    return torch.device("cuda"), torch.bfloat16
+
+
+def synchronize() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def seconds(fn: Callable[[], Any]) -> float:
+    """Measures one call, from an idle device to an idle device."""
+    synchronize()
+    begun = time.perf_counter()
+    fn()
+    synchronize()
+    return time.perf_counter() - begun
+
+
+def ms(fn: Callable[[], Any], rounds: int = ROUNDS) -> float:
+    """Measures milliseconds of a call: the median of `rounds`, after one that does not count."""
+    fn()
+    return 1e3 * statistics.median(seconds(fn) for _ in range(rounds))
+
+
+def env(small: bool) -> None:
+    """Prints what is there. Where a kernel may read pageable host memory (HMM), a tensor on the
+    wrong device passes unseen."""
+    columns("what", "here")
+    row("python", sys.version.split()[0])
+    for package in ("torch", "triton", "transformers"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            row(package, importlib.metadata.version(package))
+    row("CUDA of torch", torch.version.cuda)
+    if not small and torch.cuda.is_available():
+        gpu()
+    for module in MODULES:
+        row(f"import {module}", imported(module))
+    for command in ("nvcc", "gcc", "ninja"):
+        row(command, version(command))
+    for header in HEADERS:
+        row(header, next(found(header), "missing"))
+    row("cores", len(os.sched_getaffinity(0)))
+    for folder in ("/tmp", "/dev/shm"):
+        row(f"free in {folder}", f"{shutil.disk_usage(folder).free / 2**30:.0f} GiB")
+
+
+def gpu() -> None:
+    """Prints the rows of env about the GPU."""
+    name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+    row("GPU", f"{name}, compute capability {capability[0]}.{capability[1]}")
+    free, total = torch.cuda.mem_get_info()
+    row("memory", f"{free / 2**30:.1f} GiB of {total / 2**30:.1f} are free")
+    row("NCCL", ".".join(map(str, torch.cuda.nccl.version())))
+    value = ctypes.c_int()  # torch has started CUDA by now
+    driver = ctypes.CDLL("libcuda.so.1")
+    driver.cuDeviceGetAttribute(ctypes.byref(value), PAGEABLE_MEMORY_ACCESS, 0)
+    row("kernels may read pageable host memory", "yes" if value.value else "no")
+
+
+def imported(module: str) -> str:
+    """Returns where `module` lies, or the last line of what its import says."""
+    command = [sys.executable, "-c", f"import {module} as m; print(m.__file__)"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except subprocess.TimeoutExpired:
+        return "no end after 60 s"
+    lines = (done.stdout.strip() or done.stderr.strip()).splitlines()
+    return lines[-1].strip()[:150] if lines else f"exit status {done.returncode}"
+
+
+def version(command: str) -> str:
+    if not shutil.which(command):
+        return "missing"
+    printed = subprocess.run([command, "--version"], capture_output=True, text=True).stdout
+    number = re.search(r"\d+\.\d[\w.]*", printed)
+    return number[0] if number else printed.strip()[:150]
+
+
+def found(header: str) -> Iterator[str]:
+    """Yields the places of a header where a compiler looks."""
+    toolkit = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    folders = [*filter(None, os.environ.get("CPATH", "").split(":")), f"{toolkit}/include"]
+    for folder in [*folders, "/usr/include", *glob.glob("/usr/include/*-linux-gnu")]:
+        if os.path.isfile(path := os.path.join(folder, header)):
+            yield path
+
+
+def adam(small: bool) -> None:
+    """Compares CpuFusedAdam, which engines take where Transformer Engine and apex are missing, with
+    AdamW. Raises RuntimeError where they differ."""
+    from megarl.parallel.cpu_adam import CpuFusedAdam
+
+    device, _ = place(small)
+    ours, theirs = (
+        torch.nn.Parameter(torch.linspace(-1, 1, 1000, device=device)) for _ in range(2)
+    )
+    pairs = (
+        (ours, CpuFusedAdam([ours], lr=0.1)),
+        (theirs, torch.optim.AdamW([theirs], lr=0.1, weight_decay=0.0)),
+    )
+    columns("step", "largest difference from AdamW")
+    for step in range(3):
+        for param, optimizer in pairs:
+            param.grad = torch.sin(3 * param.detach())
+            optimizer.step()
+        difference = float((ours - theirs).detach().abs().max())
+        row(step + 1, f"{difference:.1e}")
+        if not difference < CLOSE:
+            raise RuntimeError(f"Adam differs from AdamW by {difference}, more than {CLOSE}")
+
+
+def syncs(small: bool) -> None:
+    """Counts where the host waits for the device in a forward pass and a training step of tiny
+    models with four layers, by source line. Waits of a backward count at the line that began it."""
+    from tests.dist.engine_jobs import batch, loss_fn, make_engine, weight_fn
+    from tests.tiny import save_tiny
+
+    outputs = ("logprobs", "entropy")
+    over: dict[str, Any] = dict(dtype="float32" if small else "bfloat16", max_tokens=60)
+    columns("family", "recompute", "waits", "line")
+    for family in FAMILIES:
+        for recompute in ("none", "full"):
+            with tempfile.TemporaryDirectory() as folder:
+                path = str(save_tiny(Path(folder) / "m", family))
+                engine = make_engine(path, {}, recompute_granularity=recompute, **over)
+
+            def work(engine: Any = engine) -> None:
+                engine.forward(batch())
+                engine.train_batch(batch(), loss_fn, weight_fn, outputs=outputs)
+
+            work()
+            places = waits(work)
+            row(family, recompute, sum(places.values()), "all")
+            for line, times in places.most_common(12):
+                row(family, recompute, times, line)
+            engine.destroy()
+
+
+def waits(work: Callable[[], None]) -> collections.Counter[str]:
+    """Returns how often each line of `work` waits for the device."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if torch.cuda.is_initialized():
+            torch.cuda.set_sync_debug_mode("warn")
+        work()
+        if torch.cuda.is_initialized():
+            torch.cuda.set_sync_debug_mode("default")
+    return collections.Counter(
+        f"{'/'.join(w.filename.split('/')[-3:])}:{w.lineno}"
+        for w in caught
+        if "synchroniz" in str(w.message)
+    )
+
+
+def head(small: bool) -> None:
+    """Measures the LM head, whose passes over the logits come on top of its matrix products."""
+    vocab, tokens, widths = (512, 256, (64,)) if small else (151936, 16384, (1024, 4096))
+    device, dtype = place(small)
+    labels = torch.randint(vocab, (tokens,), device=device)
+    columns("hidden", "outputs", "forward ms", "and backward ms", "its product ms", "peak GiB")
+    for width in widths:
+        x = torch.randn(tokens, width, device=device, dtype=dtype, requires_grad=True)
+        weight = torch.randn(vocab, width, device=device, dtype=dtype) * width**-0.5
+        weight.requires_grad_()
+        for outputs in (("logprobs",), ("logprobs", "entropy")):
+            row(width, ", ".join(outputs), *head_costs(x, weight, labels, outputs))
+
+
+def head_costs(
+    x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, outputs: tuple[str, ...]
+) -> list[str]:
+    """Returns ms without and with backward, of one product alone, and the peak in GiB."""
+    from megarl.parallel.vocab_parallel import token_outputs
+    from megarl.parallel.vocab_shard import VocabShard
+
+    shard = VocabShard(start=0, rows=len(weight), vocab_size=len(weight))
+
+    def run() -> torch.Tensor:
+        return token_outputs(x, weight, labels, shard=shard, outputs=outputs, temperature=0.9)
+
+    with torch.no_grad():
+        product = ms(lambda: [torch.mm(part, weight.t()) for part in x.split(4096)])
+        if x.is_cuda:
+            torch.cuda.reset_peak_memory_stats()
+        forward = ms(run)
+    both = ms(lambda: run().sum().backward())
+    peak = torch.cuda.max_memory_allocated() / 2**30 if x.is_cuda else 0.0
+    return [f"{number:.2f}" for number in (forward, both, product, peak)]
+
+
+def connections(small: bool) -> None:
+    """Measures how long work of the main stream waits while another stream waits, with one hardware
+    queue (what trainers get) and with eight."""
+    columns("CUDA_DEVICE_MAX_CONNECTIONS", "the main stream waited")
+    for queues in ("1", "8"):
+        if small:
+            row(queues, "needs a GPU")
+            continue
+        done = subprocess.run(
+            [sys.executable, "-c", HELD_UP],
+            env=os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": queues},
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode:
+            raise RuntimeError(done.stderr)
+        row(queues, done.stdout.strip())
+
+
+def offload(small: bool) -> None:
+    """Measures copies to and from pinned host memory, and passes of a frozen model that rests
+    there."""
+    if not small:
+        columns("GiB", "pinned in s", "to the device GB/s", "back GB/s")
+        for gib in (1, 3):
+            row(gib, *copies(gib << 30))
+        print()
+    columns("weights of a frozen model", "GiB", "a pass ms")
+    for rests in (False, True):
+        row("rest in host memory" if rests else "stay", *frozen(small, rests))
+
+
+def copies(size: int) -> tuple[str, str, str]:
+    """Returns the seconds of pinning `size` bytes, and GB/s of their copies up and down."""
+    begun = time.perf_counter()
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    pinned = time.perf_counter() - begun
+    there = torch.empty(size, dtype=torch.uint8, device="cuda")
+    up = ms(lambda: there.copy_(host, non_blocking=True))
+    down = ms(lambda: host.copy_(there, non_blocking=True))
+    return f"{pinned:.2f}", f"{1e-6 * size / up:.1f}", f"{1e-6 * size / down:.1f}"
+
+
+def frozen(small: bool, rests: bool) -> tuple[str, str]:
+    """Returns the GiB of weights of a frozen model of random weights, and the ms of its pass."""
+    from gpu_train import Work, batch, write_config
+
+    from megarl.config.engine import MicroBatchSpec, TrainEngineConfig
+    from megarl.engine import MegatronEngine
+
+    if small:
+        shape, memory = "tiny", None
+        work = Work(tokens=256, longest=64, budget=128, chunk=32)
+    else:
+        total = torch.cuda.mem_get_info()[1]
+        shape, memory = "7b" if total > 70e9 else "0.5b", 0.75 * total
+        work = Work(tokens=32768, longest=4096, budget=8192, chunk=2048)
+    with tempfile.TemporaryDirectory() as folder:
+        write_config(shape, Path(folder), work, memory=memory)
+        engine = MegatronEngine(
+            TrainEngineConfig(
+                path=folder, init_from_scratch=True, offload=rests,
+                dtype="float32" if small else "bfloat16",
+                mb_spec=MicroBatchSpec(max_tokens_per_mb=work.budget),
+            )
+        )  # fmt: skip
+        engine.initialize()
+    sequences = batch(work, engine.model_config.vocab_size, 0)
+    size = sum(p.nbytes for p in engine.state.params.values())
+    spent = ms(lambda: engine.forward(sequences), 3)
+    engine.destroy()
+    return f"{size / 2**30:.2f}", f"{spent:.0f}"
+
+
+def tries(small: bool) -> None:
+    """Measures attention over the trie of a prompt and eight answers, forward and backward, beside
+    torch's over the eight whole rows. A trie of another size may compile anew."""
+    from megarl.models.trie_attention import prepare
+    from megarl.parallel.trie import Segment
+
+    device, _ = place(small)
+    prompt, answer, heads, width = (64, 32, 4, 16) if small else (2048, 1024, 16, 128)
+    begins = [prompt + n * answer for n in range(8)]
+    columns("attention", "tokens", "first s", "then ms")
+    for last in (answer, answer, answer - (8 if small else 64)):
+        ends = [*begins[1:], begins[-1] + last]
+        segments = [Segment(0, prompt, None), *(Segment(b, e, 0) for b, e in zip(begins, ends))]
+        q, k, v = (leaf(small, ends[-1], n, width) for n in (heads, heads // 4, heads // 4))
+        begun = time.perf_counter()
+        attend = prepare(segments, device)
+
+        def by_trie(attend: Any = attend, qkv: Any = (q, k, v)) -> None:
+            attend(*qkv, width**-0.5).sum().backward()
+
+        by_trie()
+        synchronize()
+        row("of the trie", ends[-1], f"{time.perf_counter() - begun:.1f}", f"{ms(by_trie):.2f}")
+    tokens = prompt + answer
+    q, k, v = (leaf(small, 8, n, tokens, width) for n in (heads, heads // 4, heads // 4))
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+
+    def by_rows() -> None:
+        sdpa(q, k, v, is_causal=True, enable_gqa=True).sum().backward()
+
+    first = seconds(by_rows)
+    row("of 8 whole rows", 8 * tokens, f"{first:.1f}", f"{ms(by_rows):.2f}")
+
+
+def leaf(small: bool, *shape: int) -> torch.Tensor:
+    device, dtype = place(small)
+    return torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
+
+
+# the seconds that each may take
+PROBES: dict[str, tuple[Callable[[bool], None], float]] = {
+    "env": (env, 180),
+    "adam": (adam, 120),
+    "syncs": (syncs, 300),
+    "head": (head, 180),
+    "connections": (connections, 120),
+    "offload": (offload, 300),
+    "tries": (tries, 300),
+}
+
+
+def run_apart(name: str, small: bool, limit: float) -> bool:
+    """Runs a probe in a process of its own, which ends after `limit` seconds with all that it
+    started. Returns whether it succeeded."""
+    command = [sys.executable, str(Path(__file__).resolve()), "--here", name]
+    print(f"\n## {name}\n", flush=True)
+    begun = time.monotonic()
+    process = subprocess.Popen(command + ["--small"] * small, start_new_session=True)
+    try:
+        status: int | None = process.wait(limit)
+    except subprocess.TimeoutExpired:
+        status = None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(KILL_TIMEOUT)
+    how = f"no end after {limit:.0f} s" if status is None else f"exit status {status}"
+    print(f"\n{name}: {how}, {time.monotonic() - begun:.0f} s", flush=True)
+    return status == 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("probes", nargs="+", choices=list(PROBES), metavar="PROBE")
+    parser.add_argument("--small", action="store_true", help="small sizes, on a CPU")
+    parser.add_argument("--limit", type=float, help="seconds, in place of each probe's own")
+    parser.add_argument("--here", action="store_true", help="in this process, without a limit")
+    args = parser.parse_args()
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # they would cut the tables
+    if args.small:
+        os.environ["MEGARL_DEVICE"] = "cpu"
+    elif args.probes != ["env"]:
+        if os.environ.get("MEGARL_DEVICE") == "cpu":
+            parser.error("MEGARL_DEVICE=cpu is set: unset it (--small runs the code on a CPU)")
+        if not torch.cuda.is_available():
+            parser.error("torch sees no CUDA device (--small runs the code on a CPU)")
+    if args.here:
+        for name in args.probes:
+            PROBES[name][0](args.small)
+        return
+    # whoever ends this process ends the probe with it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    limits = {name: PROBES[name][1] if args.limit is None else args.limit for name in args.probes}
+    if failed := [n for n, limit in limits.items() if not run_apart(n, args.small, limit)]:
+        sys.exit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()
