@@ -57,6 +57,8 @@ import time, torch
 sleeper, waiter = torch.cuda.Stream(), torch.cuda.Stream()
 x = torch.ones(1 << 20, device="cuda")
 x * 2
+with torch.cuda.stream(waiter):
+    x * 3  # memory that is asked for later might stop the device
 torch.cuda.synchronize()
 with torch.cuda.stream(sleeper):
     torch.cuda._sleep(2_000_000_000)
