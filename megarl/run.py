@@ -41,6 +41,7 @@ from megarl.utils import stopping
 from megarl.utils.disk import DiskFull, full_disk_named
 from megarl.utils.importing import add_working_directory, load_object
 from megarl.utils.stacks import dump_on_signal
+from megarl.utils.user_errors import in_users_lines
 
 FAILED = 1  # exit status of a run that an error ended
 OTHERS_WAIT = 2.0  # seconds a rank stays quiet after a config error, so that rank 0 is heard
@@ -48,8 +49,8 @@ OTHERS_WAIT = 2.0  # seconds a rank stays quiet after a config error, so that ra
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command line (None: sys.argv) and returns the exit status: 0, 1 for a full disk, 2 for
-    a configuration error, 128 + the signal's number after a stop by signal. Other errors are
-    raised."""
+    a configuration error, 128 + the signal's number after a stop by signal. An error of the user's
+    code is shown by the user's lines; others are raised."""
     add_working_directory()
     dump_on_signal()
     with stopping.listening(spokesman=_rank() == 0):
@@ -103,6 +104,12 @@ def _run_whole(cfg: BaseConfig) -> int:
         if os.environ.get("WORLD_SIZE", "1") != "1":
             raise  # the rank that says it might be another
         return _refuse(e.report(), EXIT_CODE)
+    except Exception as e:
+        shown = in_users_lines(e, run_dir(cfg) / "logs" / f"error_{_rank()}.txt")
+        if shown is None:
+            raise
+        print(shown, file=sys.stderr, flush=True)
+        return FAILED
     return 0
 
 
@@ -154,7 +161,7 @@ def check_named(cfg: BaseConfig, *, writes: bool) -> None:
 
     check_place(cfg)
     check_tokenizer(cfg)
-    check_code(cfg, check_data(cfg))
+    check_code(cfg, check_data(cfg, renders=True))
     if writes:
         check_writable(cfg)
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-# what a tokenizer, a chat template, a generation config and a model's own classes are made of
-SIDECARS = (
-    "*.py",
+# what a generation config and a model's own classes are made of
+OF_MODEL = ("*.py", "generation_config.json")
+# what a tokenizer and a chat template are made of
+OF_TOKENIZER = (
     "*.model",
     "*.tiktoken",
-    "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -46,7 +46,7 @@ def check_target(target: Path, marker: str = "config.json", what: str = "model")
 def write_sidecars(staging: Path, base_model_path: str | Path | None, tokenizer: Any) -> None:
     """Copies what stands beside the weights in the base model; `tokenizer` replaces its part."""
     if base_model_path is not None:
-        for pattern in SIDECARS:
+        for pattern in (*OF_MODEL, *(OF_TOKENIZER if tokenizer is None else ())):
             for source in Path(base_model_path).glob(pattern):
                 if source.is_dir():
                     shutil.copytree(source, staging / source.name, dirs_exist_ok=True)

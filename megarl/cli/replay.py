@@ -25,6 +25,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import yaml
+
 from megarl.cli import main as command_line
 from megarl.cli.diff import SHOWN, diff, recorded
 from megarl.config.command_line import CommandLine, help_or_command_line
@@ -35,6 +37,7 @@ from megarl.config.record import ROLLOUT, TRAIN, WHOLE, batch_path, recorded_ste
 USAGE = "megarl replay RUN --step N"
 SWITCHES = {"train-only": TRAIN, "rollout-only": ROLLOUT}
 # of a replay, which leaves nothing behind but fingerprints
+GRAPH_TRAINER = "megarl.graph_trainer:GraphTrainer"
 QUIET = (
     "recover.mode=auto",
     "recover.restarts=0",
@@ -49,6 +52,7 @@ QUIET = (
     "rollout.addresses=[]",
     "trainer.mode=spmd",  # which computes the same
     "trainer.workers=null",
+    "trainer.scheduler=local",
 )
 
 
@@ -74,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     where += [f"trial_name={out.name}"]
     which = [f"replay.run={run}", f"replay.step={step}", f"replay.what={what}"]
     arguments = ["--config", str(run / CONFIG_FILE), "--nproc", str(nproc)]
-    arguments += [*QUIET, *where, *which, *command.overrides]
+    arguments += [*QUIET, *_trainer(run), *where, *which, *command.overrides]
     if "print" in command.switches:
         print(*arguments)
         return 0
@@ -90,6 +94,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             "--train-only takes the recorded batches"
         )
     return status
+
+
+def _trainer(run: Path) -> list[str]:
+    """Returns what puts the recipe's own trainer in the place of GraphTrainer, which runs under a
+    controller alone and computes the same."""
+    tree = yaml.safe_load((run / CONFIG_FILE).read_text(encoding="utf-8"))
+    named = str((tree.get("trainer") or {}).get("type") if isinstance(tree, dict) else "")
+    return ["trainer.type="] if named == GRAPH_TRAINER else []
 
 
 def last_checkpoint(run: Path, step: int) -> Checkpoint | None:

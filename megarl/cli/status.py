@@ -31,7 +31,7 @@ from rich.text import Text
 from megarl.config.command_line import help_or_command_line
 from megarl.config.errors import ConfigError
 from megarl.observability.console import duration
-from megarl.observability.presence import BEAT, ENDED, FAILED, read_launcher, read_presence
+from megarl.observability.presence import BEAT, ENDED, FAILED, RUNNING, read_launcher, read_presence
 from megarl.observability.report.runs import Run, load_run
 from megarl.utils.env import is_loopback
 from megarl.utils.http import HttpError, call_json
@@ -105,7 +105,7 @@ def status(directory: Path) -> dict[str, Any]:
         **_pace(rows),
         "processes": processes,
         "servers": _servers(people) if state not in OVER else [],
-        "last_error": _last_error(summary, processes, launcher),
+        "last_error": _last_error(summary, processes, launcher, bad=state in BAD),
     }
 
 
@@ -165,6 +165,12 @@ def _there(launcher: Mapping[str, Any] | None) -> bool:
     return _found(launcher["pid"]) != "dead"
 
 
+def _is_gone(launcher: Mapping[str, Any]) -> bool:
+    """Returns whether a launcher of this host has ended without a word about its start."""
+    here = launcher["host"] == socket.gethostname()
+    return here and launcher["state"] == RUNNING and not _there(launcher)
+
+
 def _state(summary: Mapping[str, Any], processes: Sequence[Mapping[str, Any]]) -> str:
     """Returns running, finished, stopped (early), failed or dead, as the processes are."""
     health = {p["health"] for p in processes}
@@ -222,10 +228,14 @@ def _last_error(
     summary: Mapping[str, Any],
     processes: Sequence[Mapping[str, Any]],
     launcher: Mapping[str, Any] | None,
+    *,
+    bad: bool,
 ) -> str | None:
     """Returns why the run failed, or why it is started again: the launcher's word, which saw the
     first process end, then that of a process."""
     why = launcher and (launcher["error"] or (_there(launcher) and launcher["before"]))
+    if bad and not why and launcher and _is_gone(launcher):
+        why = f"the launcher (pid {launcher['pid']} on {launcher['host']}) is gone"
     return "; ".join(cause for cause in (why, _said(summary, processes)) if cause) or None
 
 

@@ -20,6 +20,7 @@ from megarl.config.check_data import (
     model_path_problems,
     name_problems,
     reward_problems,
+    template_problems,
     tokenizer_problems,
 )
 from megarl.config.check_engine import (
@@ -28,6 +29,7 @@ from megarl.config.check_engine import (
     precision_problems,
     sharing_problems,
 )
+from megarl.config.check_names import metric_problems, phase_problems
 from megarl.config.check_parallel import parallel_problems
 from megarl.config.check_preferences import dpo_problems, rm_problems
 from megarl.config.check_rollout import (
@@ -141,10 +143,12 @@ def _run_problems(cfg: BaseConfig) -> Iterator[str]:
             f"saver.keep_best={cfg.saver.keep_best} with saver.keep_last=0, which keeps all; set "
             "saver.keep_last to 1 or more"
         )
+    yield from metric_problems(cfg)
     yield from _controller_problems(cfg)
     if cfg.recover.restarts > 0 and cfg.recover.mode != "auto":
         yield f"recover.restarts={cfg.recover.restarts}: needs recover.mode=auto to continue from"
     yield from _profiler_problems(cfg.profiler)
+    yield from phase_problems(cfg.profiler, own=bool(cfg.trainer.type))
     yield from dataset_problems("train_dataset", cfg.train_dataset)
     yield from batching_problems("train_dataset", cfg.train_dataset)
     yield from name_problems("valid_datasets", cfg.valid_datasets)
@@ -157,6 +161,7 @@ def _run_problems(cfg: BaseConfig) -> Iterator[str]:
             weights=not engines(cfg)[name].init_from_scratch,
         )
     yield from tokenizer_problems(cfg.tokenizer_path)
+    yield from template_problems(cfg.tokenizer.chat_template)
 
 
 def _controller_problems(cfg: BaseConfig) -> Iterator[str]:

@@ -55,6 +55,8 @@ def held_out_problems(key: str, cfg: DatasetConfig) -> Iterator[str]:
     yield from source_problems(key, cfg)
     if cfg.curriculum is not None:
         yield f"{key}.curriculum: only training draws rows; leave it out"
+    if cfg.sampler.type:
+        yield f"{key}.sampler={cfg.sampler.type}: held-out rows are all taken; leave it out"
 
 
 def _mix_problems(key: str, cfg: DatasetConfig) -> Iterator[str]:
@@ -149,3 +151,14 @@ def tokenizer_problems(path: str) -> Iterator[str]:
     """Yields a line where `path` is neither empty, a directory nor a hub name."""
     if path and not Path(path).is_dir() and not looks_like_hub_name(path):
         yield f"tokenizer_path={path}: no such directory"
+
+
+def template_problems(path: str) -> Iterator[str]:
+    """Yields a line where the chat template's file cannot be read."""
+    if not path:
+        return
+    try:
+        Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        why = e.strerror if isinstance(e, OSError) else "not UTF-8"
+        yield f"tokenizer.chat_template={path}: {why}; name a Jinja file"

@@ -1,6 +1,6 @@
 """Parses command lines of the form `[word ...] [--option value] [--switch] [key=value ...]`.
 
-Options and overrides may come in any order, which argparse's positionals do not allow.
+Options and overrides may come in any order. A word with a / before its = is no override but a path.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def parse_command_line(
         if arg == "-h" and "help" in switches:
             arg = "--help"
         if not arg.startswith("-"):
-            (line.overrides if "=" in arg else line.words).append(arg)
+            key, equals, _ = arg.partition("=")
+            (line.overrides if equals and "/" not in key else line.words).append(arg)
             continue
         name, equals, value = arg.removeprefix("--").partition("=")
         if name in switches and not equals:

@@ -28,6 +28,8 @@ from megarl.config.words import read_yaml
 
 DEFAULTS, SELF = "defaults", "_self_"
 Tree = dict[str, Any]
+# keys whose values name a file or a directory; any other value does as file.py:name
+_FILES = ("path", "files", "tokenizer_path", "chat_template", "adapter_path")
 
 
 @dataclass(kw_only=True)
@@ -103,7 +105,24 @@ def _read_yaml(path: Path) -> Tree:
         raise ConfigError([f"--config {path}: not valid YAML: {' '.join(str(e).split())}"]) from e
     if not isinstance(tree, dict):
         raise ConfigError([f"--config {path}: the top level must be keys and values"])
-    return {str(k): v for k, v in tree.items()}
+    return {str(k): _with_neighbours(v, str(k), path.parent) for k, v in tree.items()}
+
+
+def _with_neighbours(value: Any, key: str, folder: Path) -> Any:
+    """Returns a value of the file in `folder` with its names of files: one that is not in the
+    working directory, and is beside the file, is meant there."""
+    if isinstance(value, dict):
+        return {k: _with_neighbours(v, str(k), folder) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_with_neighbours(v, key, folder) for v in value]
+    if not isinstance(value, str) or not value or "${" in value:
+        return value
+    file, colon, name = value.partition(".py:")
+    file = f"{file}.py" if colon else file
+    if not colon and key not in _FILES:
+        return value
+    there = folder / file
+    return f"{there}{colon[3:]}{name}" if not Path(file).exists() and there.exists() else value
 
 
 def merged(below: Any, above: Any) -> Any:

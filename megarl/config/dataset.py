@@ -19,6 +19,17 @@ _TYPE = (
 
 
 @dataclass(kw_only=True)
+class TokenizerConfig:
+    """Configures the run's tokenizer, besides tokenizer_path."""
+
+    chat_template: str = arg(
+        "",
+        help="Jinja file of the chat template, in place of the tokenizer's own; it is saved with "
+        "the model; a base model's tokenizer often has none",
+    )
+
+
+@dataclass(kw_only=True)
 class SourceConfig:
     """Configures where rows come from, and their reward."""
 

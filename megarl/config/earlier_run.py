@@ -20,7 +20,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megarl.config.errors import raise_if_any
+from megarl.config.errors import ConfigError, raise_if_any
 from megarl.config.loader import config_yaml, run_dir
 from megarl.config.recipe_engines import engines, model_override, model_path, saved_engines
 from megarl.config.recipes import BaseConfig
@@ -158,7 +158,12 @@ def _saved_config(directory: Path, *, resolve: bool = False) -> dict[str, Any]:
     path = directory / CONFIG_FILE
     if not path.is_file():
         return {}
-    tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as e:
+        raise ConfigError([f"{path}: damaged: no YAML; remove it to continue the run"]) from e
+    if not isinstance(tree, dict):
+        raise ConfigError([f"{path}: damaged: it holds no keys; remove it to continue the run"])
     if resolve:
         with contextlib.suppress(OmegaConfBaseException):  # a variable is not set any more
             tree = OmegaConf.to_container(OmegaConf.create(tree), resolve=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from megarl.config.check_data import looks_like_hub_name
 from megarl.config.errors import raise_if_any
 from megarl.config.recipe_engines import engines
-from megarl.config.recipes import BaseConfig
+from megarl.config.recipes import BaseConfig, GRPOConfig
 
 # weights as safetensors only: others' formats can be twice the size and are never read
 _HF_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
@@ -19,7 +20,7 @@ def fetch_hub_models(cfg: BaseConfig) -> None:
 
     Raises ConfigError naming the model that is neither a directory nor on the hub."""
     problems = []
-    for name, engine in engines(cfg).items():
+    for name, engine in _with_paths(cfg).items():
         path = engine.path
         if "/" not in path or Path(path).is_dir() or not looks_like_hub_name(path):
             continue
@@ -35,3 +36,13 @@ def fetch_hub_models(cfg: BaseConfig) -> None:
                 f"download it elsewhere (hf download {path} --local-dir DIR) and name its directory"
             )
     raise_if_any(problems)
+
+
+def _with_paths(cfg: BaseConfig) -> dict[str, Any]:
+    """Returns, by key, the sections that name a model by their path: engines and servers."""
+    found: dict[str, Any] = dict(engines(cfg))
+    if isinstance(cfg, GRPOConfig):
+        found["server"] = cfg.server
+        if cfg.judge is not None:
+            found["judge"] = cfg.judge
+    return found

@@ -262,8 +262,8 @@ def _merge(
     """Sets the values of `tree` in the structured `node` of dataclass `cls`, key by key."""
     root = root or cls
     keys = {k.name.removeprefix(prefix): k for k in children(cls, prefix)}
-    for name, value in tree.items():
-        key = keys.get(str(name))
+    for name, value in ((str(n), v) for n, v in tree.items()):
+        key = keys.get(name)
         if _is_seam(key) and isinstance(value, str) and not _is_interpolation(value):
             value = {"type": value}
         # a choice of ours may be a section elsewhere, as `algorithm` is in verl
@@ -272,7 +272,7 @@ def _merge(
         elif key.element is not None and isinstance(value, dict):
             _merge_elements(node[name], key.name, key.element, value, problems, root)
         elif key.section is None or value is None or _is_interpolation(value):
-            _set(node, str(name), key, value, problems)
+            _set(node, name, key, value, problems)
         elif not isinstance(value, dict):
             inside = ", ".join(k.name for k in children(key.section, key.name + "."))
             problems.append(f"{key.name}={show(value)}: a section, not a value; it has {inside}")
@@ -286,7 +286,7 @@ def _merge_elements(
     node: DictConfig, key: str, element: type, sections: Tree, problems: list[str], root: type
 ) -> None:
     """Sets the sections of the dict at `key`, by name, each of the dataclass `element`."""
-    for name, value in sections.items():
+    for name, value in ((str(n), v) for n, v in sections.items()):
         if not isinstance(value, dict):
             problems.append(f"{key}.{name}={show(value)}: a section, not a value")
             continue

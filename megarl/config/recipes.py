@@ -25,7 +25,7 @@ from megarl.config.bounds import (
     Bounds,
 )
 from megarl.config.cluster import ClusterConfig
-from megarl.config.dataset import DatasetConfig, SourceConfig
+from megarl.config.dataset import DatasetConfig, SourceConfig, TokenizerConfig
 from megarl.config.engine import TrainEngineConfig
 from megarl.config.episodes import EpisodesConfig
 from megarl.config.errors import ConfigError
@@ -76,6 +76,7 @@ class BaseConfig:
     cluster: ClusterConfig = arg(factory=ClusterConfig, help="machines of the job")
     seed: int = arg(1, bounds=SEED, help="seed of data order, initial weights and dropout")
     tokenizer_path: str = arg("", help="tokenizer directory; empty is the model's path")
+    tokenizer: TokenizerConfig = arg(factory=TokenizerConfig, help="the run's tokenizer")
     trust_remote_code: bool = arg(
         False, help="run the code that lies beside the tokenizer; it may do anything"
     )

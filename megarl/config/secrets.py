@@ -24,6 +24,13 @@ _SECRET = re.compile(
     r"|credentials?)$",
     re.IGNORECASE,
 )
+# in any value: who logs in by a URL, and what services give out as keys
+_LOGIN = re.compile(r"(?<=://)[^\s/@]+(?=@)")
+_KEY = re.compile(
+    r"\b(hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox[abprs]-|AKIA)[A-Za-z0-9_\-]{16,}"
+    r"|(?<=Bearer )[^\s$]\S*"
+)
+_MARKER = re.compile(r"<.*>|\[[A-Z_]+\]")  # <pad>, [EOS]: a tokenizer's, under pad_token
 _ENV = "oc.env"
 _ENV_NAME = re.compile(r"oc\.env:\s*([A-Za-z_]\w*)")
 _REFERENCE = re.compile(r"\$\{([^${}:]+)\}")
@@ -82,14 +89,27 @@ def fingerprint_tree(cfg: Any) -> dict[str, Any]:
 
 
 def masked(tree: Any, name: str = "") -> Any:
-    """Returns `tree`, of dicts and lists, with every value under a secret's name replaced. Null,
-    and a text that only names a variable of the environment, stay."""
+    """Returns `tree`, of dicts and lists, without secrets: the values under a secret's name, and
+    those that are one by themselves (`masked_text`). Null, and a text that only names a variable of
+    the environment, stay."""
     if isinstance(tree, dict):
         return {k: masked(v, str(k) if not is_secret(name) else name) for k, v in tree.items()}
     if isinstance(tree, list):
         return [masked(v, name) for v in tree]
-    kept = tree is None or tree == "" or (isinstance(tree, str) and tree.startswith("${"))
-    return tree if kept or not is_secret(name) else MASK
+    if isinstance(tree, str):
+        return masked_text(tree, name)
+    return tree if tree is None or not is_secret(name) else MASK
+
+
+def masked_text(text: str, name: str = "") -> str:
+    """Returns a text without the secrets in it: all of it under a secret's name, unless it is a
+    tokenizer's marker or names a variable of the environment; the login of a URL and a service's
+    key anywhere."""
+    if not text or text.startswith("${"):
+        return text
+    if is_secret(name) and not _MARKER.fullmatch(text):
+        return MASK
+    return _KEY.sub(MASK, _LOGIN.sub(MASK, text))
 
 
 def masked_yaml(text: str) -> str:
@@ -106,16 +126,16 @@ def masked_override(text: str) -> str:
     """Returns an override key=value of a command line for the log, with secrets masked."""
     key, equals, value = text.partition("=")
     if not equals:
-        return text
+        return masked_text(text)
     if is_secret(key):
         return f"{key}={masked(value, key)}"
     try:
         tree = yaml.safe_load(value)
     except yaml.YAMLError:
-        return text
+        return masked_text(text)
     shown = masked(tree)
-    if shown == tree:
-        return text
+    if shown == tree or isinstance(tree, str):
+        return masked_text(text)
     return f"{key}={yaml.safe_dump(shown, default_flow_style=True, sort_keys=False).strip()}"
 
 

@@ -29,11 +29,12 @@ from megarl.rpc.errors import RemoteError
 # seconds in which other workers' errors follow the first: they may be its reason, or the same
 GRACE, SOON = 10.0, 0.5
 READ_TIMEOUT = 600.0  # seconds in which a worker sends the rows of one request
-# what workers say that lost another one, whose own error is the reason
-_CONSEQUENCE = re.compile(
-    r"gave up waiting for other ranks|waited for rank 0 to finish|Connection closed by peer|"
-    r"another rank ended, hangs or did not call it|\[\S*gloo\S*\]|NCCL|"
-    r" failed on rank \d|rank 0 failed in "
+# errors of workers that lost another one, whose own error is the reason: torch's by their kind,
+# gloo's and ours, which have none of their own, by how they begin or what they say
+_OF_TORCH = ("DistBackendError", "DistNetworkError", "DistStoreError")
+_LOST = re.compile(
+    r"^\[\S*gloo\S*\]|gave up waiting for other ranks|waited for rank 0 to finish|"
+    r"but another rank ended meanwhile|^rank \d+ waited in | failed on rank \d|^rank 0 failed in "
 )
 
 
@@ -128,8 +129,11 @@ class Pending:
 def _is_own(error: BaseException) -> bool:
     """Returns whether a worker failed for a reason of its own, not for another's failure. Of one
     that died, the log may name anything."""
-    said = error.text if isinstance(error, RemoteError) else str(error).partition("\n")[0]
-    return not _CONSEQUENCE.search(said)
+    if isinstance(error, RemoteError):
+        kind, said = error.kind, error.text
+    else:
+        kind, said = type(error).__name__, str(error).partition("\n")[0]
+    return kind not in _OF_TORCH and not (kind == "RuntimeError" and _LOST.search(said))
 
 
 class _Order:

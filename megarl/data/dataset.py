@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch.utils.data import Dataset
@@ -95,7 +95,18 @@ def _with_tokens(
 ) -> list[Row]:
     """Returns the rows of one source with their tokens, numbered from `first_id`; `name` is its
     part's in a mixture."""
-    template, named = Template(tokenizer, cfg.options), {DATASET: name} if name else {}
+    named = {DATASET: name} if name else {}
+    encoded = enumerate(encode_rows(sources, cfg, tokenizer, purpose))
+    rows = [{"row_id": first_id + i} | row | named for i, row in encoded]
+    return _short_enough(rows, cfg)
+
+
+def encode_rows(
+    sources: Sequence[Row], cfg: SourceConfig, tokenizer: Any, purpose: str
+) -> Iterator[Row]:
+    """Yields the rows of one source with their tokens, as `build_dataset` has them. Raises
+    ValueError for a tokenizer, an option or a row that is wrong."""
+    template = Template(tokenizer, cfg.options)
     encode = {
         "rl": _rl_row,
         "prompts": _rl_row,
@@ -103,10 +114,8 @@ def _with_tokens(
         "pairs": _pair_row,
         "unpaired": _single_row,
     }[purpose]
-    rows = [
-        {"row_id": first_id + i} | encode(i, row, template) | named for i, row in enumerate(sources)
-    ]
-    return _short_enough(rows, cfg)
+    for i, row in enumerate(sources):
+        yield encode(i, row, template)
 
 
 def _rl_row(index: int, source: Row, template: Template) -> Row:

@@ -142,6 +142,8 @@ def _row(index: int, row: Any, cfg: SourceConfig, purpose: str) -> Row:
     if purpose == "prompts":
         row = _asked(row)
     _check_answers(row, purpose, what)
+    if purpose == "sft":
+        _check_written(row, what)
     if purpose == "sft" and cfg.type == "preference":  # to learn the chosen answers
         if not row.get("label", True):
             raise ValueError(f"{what} has an answer with label false, which is not for SFT")
@@ -169,6 +171,19 @@ def _check_answers(row: Row, purpose: str, what: str) -> None:
         raise ValueError(f"{what} lacks {sorted(missing)}: pairs are of type preference{also}")
     if single and not isinstance(row["label"], bool):
         raise ValueError(f"{what}: label is {row['label']!r}, not true or false")
+
+
+def _check_written(row: Row, what: str) -> None:
+    """Raises ValueError where a row for SFT has nothing that the model could learn to write."""
+    if row.get("response") is not None or "chosen" in row or "answered" in row:
+        return
+    turns = [m for m in row["messages"] if m["role"] == "assistant"]
+    if not turns:
+        raise ValueError(
+            f"{what} has no assistant's message to train on; leave the row out, or add the answer"
+        )
+    if any(not (m.get("content") or m.get("tool_calls")) for m in turns):
+        raise ValueError(f"{what} has an assistant's message without text; leave the row out")
 
 
 def _asked(row: Row) -> Row:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from megarl.config.recipes import BaseConfig
 from megarl.utils.http import shown
 
 
@@ -29,3 +31,21 @@ def load_hf_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
             f"the tokenizer of {path} needs code that lies beside it: read that code, then set "
             "trust_remote_code=true"
         ) from e
+
+
+def run_tokenizer(cfg: BaseConfig, model_path: str) -> Any:
+    """Returns the tokenizer of a run whose model lies in `model_path`, with the chat template that
+    the configuration names."""
+    path = cfg.tokenizer_path or model_path
+    tokenizer = load_hf_tokenizer(path, trust_remote_code=cfg.trust_remote_code)
+    if file := cfg.tokenizer.chat_template:
+        tokenizer.chat_template = Path(file).read_text(encoding="utf-8")
+    return tokenizer
+
+
+def tokenizer_to_save(cfg: BaseConfig, model_path: str) -> Any:
+    """Returns the run's tokenizer where it has to be saved with the model, None where it is the one
+    in the model's own directory."""
+    if cfg.tokenizer_path or cfg.tokenizer.chat_template:
+        return run_tokenizer(cfg, model_path)
+    return None

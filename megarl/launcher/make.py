@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -27,7 +28,7 @@ from megarl.launcher.job import (
     endpoint,
 )
 from megarl.launcher.placement import REWARD_POOL, SERVER_POOL, Seat
-from megarl.launcher.plan import Plan
+from megarl.launcher.plan import MOVED, Plan
 from megarl.rollout.server_process import python_path, release_flags, server_command
 from megarl.rpc.nodes import LOOPBACK, MEETING, PACKAGE, TRAINERS, forwarded
 from megarl.utils.env import (
@@ -48,7 +49,8 @@ def make_job(plan: Plan, env: Mapping[str, str], *, cluster: bool = False) -> Jo
     """Returns the job of a plan. env: what processes have besides what their tasks set. cluster:
     nodes have addresses of their own, and every process but rank 0 has a log of its own."""
     cfg, maker = plan.cfg, _Maker(plan, env, cluster)
-    read = environment_names(cfg)
+    moved = re.findall(rf"{MOVED}\w+", " ".join(plan.arguments))
+    read = [*environment_names(cfg), *moved]
     patience = 0.0
     if isinstance(cfg, GRPOConfig):
         servers = [cfg.server] if cfg.judge is None else [cfg.server, cfg.judge]
@@ -61,7 +63,9 @@ def make_job(plan: Plan, env: Mapping[str, str], *, cluster: bool = False) -> Jo
         gpus_per_node=tuple(_gpus_of(plan, pool) for pool in plan.placement.pools),
         interface=cfg.cluster.interface if cluster else "",
         tasks=(*maker.servers(), *maker.judges(), *maker.rewards(), *maker.trainers()),
-        forwarded=tuple(sorted({*forwarded(env, [*cfg.cluster.forward_env, *read]), TOKEN})),
+        forwarded=tuple(
+            sorted({*forwarded(env, [*cfg.cluster.forward_env, *read]), *moved, TOKEN})
+        ),
         hidden=tuple(read),
         python=maker.python,
         container=cfg.cluster.container,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from megarl.config.hub import fetch_hub_models
 from megarl.config.recipe_engines import trainer_processes
 from megarl.config.recipes import BaseConfig, GRPOConfig
 from megarl.config.rollout import ServerConfig
+from megarl.config.secrets import masked_override
 from megarl.config.servers import needs_servers
 from megarl.config.transports import Requirements
 from megarl.config.turns import settle_turns
@@ -31,6 +34,8 @@ from megarl.trainer.named import (
 )
 from megarl.trainer.preflight import check_models, check_writable
 from megarl.utils.env import uses_gpus, visible_gpus
+
+MOVED = "MEGARL_SECRET_"  # variables with the secrets that were typed as overrides
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +123,7 @@ def check_named(plan: Plan, *, writes: bool) -> None:
     check_place(plan.cfg)
     if plan.own:
         check_tokenizer(plan.cfg)
-    rows = check_data(plan.cfg, isolated=True, path=plan.import_path)
+    rows = check_data(plan.cfg, isolated=True, path=plan.import_path, renders=plan.own)
     check_code(plan.cfg, rows, isolated=True, path=plan.import_path, recipe=plan.own)
     if writes:
         check_writable(plan.cfg)
@@ -144,13 +149,30 @@ def _read(command: CommandLine) -> tuple[Plan, Requirements]:
     plan = Plan(
         cfg=cfg,
         script=script,
-        arguments=(*(["--config", config] if config else []), *command.overrides),
+        arguments=(*(["--config", config] if config else []), *_without_secrets(command.overrides)),
         nproc=nproc,
         placement=Placement(pools=(), trainers=(), servers=()),
     )
     if not isinstance(cfg, GRPOConfig):
         return plan, Requirements()
     return plan, transport_needs(cfg, _import_path(script))
+
+
+def _without_secrets(overrides: Sequence[str]) -> Iterator[str]:
+    """Yields overrides whose secrets have moved to the environment, which processes of the job get:
+    everybody on a machine reads command lines. Raises ConfigError for one within a section."""
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if masked_override(override) == override or "${" in value:
+            yield override
+            continue
+        if value.lstrip()[:1] in ("{", "["):
+            raise ConfigError(
+                [f"{key}: holds a secret; set it alone, by its own key, or as ${{oc.env:NAME}}"]
+            )
+        name = MOVED + re.sub(r"\W", "_", key.lstrip("+")).upper()
+        os.environ[name] = value.strip().strip("'\"")
+        yield f"{key}=${{oc.env:{name}}}"
 
 
 def _import_path(script: Path) -> list[str]:

@@ -9,9 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 
 from megarl.config.errors import ConfigError
-from megarl.config.secrets import MASK, is_secret, masked_override
+from megarl.config.secrets import MASK, masked_override, masked_text
 from megarl.launcher.job import JUDGE, REWARDS, SERVER, SERVERS, TRAINER, Job, Task
 from megarl.launcher.manifest import jobset
+from megarl.launcher.plan import MOVED
 
 TABLE = "table"
 FORMATS = (TABLE, "json", "jobset")
@@ -25,6 +26,13 @@ def show(job: Job, env: Mapping[str, str], format: str = TABLE, *, stamp: str = 
     if format == "jobset":
         if not job.container:
             raise ConfigError(["--format jobset: pods run an image; name it in cluster.container"])
+        if moved := [name for name in job.hidden if name.startswith(MOVED)]:
+            raise ConfigError(
+                [
+                    f"--format jobset: an override is a secret ({moved[0]}), which no manifest may "
+                    f"hold; write key=${{oc.env:NAME}}, and NAME into the Secret {job.name!r}"
+                ]
+            )
         return jobset(job, stamp or time.strftime("%Y%m%d%H%M%S", time.gmtime()))
     if format == "json":
         return json.dumps(_masked(job, env), indent=1)
@@ -45,7 +53,7 @@ def _forwarded(job: Job, name: str, env: Mapping[str, str]) -> str:
 
 
 def _value(name: str, value: str) -> str:
-    return MASK if is_secret(name) else value
+    return masked_text(value, name)
 
 
 def _table(job: Job, env: Mapping[str, str]) -> Iterator[str]:

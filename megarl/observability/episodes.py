@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 
 FOLDER = "episodes"
 INDEX = "index.jsonl"
+_DATA = re.compile(r"data_\d{6,}\.bin")
 GROUP, FIGURES, START = "group", "figures", "start"  # kinds of lines
 FILE_BYTES = 256 << 20  # of a data file, then the next one begins
 LEVEL = 1  # of zlib: numbers of a model hardly get smaller with more
@@ -123,8 +125,10 @@ def read_index(run_dir: Path) -> list[dict[str, Any]]:
 
 def read_bytes(run_dir: Path, line: Mapping[str, Any]) -> bytes:
     """Returns the bytes of the record that a line of the index names; see `unpack`. Raises
-    ValueError where the file does not have them all."""
-    path = run_dir / FOLDER / line["file"]
+    ValueError where that is no file of records, or does not have them all."""
+    path = run_dir / FOLDER / str(line["file"])
+    if not _DATA.fullmatch(str(line["file"])) or path.is_symlink():
+        raise ValueError(f"{run_dir / FOLDER / INDEX} names {line['file']!r}, no file of records")
     with path.open("rb") as file:
         file.seek(line["at"])
         data = file.read(line["size"])

@@ -10,7 +10,7 @@ from megarl.api.scheduler import GroupSpec
 from megarl.rpc.gathering import Gathering
 from megarl.rpc.group import WatchedGroup, worker_env, worker_log
 from megarl.rpc.nodes import LOOPBACK, MEETING
-from megarl.utils.env import uses_gpus, visible_gpus
+from megarl.utils.env import memory_bytes, uses_gpus, visible_gpus
 from megarl.utils.job_token import ensure_job_token
 from megarl.utils.processes import Child, Signals, stop_all
 from megarl.utils.tether import Tether
@@ -51,10 +51,10 @@ class LocalScheduler:
                 f"{len(self._free)} are free on this machine"
             )
         memory = spec.worker.memory * spec.count
-        if memory > (total := os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")):
+        if memory > (total := memory_bytes()):
             raise RuntimeError(
                 f"{spec.name}: {spec.count} workers want {memory / 2**30:.3g} GiB of memory, and "
-                f"this machine has {total / 2**30:.3g} GiB"
+                f"here there are {total / 2**30:.3g} GiB"
             )
         taken = [self._free.pop(0) for _ in range(wanted)]
         gathering = Gathering(spec, self._host)

@@ -15,7 +15,7 @@ from megarl.config.earlier_run import Checkpoint
 from megarl.config.loader import run_dir
 from megarl.config.recipes import BaseConfig, GRPOConfig
 from megarl.config.servers import server_addresses
-from megarl.data.tokenizer import load_hf_tokenizer
+from megarl.data.tokenizer import run_tokenizer
 from megarl.observability import stats_tracker
 from megarl.observability.logging import get_logger
 from megarl.observability.presence import Presence
@@ -42,9 +42,7 @@ class ProcessContext:
     def __init__(self, cfg: BaseConfig, *, model_path: str) -> None:
         self.cfg, self.model_path = cfg, model_path
         self.run_dir = run_dir(cfg)
-        self.tokenizer: Any = load_hf_tokenizer(
-            cfg.tokenizer_path or model_path, trust_remote_code=cfg.trust_remote_code
-        )
+        self.tokenizer: Any = run_tokenizer(cfg, model_path)
         self._presence: Presence | None = None
 
     def join(self) -> None:

@@ -12,7 +12,7 @@ from megarl.config.dataset import DatasetConfig
 from megarl.config.errors import raise_if_any
 from megarl.config.recipes import GRPOConfig
 from megarl.data import build_dataset, check_context
-from megarl.data.tokenizer import load_hf_tokenizer
+from megarl.data.tokenizer import run_tokenizer
 from megarl.observability.intervals import proportion_ci, score_ci
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.rollout.local import SGLangEngine
@@ -32,7 +32,7 @@ def evaluate_model(
     logs: where the servers' go. All rows are read and all workflows made before a server starts:
     raises ConfigError naming each data set that is not sound, RuntimeError where servers do not
     come up."""
-    tokenizer = load_hf_tokenizer(model, trust_remote_code=cfg.trust_remote_code)
+    tokenizer = run_tokenizer(cfg, model)
     results: dict[str, dict[str, float]] = {}
     samples: list[Sample] = []
     with RewardPool(

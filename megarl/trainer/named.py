@@ -28,7 +28,7 @@ from megarl.data.overlap import apart, prompt_key
 from megarl.data.preference import check_margins
 from megarl.rollout.rewards import check_rows, get_reward_fn, is_registered, load_reward
 from megarl.trainer.user_code import ALGORITHMS, Named, code_problems
-from megarl.utils.importing import is_import_path
+from megarl.utils.importing import in_one_line, is_import_path
 from megarl.utils.isolated import call_isolated
 
 T = TypeVar("T")
@@ -106,27 +106,61 @@ def check_tokenizer(cfg: BaseConfig) -> None:
 
 
 def check_data(
-    cfg: BaseConfig, *, isolated: bool = False, path: Sequence[str] = ()
+    cfg: BaseConfig, *, isolated: bool = False, path: Sequence[str] = (), renders: bool = False
 ) -> dict[str, tuple[str, ...]]:
     """Reads all data as the run will; returns, by key of the source, the names that a reward gets
     of its rows. Raises ConfigError naming each that is not sound. With `isolated`, data that
     the user's code reads is read in a process of its own, with `path` in front of the import path.
+    With `renders`, the run's tokenizer and chat template have to make tokens of a row of each.
     """
     own = [f"{k}={d.type}" for k, d in sources(cfg).items() if is_import_path(d.type)]
     if isolated and own:
-        problems, row_keys = _isolated(_read_data, cfg, path, what=own)
+        problems, row_keys, first = _isolated(_read_data, cfg, path, what=own)
     else:
-        problems, row_keys = _read_data(cfg)
+        problems, row_keys, first = _read_data(cfg)
     raise_if_any(problems)
+    if renders:
+        what = [
+            f"the tokenizer of {cfg.tokenizer_path or model_path(cfg, next(iter(engines(cfg))))}"
+        ]
+        raise_if_any(
+            _isolated(_rendered, cfg, first, what=what) if isolated else _rendered(cfg, first)
+        )
     return row_keys
+
+
+First = dict[str, tuple[str, dict[str, Any]]]  # of each source: what it is read for, and a row
+
+
+def _rendered(cfg: BaseConfig, first: First) -> list[str]:
+    """Returns a line for each source of whose row the run's tokenizer cannot make tokens. It
+    imports what loads tokenizers, which imports torch."""
+    from megarl.data.dataset import encode_rows
+    from megarl.data.tokenizer import run_tokenizer
+    from megarl.utils.quiet import quiet_libraries
+
+    quiet_libraries()
+    key = "tokenizer_path" if cfg.tokenizer_path else f"{next(iter(engines(cfg)))}.path"
+    path = cfg.tokenizer_path or model_path(cfg, next(iter(engines(cfg))))
+    try:
+        tokenizer = run_tokenizer(cfg, path)
+    except Exception as e:  # a tokenizer's files may be wrong in any way
+        return [f"{key}={path}: its tokenizer cannot be loaded: {in_one_line(e)}"]
+    problems = []
+    for name, (purpose, row) in first.items():
+        try:
+            list(encode_rows([row], sources(cfg)[name], tokenizer, purpose))
+        except ValueError as e:
+            problems.append(f"{name}: {e}")
+    return problems
 
 
 def _read_data(
     cfg: BaseConfig, path: Sequence[str] = ()
-) -> tuple[list[str], dict[str, tuple[str, ...]]]:
+) -> tuple[list[str], dict[str, tuple[str, ...]], First]:
     sys.path[:0] = path
     purpose = data_purpose(cfg)
-    problems, row_keys = [], {}
+    problems, row_keys, first = [], {}, First()
     trained: set[int] = set()
     count = 0
     for key, data in sources(cfg).items():
@@ -145,6 +179,7 @@ def _read_data(
                 _check_answers(data, rows, cfg)
             if isinstance(cfg, RMConfig) and cfg.margin:
                 check_margins(rows)
+            first[key] = (reads, rows[0])
             row_keys[key] = ("row_id", *dict.fromkeys(name for row in rows for name in row))
         except ValueError as e:
             problems.append(f"{key}: {e}")
@@ -153,7 +188,7 @@ def _read_data(
             check_batches(count, cfg.train_dataset)
     except ValueError as e:
         problems.insert(0, f"train_dataset: {e}")
-    return problems, row_keys
+    return problems, row_keys, first
 
 
 def _check_answers(data: SourceConfig, rows: Sequence[dict[str, Any]], cfg: BaseConfig) -> None:

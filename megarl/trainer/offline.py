@@ -11,6 +11,7 @@ from megarl.config.dataset import DatasetConfig
 from megarl.config.recipes import OfflineConfig, SFTConfig, data_purpose, held_out_sets
 from megarl.data import RowDataset, build_dataloader, build_dataset, collate_sft, collator
 from megarl.data.problem import Row
+from megarl.data.tokenizer import tokenizer_to_save
 from megarl.observability import stats_tracker
 from megarl.observability.intervals import wilson
 from megarl.observability.logging import get_logger
@@ -79,6 +80,7 @@ class OfflineTrainer:
             ],
             clock=ctx.clock,
             is_zero=ctx.is_zero,
+            tokenizer=tokenizer_to_save(cfg, ctx.model_path),
         )
         self.eval_times = EvaluationTimes(cfg.evaluator, ctx.clock)
         self.data_key = data_of(cfg, len(data))

@@ -10,6 +10,7 @@ from megarl.api.batch import Batch
 from megarl.api.records import FinetuneSpec
 from megarl.config.recipe_engines import engines, model_path, saved_engines
 from megarl.config.recipes import GRPOConfig
+from megarl.data.tokenizer import tokenizer_to_save
 from megarl.observability import stats_tracker
 from megarl.observability.logging import get_logger
 from megarl.observability.stats_tracker import record_timing
@@ -126,6 +127,7 @@ class RLTrainer:
             ],
             clock=ctx.clock,
             is_zero=ctx.is_zero,
+            tokenizer=tokenizer_to_save(cfg, ctx.model_path),
         )
         self.eval_times = EvaluationTimes(cfg.evaluator, ctx.clock)
         clocks = {"saver": self.saver.freq, "evaluator": self.eval_times}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from megarl.api.records import SaveLoadMeta
 from megarl.config.earlier_run import STATS_FILE
@@ -19,6 +19,7 @@ from megarl.config.recipe_engines import engines, model_path
 from megarl.config.recipes import BaseConfig
 from megarl.config.run import SaverConfig
 from megarl.config.unread import note_read
+from megarl.data.tokenizer import tokenizer_to_save
 from megarl.observability.logging import env_rank, get_logger
 from megarl.parallel.rank_zero import on_rank_zero
 from megarl.trainer.frequency import Frequency
@@ -62,9 +63,11 @@ class Saver:
         models: Sequence[Saved],
         clock: Callable[[], float],
         is_zero: bool,
+        tokenizer: Any = None,
     ) -> None:
-        """Takes a `clock` in seconds, the same on every rank; is_zero: whether this is rank 0."""
-        self.config, self.models = config, models
+        """Takes a `clock` in seconds, the same on every rank; is_zero: whether this is rank 0;
+        tokenizer: saved with the models, None copies that of their base model."""
+        self.config, self.models, self.tokenizer = config, models, tokenizer
         self.final = models[0].home / "final"
         self.freq = Frequency(config, clock)
         self._is_zero = is_zero
@@ -81,7 +84,13 @@ class Saver:
             lora=roles[name].lora,
         )
         clock = partial(on_rank_zero, time.monotonic)
-        return cls(cfg.saver, models=[saved], clock=clock, is_zero=env_rank() == 0)
+        return cls(
+            cfg.saver,
+            models=[saved],
+            clock=clock,
+            is_zero=env_rank() == 0,
+            tokenizer=tokenizer_to_save(cfg, saved.base_model_path),
+        )
 
     def maybe_save(self, *, step: int, epoch: int, epoch_ended: bool) -> None:
         """Saves every model after a step if it is due, then removes older saves but for keep_last
@@ -129,6 +138,7 @@ class Saver:
             path=str(path),
             weight_format=saved.weight_format,
             base_model_path=saved.base_model_path,
+            tokenizer=self.tokenizer,
         )
         with full_disk_named(f"saving {path}", path.parent):
             saved.model.save(meta)

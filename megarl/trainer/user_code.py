@@ -175,7 +175,7 @@ def _of_call(code: Named, fn: Any) -> Iterator[str]:
             by_name=call.by_name,
         )
     )
-    yield from problems
+    yield from (f"{problem}; {code.target} is called as {call.shown}" for problem in problems)
     if not problems and (
         problem := call_problem(fn, call.positional, (*call.by_name, *code.options))
     ):

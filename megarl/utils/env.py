@@ -16,6 +16,7 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
+CGROUPS = Path("/sys/fs/cgroup")
 CONTROLS = "MEGARL_CONTROLLER"  # set where a launcher has a process start the trainers
 
 
@@ -89,10 +90,36 @@ def set_threads_default(env: MutableMapping[str, str], *, processes: int) -> Non
         env.setdefault("OMP_NUM_THREADS", str(max(1, cores() // processes)))
 
 
-def cores() -> int:
-    """Returns how many CPU cores this process may run on."""
+def cores(*, cgroups: Path = CGROUPS) -> int:
+    """Returns how many CPU cores this process may run on, at least 1: those that its affinity and
+    the quota of its container leave it."""
     available = getattr(os, "sched_getaffinity", None)  # not on macOS
-    return len(available(0)) if available else os.cpu_count() or 1
+    count = len(available(0)) if available else os.cpu_count() or 1
+    quota, period = (_first(cgroups / "cpu.max") + ["max", "max"])[:2]
+    if quota == "max":  # not of version 2
+        quota = "".join(_first(cgroups / "cpu/cpu.cfs_quota_us"))
+        period = "".join(_first(cgroups / "cpu/cpu.cfs_period_us"))
+    if quota.isdecimal() and period.isdecimal() and int(quota) and int(period):
+        count = min(count, max(1, int(quota) // int(period)))
+    return count
+
+
+def memory_bytes(*, cgroups: Path = CGROUPS) -> int:
+    """Returns the memory that processes may have: the machine's, or what their container leaves."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for file in ("memory.max", "memory/memory.limit_in_bytes"):
+        limit = "".join(_first(cgroups / file))
+        if limit.isdecimal():
+            total = min(total, int(limit))
+    return total
+
+
+def _first(file: Path) -> list[str]:
+    """Returns the words of a file, [] where it cannot be read."""
+    try:
+        return file.read_text(encoding="ascii").split()
+    except (OSError, UnicodeDecodeError):
+        return []
 
 
 def set_loopback_default(env: MutableMapping[str, str], *, servers: Sequence[str] = ()) -> None:

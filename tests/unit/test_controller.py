@@ -334,6 +334,25 @@ def test_a_worker_that_died_is_the_reason_whatever_its_log_says() -> None:
         pending.result(5)
 
 
+@pytest.mark.parametrize(
+    "own",
+    [
+        RemoteError("trainers/1", "ValueError", "set NCCL_IB_HCA, or leave NCCL out", ""),
+        RemoteError("trainers/1", "RuntimeError", "the judge: Connection closed by peer", ""),
+    ],
+    ids=["NCCL", "peer"],
+)
+def test_an_own_error_is_the_reason_whatever_it_says(own: RemoteError) -> None:
+    lost = RemoteError("trainers/0", "DistBackendError", "a remote process exited", "")
+    replies: list[Future[Any]] = [Future(), Future()]
+    pending = Pending("train", [], replies, list)
+    replies[0].set_exception(lost)
+    replies[1].set_exception(own)
+    with pytest.raises(RemoteError) as caught:
+        pending.result(5)
+    assert caught.value is own
+
+
 def test_a_group_of_which_some_hang_after_a_failure_says_so(monkeypatch: Any) -> None:
     monkeypatch.setattr("megarl.controller.group.GRACE", 0.2)
     with workers(trainers=2) as (group,):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from megarl.utils import env as module
 from megarl.utils.env import (
+    cores,
     has_interface,
     is_loopback,
+    memory_bytes,
     set_memory_saver_defaults,
     set_trainer_defaults,
 )
@@ -76,3 +80,34 @@ def test_servers_that_release_memory_have_no_expandable_segments(name: str) -> N
     env = {name: "max_split_size_mb:64"}
     set_memory_saver_defaults(env)
     assert env[name] == "max_split_size_mb:64"
+
+
+@pytest.mark.parametrize(
+    ("files", "count", "memory"),
+    [
+        ({"cpu.max": "100000 100000\n", "memory.max": "1048576\n"}, 1, 1 << 20),
+        ({"cpu.max": "50000 100000\n"}, 1, None),
+        ({"cpu.max": "max 100000\n", "memory.max": "max\n"}, None, None),
+        (
+            {
+                "cpu/cpu.cfs_quota_us": "100000\n",
+                "cpu/cpu.cfs_period_us": "100000\n",
+                "memory/memory.limit_in_bytes": "4096\n",
+            },
+            1,
+            4096,
+        ),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None, None),
+        ({}, None, None),
+    ],
+    ids=["v2", "half a core", "v2 unlimited", "v1", "v1 unlimited", "none"],
+)
+def test_a_containers_quotas_bound_what_there_is(
+    tmp_path: Path, files: dict[str, str], count: int | None, memory: int | None
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    whole, everything = cores(cgroups=tmp_path / "none"), memory_bytes(cgroups=tmp_path / "none")
+    assert cores(cgroups=tmp_path) == (count or whole)
+    assert memory_bytes(cgroups=tmp_path) == (memory or everything)

@@ -6,6 +6,7 @@ The files in golden/ are what is printed; `python -m tests.unit.test_launcher_jo
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import yaml
 from megarl.config.cluster import ClusterConfig, PoolConfig
 from megarl.config.command_line import parse_command_line
 from megarl.config.errors import ConfigError
+from megarl.config.loader import load_config
 from megarl.launcher import local, plan
 from megarl.launcher.job import JUDGE, REWARDS, SERVER, TRAINER, Job, endpoints, fill
 from megarl.launcher.make import make_job
@@ -332,6 +334,33 @@ def test_secrets_are_masked_everywhere(tmp_path: Path) -> None:
     assert "WANDB_API_KEY=***" in text(tmp_path, *MANIFEST)
     with pytest.raises(ConfigError, match="--format xml: not one of table, json, jobset"):
         text(tmp_path, *MANIFEST, format="xml")
+
+
+def test_a_secret_typed_as_an_override_is_on_no_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, url = "train_dataset.options.api_key", "train_dataset.options.url"
+    names = [f"MEGARL_SECRET_{k.replace('.', '_').upper()}" for k in (key, url)]
+    for name in names:
+        monkeypatch.setenv(name, "")  # so that it goes with the test
+    given = [f"+{key}=s3cret-of-mine", f"+{url}=https://me:s3cret-of-mine@host/v1"]
+    job = make(tmp_path, *CASES["70b"], *given)
+    assert "s3cret-of-mine" not in job.to_json()
+    assert os.environ[names[0]] == "s3cret-of-mine" and set(names) <= set(job.forwarded)
+    env = dict(os.environ)
+    assert "s3cret-of-mine" not in show(job, env) + show(job, env, "json")
+    trainer = job.of(TRAINER)[0].command
+    words = [word for word in trainer if word.startswith("+train_dataset")]
+    assert [load_config(None, [w]).train_dataset.options for w in words] == [
+        {"api_key": "s3cret-of-mine"},
+        {"url": "https://me:s3cret-of-mine@host/v1"},
+    ]
+    with pytest.raises(ConfigError) as caught:
+        text(tmp_path, *MANIFEST, given[0], format="jobset", stamp="1")
+    assert names[0] in str(caught.value) and "s3cret-of-mine" not in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        make(tmp_path, *CASES["70b"], "+train_dataset.options.a={api_key: s3cret-of-mine}")
+    assert "train_dataset.options.a" in str(caught.value)
 
 
 def test_the_environment_is_an_explicit_list() -> None:

@@ -203,3 +203,36 @@ def test_masks():
 def test_no_key_of_a_recipe_is_masked_by_mistake():
     for cls in RECIPES.values():
         assert not [name for name in key_table(cls) if is_secret(name)]
+
+
+LOGIN, KEY = "user:pw-of-mine", "hf_" + "a1B2" * 8
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"https://{LOGIN}@proxy.example:3128",
+        f"train_dataset.reward.options.base_url=https://{LOGIN}@judge/v1",
+        f"train_dataset.reward.options={{base_url: 'https://{LOGIN}@judge/v1'}}",
+        f"train_dataset.options.x={KEY}",
+        f"train_dataset.options.header=Bearer {KEY}",
+    ],
+)
+def test_a_value_that_is_a_secret_is_masked_under_any_name(text):
+    shown = masked_override(text)
+    assert LOGIN not in shown and KEY not in shown and "***" in shown
+    tree = {"base_url": f"https://{LOGIN}@judge/v1", "deep": [{"x": f"Bearer {KEY}"}]}
+    assert LOGIN not in str(masked(tree)) and KEY not in str(masked(tree))
+
+
+def test_what_is_no_secret_stays():
+    tree = {
+        "pad_token": "<pad>",
+        "eos_token": "<|im_end|>",
+        "mask_token": "[MASK]",
+        "path": "runs/a@b",
+        "url": "https://host:80/x@y",
+        "max_tokens": 3,
+    }
+    assert masked(tree) == tree
+    assert masked({"hf_token": "<pad"}) != {"hf_token": "<pad"}

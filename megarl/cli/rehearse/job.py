@@ -10,7 +10,7 @@ from typing import Any
 from megarl.cli.rehearse.layout import Shrunk
 from megarl.config.base import SeamConfig
 from megarl.config.cluster import ClusterConfig
-from megarl.config.dataset import GENERATED, DatasetConfig, PartConfig
+from megarl.config.dataset import GENERATED, DatasetConfig, PartConfig, TokenizerConfig
 from megarl.config.engine import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from megarl.config.loader import config_yaml
 from megarl.config.recipe_engines import engines
@@ -39,7 +39,7 @@ def shrink_config(
         engine.path = models[name]
         _shrink_engine(engine)
         engine.parallel = layouts.parallel[name]
-    cfg.fileroot, cfg.tokenizer_path = fileroot, ""
+    cfg.fileroot, cfg.tokenizer_path, cfg.tokenizer = fileroot, "", TokenizerConfig()
     cfg.allocation_mode, cfg.cluster = "", ClusterConfig()
     cfg.total_train_epochs, cfg.total_train_steps, cfg.max_train_seconds = 1000, STEPS, None
     cfg.collective_timeout = min(cfg.collective_timeout, WAIT)

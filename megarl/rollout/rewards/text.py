@@ -24,6 +24,14 @@ def exact_reward(
     return float(found.casefold() == wanted.casefold() if ignore_case else found == wanted)
 
 
+def _check_exact(*, answer: Any = None, **row: Any) -> None:
+    if answer is None:
+        raise ValueError("answer is null, which no completion is; leave the row out")
+
+
+exact_reward.check_row = _check_exact  # type: ignore[attr-defined]
+
+
 @bounded
 def regex_reward(
     prompt: str,

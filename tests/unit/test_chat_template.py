@@ -1,0 +1,142 @@
+"""The run's chat template: named in the configuration, checked before the start, saved with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from megarl.ckpt.hf_dir import write_sidecars
+from megarl.config.check import check_config
+from megarl.config.errors import ConfigError
+from megarl.config.loader import load_config
+from megarl.config.recipes import BaseConfig
+from megarl.data.tokenizer import run_tokenizer, tokenizer_to_save
+from megarl.trainer.named import check_data
+from tests.tiny import save_tiny
+from tests.tiny_tokenizer import save_tokenizer
+
+TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}<eos>{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose tokenizer has no chat template, as base models' have none."""
+    path = tmp_path_factory.mktemp("model")
+    save_tiny(path, "qwen3", layers=1)
+    tokenizer = save_tokenizer(path)
+    (path / "chat_template.jinja").unlink()
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def template(tmp_path: Path) -> Path:
+    file = tmp_path / "own.jinja"
+    file.write_text(TEMPLATE)
+    return file
+
+
+def recipe(model: Path, *overrides: str) -> BaseConfig:
+    cfg = load_config(None, [f"actor.path={model}", "train_dataset.size=16", *overrides])
+    return cfg
+
+
+def sft(model: Path, rows: list[dict[str, Any]], template: Path) -> BaseConfig:
+    file = template.with_name("rows.jsonl")
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [f"train_dataset.path={file}", "train_dataset.batch_size=1", "train_dataset.type=chat"]
+    words += ["recipe=sft", f"model.path={model}", f"tokenizer.chat_template={template}"]
+    return load_config(None, words)
+
+
+def problem_of(cfg: BaseConfig) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_data(cfg, renders=True)
+    (problem,) = caught.value.problems
+    return problem
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+def test_a_tokenizer_without_a_template_is_refused_before_the_start(
+    model: Path, template: Path, isolated: bool
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_data(recipe(model), renders=True, isolated=isolated)
+    (problem,) = caught.value.problems
+    assert problem.startswith("train_dataset: ") and "tokenizer.chat_template" in problem
+    check_data(
+        recipe(model, f"tokenizer.chat_template={template}"), renders=True, isolated=isolated
+    )
+
+
+def test_a_template_that_cannot_be_read_is_named(model: Path, tmp_path: Path) -> None:
+    cfg = recipe(model, f"tokenizer.chat_template={tmp_path}/none.jinja")
+    with pytest.raises(ConfigError) as caught:
+        check_config(cfg, 1)
+    key = f"tokenizer.chat_template={tmp_path}/none.jinja"
+    assert any(p.startswith(key) for p in caught.value.problems)
+    broken = tmp_path / "broken.jinja"
+    broken.write_text("{% for m in messages %}")
+    problem = problem_of(recipe(model, f"tokenizer.chat_template={broken}"))
+    assert problem.startswith("train_dataset: ")
+
+
+def test_the_template_is_saved_with_the_model(model: Path, template: Path, tmp_path: Path) -> None:
+    assert tokenizer_to_save(recipe(model), str(model)) is None
+    cfg = recipe(model, f"tokenizer.chat_template={template}")
+    write_sidecars(tmp_path, model, tokenizer_to_save(cfg, str(model)))
+    assert AutoTokenizer.from_pretrained(tmp_path).chat_template == TEMPLATE
+    final = recipe(tmp_path)
+    assert run_tokenizer(final, str(tmp_path)).chat_template == TEMPLATE
+
+
+def test_tokenizer_path_is_saved_with_the_model(model: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    theirs = save_tokenizer(other)
+    (other / "vocab.txt").write_text("of the other\n")
+    cfg = recipe(model, f"tokenizer_path={other}")
+    assert run_tokenizer(cfg, str(model)).chat_template == theirs.chat_template
+    saved = tmp_path / "final"
+    saved.mkdir()
+    (model / "merges.txt").write_text("of the model\n")
+    write_sidecars(saved, model, tokenizer_to_save(cfg, str(model)))
+    (model / "merges.txt").unlink()
+    assert AutoTokenizer.from_pretrained(saved).chat_template == theirs.chat_template
+    assert not (saved / "merges.txt").exists()  # a part of the other tokenizer would be read, too
+
+
+def turn(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+@pytest.mark.parametrize(
+    ("row", "what"),
+    [
+        ([turn("user", "hi")], "row 1"),
+        ([turn("user", "hi"), turn("assistant", "")], "row 1"),
+    ],
+    ids=["no assistant", "no text"],
+)
+def test_a_row_with_nothing_to_learn_is_named(
+    model: Path, template: Path, row: list[dict[str, str]], what: str
+) -> None:
+    good = {"messages": [turn("user", "a"), turn("assistant", "b")]}
+    check_data(sft(model, [good], template), renders=True)
+    problem = problem_of(sft(model, [good, {"messages": row}], template))
+    assert problem.startswith("train_dataset: ") and what in problem
+
+
+def test_an_answer_of_null_is_no_reward_of_zero(tmp_path: Path, model: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"messages": "1 + 1", "answer": "2"}\n{"messages": "2 + 1", "answer": null}\n')
+    words = ["type=chat", f"path={file}", "batch_size=1", "reward=exact"]
+    cfg = recipe(model, *(f"train_dataset.{word}" for word in words), "train_dataset.size=null")
+    with pytest.raises(ConfigError) as caught:
+        check_data(cfg)
+    (problem,) = caught.value.problems
+    assert problem.startswith("train_dataset: row 1: ") and "answer" in problem

@@ -1,0 +1,149 @@
+"""Names that nothing has, and arguments that look like others, are answered before the start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+
+from megarl.config.check import check_config
+from megarl.config.command_line import parse_command_line
+from megarl.config.earlier_run import config_changes
+from megarl.config.errors import ConfigError
+from megarl.config.hub import fetch_hub_models
+from megarl.config.loader import load_config, run_dir
+from megarl.data import load_rows
+from megarl.observability.episodes import read_bytes
+from megarl.trainer.user_code import Named, code_problems
+
+EVALUATED = ("valid_dataset.type=arithmetic", "saver.keep_best=1", "saver.keep_last=1")
+
+
+def problems(*overrides: str) -> list[str]:
+    cfg = load_config(None, overrides)
+    try:
+        check_config(cfg, 1)
+    except ConfigError as e:
+        return list(e.problems)
+    return []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "key", "right"),
+    [
+        (["saver.metric=evl/accuracy"], "saver.metric=evl/accuracy", "eval"),
+        (["saver.metric=eval/acuracy"], "saver.metric=eval/acuracy", "accuracy"),
+        (["saver.metric=eval/maths/accuracy"], "saver.metric=eval/maths/accuracy", "maths"),
+        (["valid_dataset=null"], "saver.metric=eval/accuracy", "valid_dataset"),
+        (["profiler.phases=[logp,trian]"], "profiler.phases=['logp', 'trian']", "train"),
+        (["valid_dataset.sampler=m:f"], "valid_dataset.sampler=m:f", ""),
+    ],
+)
+def test_a_name_of_nothing_is_refused(wrong: list[str], key: str, right: str) -> None:
+    found = [p for p in problems(*EVALUATED, *wrong) if p.startswith(key)]
+    assert len(found) == 1 and right in found[0].removeprefix(key)
+
+
+@pytest.mark.parametrize(
+    "right",
+    [
+        "eval/accuracy",
+        "eval/reward_lo",
+        "eval/pass_at_4",
+        "eval/math/reward",
+        "reward/mean",
+        "reward/own",
+    ],
+)
+def test_a_metric_that_there_is_is_taken(right: str) -> None:
+    found = problems(*EVALUATED, f"saver.metric={right}", "valid_datasets.math.type=arithmetic")
+    assert not [p for p in found if p.startswith("saver.metric")]
+
+
+def test_an_argument_with_a_slash_before_its_equals_sign_is_a_path() -> None:
+    command = parse_command_line(["runs/x/lr=1e-5", "seed=3", "actor.path=a/b=c"])
+    assert command.words == ["runs/x/lr=1e-5"]
+    assert command.overrides == ["seed=3", "actor.path=a/b=c"]
+
+
+@pytest.mark.parametrize("text", ["", "- 1\n", "a: [", "\x00\x01"])
+def test_a_damaged_config_of_a_run_says_so(tmp_path: Path, text: str) -> None:
+    cfg = load_config(None, [f"fileroot={tmp_path}"])
+    file = run_dir(cfg) / "config.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        config_changes(cfg)
+    assert str(file) in str(caught.value) and "damaged" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "data_1.bin", "data_000001.bin"])
+def test_the_viewer_reads_records_alone(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "episodes"
+    folder.mkdir()
+    (tmp_path / "secret").write_text("mine, all mine")
+    (folder / "data_000001.bin").symlink_to(tmp_path / "secret")
+    (folder / "data_000002.bin").write_text("records")
+    with pytest.raises(ValueError):
+        read_bytes(tmp_path, {"file": name, "at": 0, "size": 4})
+    assert read_bytes(tmp_path, {"file": "data_000002.bin", "at": 0, "size": 7}) == b"records"
+
+
+def test_servers_and_judges_take_hub_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def download(name: str, **how: Any) -> str:
+        asked.append(name)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    cfg = load_config(None, [f"actor.path={tmp_path}", "server.path=org/a", "judge.path=org/b"])
+    fetch_hub_models(cfg)
+    assert asked == ["org/a", "org/b"]
+    assert (cfg.server.path, cfg.judge.path) == (str(tmp_path), str(tmp_path))
+
+
+def test_a_column_without_a_space_is_answered_with_one(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"question": "1 + 1", "answer": "2"}\n')
+    words = ["type=chat", f"path={file}", "options.columns={messages:question}"]
+    cfg = load_config(None, [f"train_dataset.{word}" for word in words])
+    with pytest.raises(ValueError) as caught:
+        load_rows(cfg.train_dataset, seed=1)
+    assert "messages: question" in str(caught.value)
+
+
+def plain(outputs: Any, batch: Any) -> Any:
+    """Is a loss as one might write it at first."""
+
+
+def test_a_loss_with_other_arguments_is_told_how_it_is_called() -> None:
+    named = Named(key="actor.loss", target=f"{__name__}:plain", kind="loss", config=None)
+    (problem,) = code_problems([named])
+    assert problem.startswith("actor.loss.options.batch") and "(config)" in problem
+
+
+def test_a_configuration_names_its_neighbours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, here = tmp_path / "one", tmp_path / "cwd"
+    for folder in (home, here):
+        folder.mkdir()
+        for name in ("reward.py", "rows.jsonl"):
+            (folder / name).write_text("")
+    (home / "own.jinja").write_text("")
+    (home / "trial").mkdir()
+    (here / "reward.py").unlink()
+    (home / "c.yaml").write_text(
+        "trial_name: trial\nactor: {path: org/model}\ntokenizer: {chat_template: own.jinja}\n"
+        "train_dataset: {type: chat, files: [rows.jsonl, none.jsonl], reward: reward.py:f}\n"
+    )
+    monkeypatch.chdir(here)
+    cfg = load_config(home / "c.yaml", ["+train_dataset.options.x=own.jinja"])
+    assert cfg.tokenizer.chat_template == str(home / "own.jinja")
+    assert cfg.train_dataset.reward.type == f"{home}/reward.py:f"
+    assert cfg.train_dataset.files == ["rows.jsonl", "none.jsonl"]  # here first; nowhere
+    assert (cfg.trial_name, cfg.actor.path) == ("trial", "org/model")
+    assert cfg.train_dataset.options == {"x": "own.jinja"}
