@@ -290,7 +290,8 @@ class SaveLoadMeta:
 
 @dataclass(kw_only=True)
 class ModelRequest:
-    """Asks for one sample, from token ids or, with a client that has a tokenizer, from text.
+    """Asks for one sample, from token ids or, with a client that has a tokenizer, from text, whose
+    ids it then gets as its own; where it has ids, `text` is not read.
 
     `rid` is unique per attempt; `seed` overrides gconfig.seed. `routes_from`: the first position
     whose routes the answer is to have, where the client asks servers for them.
@@ -309,9 +310,10 @@ class ModelResponse:
     """Holds tokens with the logprob and the weight version that produced each of them.
 
     `latency` is in seconds; `completion` is the output as text where the client has a tokenizer,
-    else empty. `routed_experts` [n, L, k] are the experts that the server's routers chose for the
-    tokens of input and output from position `routes_from` on, -1 where unknown. Those of the last
-    token come with a later answer, that the server reads it for. None where nobody asked for them.
+    else empty, and `raw_completion` the same with its special tokens. `routed_experts` [n, L, k]
+    are the experts that the server's routers chose for the tokens of input and output from position
+    `routes_from` on, -1 where unknown. Those of the last token come with a later answer, that the
+    server reads it for. None where nobody asked for them.
     """
 
     input_tokens: list[int]
@@ -321,6 +323,7 @@ class ModelResponse:
     stop_reason: str = "length"
     latency: float = math.nan
     completion: str = ""
+    raw_completion: str = ""
     routed_experts: Tensor | None = field(default=None, compare=False, repr=False)
     routes_from: int = 0
 

@@ -302,8 +302,7 @@ class RemoteSGLangEngine(Requester):
 
     def set_version(self, version: int) -> None:
         """Sets the version of the weights; after a lower one than the last, updates count anew."""
-        self._version = version
-        self._keys.set_version(version)
+        self._take_version(version)
         if self._updated is not None and version < self._updated:
             self._updated = None  # back at earlier weights, whose versions count anew
         self._tell_workers()

@@ -24,7 +24,7 @@ from megarl.rollout.answers import AnswerLog
 from megarl.rollout.answers import current as current_answers
 from megarl.rollout.cache_keys import began
 from megarl.rollout.episode_check import check_episode, check_valid
-from megarl.rollout.generation import admitted, attempt
+from megarl.rollout.generation import Asked, admitted, asked, attempt
 from megarl.rollout.pause_clock import PauseClock
 from megarl.rollout.retries import (
     Failed,
@@ -229,6 +229,7 @@ async def _gathered(
     data = {**episode.row, "episode_id": episode.number}
     for again in range(retries + 1):
         attempt.set(again)
+        asked.set(Asked(episode.number))
         began.set(engine.get_version())
         try:
             made = await episode.workflow.arun_episode(engine, data)

@@ -104,7 +104,8 @@ class RolloutExecutor:
         flow = _workflow(workflow, workflow_builder)
         feeder = self._feed_from(dataloader)
         pipe, count, begun = self.pipeline, feeder.batch_size, time.monotonic()
-        pipe.last_progress, pipe.rejected_in_a_row = begun, 0
+        with pipe.changed:
+            pipe.last_progress, pipe.rejected_in_a_row = begun, 0
         while True:
             with pipe.changed:
                 wanted = pipe.wanted()

@@ -11,9 +11,9 @@ import hashlib
 import math
 import time
 import uuid
+from collections import Counter
 from collections.abc import Sequence
 from contextvars import ContextVar
-from dataclasses import replace
 from typing import Any
 
 from megarl.api.records import INITIAL_VERSION, ModelRequest, ModelResponse
@@ -43,6 +43,27 @@ def seed_version(now: int) -> int:
 def attempt_key() -> tuple[int, ...]:
     """Returns the part of a seed's key that tells rollouts made anew from those that failed."""
     return (attempt.get(),) if attempt.get() else ()
+
+
+class Asked:
+    """Counts the samples of each prompt that were asked for, so that each has a seed of its own.
+
+    key: tells whose they are from others, as an episode by its number.
+    """
+
+    def __init__(self, *key: int) -> None:
+        self.key = key
+        self._counts: Counter[tuple[int, ...]] = Counter()
+
+    def number(self, prompt: Sequence[int]) -> int:
+        """Returns how many samples of the prompt were asked for before this one."""
+        ids = tuple(prompt)
+        self._counts[ids] += 1
+        return self._counts[ids] - 1
+
+
+# by the workflow that runs; tasks that it starts inherit it
+asked: ContextVar[Asked | None] = ContextVar("asked", default=None)
 
 
 def stable_seed(*key: object) -> int:
@@ -152,18 +173,17 @@ class Sample:
             )
 
 
-def with_ids(req: ModelRequest, tokenizer: Any) -> ModelRequest:
-    """Returns the request with the ids of its text, if it has text alone. Raises ValueError where
-    there is no tokenizer for it."""
+def fill_ids(req: ModelRequest, tokenizer: Any) -> None:
+    """Gives a request of text alone the ids of its text. Raises ValueError where there is no
+    tokenizer for it."""
     if req.input_ids or not req.text:
-        return req
+        return
     if tokenizer is None:
         raise ValueError(
             f"request {req.rid} has text and no input_ids: give the client a tokenizer "
             "(RemoteSGLangEngine(config, tokenizer=...)), or the request its ids"
         )
-    ids = tokenizer(req.text, add_special_tokens=False)["input_ids"]
-    return replace(req, input_ids=list(ids))
+    req.input_ids = list(tokenizer(req.text, add_special_tokens=False)["input_ids"])
 
 
 def batch_body(

@@ -44,12 +44,21 @@ class Pauses:
         self._loop, self._pool, self._samples = at.loop, at.pool, at.samples
         self._pipeline, self._workers = pipeline, workers
         self.memory = ServerMemory(at.pool, at.loop, timeout=sync.timeout)
-        self._cut: Future[None] | None = None  # of the answers, during a pause
+        self._cut: Future[bool] | None = None  # of the answers, during a pause
 
     def begin(self) -> None:
         """Stops admitting requests, then pauses every server. Raises RuntimeError where none is
         left."""
-        listed, mode = listed_servers(self._config), self._sync.pause_mode
+        self._begin(self._sync.pause_mode, listed_servers(self._config))
+
+    def cut(self) -> bool:
+        """Has every request under way come back with its tokens so far, and then go on, whatever
+        the mode: nothing changes but that the pipeline notes all answers as they are. Returns
+        whether it could."""
+        self._begin("abort", None)
+        return self.end()
+
+    def _begin(self, mode: str, listed: list[str] | None) -> None:
         self._pipeline.hold()
         drains = self._sync.timeout if mode == "drain" else 0.0
         limit = self._sync.timeout + drains + 2 * PROBE_TIMEOUT
@@ -82,10 +91,13 @@ class Pauses:
             self._sync.timeout,
         )
 
-    async def _take_cut(self) -> None:
-        """Has the pipeline note all answers as they are, once what the pause cut short is here."""
-        if await self._settled(SETTLE_TIMEOUT):
-            self._pipeline.cut()
+    async def _take_cut(self) -> bool:
+        """Has the pipeline note all answers as they are, once what the pause cut short is here;
+        returns whether it came in time."""
+        if not await self._settled(SETTLE_TIMEOUT):
+            return False
+        self._pipeline.cut()
+        return True
 
     async def _settled(self, timeout: float) -> bool:
         """Returns whether no request of any process is under way, after `timeout` s at most."""
@@ -94,11 +106,16 @@ class Pauses:
         both = self._samples.settled(timeout), self._workers.settled(timeout)
         return all(await asyncio.gather(*both))
 
-    def end(self) -> None:
-        """Has the servers go on and sends requests again."""
-        if self._cut is not None:
-            self._cut.result(SETTLE_TIMEOUT + PROBE_TIMEOUT)
+    def end(self) -> bool:
+        """Has the servers go on and sends requests again, also where the cut of the answers raises.
+        Returns whether they were noted as of this pause."""
+        cut, self._cut = self._cut, None
+        try:
+            return cut is not None and cut.result(SETTLE_TIMEOUT + PROBE_TIMEOUT)
+        finally:
+            self._go_on()
 
+    def _go_on(self) -> None:
         async def work() -> None:
             await self._pool.control("/continue_generation", {}, timeout=self._sync.timeout)
             self._samples.release()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -19,7 +20,7 @@ from megarl.rollout.cache_keys import CacheKeys
 from megarl.rollout.dispatch import Dispatcher
 from megarl.rollout.gateway.gateway import Gateway
 from megarl.rollout.gateway.session import Session
-from megarl.rollout.generation import Sample, attempt_key, stable_seed, with_ids
+from megarl.rollout.generation import Asked, Sample, asked, attempt_key, fill_ids, stable_seed
 from megarl.rollout.loop_thread import LoopThread
 from megarl.rollout.router import Router
 from megarl.rollout.routes import wanted
@@ -68,6 +69,7 @@ class Requester(InferenceEngine):
         self._seed, self._tokenizer = seed, tokenizer
         self._follows = False  # a client of another process
         self._version = 0
+        self._asked = Asked()  # outside of episodes, with the weights of now
         self._keys = CacheKeys(config.kv_after_sync)
         self._connection: Connection | None = None
         self._gateway: Gateway | None = None  # from the first session
@@ -105,12 +107,14 @@ class Requester(InferenceEngine):
         )
         made = Connection(loop=LoopThread(), pool=pool, samples=samples, router=router)
         self._connection = made
+        atexit.register(self.disconnect)  # of a script that ends by an error
         made.loop.run(pool.open(), timeout=PROBE_TIMEOUT)
         return made
 
     def disconnect(self, *, resume: bool = True) -> None:
         """Cancels what is under way, has servers go on that this client has paused (`resume`),
         closes connections, ends the thread. May be called twice."""
+        atexit.unregister(self.disconnect)
         at, gateway = self._connection, self._gateway
         self._connection = self._gateway = None
         if at is None:
@@ -131,16 +135,18 @@ class Requester(InferenceEngine):
         RolloutFailed ("server") where servers fail for rollout.retry_timeout, RuntimeError where
         none is left, ValueError for a broken answer."""
         at = self.opened()
-        samples = [self._sample(i, with_ids(r, self._tokenizer)) for i, r in enumerate(reqs)]
+        for req in reqs:
+            fill_ids(req, self._tokenizer)
+        samples = [self._sample(req) for req in reqs]
         if (answers := current_answers.get()) is not None:
             for sample in samples:
                 answers.begin(sample)
         responses = await at.loop.here(at.samples.generate(samples))
         if self._tokenizer is not None:
             for response in responses:
-                response.completion = self._tokenizer.decode(
-                    response.output_tokens, skip_special_tokens=True
-                )
+                decode, tokens = self._tokenizer.decode, response.output_tokens
+                response.completion = decode(tokens, skip_special_tokens=True)
+                response.raw_completion = decode(tokens, skip_special_tokens=False)
         return responses
 
     @asynccontextmanager
@@ -162,16 +168,25 @@ class Requester(InferenceEngine):
         """Returns how many answers were written that no agent took; None without a gateway."""
         return None if self._gateway is None else self._gateway.lost
 
-    def _sample(self, index: int, req: ModelRequest) -> Sample:
-        seed = req.seed
+    def _sample(self, req: ModelRequest) -> Sample:
+        seed, ids = req.seed, tuple(req.input_ids)
         if seed is None and req.gconfig.seed is not None:
-            key = (self._seed, req.gconfig.seed, self._version, tuple(req.input_ids), index)
+            if (mine := asked.get()) is None:
+                mine = self._asked
+            key = (self._seed, req.gconfig.seed, self._version, *mine.key, ids, mine.number(ids))
             seed = stable_seed(*key, *attempt_key())
         return Sample(req, seed=seed, routes=self._routes if wanted.get() else None)
 
     def get_version(self) -> int:
         """Returns the version that `set_version` or the last finished update has set."""
         return self._version
+
+    def _take_version(self, version: int) -> None:
+        """Notes the version of the weights."""
+        if version != self._version:
+            self._asked = Asked()
+        self._version = version
+        self._keys.set_version(version)
 
     # in several processes
 
@@ -189,8 +204,8 @@ class Requester(InferenceEngine):
     def follow(self, state: ClientState) -> None:
         """Takes over the state of another client. Runs in this client's loop."""
         at = self.opened()
-        self._version, self._routes = state.version, state.routes
-        self._keys.set_version(state.version)
+        self._routes = state.routes
+        self._take_version(state.version)
         at.samples.adapter = state.adapter
         at.pool.follow(state.servers, state.served)
 

@@ -85,11 +85,12 @@ class SampleLoop:
 
     async def _finish(self, samples: Sequence[Sample]) -> None:
         """Has servers write until all samples have ended."""
-        fruitless, begun = 0, self._keys.begin()
+        fruitless, begun, holds = 0, self._keys.begin(), self._holds
         retries, failed = Retries(self._retry_timeout), list[str]()
         while unfinished := [s for s in samples if not s.done]:
             await self._admission()
-            holds = self._holds
+            if holds != self._holds:  # a pause is not the time of a server that fails
+                holds, retries = self._holds, Retries(self._retry_timeout)
             try:
                 gained = await self._ask(unfinished, begun, failed)
             except HttpError as error:

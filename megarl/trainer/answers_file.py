@@ -29,16 +29,18 @@ class AnswersFile:
 
     def write_if_due(self) -> None:
         """Writes the answers if the last writing, or the last weight update, was `secs` ago. It
-        pauses generation, so that the unfinished ones are kept as far as they are. A disk that is
-        full is a warning."""
+        interrupts generation, so that the unfinished ones are kept as far as they are; where they
+        do not come back in time, the file stays as it is. A disk that is full is a warning."""
         version, now = self._client.get_version(), time.monotonic()
         if version != self._version:
             self._version, self._written = version, now
         if self._secs is None or now - self._written < self._secs:
             return
-        self._client.pause()
-        self._client.resume()
+        whole = self._client.pauses.cut()
         self._written = time.monotonic()
+        if not whole:
+            log.warning("the answers so far are not saved: servers did not bring them in time")
+            return
         state = {"version": version, "answers": self._client.executor.pipeline.answers()}
         buffer = io.BytesIO()
         torch.save(state, buffer)

@@ -19,7 +19,10 @@ from megarl.api.records import ModelRequest, WeightUpdateMeta
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
 from megarl.config.weight_sync import WeightSyncConfig
 from megarl.rollout.client import RemoteSGLangEngine
+from megarl.utils.liveness import Deadline
 from megarl.utils.processes import free_port
+from megarl.weight_sync.channel import UpdateChannel
+from megarl.weight_sync.servers import Servers
 from tests.embedded_server import Server, addresses, embedded_server, two_servers
 from tests.tiny import save_tiny
 
@@ -197,3 +200,20 @@ def test_an_id_under_way_is_refused_as_sglang_does(servers):
     assert waiting.result(20)["meta_info"]["finish_reason"]["type"] == "abort"
     server.ok("/continue_generation")
     assert server.post("/generate", body)[0] == 200
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_server_that_has_ended_does_not_object_to_being_left(models, tmp_path, ended):
+    """As where a script ends its servers before its engines. One that lives does."""
+    with embedded_server(models[0], log=tmp_path / "log") as server:
+        channel = UpdateChannel(
+            Servers(addresses([server])),
+            backend="gloo",
+            device=torch.device("cpu"),
+            deadline=Deadline(60.0),
+        )
+        if ended:
+            server.terminate()
+        else:
+            server.ok("/destroy_weights_update_group", {"group_name": channel.group_name})
+        assert bool(channel.close(abort=True)) != ended

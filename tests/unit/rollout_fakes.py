@@ -92,7 +92,7 @@ class FakeServer:
     cached: tokens of the prompt that it says were cached.
     fail: HTTP answers (status, body, perhaps headers) or "drop" (the connection) for the next
         /generate calls. As SGLang does, it keeps the rids of a dropped one for a while.
-    written: tokens that a request has after `delay` where /abort_request ends it; None: nothing
+    written: tokens that a request has when an abort ends it, before `delay` does; None: no abort
         ends it.
     """
 
@@ -175,7 +175,10 @@ class FakeServer:
         return web.json_response({})
 
     async def _control(self, request: web.Request) -> web.Response:
-        self.calls.append((request.path, await request.json()))
+        body = await request.json()
+        self.calls.append((request.path, body))
+        if request.path == "/pause_generation" and body["mode"] == "abort":
+            self.aborted |= self.rids
         if self.pause_answer is not None:
             return self.pause_answer
         return web.json_response({"status": "ok"})

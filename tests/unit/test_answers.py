@@ -8,6 +8,7 @@ import torch
 from megarl.api.inference import RolloutWorkflow
 from megarl.api.records import ModelRequest
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
+from megarl.config.weight_sync import WeightSyncConfig
 from megarl.rollout.answers import AnswerLog, KeptAnswers
 from megarl.rollout.chat import ChatWorkflow
 from megarl.rollout.client import RemoteSGLangEngine
@@ -253,6 +254,35 @@ def test_a_seeded_answer_is_gone_on_with_a_version_later(monkeypatch, order):
     finally:
         for client in clients:
             client.destroy()
+
+
+@pytest.mark.parametrize(
+    ("mode", "kv"),
+    [("abort", "flush"), ("drain", "flush"), ("retract", "flush"), ("in_place", "keep")],
+)
+def test_a_cut_waits_for_no_answer_to_end(mode, kv):
+    """Whatever a weight update does with requests that are under way."""
+    server = FakeServer()
+    config = RolloutConfig(addresses=[server.address], kv_after_sync=kv)
+    client = RemoteSGLangEngine(config, weight_sync=WeightSyncConfig(pause_mode=mode))
+    try:
+        client.initialize()
+        pipeline = client.executor.pipeline
+        pipeline.keeps_answers = True
+        server.delay, server.written = 600.0, 2
+
+        def save():
+            if server.requests and server.delay:
+                assert client.pauses.cut()
+                server.delay = 0.0
+
+        (batch,) = client.executor.prepare_parts(OneBatch(), TwoTurns(), meanwhile=save)
+        assert batch["input_ids"].tolist() == [[9, 4, 102, 103, 104, 105, 106, 107]]
+        ((_, (answer,)),) = [kept for kept in pipeline.answers() if kept[1]]
+        assert answer["tokens"].tolist() == [102, 103]
+        assert [path for path, _ in server.calls] == ["/pause_generation", "/continue_generation"]
+    finally:
+        client.destroy()
         server.close()
 
 
@@ -261,16 +291,15 @@ class Client:
 
     def __init__(self) -> None:
         self.version, self.calls = 3, []
-        self.executor = self.pipeline = self
+        self.executor = self.pipeline = self.pauses = self
+        self.whole = True
 
     def get_version(self):
         return self.version
 
-    def pause(self):
-        self.calls.append("pause")
-
-    def resume(self):
-        self.calls.append("resume")
+    def cut(self):
+        self.calls.append("cut")
+        return self.whole
 
     def answers(self):
         return [(7, [{"request": "k", "stop_reason": ""}])]
@@ -283,11 +312,20 @@ def test_saved_answers_are_of_one_version(tmp_path):
     assert not client.calls and not path.exists()
     file = AnswersFile(path, client, 0.0)
     file.write_if_due()
-    assert client.calls == ["pause", "resume"]
+    assert client.calls == ["cut"]
     assert file.read(3) == client.answers() and [p.name for p in path.parent.iterdir()] == [
         path.name
     ]
     assert file.read(4) is None and not path.exists()  # of other weights: never to be read again
+
+
+def test_answers_that_do_not_come_back_leave_the_file_as_it_is(tmp_path):
+    path, client = tmp_path / "answers.pt", Client()
+    file = AnswersFile(path, client, 0.0)
+    file.write_if_due()
+    client.whole, client.answers = False, list
+    file.write_if_due()
+    assert file.read(3) == Client().answers()
 
 
 def test_a_disk_that_is_full_costs_the_answers_not_the_run(tmp_path, monkeypatch, caplog):

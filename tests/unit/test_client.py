@@ -1,6 +1,8 @@
 """RemoteSGLangEngine against a small double of SGLang's protocol: retries, aborts, versions."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from aiohttp import web
 
-from megarl.api.inference import RolloutFailed
+from megarl.api.inference import RolloutFailed, RolloutWorkflow
 from megarl.api.records import ModelRequest, WeightUpdateMeta
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
 from megarl.config.weight_sync import WeightSyncConfig
@@ -21,6 +23,7 @@ from megarl.rollout.server_choice import Home, current_home
 from megarl.utils.http import call_json, retry_after
 from megarl.utils.retries import MAX_RETRY_DELAY, RETRY_DELAY, backoff
 from tests.dist.world import free_port
+from tests.unit.rollout_fakes import trajectory
 
 
 @pytest.fixture
@@ -132,6 +135,21 @@ def test_pause_holds_requests_back_and_resume_lets_them_go(servers, connect):
 
     assert asyncio.run(blocked()).output_len == 6
     assert server.calls[-1] == ("/continue_generation", {})
+
+
+def test_servers_go_on_also_where_the_answers_cannot_be_noted(servers, connect, monkeypatch):
+    client = connect(servers[0].address)
+
+    def fails():
+        raise OverflowError
+
+    monkeypatch.setattr(client.executor.pipeline, "cut", fails)
+    client.pause()
+    with pytest.raises(OverflowError):
+        client.resume()
+    assert servers[0].calls[-1][0] == "/continue_generation"
+    assert generate(client, request())[0].output_len == 6
+    client.resume()
 
 
 def test_failed_pause_names_the_server(servers, connect):
@@ -842,10 +860,34 @@ def test_seeds_are_keyed_when_gconfig_has_one(servers, connect):
     keyed = request()
     keyed.gconfig.seed = 11
     a = seeds(keyed, keyed)
-    assert a[0] != a[1] and a == seeds(keyed, keyed)
+    b = seeds(keyed, keyed)
+    assert len({*a, *b}) == 4
     client.set_version(1)
-    assert set(a).isdisjoint(seeds(keyed, keyed))
+    assert {*a, *b}.isdisjoint(seeds(keyed, keyed))
+    client.set_version(0)
+    assert seeds(keyed, keyed, keyed, keyed) == a + b
     assert seeds(request(seed=42)) == [42]
+
+
+class OnePromptManyTimes(RolloutWorkflow):
+    """Asks for samples of one prompt as scripts do: one by one, at the same time."""
+
+    async def arun_episode(self, engine, data):
+        reqs = [request(max_new_tokens=1) for _ in range(4)]
+        for r in reqs:
+            r.gconfig.seed = 11
+        await asyncio.gather(*map(engine.agenerate, reqs))
+        return trajectory([5], version=0)
+
+
+def test_samples_of_one_prompt_have_seeds_of_their_own(servers, connect):
+    server, seen = servers[0], []
+    for _ in range(2):
+        client = connect(server.address)
+        client.rollout_batch([{"row_id": 1}, {"row_id": 2}], workflow=OnePromptManyTimes())
+        asked, server.requests[:] = list(server.requests), []
+        seen.append([p["sampling_seed"] for r in asked for p in r["sampling_params"]])
+    assert len(set(seen[0])) == 8 and sorted(seen[0]) == sorted(seen[1])
 
 
 def test_stable_seed_is_the_same_in_every_process():
@@ -886,11 +928,33 @@ def test_a_request_by_text_and_the_text_of_its_answer(servers):
         (answer,) = generate(client, asked)
     finally:
         client.destroy()
-    assert answer.input_tokens == [7, 8, 9] and answer.completion == "103 104"
+    assert answer.input_tokens == asked.input_ids == [7, 8, 9] and answer.completion == "103 104"
     plain = RemoteSGLangEngine(config)
     try:
         plain.initialize()
         with pytest.raises(ValueError, match="has text and no input_ids: give the client a tok"):
-            generate(plain, asked)
+            generate(plain, ModelRequest(text="7 8 9", gconfig=gconfig))
     finally:
         plain.destroy()
+
+
+ENDS_BY_AN_ERROR = """
+import asyncio, sys
+from megarl.api.records import ModelRequest
+from megarl.config.rollout import RolloutConfig
+from megarl.rollout.client import RemoteSGLangEngine
+client = RemoteSGLangEngine(RolloutConfig(addresses=[sys.argv[1]]))
+client.initialize()
+asyncio.run(client.agenerate(ModelRequest(input_ids=[1, 2])))
+client.pause()
+raise OverflowError("mine")
+"""
+
+
+def test_a_script_that_ends_by_an_error_shows_that_error_last(servers):
+    """And leaves no server paused."""
+    command = [sys.executable, "-c", ENDS_BY_AN_ERROR, servers[0].address]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1] == "OverflowError: mine"
+    assert servers[0].calls[-1][0] == "/continue_generation"

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import pytest
 from transformers.utils import get_json_schema
 
+from megarl.api.records import ModelResponse
 from megarl.rollout.tools.calls import FORMATS, ToolCall, parse_calls
 from megarl.rollout.tools.env import ToolFailure, ToolingEnv, opened
 from megarl.rollout.tools.executor import ToolExecutor
@@ -291,3 +292,8 @@ def test_an_executor_answers_the_calls_in_a_text() -> None:
     assert found[2] == {"role": "tool", "name": "", "content": found[2]["content"]}
     assert asyncio.run(executor.aexecute_tool("The sum is 3.")) == []
     assert executor.list_tools() == LocalToolingEnv([add]).list_tools()
+    answer = ModelResponse(input_tokens=[1], output_tokens=[2, 3])
+    with pytest.raises(ValueError, match="tokenizer"):
+        asyncio.run(executor.aexecute_tool(answer))
+    answer.completion, answer.raw_completion = "3", WRITTEN["hermes"]
+    assert asyncio.run(executor.aexecute_tool(answer))[0]["content"] == "3"

@@ -169,7 +169,7 @@ def _shrink_generation(cfg: GRPOConfig, world_size: int) -> None:
     r.addresses_file, r.reward_addresses = "", []
     r.addresses, r.max_concurrent_rollouts, r.reward_workers = [], None, min(2, r.reward_workers)
     r.workers = min(2, r.workers)
-    for name in ("request_timeout", "episode_timeout", "setup_timeout"):
+    for name in ("request_timeout", "retry_timeout", "episode_timeout", "setup_timeout"):
         setattr(r, name, min(getattr(r, name), WAIT))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from megarl.api.records import ModelResponse
 from megarl.rollout import tally
 from megarl.rollout.tools.calls import ToolCall, parse_calls
 from megarl.rollout.tools.env import ToolFailure, ToolingEnv
@@ -32,11 +33,17 @@ class ToolExecutor:
         """Returns the tools for the chat template."""
         return self.env.list_tools()
 
-    async def aexecute_tool(self, completion: str) -> list[dict[str, Any]]:
-        """Executes the calls in `completion`, a text with its special tokens, and returns the
-        messages that answer them; ChatWorkflow.tell_all has a sample read them. Raises
-        ToolFailure."""
-        calls = parse_calls(completion, self._format, self.list_tools())
+    async def aexecute_tool(self, answer: ModelResponse | str) -> list[dict[str, Any]]:
+        """Executes the calls in an answer of a client with a tokenizer, or in a text with its
+        special tokens, and returns the messages that answer them; ChatWorkflow.tell_all has a
+        sample read them. Raises ToolFailure, and ValueError for an answer without its text."""
+        text = answer if isinstance(answer, str) else answer.raw_completion
+        if not isinstance(answer, str) and answer.output_tokens and not text:
+            raise ValueError(
+                "the answer has tokens and no text: give the client a tokenizer "
+                "(RemoteSGLangEngine(config, tokenizer=...)), or decode output_tokens"
+            )
+        calls = parse_calls(text, self._format, self.list_tools())
         return [await answer_call(self.env, call, self._max_result) for call in calls]
 
 
