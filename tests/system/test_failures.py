@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 150.0
 
 SCRIPT = """
-import asyncio, os, signal, sys, threading, time
+import asyncio, functools, os, signal, sys, threading, time
 from pathlib import Path
 
 OUT, RANK = Path(os.environ["OUT"]), int(os.environ["RANK"])
@@ -39,6 +39,7 @@ VICTIM, VICTIM_ADDRESS = int(os.environ["VICTIM"]), os.environ["VICTIM_ADDRESS"]
 def at(owner, name, act, *, call=1):
     '''`act` runs before the call-th call of the method.'''
     method, count = getattr(owner, name), 0
+    @functools.wraps(method)
     def patched(*args, **kw):
         nonlocal count
         count += 1
