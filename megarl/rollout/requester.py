@@ -20,7 +20,15 @@ from megarl.rollout.cache_keys import CacheKeys
 from megarl.rollout.dispatch import Dispatcher
 from megarl.rollout.gateway.gateway import Gateway
 from megarl.rollout.gateway.session import Session
-from megarl.rollout.generation import Asked, Sample, asked, attempt_key, fill_ids, stable_seed
+from megarl.rollout.generation import (
+    Asked,
+    Sample,
+    asked,
+    attempt_key,
+    fill_ids,
+    seed_version,
+    stable_seed,
+)
 from megarl.rollout.loop_thread import LoopThread
 from megarl.rollout.router import Router
 from megarl.rollout.routes import wanted
@@ -173,8 +181,8 @@ class Requester(InferenceEngine):
         if seed is None and req.gconfig.seed is not None:
             if (mine := asked.get()) is None:
                 mine = self._asked
-            key = (self._seed, req.gconfig.seed, self._version, *mine.key, ids, mine.number(ids))
-            seed = stable_seed(*key, *attempt_key())
+            key = (self._seed, req.gconfig.seed, seed_version(self._version), *mine.key, ids)
+            seed = stable_seed(*key, mine.number(ids), *attempt_key())
         return Sample(req, seed=seed, routes=self._routes if wanted.get() else None)
 
     def get_version(self) -> int:
