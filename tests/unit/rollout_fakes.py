@@ -197,9 +197,10 @@ class FakeServer:
                 return web.Response()
             status, said, *headers = failure
             return web.json_response(said, status=status, headers=headers[0] if headers else {})
+        until = asyncio.get_running_loop().time() + self.delay
         self.rids.update(body["rid"])
         try:
-            await self._write(body["rid"])
+            await self._write(body["rid"], until)
         finally:
             self.rids.difference_update(body["rid"])
         if self.versions:
@@ -210,9 +211,8 @@ class FakeServer:
         ]
         return web.json_response(answers)
 
-    async def _write(self, rids: list[str]) -> None:
-        """Returns after `delay` seconds, or once all of a request are aborted."""
-        until = asyncio.get_running_loop().time() + self.delay
+    async def _write(self, rids: list[str], until: float) -> None:
+        """Returns at the loop's time `until`, or once all of a request are aborted."""
         while (left := until - asyncio.get_running_loop().time()) > 0:
             if self.written is not None and self.aborted.issuperset(rids):
                 return
