@@ -258,7 +258,7 @@ def test_workers_have_gpus_of_their_own(
     monkeypatch.setattr("megarl.utils.env.uses_gpus", lambda env, torch_version: True)
     spec, scheduler = replace(spec, worker=WorkerSpec(gpus=2)), LocalScheduler()
     with pytest.raises(
-        RuntimeError, match=r"group: 2 workers want 2.1e\+06 GiB of memory, and this"
+        RuntimeError, match=r"group: 2 workers want 2.1e\+06 GiB of memory, and here"
     ):
         scheduler.start(replace(spec, worker=WorkerSpec(memory=1 << 50)))
     group = scheduler.start(spec)
