@@ -20,6 +20,7 @@ def user_lines(error: BaseException) -> list[traceback.FrameSummary]:
         for frame in traceback.extract_tb(each.__traceback__)
         if not frame.filename.startswith((_PACKAGE, _STDLIB, "<"))
         and "site-packages" not in frame.filename
+        and Path(frame.filename).is_file()  # compiled libraries name files of where they were built
     ]
 
 

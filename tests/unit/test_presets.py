@@ -82,7 +82,7 @@ def test_an_unknown_algorithm_is_named_with_all_that_there_are():
 
 @pytest.mark.parametrize("name", ["algorithm.adv_estimator=grpo", "algorithm.kl_ctrl.kl_coef=0.1"])
 def test_the_section_of_that_name_in_verl_still_gets_our_names(name):
-    with pytest.raises(ConfigError, match=r"unknown key; did you mean actor\.(adv_norm|kl_coef)"):
+    with pytest.raises(ConfigError, match=r"unknown key; did you mean (actor\.adv_norm|kl_ctl)"):
         load_config(None, [name, "actor.path=nowhere"])
 
 
