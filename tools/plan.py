@@ -178,7 +178,8 @@ def report(args: argparse.Namespace) -> Iterator[str]:
     layout = make_layout(m, gpus, parallel)
     total, active = parameters(m)
     yield f"{m.family}: {total / 1e9:.1f}B parameters, {active / 1e9:.1f}B of them per token"
-    yield f"training on {gpus} {args.gpu.upper()}: {_describe(layout)}"
+    again = ", recomputing" if work.recompute == "full" else ""
+    yield f"training on {gpus} {args.gpu.upper()}: {_describe(layout)}{again}"
     stages = training_memory(m, layout, work)
     yield from _memory(stages, cluster)
     if args.turns:

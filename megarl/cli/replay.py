@@ -24,6 +24,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -82,6 +83,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "print" in command.switches:
         print(*arguments)
         return 0
+    if what != TRAIN and _unseeded(run):
+        print(
+            "gconfig.seed is null: rollouts will differ from the run's; --train-only takes the "
+            "recorded batches"
+        )
     from megarl.launcher.local import main as launch  # here, so that --help is instant
 
     if (status := launch(arguments)) != 0:
@@ -96,12 +102,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
+def _section(run: Path, name: str) -> dict[str, Any]:
+    """Returns a section of the run's configuration, {} where it has none."""
+    tree = yaml.safe_load((run / CONFIG_FILE).read_text(encoding="utf-8"))
+    section = tree.get(name) if isinstance(tree, dict) else None
+    return section if isinstance(section, dict) else {}
+
+
+def _unseeded(run: Path) -> bool:
+    """Returns whether the run's answers were sampled without a seed."""
+    gconfig = _section(run, "gconfig")
+    return bool(gconfig) and gconfig.get("seed") is None and not gconfig.get("greedy")
+
+
 def _trainer(run: Path) -> list[str]:
     """Returns what puts the recipe's own trainer in the place of GraphTrainer, which runs under a
     controller alone and computes the same."""
-    tree = yaml.safe_load((run / CONFIG_FILE).read_text(encoding="utf-8"))
-    named = str((tree.get("trainer") or {}).get("type") if isinstance(tree, dict) else "")
-    return ["trainer.type="] if named == GRAPH_TRAINER else []
+    return ["trainer.type="] if _section(run, "trainer").get("type") == GRAPH_TRAINER else []
 
 
 def last_checkpoint(run: Path, step: int) -> Checkpoint | None:

@@ -111,10 +111,13 @@ class FileNames:
         self._look()
         if name not in self._there:
             return None
+        path = self._directory / name
         try:
-            text = (self._directory / name).read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8") if path.is_file() else ""  # a pipe would hang
         except FileNotFoundError:
             return None
+        except UnicodeDecodeError:
+            text = ""
         self._known[name] = self._verified(name, text)
         return self._known[name]
 
@@ -146,9 +149,9 @@ class FileNames:
         try:
             read = json.loads(text)
             value, mac = str(read["value"]), str(read["mac"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             value, mac = "", ""
-        if not hmac.compare_digest(mac, self._mac(name, value)):
+        if not hmac.compare_digest(mac.encode(), self._mac(name, value).encode()):
             raise ForgedName(
                 f"{self._directory / name}: not written by attempt {self.attempt} of this job; who "
                 "else can write there?"

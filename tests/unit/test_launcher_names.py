@@ -44,9 +44,13 @@ def test_values_of_others_are_refused(tmp_path: Path) -> None:
     (tmp_path / "7.1" / "server.0").write_text((tmp_path / "7.0" / "server.0").read_text())
     (tmp_path / "7.1" / "server.1").write_text((tmp_path / "7.0" / "server.0").read_text())
     (tmp_path / "7.1" / "server.2").write_text("[1]")
-    for name in ("server.0", "server.1", "server.2"):
+    (tmp_path / "7.1" / "server.3").write_text('{"value": "x", "mac": "caf\u00e9"}')
+    (tmp_path / "7.1" / "server.4").write_bytes(b"\xff\xfe")
+    os.mkfifo(tmp_path / "7.1" / "server.5")  # nobody ever writes into it
+    (tmp_path / "7.1" / "server.6").write_text("[" * 100_000)
+    for i in range(7):
         with pytest.raises(ForgedName):
-            ours.peek(name)
+            ours.peek(f"server.{i}")
 
 
 def test_an_older_attempt_sees_a_newer_one(tmp_path: Path) -> None:

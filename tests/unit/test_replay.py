@@ -132,3 +132,20 @@ def test_the_runs_own_trainer_makes_the_steps():
     assert replaying(None).step is RLTrainer.step
     with pytest.raises(ConfigError, match="a replay needs a subclass of RLTrainer"):
         replaying(SimpleNamespace)
+
+
+@pytest.mark.parametrize(
+    ("words", "warned"), [([], True), (["--rollout-only"], True), (["--train-only"], False)]
+)
+def test_a_run_without_a_seed_is_named_before_anything_starts(
+    run, capsys, monkeypatch, words, warned
+):
+    said: list[str] = []
+
+    def launch(arguments: list[str]) -> int:
+        said.append(capsys.readouterr().out)
+        return 3
+
+    monkeypatch.setattr("megarl.launcher.local.main", launch)
+    assert main([str(run), "--step", "4", *words]) == 3
+    assert ("gconfig.seed" in said[0]) == warned
