@@ -87,7 +87,9 @@ class ClusterConfig:
         "host name",
     )
     container: str = arg(
-        "", help="image that the processes run in, as srun --container-image or a pod takes it"
+        "",
+        help="image that the processes run in, as srun --container-image or a pod takes it; the "
+        "configuration's paths are those inside it",
     )
     container_mounts: list[str] = arg(
         factory=list, help="directories that the container sees, each as /here or /here:/there"

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from megarl.config.allocation import AllocationMode
@@ -21,6 +22,7 @@ from megarl.config.secrets import masked_override
 from megarl.config.servers import needs_servers
 from megarl.config.transports import Requirements
 from megarl.config.turns import settle_turns
+from megarl.launcher.container import checked_from_here, seen_from_here
 from megarl.launcher.devices import check_devices
 from megarl.launcher.placement import Placement, place, set_aside, share_out
 from megarl.rpc.nodes import PACKAGE
@@ -120,13 +122,16 @@ def check_named(plan: Plan, *, writes: bool) -> None:
     """Checks the run directory, the tokenizer, the data and the code that the configuration names;
     a process of its own imports the code. Raises ConfigError. With `writes` the directory is made.
     """
-    check_place(plan.cfg)
+    check_place(seen_from_here(plan.cfg))
     if plan.own:
-        check_tokenizer(plan.cfg)
-    rows = check_data(plan.cfg, isolated=True, path=plan.import_path, renders=plan.own)
-    check_code(plan.cfg, rows, isolated=True, path=plan.import_path, recipe=plan.own)
+        checked_from_here(plan.cfg, check_tokenizer, None)
+    data = partial(check_data, isolated=True, path=plan.import_path, renders=plan.own)
+    unread: dict[str, tuple[str, ...]] = {}
+    rows = checked_from_here(plan.cfg, data, unread)
+    code = partial(check_code, row_keys=rows, isolated=True, path=plan.import_path, recipe=plan.own)
+    checked_from_here(plan.cfg, code, None)
     if writes:
-        check_writable(plan.cfg)
+        check_writable(seen_from_here(plan.cfg))
 
 
 def _read(command: CommandLine) -> tuple[Plan, Requirements]:
@@ -143,9 +148,9 @@ def _read(command: CommandLine) -> tuple[Plan, Requirements]:
     if cfg.trainer.mode == "controller":
         cfg.trainer.workers = nproc
     fetch_hub_models(cfg)
-    check_config(cfg, nproc)
-    check_models(cfg)
-    check_run_dir(cfg)
+    checked_from_here(cfg, lambda outside: check_config(outside, nproc), None)
+    checked_from_here(cfg, check_models, None)
+    checked_from_here(cfg, check_run_dir, None)
     plan = Plan(
         cfg=cfg,
         script=script,

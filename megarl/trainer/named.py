@@ -307,7 +307,7 @@ def _named_rewards(
             own = True
             yield _named(f"{key}.workflow", data.workflow, "workflow")
         if not is_registered(name) or data.reward.options:
-            row = None if own else row_keys[key]
+            row = None if own else row_keys.get(key)
             seam = SeamConfig(type=name, options=data.reward.options)
             yield _named(f"{key}.reward", seam, "reward", row=row)
 
