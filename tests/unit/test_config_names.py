@@ -16,7 +16,6 @@ from megarl.config.hub import fetch_hub_models
 from megarl.config.loader import load_config, run_dir
 from megarl.data import load_rows
 from megarl.observability.episodes import read_bytes
-from megarl.trainer.user_code import Named, code_problems
 
 EVALUATED = ("valid_dataset.type=arithmetic", "saver.keep_best=1", "saver.keep_last=1")
 
@@ -113,16 +112,6 @@ def test_a_column_without_a_space_is_answered_with_one(tmp_path: Path) -> None:
     with pytest.raises(ValueError) as caught:
         load_rows(cfg.train_dataset, seed=1)
     assert "messages: question" in str(caught.value)
-
-
-def plain(outputs: Any, batch: Any) -> Any:
-    """Is a loss as one might write it at first."""
-
-
-def test_a_loss_with_other_arguments_is_told_how_it_is_called() -> None:
-    named = Named(key="actor.loss", target=f"{__name__}:plain", kind="loss", config=None)
-    (problem,) = code_problems([named])
-    assert problem.startswith("actor.loss.options.batch") and "(config)" in problem
 
 
 def test_a_configuration_names_its_neighbours(

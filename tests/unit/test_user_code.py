@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,7 @@ from megarl.launcher.make import make_job
 from megarl.launcher.plan import plan_here
 from megarl.run import main
 from megarl.trainer.named import read_config
+from megarl.trainer.user_code import Named, code_problems
 from megarl.utils.isolated import call_isolated
 from tests.hf_stub import write_stub
 
@@ -321,3 +323,13 @@ def test_trainers_have_the_working_directory_on_their_path(home: Path) -> None:
     command = parse_command_line(arguments(), options=("config", "nproc"))
     (trainer,) = make_job(plan_here(command), os.environ).of(TRAINER)
     assert trainer.env["PYTHONPATH"].split(os.pathsep)[-1] == str(home)
+
+
+def plain(outputs: Any, batch: Any) -> Any:
+    """Is a loss as one might write it at first."""
+
+
+def test_a_loss_with_other_arguments_is_told_how_it_is_called() -> None:
+    named = Named(key="actor.loss", target=f"{__name__}:plain", kind="loss", config=None)
+    (problem,) = code_problems([named])
+    assert problem.startswith("actor.loss.options.batch") and "(config)" in problem
