@@ -121,9 +121,9 @@ def test_samples_aborted_by_a_pause_end_as_if_nothing_had_happened(client, monke
     whole = asyncio.run(client.agenerate_many(reqs))
     generate = client._connection.samples._dispatcher.generate
 
-    def spy(body, *args):
+    def spy(body, *args, **kwargs):
         sent.append([len(ids) for ids in body["input_ids"]])
-        return generate(body, *args)
+        return generate(body, *args, **kwargs)
 
     monkeypatch.setattr(client._connection.samples._dispatcher, "generate", spy)
 
