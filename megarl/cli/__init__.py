@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 from megarl.config.errors import EXIT_CODE, ConfigError
 from megarl.utils.stacks import dump_on_signal
 
@@ -29,6 +31,10 @@ class Command:
 
 # they read files that somebody else may have written, or a full disk cut short
 READERS = ("report", "status", "view", "trace", "diff")
+UNREADABLE = (
+    *(LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError),
+    *(OSError, yaml.YAMLError),
+)
 
 COMMANDS = {
     "run": Command("megarl.run", "run a recipe: one trainer process of a job"),
@@ -66,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as e:
         print(e.report(), file=sys.stderr)
         return EXIT_CODE
-    except Exception as e:
+    except UNREADABLE as e:
         if name not in READERS:
             raise
         print(f"megarl {name}: {_damaged(e)}", file=sys.stderr)

@@ -15,7 +15,7 @@ PHASES = (
     *("reward_model", "train", "train_critic", "train_step", "update_weights", "step", "eval"),
     *("save", "recover"),
 )
-# the first part of the names of metrics, besides eval
+# the first part of the names of metrics, besides eval; a test holds them against docs/metrics.md
 FAMILIES = (
     *("train_rollout_logprob_abs_diff", "mismatch", "staleness", "moe", "weight_sync", "reward"),
     *("dataset", "difficulty", "curriculum", "response_len", "forks", "critic", "timing"),
@@ -23,6 +23,11 @@ FAMILIES = (
     *("entropy", "kl_ref", "approx_kl", "accuracy", "margin", "first_ratio_abs_dev", "logp"),
     *("reward_chosen", "reward_rejected", "logp_chosen", "logp_rejected", "advantage"),
     *("clip_frac", "teacher_kl_forward", "teacher_kl_reverse", "reference_point"),
+    *("advantage_max", "advantage_min", "advantage_std", "behav_dropped_frac", "behav_ess"),
+    *("behav_imp_weight", "clip_frac_dual", "clip_frac_high", "clip_frac_low", "elapsed_s"),
+    *("kl_coef", "kl_ctl", "kl_observed", "n_updates", "picked_frac", "prefix_ratio"),
+    *("ratio_abs_dev", "ratio_rms_dev", "skipped_sequences", "skipped_tokens", "skipped_updates"),
+    *("student_tail_mass", "teacher_tail_mass", "tools", "update_successful"),
 )
 _OF_ANSWERS = ("accuracy", "reward", "some_credit", "response_len", "samples", "failed")
 _OF_LOSS = ("loss", "ppl", "token_accuracy", "exact_match")

@@ -40,9 +40,9 @@ def fetch_hub_models(cfg: BaseConfig) -> None:
 
 def _with_paths(cfg: BaseConfig) -> dict[str, Any]:
     """Returns, by key, the sections that name a model by their path: engines and servers."""
-    found: dict[str, Any] = dict(engines(cfg))
+    sections: dict[str, Any] = dict(engines(cfg))
     if isinstance(cfg, GRPOConfig):
-        found["server"] = cfg.server
+        sections["server"] = cfg.server
         if cfg.judge is not None:
-            found["judge"] = cfg.judge
-    return found
+            sections["judge"] = cfg.judge
+    return sections

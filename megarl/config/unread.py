@@ -85,11 +85,11 @@ def warn_of_unread() -> None:
     if script is None or os.environ.get("RANK", "0") != "0":
         return
     text = _text_of(script[1])
-    if "load_expr_config" in text and (found := unread_keys(script[0], text)):
+    if "load_expr_config" in text and (unread := unread_keys(script[0], text)):
         log.warning(
             "these keys are set and have no effect in this script: %s. The parts that it makes by "
             "for_run(config) read keys of theirs (docs/loop.md); others are for it to use",
-            ", ".join(found),
+            ", ".join(unread),
         )
 
 
@@ -97,9 +97,9 @@ def unread_keys(cfg: Any, text: str) -> list[str]:
     """Returns the keys that are set and that neither a launcher, nor a part, nor a script of this
     text reads; those that a script has added to megarl's are its own."""
     ours = next(c for c in type(cfg).__mro__ if c.__module__.startswith("megarl."))
-    known = {field.name for field in fields(ours)}
+    sections = {field.name for field in fields(ours)}
     names = getattr(cfg, _SET, ())
-    return [n for n in names if n.partition(".")[0] in known and not _is_read(cfg, n, text)]
+    return [n for n in names if n.partition(".")[0] in sections and not _is_read(cfg, n, text)]
 
 
 def _is_read(cfg: Any, name: str, text: str) -> bool:

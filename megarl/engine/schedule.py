@@ -31,7 +31,9 @@ from megarl.parallel.packing import unpack
 from megarl.parallel.pipeline_shapes import known_shapes
 from megarl.parallel.vocab_parallel import TOP_IDS
 
+from megatron.core import parallel_state as ps  # isort: skip
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
+from megatron.core.pipeline_parallel.schedules import get_schedule_table  # isort: skip
 from megatron.core.tensor_parallel import mappings  # isort: skip
 
 Sums = dict[str, tuple[Any, Any]]  # name -> (sum, weight); numbers or scalar tensors
@@ -73,8 +75,7 @@ def run(
     iterators: list[Iterator[MicroBatch]] = [iter(micro_batches) for _ in chunks]
     interleaved = len(chunks) > 1
     lengths = [len(mb.packed.input_ids) for mb in micro_batches]
-    config = unwrap(chunks[0]).config
-    with known_shapes(lengths, chunks=len(chunks), config=config):
+    with known_shapes(*_coming(lengths, len(chunks), unwrap(chunks[0]).config)):
         get_forward_backward_func()(
             forward_step_func=partial(_forward_step, job),
             data_iterator=iterators if interleaved else iterators[0],
@@ -84,6 +85,26 @@ def run(
             micro_batch_size=1,
             forward_only=not backward,
         )
+
+
+def _coming(
+    lengths: Sequence[int], chunks: int, config: Any
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Returns the shapes of what comes from the stage before and from the stage after, in order.
+    lengths: of the micro-batches, packed tokens of this context-parallel rank."""
+    share = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    shapes = [[n // share, 1, config.hidden_size] for n in lengths]
+    first = ps.is_pipeline_first_stage(ignore_virtual=True)
+    last = ps.is_pipeline_last_stage(ignore_virtual=True)
+    order = [(i, 0) for i in range(len(lengths))]
+    if chunks > 1:
+        group = config.microbatch_group_size_per_vp_stage
+        order = get_schedule_table(len(lengths), chunks, group)
+    # backward goes through the chunks in reverse: the first of each group is the last chunk
+    return (
+        [shapes[i] for i, chunk in order if not (first and chunk == 0)],
+        [shapes[i] for i, chunk in order if not (last and chunk == 0)],
+    )
 
 
 def _forward_step(job: Pass, micro_batches: Iterator[MicroBatch], chunk: Any) -> tuple[Any, Any]:

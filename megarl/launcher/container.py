@@ -4,7 +4,7 @@ are those inside."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,28 +18,46 @@ T = TypeVar("T")
 def seen_from_here(cfg: BaseConfig) -> BaseConfig:
     """Returns the configuration with the paths of cluster.container_mounts as this machine has
     them; the very same without a container."""
-    if not cfg.cluster.container:
-        return cfg
-    outside = copy.deepcopy(cfg)
-    for owner, name, path in _paths(outside):
-        setattr(owner, name, _outside(cfg, path) or path)
-    return outside
+    return _translated(cfg)[0]
 
 
 def checked_from_here(cfg: BaseConfig, check: Callable[[BaseConfig], T], otherwise: T) -> T:
     """Returns what `check` gives for the configuration as this machine sees it. What it objects to
     about a path that only the container has is left to the processes inside: `otherwise` is
     returned where there is nothing else. Raises ConfigError."""
+    outside, hidden = _translated(cfg)
     try:
-        return check(seen_from_here(cfg))
+        return check(outside)
     except ConfigError as e:
-        if not cfg.cluster.container:
-            raise
-        hidden = {path for _, _, path in _paths(cfg) if _outside(cfg, path) is None}
         problems = [p for p in e.problems if not any(path in p for path in hidden)]
         if problems:
             raise ConfigError(problems) from e
         return otherwise
+
+
+def _translated(cfg: BaseConfig) -> tuple[BaseConfig, set[str]]:
+    """Returns the configuration as this machine sees it, and the paths that no mount of it has."""
+    hidden: set[str] = set()
+    if not cfg.cluster.container:
+        return cfg, hidden
+
+    def translate(value: Any) -> Any:
+        if isinstance(value, str) and value.startswith("/"):
+            if (path := _outside(cfg, value)) is None:
+                hidden.add(value)
+            return path or value
+        if isinstance(value, list):
+            return [translate(v) for v in value]
+        if isinstance(value, dict):
+            return {k: translate(v) for k, v in value.items()}
+        if is_dataclass(value) and value is not outside.cluster:
+            for field in fields(value):
+                setattr(value, field.name, translate(getattr(value, field.name)))
+        return value
+
+    outside = copy.deepcopy(cfg)
+    translate(outside)
+    return outside, hidden
 
 
 def _outside(cfg: BaseConfig, path: str) -> str | None:
@@ -50,15 +68,3 @@ def _outside(cfg: BaseConfig, path: str) -> str | None:
         if Path(path).is_relative_to(there) and Path(here).is_dir():
             return str(Path(here) / Path(path).relative_to(there))
     return None
-
-
-def _paths(section: Any) -> Iterator[tuple[Any, str, str]]:
-    """Yields (section, key, value) of every absolute path in a configuration's sections."""
-    for field in fields(section):
-        value = getattr(section, field.name)
-        if isinstance(value, str) and value.startswith("/"):
-            yield section, field.name, value
-        parts = value.values() if isinstance(value, dict) else [value]
-        for part in parts:
-            if is_dataclass(part) and not isinstance(part, type) and field.name != "cluster":
-                yield from _paths(part)

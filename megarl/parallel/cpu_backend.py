@@ -2,7 +2,7 @@
 
 `install()` runs once, before megatron.core is imported, and only where the engine's device is the
 CPU (megarl.parallel.mcore decides). The patched calls raise "Torch not compiled with CUDA enabled"
-on such a machine, so no working code changes its meaning. P7, P10, P11, P19 and P20 are needed on
+on such a machine, so no working code changes its meaning. P7, P10, P11 and P19 to P22 are needed on
 GPUs too: `install_everywhere()`. Tested with megatron-core 0.16.1 and 0.19.2 (`make test-mcore`); a
 patch that only one of them needs names it.
 
@@ -27,6 +27,9 @@ patch that only one of them needs names it.
   P18  sequence parallelism's reduce-scatter  sends each rank its part, not everything
   P19  latent attention (0.19)                is made of the modules that its spec names
   P20  rotary embedding that is not fused     finds packed tokens' angles without asking the device
+  P21  pipeline stages                        send no shapes where a pass knows them
+  P22  DeepEP 2                               has the names that megatron-core asks for (deep_ep.py;
+                                              installed first, as megatron-core asks at its import)
 """
 
 from __future__ import annotations
@@ -41,7 +44,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megarl.parallel import cpu_collectives, cpu_kernels, cpu_torch, packed_rotary
+from megarl.parallel import (
+    cpu_collectives,
+    cpu_kernels,
+    cpu_torch,
+    packed_rotary,
+    pipeline_shapes,
+)
 from megarl.parallel.cpu_adam import CpuFusedAdam
 from megarl.parallel.cpu_torch import nothing, patch
 from megarl.parallel.worlds import PerWorld
@@ -344,6 +353,14 @@ def p20_packed_rotary() -> None:
     patch(rope_utils, _apply_rotary_pos_emb_thd=rotate)
 
 
+def p21_pipeline_shapes() -> None:
+    """See megarl.parallel.pipeline_shapes."""
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    shapes = pipeline_shapes.telling(P2PCommunicator._communicate_shapes)
+    patch(P2PCommunicator, _communicate_shapes=shapes)
+
+
 _installed = False
 
 
@@ -354,10 +371,11 @@ def install_everywhere() -> None:
     p11_one_rank_collectives()
     p19_latent_attention()
     p20_packed_rotary()
+    p21_pipeline_shapes()
 
 
 def install() -> None:
-    """Installs P1 to P20, once. Raises AssertionError if megatron.core is imported already."""
+    """Installs P1 to P21, once. Raises AssertionError if megatron.core is imported already."""
     global _installed
     if _installed:
         return

@@ -57,11 +57,11 @@ class RollCall:
     def absent(self, ranks: Collection[int]) -> str:
         """Returns which of `ranks` have not come to this rank's call, in words, with where they
         were last; empty where all have. What the store does not say in time is left out."""
-        found: list[str] = []
-        reader = threading.Thread(target=lambda: found.append(self._absent(ranks)), daemon=True)
+        words: list[str] = []
+        reader = threading.Thread(target=lambda: words.append(self._absent(ranks)), daemon=True)
         reader.start()
         reader.join(READING)
-        return found[0] if found else ""
+        return words[0] if words else ""
 
     def _note(self, where: str) -> None:
         self._store.set(str(self._rank), f"{self._name} {self._number} {where}")

@@ -120,7 +120,8 @@ async def _bounded(fn: Callable[[], Any], result: Any, timeout: float | None) ->
 
 
 def _check_stuck(fn: Callable[[], Any]) -> None:
-    given_up = list(_given_up.values())
+    with _lock:
+        given_up = list(_given_up.values())
     late = sum(time.monotonic() - since > PATIENCE for since in given_up)
     if late >= MOST_STUCK:
         raise ThreadsExhausted(

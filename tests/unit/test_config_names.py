@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,16 @@ from megarl.data import load_rows
 from megarl.observability.episodes import read_bytes
 
 EVALUATED = ("valid_dataset.type=arithmetic", "saver.keep_best=1", "saver.keep_last=1")
+
+
+ROOT = Path(__file__).parents[2]
+METRICS = ROOT / "docs" / "metrics.md"
+
+
+def of(key: str, *overrides: str) -> list[str]:
+    """What each override alone is told about `key`."""
+    told = (problems(*EVALUATED, override) for override in overrides)
+    return [p for each in told for p in each if p.startswith(f"{key}=")]
 
 
 def problems(*overrides: str) -> list[str]:
@@ -136,3 +147,17 @@ def test_a_configuration_names_its_neighbours(
     assert cfg.train_dataset.files == ["rows.jsonl", "none.jsonl"]  # here first; nowhere
     assert (cfg.trial_name, cfg.actor.path) == ("trial", "org/model")
     assert cfg.train_dataset.options == {"x": "own.jinja"}
+
+
+def test_every_metric_of_the_docs_and_every_phase_may_be_named() -> None:
+    """A name that is left out of a list would be refused though the run has it."""
+    rows = [line.split("|")[1] for line in METRICS.read_text().splitlines() if line[:3] == "| `"]
+    metrics = {name for row in rows for name in re.findall(r"`([a-z_]+(?:/[a-z_]+)*)`", row)}
+    metrics -= {"step", "time"}  # of a row, no figures
+    named = {m for m in metrics if not m.startswith("eval/")}
+    assert len(named) > 60
+    assert of("saver.metric", *(f"saver.metric={m}" for m in sorted(named))) == []
+    sources = "\n".join(path.read_text() for path in (ROOT / "megarl").rglob("*.py"))
+    phases = set(re.findall(r'(?:record_timing|phase)\("([a-z_]+)"', sources))
+    assert len(phases) > 10
+    assert of("profiler.phases", f"profiler.phases=[{','.join(sorted(phases))}]") == []

@@ -207,6 +207,11 @@ def test_paths_of_a_container_are_looked_for_where_this_machine_has_them(
     mapped = job(0, *inside, "actor.path=/there/model", *data)
     assert mapped.cfg.actor.path == "/there/model"  # the processes get the container's
     plan.check_named(mapped, writes=False)
+    listed = ("train_dataset.type=chat", "train_dataset.files=[/there/rows.jsonl]")
+    plan.check_named(
+        job(0, *inside, "actor.path=/there/model", *listed, "train_dataset.reward=exact"),
+        writes=False,
+    )
     # what this machine has a mount of is checked; what only the image has is not
     with pytest.raises(ConfigError, match="none"):
         job(0, *inside, "actor.path=/there/none")

@@ -65,10 +65,10 @@ class Attempts(Generic[T]):
             same = left[:1] or [a for a in same if again and a.taken]
         if same:
             return same[-1]
-        made = Attempt(answers=start(), asked=asked, key=key)
-        self._all.append(made)
+        attempt = Attempt(answers=start(), asked=asked, key=key)
+        self._all.append(attempt)
         self._forget()
-        return made
+        return attempt
 
     def close(self) -> None:
         """Ends what is on its way, and counts what nobody took."""

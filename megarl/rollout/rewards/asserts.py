@@ -233,8 +233,8 @@ class Judge(Peer):
             leave(LOST, f"no answer: {type(e).__name__}: {e}")
         if message[0] == "error":
             raise value
-        for mine, theirs in zip((*args[1:], *kw.values()), left, strict=False):
-            _update(mine, theirs)
+        for argument, content in zip((*args[1:], *kw.values()), left, strict=False):
+            _update(argument, content)
         return value
 
     def data(self, handle: Handle) -> Any:
@@ -315,8 +315,8 @@ def _operator(op: str) -> Callable[..., Any]:
     def method(self: Handle, other: Any) -> Any:
         if isinstance(other, Handle):
             return self.megarl_judge.ask(op, self, other)
-        mine = self.megarl_judge.data(self) if op in _COMPARED else NotImplemented
-        return mine if mine is NotImplemented else getattr(operator, op)(mine, other)
+        data = self.megarl_judge.data(self) if op in _COMPARED else NotImplemented
+        return data if data is NotImplemented else getattr(operator, op)(data, other)
 
     return method
 
@@ -331,21 +331,21 @@ for _name in (*_COMPARED, *_COMPUTED):
 
 def error_of(kind: str, args: list[Any]) -> Exception:
     """Returns an error of one of Python's kinds. Raises where there is none."""
-    for made in getattr(builtins, kind).__mro__:
-        if issubclass(made, Exception):
+    for error in getattr(builtins, kind).__mro__:
+        if issubclass(error, Exception):
             try:
-                return made(*[a if type(a) in (int, str) else str(a) for a in args])
+                return error(*[a if type(a) in (int, str) else str(a) for a in args])
             except TypeError:
                 continue
     raise ValueError(f"no kind of error: {kind}")
 
 
-def _update(mine: Any, theirs: Any) -> None:
-    if type(mine) is list and type(theirs) is list:
-        mine[:] = theirs
-    elif type(mine) is type(theirs) and type(mine) in (dict, set):
-        mine.clear()
-        mine.update(theirs)
+def _update(argument: Any, content: Any) -> None:
+    if type(argument) is list and type(content) is list:
+        argument[:] = content
+    elif type(argument) is type(content) and type(argument) in (dict, set):
+        argument.clear()
+        argument.update(content)
 
 
 def leave(code: int, why: str) -> NoReturn:
