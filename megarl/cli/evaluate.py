@@ -76,18 +76,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _place(out: str | None, model: Path) -> Path:
-    """Makes the directory of the results, `out` or one named after the model. Raises ConfigError
+    """Returns the directory of the results, `out` or one named after the model. Raises ConfigError
     for one that holds an evaluation."""
     if out is None:
         first = Path("eval", model.resolve().name)
         places = chain([first], (first.with_name(f"{first.name}-{i}") for i in count(2)))
-        place = next(p for p in places if not (p / RESULTS).exists())
-    elif (Path(out) / RESULTS).exists():
+        return next(p for p in places if not (p / RESULTS).exists())
+    if (Path(out) / RESULTS).exists():
         raise ConfigError([f"--out {out}: holds an evaluation; name another directory"])
-    else:
-        place = Path(out)
-    place.mkdir(parents=True, exist_ok=True)
-    return place
+    return Path(out)
 
 
 def _asked(cfg: GRPOConfig, datasets: dict[str, DatasetConfig]) -> dict[str, Any]:

@@ -29,9 +29,9 @@ def evaluate_model(
     cfg: GRPOConfig, model: str, datasets: Mapping[str, DatasetConfig], *, logs: Path
 ) -> tuple[dict[str, dict[str, float]], list[Sample]]:
     """Returns the figures of each data set, and every answer. model: a Hugging Face directory.
-    logs: where the servers' go. All rows are read and all workflows made before a server starts:
-    raises ConfigError naming each data set that is not sound, RuntimeError where servers do not
-    come up."""
+    logs: where the servers' go, made where it is missing. All rows are read and all workflows made
+    before a server starts: raises ConfigError naming each data set that is not sound, RuntimeError
+    where servers do not come up."""
     tokenizer = run_tokenizer(cfg, model)
     results: dict[str, dict[str, float]] = {}
     samples: list[Sample] = []
@@ -42,6 +42,7 @@ def evaluate_model(
         on_error=cfg.rollout.on_reward_error,
     ) as pool:
         work = _work(cfg, datasets, tokenizer, pool)
+        logs.mkdir(parents=True, exist_ok=True)
         client = _client(cfg, model, logs, tokenizer)
         try:
             client.initialize()
