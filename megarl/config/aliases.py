@@ -137,7 +137,10 @@ _SFT: Mapping[str, str] = {
 # their sections whose keys are those of one of our free dicts
 _SECTIONS = {"sglang": "server.options", "rollout.workflow": "rollout.workflow.options"}
 # their keys for which we need none -> what to do
-NEEDLESS = {"return_raw_chat": "leave it out: a row keeps its messages"}
+NEEDLESS = {
+    "return_raw_chat": "leave it out: a row keeps its messages",
+    "retry_window": "leave it out: a retry names itself, by an idempotency key or a retry count",
+}
 
 
 def aliased(keys: Mapping[str, object], name: str) -> str | None:
