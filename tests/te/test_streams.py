@@ -28,7 +28,7 @@ SERVER = "127.0.0.1:30000"
 class Device:
     """A GPU that does no work, and remembers what was asked of which stream.
 
-    hangs: set, a stream on which a broadcast was queued does not end before `ended` is set.
+    hangs: set, neither a broadcast nor the stream it was queued on ends before `ended` is set.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Device:
     def broadcast(tensor: torch.Tensor, **_: Any) -> Any:
         device.say("broadcast")
         device.current_stream().broadcasts = True  # NCCL's own stream, which `wait` joins to ours
-        return SimpleNamespace(wait=lambda: device.say("wait"))
+        return SimpleNamespace(
+            wait=lambda: device.say("wait"),
+            is_completed=lambda: not device.hangs or device.ended.is_set(),
+        )
 
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: Recorder(device))
     monkeypatch.setattr(torch.cuda, "current_stream", device.current_stream)

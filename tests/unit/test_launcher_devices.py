@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -194,34 +193,3 @@ def test_nccl_versions_of_trainers_and_servers_are_compared(
     # where nothing is streamed over NCCL nobody asks
     for gpus, kind in ((4, "disk"), (0, "distributed")):
         assert planned(gpus, *SGLANG, f"server.python={broken}", f"weight_sync.type={kind}")
-
-
-def test_paths_of_a_container_are_looked_for_where_this_machine_has_them(
-    job: Callable[..., Plan], tmp_path: Path
-) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(8 * (json.dumps({"messages": "1+1", "answer": "2"}) + "\n"))
-    inside = ("cluster.container=image", f"cluster.container_mounts=['{tmp_path}:/there']")
-    chat = ("train_dataset.type=chat", "train_dataset.reward=exact")
-    data = (*chat, "train_dataset.path=/there/rows.jsonl")
-    mapped = job(0, *inside, "actor.path=/there/model", *data)
-    assert mapped.cfg.actor.path == "/there/model"  # the processes get the container's
-    plan.check_named(mapped, writes=False)
-    listed = ("train_dataset.type=chat", "train_dataset.files=[/there/rows.jsonl]")
-    plan.check_named(
-        job(0, *inside, "actor.path=/there/model", *listed, "train_dataset.reward=exact"),
-        writes=False,
-    )
-    # what this machine has a mount of is checked; what only the image has is not
-    with pytest.raises(ConfigError, match="none"):
-        job(0, *inside, "actor.path=/there/none")
-    assert job(0, *inside, "actor.path=/image/model", "actor.optimizer.lr=1e-5").nproc == 2
-    with pytest.raises(ConfigError, match="/image/model"):
-        job(0, "actor.path=/image/model")
-    with pytest.raises(ConfigError, match="n_samples"):  # others stay errors
-        job(0, *inside, "actor.path=/image/model", "gconfig.n_samples=0")
-    # data that only the image has
-    plan.check_named(
-        job(0, *inside, "actor.path=/there/model", *chat, "train_dataset.path=/image/rows.jsonl"),
-        writes=False,
-    )

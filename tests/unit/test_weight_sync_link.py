@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.utils import liveness
 from megarl.utils.liveness import Deadline
 from megarl.weight_sync.slices import link
 from megarl.weight_sync.slices.link import Link, Members, open_store
@@ -43,6 +44,8 @@ class Id:
 @pytest.fixture(autouse=True)
 def one_id(monkeypatch: pytest.MonkeyPatch, speaker: Link) -> None:
     monkeypatch.setattr(link.uuid, "uuid4", Id)
+    # the server lives, however long its replies take
+    monkeypatch.setattr(liveness, "sign_of_life", lambda *_: None)
 
 
 def test_a_reply_that_comes_after_the_answer_is_taken(
