@@ -13,6 +13,8 @@ ConfigError.
 
 from __future__ import annotations
 
+import copy
+import functools
 import os
 from collections.abc import Sequence
 from dataclasses import fields
@@ -90,7 +92,7 @@ def load_config(
     if foreign:
         known = {field.name for field in fields(cls)}
         tree = {name: value for name, value in tree.items() if name in known}
-    node = OmegaConf.structured(cls)
+    node = copy.deepcopy(_defaults(cls))  # type: ignore[arg-type]  # a class has a hash
     _merge(node, tree, cls, "", problems)
     _allocate(node, tree, cls, problems)
     cfg = _to_object(node, problems)
@@ -101,6 +103,13 @@ def load_config(
     remember(cfg, OmegaConf.to_container(node, resolve=False))
     note_set(cfg, _leaves(tree))
     return cfg
+
+
+@functools.cache
+def _defaults(cls: type[BaseConfig]) -> DictConfig:
+    node = OmegaConf.structured(cls)
+    assert isinstance(node, DictConfig)
+    return node
 
 
 def own_class(source: str | os.PathLike[str] | None, overrides: Sequence[str] = ()) -> str | None:

@@ -13,10 +13,10 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
 
 MASK = "***"
 _SECRET = re.compile(
@@ -159,9 +159,13 @@ def _digests(value: Any) -> Any:
 
 
 def _values(cfg: Any) -> dict[str, Any]:
-    tree = OmegaConf.to_container(OmegaConf.structured(cfg), resolve=True)
-    assert isinstance(tree, dict)
-    return {str(k): v for k, v in tree.items()}
+    return {name: _plain(value) for name, value in asdict(cfg).items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def _leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, str]]:

@@ -10,8 +10,8 @@ from megarl.rollout.rewards import check_rows, get_reward_fn
 from megarl.rollout.rewards.code import code_reward
 
 
-def score(program: str, tests: str | list[str], entry: str = "") -> float:
-    return code_reward("", program, [], [], tests=tests, entry=entry, seconds=4)
+def score(program: str, tests: str | list[str], entry: str = "", seconds: float = 4) -> float:
+    return code_reward("", program, [], [], tests=tests, entry=entry, seconds=seconds)
 
 
 SAME = "def f(x):\n    return x"
@@ -204,7 +204,8 @@ FRAUDS = {
 def test_a_fraud_is_paid_nothing(fraud: str) -> None:
     lines = [line for line in TEST.splitlines() if line.startswith("assert")]
     for test in (TEST, *(f"import math\n{line}" for line in lines)):
-        assert score(FRAUDS[fraud], test) == 0, test
+        seconds = 1 if fraud == "never answers" else 4
+        assert score(FRAUDS[fraud], test, seconds=seconds) == 0, test
 
 
 def test_a_right_program_passes_what_the_frauds_fail() -> None:
