@@ -33,6 +33,8 @@ PROBES ?= env adam connections head
 CPU := MEGARL_DEVICE=cpu
 SMOLLM2 := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/megarl/SmolLM2-135M-Instruct
 PYTEST := $(CPU) OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest
+# over several processes, each file in one of them
+SPREAD := --numprocesses=auto --maxprocesses=4 --dist=loadfile
 CODE := megarl examples benchmarks tests docs/hooks.py setup.py $(wildcard tools/*.py)
 
 .DEFAULT_GOAL := help
@@ -97,7 +99,7 @@ $(PY312_STAMP): constraints/cpu.txt
 	$(PYTHON312) -m venv $(@D)
 	$(@D)/bin/python -m pip install -c $< omegaconf pyyaml cloudpickle xxhash aiohttp packaging \
 		rich pydantic starlette uvicorn orjson numpy jinja2 huggingface_hub "ray[default]" psutil \
-		pytest pytest-timeout
+		pytest pytest-timeout pytest-xdist
 	@touch $@
 
 quickstart: install  ## SFT, then GRPO on CPU: minutes, ends with an HTML report
@@ -126,8 +128,8 @@ house: install  ## lines, functions and docstrings by package (ARGS="--rev REV -
 docs: install  ## build the site into site/, warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
-unit: install  ## fast tests in one process
-	$(PYTEST) -m "not full and not realmodel" tests/unit
+unit: install  ## fast tests
+	$(PYTEST) $(SPREAD) -m "not full and not realmodel" tests/unit
 
 worlds: install  ## tests over several gloo processes
 	$(PYTEST) -m "not realmodel" tests/dist
@@ -179,7 +181,7 @@ test-py312: $(if $(PYTHON312),$(PY312_STAMP))  ## 2 minutes: on Python 3.12, whe
 ifeq ($(PYTHON312),)
 	@echo "make test-py312: skipped, there is no python3.12 here (PYTHON312=... names one)"
 else
-	TIER="make test-py312: 2" $(CPU) $(PY312_VENV)/bin/python -m pytest $(addprefix tests/unit/,$(PY312_TESTS))
+	TIER="make test-py312: 2" $(CPU) $(PY312_VENV)/bin/python -m pytest $(SPREAD) $(addprefix tests/unit/,$(PY312_TESTS))
 endif
 
 test-wheel: dist  ## 5 minutes: the wheel in a clean venv; what the Dockerfile's pip would install

@@ -124,7 +124,7 @@ def check_data(
             f"the tokenizer of {cfg.tokenizer_path or model_path(cfg, next(iter(engines(cfg))))}"
         ]
         raise_if_any(
-            _isolated(_rendered, cfg, first, what=what) if isolated else _rendered(cfg, first)
+            _isolated(_rendered_apart, cfg, first, what=what) if isolated else _rendered(cfg, first)
         )
     return row_keys
 
@@ -132,10 +132,18 @@ def check_data(
 First = dict[str, tuple[str, dict[str, Any]]]  # of each source: what it is read for, and a row
 
 
+def _rendered_apart(cfg: BaseConfig, first: First) -> list[str]:
+    """Returns what `_rendered` does, in a process that does nothing else. transformers imports
+    torch where there is one, though a tokenizer needs none: that is half of a start's checks."""
+    if not cfg.trust_remote_code:  # a tokenizer's own code may import it
+        sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+        os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # that there is no torch
+    return _rendered(cfg, first)
+
+
 def _rendered(cfg: BaseConfig, first: First) -> list[str]:
-    """Returns a line for each source of whose row the run's tokenizer cannot make tokens. It
-    imports what loads tokenizers, which imports torch."""
-    from megarl.data.dataset import encode_rows
+    """Returns a line for each source of whose row the run's tokenizer cannot make tokens."""
+    from megarl.data.encoding import encode_rows
     from megarl.data.tokenizer import run_tokenizer
     from megarl.utils.quiet import quiet_libraries
 
