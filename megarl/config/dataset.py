@@ -42,7 +42,10 @@ class SourceConfig:
     files: list[str] = arg(
         factory=list, help="several local files, read one after another, in place of path"
     )
-    split: str = arg("train", help="which split: train, test, or another that the files have")
+    split: str = arg(
+        "train",
+        help="which split: train (held-out data, too), test, or another that the files have",
+    )
     size: int | None = arg(
         None, bounds=POSITIVE, help="take this many rows; null is all (generated sets: 1000)"
     )
@@ -109,8 +112,10 @@ class DatasetConfig(SourceConfig):
         bounds=POSITIVE,
         help="prompts (RL), sequences (SFT) or pairs per training step, all ranks",
     )
-    shuffle: bool = arg(True, help="reshuffle every epoch by the run's seed")
-    drop_last: bool = arg(True, help="drop the last incomplete batch of an epoch")
+    shuffle: bool = arg(True, help="reshuffle every training epoch by the run's seed")
+    drop_last: bool = arg(
+        True, help="drop the last incomplete batch of a training epoch; held-out rows are all taken"
+    )
     num_workers: int = arg(
         0, bounds=NOT_NEGATIVE, help="processes that collate batches; 0 is the trainer itself"
     )

@@ -28,7 +28,7 @@ from megarl.config.secrets import MASK, masked
 from megarl.utils.digests import broken_seal
 
 STATS_FILE, CONFIG_FILE = "stats.jsonl", "config.yaml"
-RECOVER_DIR, MARKER = "recover", "trainer.json"
+RECOVER_DIR, MARKER, FINAL_DIR = "recover", "trainer.json", "final"
 _STEP = re.compile(r"step_(\d{6,})")
 # of config.json: what says nothing about the function the model computes
 _VOLATILE = ("transformers_version", "dtype", "torch_dtype", "_name_or_path", "use_cache")
@@ -76,6 +76,29 @@ def check_run_dir(cfg: BaseConfig) -> None:
     whole, _ = checkpoints(directory)
     if whole:
         raise_if_any(_contradictions(cfg, whole[-1]))
+
+
+def ended(cfg: BaseConfig) -> str | None:
+    """Returns a line where nothing is left of the run in `cfg`'s directory: its newest checkpoint
+    is of step total_train_steps or beyond, and the final model is there. None where something is,
+    and where only the data tell (total_train_epochs)."""
+    total, run = cfg.total_train_steps, run_dir(cfg)
+    whole, _ = checkpoints(run) if cfg.recover.mode != "disabled" else ([], [])
+    if total is None or not whole or whole[-1].step < total:
+        return None
+    if cfg.saver.final and not is_newer(run / FINAL_DIR, whole[-1].path / MARKER):
+        return None
+    return ended_line(run, whole[-1].step, total)
+
+
+def ended_line(run: Path, step: int, total: int) -> str:
+    """Says that a start finds nothing to do."""
+    return f"the run in {run} ended at step {step} of {total}: nothing to do"
+
+
+def is_newer(final: Path, marker: Path) -> bool:
+    """Returns whether the model in `final` was saved after the checkpoint of `marker`."""
+    return final.exists() and final.stat().st_mtime >= marker.stat().st_mtime
 
 
 def _occupied(directory: Path) -> str:

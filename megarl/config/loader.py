@@ -49,6 +49,7 @@ from megarl.config.secrets import reads_environment, remember, written_tree
 from megarl.config.unread import begin_script, note_set
 from megarl.config.words import Word, as_type, read_yaml
 from megarl.utils.collective_timeout import set_collective_timeout
+from megarl.utils.quiet import quiet_libraries
 from megarl.utils.staging import write_whole
 
 Override = tuple[str, str, Any]
@@ -125,12 +126,14 @@ def load_expr_config(args: Sequence[str], cls: type[C]) -> tuple[C, str | None]:
     cls: its dataclass, a recipe's (GRPOConfig, ...) or the script's own below one. args: the
     command line, `--config X.yaml a.b=c +new.key=v`. Models on the hub are fetched, and their paths
     are those of the snapshots; collective_timeout counts from now on. Raises ConfigError for a
-    configuration that is wrong, and for a model that cannot be had.
+    configuration that is wrong, and for a model that cannot be had. Warnings of torchdata and
+    megatron-core that a user can do nothing about are hidden.
     """
     config = load_config(args, cls=cls)
     fetch_hub_models(config)
     set_collective_timeout(config.collective_timeout)
     begin_script(config)
+    quiet_libraries()
     return config, parse_command_line(args, options=("config",)).options.get("config")
 
 

@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megarl.config.command_line import CommandLine, help_or_command_line
+from megarl.config.earlier_run import ended
 from megarl.config.errors import EXIT_CODE, ConfigError
+from megarl.launcher.container import seen_from_here
 from megarl.launcher.job import Job
 from megarl.launcher.make import make_job
 from megarl.launcher.plan import Plan, check_named
@@ -77,6 +79,9 @@ def _run(launcher: Launcher, command: CommandLine) -> int:
         on_nodes = f" on {len(job.pools)} node(s)" if launcher.cluster else ""
         under = " under one controller" if plan.cfg.trainer.mode == "controller" else ""
         print(f"the configuration is sound, for {plan.nproc} trainer process(es){under}{on_nodes}")
+        return 0
+    if plan.own and (line := ended(seen_from_here(plan.cfg))) is not None:
+        log.info("%s", line)
         return 0
     return launcher.start(plan, job, command)
 

@@ -17,7 +17,14 @@ from typing import Protocol
 
 from megarl.api.engine import PendingSave
 from megarl.api.records import SaveLoadMeta
-from megarl.config.earlier_run import MARKER, RECOVER_DIR, architecture, checkpoints
+from megarl.config.earlier_run import (
+    MARKER,
+    RECOVER_DIR,
+    architecture,
+    checkpoints,
+    ended_line,
+    is_newer,
+)
 from megarl.config.recipe_engines import FROZEN, saved_engines
 from megarl.config.recipes import BaseConfig
 from megarl.config.secrets import fingerprint_tree
@@ -197,8 +204,8 @@ class Recovery:
                 "continuing %s from step %d of %d (version %d)", run, found.step, total, version
             )
             return False
-        log.info("the run in %s ended at step %d of %d: nothing to do", run, found.step, total)
-        if not self._ctx.on_rank_zero(_is_newer, saver.final, found.path / MARKER):
+        log.info("%s", ended_line(run, found.step, total))
+        if not self._ctx.on_rank_zero(is_newer, saver.final, found.path / MARKER):
             saver.save_final()
         return True
 
@@ -206,10 +213,6 @@ class Recovery:
 def _engine_meta(path: Path, name: str) -> SaveLoadMeta:
     with_optim = name not in FROZEN
     return SaveLoadMeta(path=str(path / name), weight_format="dist", with_optim=with_optim)
-
-
-def _is_newer(final: Path, marker: Path) -> bool:
-    return final.exists() and final.stat().st_mtime >= marker.stat().st_mtime
 
 
 def data_of(cfg: BaseConfig, size: int) -> State:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megarl.api.records import SaveLoadMeta
-from megarl.config.earlier_run import STATS_FILE
+from megarl.config.earlier_run import FINAL_DIR, STATS_FILE
 from megarl.config.engine import LoRAConfig
 from megarl.config.loader import run_dir
 from megarl.config.recipe_engines import engines, model_path
@@ -68,7 +68,7 @@ class Saver:
         """Takes a `clock` in seconds, the same on every rank; is_zero: whether this is rank 0;
         tokenizer: saved with the models, None copies that of their base model."""
         self.config, self.models, self.tokenizer = config, models, tokenizer
-        self.final = models[0].home / "final"
+        self.final = models[0].home / FINAL_DIR
         self.freq = Frequency(config, clock)
         self._is_zero = is_zero
 
@@ -129,7 +129,7 @@ class Saver:
         if not self.config.final:
             return None
         for saved in reversed(self.models):
-            self._save(saved, saved.home / "final")
+            self._save(saved, saved.home / FINAL_DIR)
         return self.final
 
     def _save(self, saved: Saved, path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from megarl.api.batch import Batch
 from megarl.cli import main as megarl
-from megarl.cli.replay import last_checkpoint, main
+from megarl.cli.replay import GRAPH_TRAINER, last_checkpoint, main
 from megarl.config.earlier_run import MARKER, RECOVER_DIR
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config, save_config
@@ -63,6 +63,21 @@ def test_what_is_run(run, capsys):
     assert [c.name for c in (out / RECOVER_DIR).iterdir()] == ["step_000002"]
     main([str(run), "--step", "4", "--print"])
     assert "trial_name=step_000004_2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        ["trainer.mode=controller", "trainer.workers=2", "trainer.scheduler=ray"],
+        ["trainer.mode=controller", "trainer.workers=2", f"trainer.type={GRAPH_TRAINER}"],
+    ],
+)
+def test_runs_under_a_controller_are_replayed_without_one(run, tmp_path, capsys, trainer):
+    config = run / "config.yaml"
+    save_config(load_config(None, [f"fileroot={tmp_path}", *trainer]), config)
+    assert main([str(run), "--step", "4", "--train-only", "--print"]) == 0
+    cfg = load_config(config, capsys.readouterr().out.split()[4:])
+    assert cfg.trainer == load_config(None).trainer
 
 
 @pytest.mark.parametrize(

@@ -167,8 +167,8 @@ SET = (
 )
 
 
-def told(tmp_path: Path, body: str, **env: str) -> list[str]:
-    """The keys that a script which does `body` is told of."""
+def stderr_of(tmp_path: Path, body: str, **env: str) -> str:
+    """What a script that does `body` writes there."""
     (tmp_path / "own_script.py").write_text(SCRIPT.replace("BODY", body))
     command = [sys.executable, "own_script.py", f"fileroot={tmp_path}", *SET]
     done = subprocess.run(
@@ -176,8 +176,14 @@ def told(tmp_path: Path, body: str, **env: str) -> list[str]:
         env=os.environ | {"PYTHONPATH": str(ROOT)} | env,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def told(tmp_path: Path, body: str, **env: str) -> list[str]:
+    """The keys that a script which does `body` is told of."""
+    lines = stderr_of(tmp_path, body, **env).splitlines()
     names = {key.partition("=")[0] for key in SET}
-    warned = [line for line in done.stderr.splitlines() if "config" in line and "WARNING" in line]
+    warned = [line for line in lines if "config" in line and "WARNING" in line]
     assert len(warned) <= 1
     return [
         name for name in sorted(names) if warned and f" {name}," in warned[0].replace(". ", ", ")
@@ -197,6 +203,14 @@ def test_keys_that_nobody_reads_are_named(tmp_path: Path) -> None:
     for_run += "logger = megarl.StatsLogger.for_run(config)\n"
     for_run += "logger.commit(0, 0, 0, {'x': 1.0}); logger.commit(0, 1, 1, {'x': 1.0})"
     assert told(tmp_path, for_run) == ["evaluator.freq_steps", "recover.mode", "saver.freq_steps"]
+
+
+def test_a_script_shows_the_users_warnings_and_not_torchdatas(tmp_path: Path) -> None:
+    body = "import warnings\n"
+    for where in ("torchdata.nodes", "mine"):
+        body += f"warnings.warn_explicit('from {where}', UserWarning, 'f.py', 1, '{where}')\n"
+    said = stderr_of(tmp_path, body)
+    assert "from mine" in said and "from torchdata" not in said
 
 
 def test_an_evaluator_reads_its_keys(tmp_path: Path) -> None:

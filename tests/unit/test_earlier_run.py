@@ -1,0 +1,52 @@
+"""Runs whose directory holds an earlier start's, as a launcher looks at them."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from megarl.config.earlier_run import MARKER, RECOVER_DIR, ended
+from megarl.config.loader import load_config, run_dir
+from megarl.launcher import local
+from megarl.utils.digests import seal
+from tests.hf_stub import write_stub
+
+
+def test_a_start_of_a_run_that_has_ended_starts_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = write_stub(tmp_path / "model")
+    turns = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(8 * (json.dumps({"messages": turns}) + "\n"))
+    command = [
+        "recipe=sft", f"model.path={model}", f"fileroot={tmp_path}/runs", "total_train_steps=4",
+        "model.optimizer.lr=1e-5", "train_dataset.type=chat", f"train_dataset.path={rows}",
+        "train_dataset.batch_size=2",
+    ]  # fmt: skip
+
+    def is_over(*overrides: str) -> bool:
+        return ended(load_config(None, [*command, *overrides])) is not None
+
+    run = run_dir(load_config(None, command))
+    checkpoint = run / RECOVER_DIR / "step_000004"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / MARKER).write_text(json.dumps(seal({"models": {}, "version": 4})))
+    assert not is_over()  # its final model is to be saved yet
+    assert is_over("saver.final=false")
+    (run / "final").mkdir()
+    os.utime(run / "final", (1, 1))  # an older one
+    assert not is_over()
+    os.utime(run / "final")
+    assert is_over()
+    assert is_over("total_train_steps=3")
+    assert not is_over("total_train_steps=5")
+    assert not is_over("total_train_steps=null")  # the data say how many
+    assert not is_over("recover.mode=disabled")
+    with caplog.at_level("INFO"):
+        assert local.main(command) == 0
+    assert f"the run in {run} ended at step 4 of 4: nothing to do" in caplog.text
+    assert not (run / "logs").exists()
