@@ -34,7 +34,7 @@ CPU := MEGARL_DEVICE=cpu
 SMOLLM2 := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/megarl/SmolLM2-135M-Instruct
 PYTEST := $(CPU) OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest
 # over several processes, each file in one of them
-SPREAD := --numprocesses=auto --maxprocesses=4 --dist=loadfile
+SPREAD := --numprocesses=logical --maxprocesses=4 --dist=loadfile
 CODE := megarl examples benchmarks tests docs/hooks.py setup.py $(wildcard tools/*.py)
 
 .DEFAULT_GOAL := help

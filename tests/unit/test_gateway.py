@@ -260,7 +260,7 @@ AGENTS = [
     anthropic_agent,
     anthropic_streaming_agent,
 ]
-PARSER = f"{Path(__file__).resolve()}:calls_look"
+PARSER = f"{__name__}:calls_look"
 
 
 @pytest.mark.parametrize("agent", AGENTS)
