@@ -348,9 +348,9 @@ def test_a_server_lost_in_an_update_comes_back_in_a_later_one(
         sums = [s.ok("/weights_checker", {"action": "checksum"}) for s in (back, healthy)]
         assert sums[0] == sums[1]
     assert output.count("going on with 1 server(s)") == 1, output
-    assert re.search(rf"without those lost: server {address(victim)}: .*bucket 3 of", output), (
-        output
-    )
+    # the one before it may be on its way still
+    named = rf"without those lost: server {address(victim)}: .*bucket [23] of"
+    assert re.search(named, output), output
     assert output.count("is back: it gets the weights of this update") == 1, output
     assert run.versions_served_by(healthy) == {"0", "1", "2"}
     assert run.versions_served_by(victim) == {"2"}
