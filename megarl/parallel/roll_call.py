@@ -6,6 +6,7 @@ error, in a thread of its own, since a store may stand still with the process th
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import uuid
 from collections.abc import Collection, Iterator
@@ -64,7 +65,8 @@ class RollCall:
         return words[0] if words else ""
 
     def _note(self, where: str) -> None:
-        self._store.set(str(self._rank), f"{self._name} {self._number} {where}")
+        with contextlib.suppress(RuntimeError):  # the store has ended with its process
+            self._store.set(str(self._rank), f"{self._name} {self._number} {where}")
 
     def _warn(self, name: str, ranks: Collection[int]) -> None:
         if missing := self._absent(ranks):

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from megarl.api.records import ModelRequest
 from megarl.rollout.generation import Sample
 
 # request (a digest), tokens, logprobs, versions (tensors), stop_reason, perhaps routes (a tensor);
@@ -112,7 +111,7 @@ class _Request:
     """Holds a request's answer: in a sample that grows, and after its end as tensors."""
 
     def __init__(self, sample: Sample) -> None:
-        self.key = _digest(sample.request)
+        self.key = _digest(sample)
         self._sample = sample
         self._ended: Answer | None = None
         self._told = 0, "", 0  # tokens, stop reason and routes of the last news
@@ -213,7 +212,7 @@ class KeptAnswers:
 current: ContextVar[AnswerLog | None] = ContextVar("current", default=None)
 
 
-def _digest(request: ModelRequest) -> str:
-    """Returns a digest of all that the distribution of a request's answer depends on."""
-    key = (list(request.input_ids), request.seed, request.gconfig)
+def _digest(sample: Sample) -> str:
+    """Returns a digest of all that the distribution of a sample's answer depends on."""
+    key = (list(sample.request.input_ids), sample.seed, sample.request.gconfig)
     return hashlib.blake2b(repr(key).encode(), digest_size=16).hexdigest()

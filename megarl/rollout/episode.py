@@ -134,7 +134,9 @@ async def run_episode(
         if batch is not None and (accept is None or accept(batch)):
             episode.batch, episode.oldest = batch, _oldest_version(batch)
     # handed to whoever waits for the episode, see RolloutExecutor.wait
-    except (Exception, asyncio.CancelledError, SystemExit) as error:
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:
         if task is not None and task.cancelling() and not isinstance(error, Exception):
             raise
         if bound is not None and bound.expired() and isinstance(error, TimeoutError):

@@ -11,6 +11,7 @@ import hashlib
 import math
 import time
 import uuid
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from contextvars import ContextVar
@@ -53,11 +54,11 @@ class Asked:
 
     def __init__(self, *key: int) -> None:
         self.key = key
-        self._counts: Counter[tuple[int, ...]] = Counter()
+        self._counts: Counter[bytes] = Counter()
 
     def number(self, prompt: Sequence[int]) -> int:
         """Returns how many samples of the prompt were asked for before this one."""
-        ids = tuple(prompt)
+        ids = hashlib.blake2b(array("q", prompt).tobytes(), digest_size=16).digest()
         self._counts[ids] += 1
         return self._counts[ids] - 1
 

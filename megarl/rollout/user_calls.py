@@ -35,12 +35,16 @@ class ThreadsExhausted(RuntimeError):
 async def call(fn: Callable[[], Any], *, timeout: float | None = None) -> Any:
     """Returns what `fn()` returns, awaited where that can be; a plain function runs in a thread.
     Nothing can end a thread: one whose call is cancelled or overruns `timeout` seconds goes on
-    unseen. Raises CallTimeout, ThreadsExhausted and what `fn` raises; an exit, or a cancellation
-    that the caller did not ask for, as RuntimeError."""
+    unseen. Raises CallTimeout, ThreadsExhausted and what `fn` raises; what is no Exception (an
+    exit, a cancellation that the caller did not ask for, a test library's failure) as RuntimeError.
+    """
+    end = None if timeout is None else time.monotonic() + timeout
     try:
         result = fn() if inspect.iscoroutinefunction(fn) else await _in_thread(fn, timeout)
-        return await _bounded(fn, result, timeout) if inspect.isawaitable(result) else result
-    except (asyncio.CancelledError, KeyboardInterrupt, SystemExit) as e:
+        return await _bounded(fn, result, timeout, end) if inspect.isawaitable(result) else result
+    except (Exception, GeneratorExit):  # the latter ends this coroutine
+        raise
+    except BaseException as e:
         task = asyncio.current_task()
         if isinstance(e, asyncio.CancelledError) and task is not None and task.cancelling():
             raise
@@ -103,13 +107,18 @@ async def _in_thread(fn: Callable[[], Any], timeout: float | None) -> Any:
     if not thread.outcome.done():
         raise CallTimeout(f"{_name(fn)} took longer than {timeout:g} s")
     value, error = thread.outcome.result()
+    if isinstance(error, GeneratorExit):
+        raise RuntimeError(f"{_name(fn)} ended with {error!r}") from error
     if error is not None:
         raise error
     return value
 
 
-async def _bounded(fn: Callable[[], Any], result: Any, timeout: float | None) -> Any:
-    clock = asyncio.timeout(timeout)
+async def _bounded(
+    fn: Callable[[], Any], result: Any, timeout: float | None, end: float | None
+) -> Any:
+    """Awaits what `fn` gave until `end` (time.monotonic), of a call that may take `timeout`."""
+    clock = asyncio.timeout(None if end is None else max(0.0, end - time.monotonic()))
     try:
         async with clock:
             return await result

@@ -76,6 +76,24 @@ def test_an_answer_is_for_the_same_request_only_and_once():
     assert [a["tokens"].tolist() for a in again.state()] == [[5, 6]]
 
 
+def test_samples_of_one_prompt_get_the_answers_of_their_own_seeds():
+    """One without tokens at the cut is not kept: it must not get its neighbour's."""
+
+    def two():
+        request = sample().request
+        return [Sample(request, seed=seed) for seed in (7, 8)]
+
+    log, (queued, wrote) = AnswerLog(), two()
+    log.begin(queued)
+    log.begin(wrote)
+    write(wrote, 5, 6, 7)
+    log.cut()
+    again, resumed = AnswerLog(log.state()), two()
+    for each in resumed:
+        again.begin(each)
+    assert [s.response.output_tokens for s in resumed] == [[], [5, 6, 7]]
+
+
 def test_routes_are_kept_as_far_as_the_cut():
     shape = RouteShape(layers=1, experts=200, top_k=1)
 

@@ -445,6 +445,23 @@ def test_a_retry_of_an_answer_that_came_late_gets_that_one(tokenizer: Any) -> No
     run(tokenizer, test)
 
 
+def test_a_retry_of_a_failed_request_is_no_other_clients_sample(tokenizer: Any) -> None:
+    """Of three equal requests one fails: its retry is another sample, and the next one a replay."""
+
+    async def test(session: Session, engine: StubEngine) -> None:
+        engine.fails = 1
+        answers = [await post(session, "/chat/completions", ask("go")) for _ in "abc"]
+        assert [a.status_code for a in answers] == [502, 200, 200]
+        retried = {"x-stainless-retry-count": "1"}
+        own = said(await post(session, "/chat/completions", ask("go"), **retried))
+        texts = [said(a) for a in answers[1:]]
+        assert own not in texts and len(engine.wrote) == 3
+        again = said(await post(session, "/chat/completions", ask("go"), **retried))
+        assert again == own and len(engine.wrote) == 3
+
+    run(tokenizer, test)
+
+
 def text_kept() -> int:
     """Bytes that are kept of what clients sent."""
     gc.collect()

@@ -384,6 +384,21 @@ def test_what_a_workflow_raises_arrives_with_its_traceback(connect):
     assert "Own: no such thing" in str(error.value)
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_is_no_exception_is_an_episodes_error(connect, workers):
+    class Failed(BaseException):
+        pass
+
+    class Fails(RolloutWorkflow):
+        async def arun_episode(self, engine, data):
+            raise Failed("as pytest.fail")
+
+    client = connect(workers)
+    client.submit({"row_id": 0}, Fails())
+    with pytest.raises(RuntimeError, match="Fails ended with Failed"):
+        client.wait(1, timeout=30)
+
+
 def test_an_error_cancels_the_other_episodes_where_they_run(connect, server):
     class Slow(RolloutWorkflow):
         async def arun_episode(self, engine, data):

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megarl.rollout.tools import confine, sandbox
-from megarl.rollout.tools.sandbox import Limits, Ran, SandboxError, run_program
+from megarl.rollout.tools.sandbox import Limits, Ran, SandboxError, SandboxLost, run_program
 
 MIB = 1 << 20
 SMALL = Limits(wall=20, cpu=1, memory=256 * MIB, file_size=MIB, files=4 * MIB, output=20_000)
@@ -163,7 +163,7 @@ def test_a_program_that_somebody_kills_is_a_failure_of_the_sandbox(tmp_path: Pat
         os.kill(int(seen.split()[0]), signal.SIGKILL)
         return await program
 
-    with pytest.raises(SandboxError, match="somebody killed"):
+    with pytest.raises(SandboxLost, match="somebody killed"):
         asyncio.run(killed())
 
 
@@ -172,6 +172,8 @@ def test_limits_end_a_program() -> None:
     ignoring = "import signal; signal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"
     assert run(ignoring).ended == "time"
     assert run("import time; time.sleep(60)", limits=Limits(wall=0.5)).ended == "time"
+    # less than an interpreter takes to start, which is not the program's time
+    assert run("while True: pass", limits=Limits(wall=0.02, cpu=2)).ended == "time"
     assert run("x = ' ' * (1 << 30)").stderr.endswith("MemoryError\n")
     threads = "import threading, time\nwhile True:\n"
     threads += "    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()"

@@ -6,6 +6,7 @@ import asyncio
 import copy
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -221,7 +222,23 @@ async def cancels_async() -> None:
     cancels()
 
 
-ENDINGS = [exits, interrupts, cancels, exits_async, cancels_async]
+class Failed(BaseException):
+    """No Exception, as what pytest.fail and gevent.Timeout raise."""
+
+
+def fails() -> None:
+    raise Failed("of a test library")
+
+
+def closes() -> None:
+    raise GeneratorExit
+
+
+async def fails_async() -> None:
+    fails()
+
+
+ENDINGS = [exits, interrupts, cancels, fails, closes, exits_async, cancels_async, fails_async]
 
 
 @pytest.mark.parametrize("fn", ENDINGS)
@@ -235,7 +252,7 @@ def test_an_exit_is_an_error_that_names_the_function(fn: Callable[..., Any]) -> 
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("fn", ENDINGS)
+@pytest.mark.parametrize("fn", [fn for fn in ENDINGS if fn is not closes])
 def test_an_agent_that_exits_is_a_failed_rollout(tokenizer: Any, fn: Callable[..., Any]) -> None:
     async def agent(data: Any, base_url: str, api_key: str) -> Any:
         result = fn()
@@ -248,6 +265,19 @@ def test_an_agent_that_exits_is_a_failed_rollout(tokenizer: Any, fn: Callable[..
         batch = agent_batch(tokenizer, kind)
         assert batch["valid"].tolist() == [False]
         assert [FAILURES[i] for i in batch["failure"]] == ["environment"]
+
+
+def test_a_function_that_gives_an_awaitable_has_one_time_out() -> None:
+    def both() -> Any:
+        time.sleep(0.6)
+        return asyncio.sleep(0.6)
+
+    async def run() -> None:
+        with pytest.raises(CallTimeout):
+            await call(both, timeout=1.0)
+        await call(both, timeout=30.0)
+
+    asyncio.run(run())
 
 
 def test_a_tool_that_exits_is_told() -> None:

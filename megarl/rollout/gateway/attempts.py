@@ -58,13 +58,18 @@ class Attempts(Generic[T]):
 
         A request repeats one with the same key. One without key repeats an equal one that nobody
         waits for any more and whose answers nobody took; and where the client says that it asks
-        `again`, an equal one whose answers came, the latest."""
-        same = [a for a in self._all if (a.asked, a.key) == (asked, key) and not a.failed]
+        `again`, an equal one whose answers came, the latest, unless an equal one has failed: then
+        it is that one's client who asks, and a new one takes its place."""
+        equal = [a for a in self._all if (a.asked, a.key) == (asked, key)]
+        failed = [a for a in equal if a.failed]
+        same = [a for a in equal if not a.failed]
         if not key:
             left = [a for a in same if not a.waiting and not a.taken]
-            same = left[:1] or [a for a in same if again and a.taken]
+            same = left[:1] or [a for a in same if again and a.taken and not failed]
         if same:
             return same[-1]
+        if failed and (key or again):
+            self._all.remove(failed[0])
         attempt = Attempt(answers=start(), asked=asked, key=key)
         self._all.append(attempt)
         self._forget()

@@ -27,6 +27,7 @@ from megarl.rollout.tools import confine
 
 PREFIX = "megarl-sandbox-"  # of the names of the programs' directories
 KILL_TIMEOUT = 10.0  # seconds for the kernel to end a killed process
+START_TIMEOUT = 120.0  # seconds for a process to be confined, on a machine that is very busy
 LOOK_INTERVAL = 0.05  # seconds between two looks at the files that the program makes
 MAX_FILES, MAX_THREADS = 256, 64
 _CONFINE = Path(confine.__file__)
@@ -39,6 +40,11 @@ _SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/localtime", "/dev/urandom", "/dev/ran
 class SandboxError(RuntimeError):
     """Says that the sandbox itself failed: the machine cannot confine a process, there was no
     process to be had, or somebody killed it. It says nothing about the program."""
+
+
+class SandboxLost(SandboxError):
+    """Says that one process was lost, by a kill from outside or on a machine that is too busy to
+    start it: another one may do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,13 +116,13 @@ async def _run(
             for file in files:
                 file.close()
         cpu = _CpuTime(process.pid, others)
-        ended, out, err = await _watch(process, stdin, limits, program.parent, cpu)
+        status = _Status(ours)
+        ended, out, err = await _watch(process, stdin, limits, program.parent, cpu, status)
         code = process.returncode or 0
         # a program cannot do it to itself, and the kernel does not before its time is over
         if not ended and -code == signal.SIGKILL and cpu.at_most() < limits.cpu:
-            raise SandboxError("somebody killed the sandbox's process, for want of memory perhaps")
-        os.set_blocking(ours, False)
-        _check_status(ours)
+            raise SandboxLost("somebody killed the sandbox's process, for want of memory perhaps")
+        status.check()
     finally:
         os.close(ours)
     if not ended:
@@ -198,7 +204,12 @@ def readable_paths() -> list[str]:
 
 
 async def _watch(
-    process: Process, stdin: bytes, limits: Limits, directory: Path, cpu: _CpuTime
+    process: Process,
+    stdin: bytes,
+    limits: Limits,
+    directory: Path,
+    cpu: _CpuTime,
+    status: _Status,
 ) -> tuple[str, str, str]:
     """Returns for which limit the process was killed, "" where it ended by itself, and its output.
     It has ended then, also on a cancellation."""
@@ -213,7 +224,7 @@ async def _watch(
         asyncio.ensure_future(process.wait()),
     ]
     try:
-        ended = await _first_limit(tasks, full, limits, directory, cpu)
+        ended = await _first_limit(tasks, full, limits, directory, cpu, status)
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
@@ -232,12 +243,18 @@ async def _first_limit(
     limits: Limits,
     directory: Path,
     cpu: _CpuTime,
+    status: _Status,
 ) -> str:
+    """Waits for the process's end or a limit. The wall clock begins when it is confined: a machine
+    that is slow to start it takes nothing of the program's time. Raises SandboxLost where that
+    takes START_TIMEOUT."""
     loop = asyncio.get_running_loop()
-    deadline = loop.time() + limits.wall
+    confined, deadline = False, loop.time() + START_TIMEOUT
     while True:
         cpu.look()
         _, pending = await asyncio.wait(tasks, timeout=LOOK_INTERVAL)
+        if not confined and status.confined():
+            confined, deadline = True, loop.time() + limits.wall
         if full.is_set():
             return "output"
         if _too_many_files(directory, limits.files):
@@ -247,7 +264,9 @@ async def _first_limit(
         if not pending:
             return ""
         if loop.time() > deadline:
-            return "time"
+            if confined:
+                return "time"
+            raise SandboxLost(f"no process was confined within {START_TIMEOUT:g} s")
 
 
 async def _feed(pipe: asyncio.StreamWriter, data: bytes) -> None:
@@ -281,16 +300,26 @@ def _too_many_files(directory: Path, most: int) -> bool:
     return False
 
 
-def _check_status(pipe: int) -> None:
-    """Raises SandboxError where the process was not confined before the program began."""
-    try:
-        said = os.read(pipe, 65536).decode(errors="replace")
-    except BlockingIOError:
-        said = ""
-    if said == "1":
-        return
-    why = said.removeprefix("!") or "its process ended before it was confined"
-    raise SandboxError(
-        f"this machine cannot confine a program, so it was not run: {why}; the sandbox needs Linux "
-        "with seccomp and Landlock"
-    )
+class _Status:
+    """Reads what a process says on a pipe before the program begins: "1" where it is confined, "!"
+    and why where it is not."""
+
+    def __init__(self, pipe: int) -> None:
+        os.set_blocking(pipe, False)
+        self._pipe, self._said = pipe, ""
+
+    def confined(self) -> bool:
+        """Returns whether it has said so."""
+        with contextlib.suppress(BlockingIOError):
+            self._said += os.read(self._pipe, 65536).decode(errors="replace")
+        return self._said == "1"
+
+    def check(self) -> None:
+        """Raises SandboxError where the process has ended unconfined."""
+        if self.confined():
+            return
+        why = self._said.removeprefix("!") or "its process ended before it was confined"
+        raise SandboxError(
+            f"this machine cannot confine a program, so it was not run: {why}; the sandbox needs "
+            "Linux with seccomp and Landlock"
+        )
