@@ -208,6 +208,40 @@ def test_a_fraud_is_paid_nothing(fraud: str) -> None:
         assert score(FRAUDS[fraud], test, seconds=seconds) == 0, test
 
 
+FICKLE = """
+class Fickle(KIND):
+    def __new__(cls, *given):
+        return KIND.__new__(cls)
+    def METHOD(self):
+        ANSWERS.append(ANSWERS.pop(0))
+        return ANSWERS[-1]
+f = Fickle
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "answers", "test"),
+    [
+        ("float", "__float__", "[2.0, 1.0]", "r = f(2)\nassert r > 1.414 and r < 1.415"),
+        ("float", "__float__", "[2.0, 1.0]", "assert 1.414 < f(2) < 1.415"),
+        ("int", "__int__", "[*range(9)]", "assert f(2) in [7, 6, 2, 3]"),
+        ("str", "__str__", "['a', 'b', 'c']", "r = f(2)\nassert r == 'a'\nassert r == 'b'"),
+        ("object", "tolist", "[[1], [2]]", "assert f(2) in [[4], [2]]"),
+        (
+            "object",
+            "tolist",
+            "[(1,), (2,)]",
+            "r = f(2)\nassert r == (1,)\nassert r == (2,)",
+        ),
+    ],
+)
+def test_an_object_has_the_same_value_in_every_comparison(
+    kind: str, method: str, answers: str, test: str
+) -> None:
+    fickle = FICKLE.replace("KIND", kind).replace("METHOD", method)
+    assert score(f"ANSWERS = {answers}{fickle}", test) == 0
+
+
 def test_a_right_program_passes_what_the_frauds_fail() -> None:
     honest = (
         "def f(x):\n    return {3: 1729, 0.5: 17.29, 1.0: 17.29, 'a': '1729.', 'b': [1729]}.get("

@@ -48,6 +48,7 @@ _MADE: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     collections.defaultdict: lambda v: (None, dict(v)),
     collections.deque: lambda v: (list(v), v.maxlen),
 }
+_CHANGED = (list, set, dict, bytearray, *(t for t in _MADE if t.__module__ == "collections"))
 _BASES: tuple[Any, ...] = (bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict)
 _TYPES: dict[str, Any] = {t.__name__: t for t in (*_BASES, *_MADE, type(None))}
 _COMPARED = ("eq", "ne", "lt", "le", "gt", "ge")
@@ -216,11 +217,17 @@ class Judge(Peer):
         super().__init__(read, write)
         self._handles: dict[int, Handle] = {}
         self._functions: list[Callable[..., Any]] = []
+        # the data of objects, by their numbers: those that cannot change, and those that may where
+        # the program is asked for more
+        self._constants: dict[int, Any] = {}
+        self._contents: dict[int, Any] = {}
 
     def ask(self, op: str, *args: Any, **kw: Any) -> Any:
         """Returns the program's answer, or raises the error that it raised. Lists, dicts and sets
         that a call was given become what the program made of them where it returns None."""
         question = (op, [*map(self.encode, args)], {k: self.encode(kw[k]) for k in kw})
+        if op != "plain":
+            self._contents.clear()
         try:
             self.send(*question)
             while (message := self.receive())[0] == "callback":
@@ -238,12 +245,19 @@ class Judge(Peer):
         return value
 
     def data(self, handle: Handle) -> Any:
-        """Returns the plain data of an object; NotImplemented where it is none."""
+        """Returns the plain data of an object; NotImplemented where it is none. An object says once
+        what it is, lest it answers each comparison anew: a list may be another after a call."""
+        for kept in (self._constants, self._contents):
+            if handle.megarl_number in kept:
+                return kept[handle.megarl_number]
         try:
             value = self.ask("plain", handle)
         except Exception:
-            return NotImplemented
-        return NotImplemented if isinstance(value, Handle) else value
+            value = NotImplemented
+        if isinstance(value, Handle):
+            value = NotImplemented
+        kept = self._constants if _is_constant(value) else self._contents
+        return kept.setdefault(handle.megarl_number, value)
 
     def _call_back(self, number: int, args: list[Any], kw: dict[str, Any]) -> None:
         fn = self._functions[number]
@@ -338,6 +352,12 @@ def error_of(kind: str, args: list[Any]) -> Exception:
             except TypeError:
                 continue
     raise ValueError(f"no kind of error: {kind}")
+
+
+def _is_constant(value: Any) -> bool:
+    if isinstance(value, tuple | frozenset):
+        return all(map(_is_constant, value))
+    return type(value) not in _CHANGED
 
 
 def _update(argument: Any, content: Any) -> None:
