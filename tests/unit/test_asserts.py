@@ -257,6 +257,8 @@ def test_a_right_program_passes_what_the_frauds_fail() -> None:
         "def check(candidate):\n    assert candidate(1) == 1",
         "try:\n    f(1)\nexcept Refused:\n    pass",
         "class Mine(Base):\n    pass\nassert f(Mine)",
+        "class Mine:\n    pass\ntry:\n    f(1, x=Mine())\nexcept BaseException:\n    pass",
+        "assert f(x for x in [1, 2]) == 3",
     ],
 )
 def test_a_test_that_can_say_nothing_is_refused_at_the_start(test: str) -> None:
@@ -265,9 +267,32 @@ def test_a_test_that_can_say_nothing_is_refused_at_the_start(test: str) -> None:
 
 
 def test_what_cannot_cross_is_an_error_of_the_data() -> None:
-    test = "class Mine:\n    pass\ntry:\n    f(Mine())\nexcept BaseException:\n    pass"
+    test = "class Mine:\n    pass\nm = Mine()\ntry:\n    f(m)\nexcept BaseException:\n    pass"
     with pytest.raises(ValueError, match="Mine"):
         score(SAME, test)
+
+
+@pytest.mark.parametrize(
+    ("program", "test"),
+    [
+        (
+            "import datetime\nparse = lambda s: datetime.date\nis_leap = bool",
+            "d = parse('2024-01-02')\nassert is_leap(d.year)",
+        ),
+        ("import datetime\nday = datetime.date\ng = f = len", "assert f([1]) and g(day.year)"),
+        ("import datetime\nday = datetime.date\nf = len", "assert f(day.year)"),
+        ("def f(x):\n    return {}\ng = f", "assert g(f(1).items())"),
+        ("class F:\n    x = {}\nf = F()\ndef g(x):\n    return 1", "assert g(f.x.items())"),
+        (
+            "def f(x):\n    raise ValueError\ndef g(x):\n    return 1",
+            "try:\n    f(1)\nexcept ValueError as e:\n    assert g(e)",
+        ),
+        ("def f(g, x):\n    return g({}) or 1", "assert f(lambda d: d.items(), 1)"),
+        ("def f(x):\n    return [x]", "assert f(iter(f('a'))) == ['a']"),
+    ],
+)
+def test_an_answer_that_cannot_be_handed_on_is_a_wrong_one(program: str, test: str) -> None:
+    assert score(program, test) == 0
 
 
 def test_several_programs_are_judged_at_once() -> None:

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 # how the judge ends: the test held, it did not, the program ended or spoke no protocol, the test
-# hands over what cannot cross
+# hands over what cannot cross before it has anything of the program's
 PASSED, FAILED, LOST, REFUSED = 0, 1, 4, 3
 
 _LARGE = 1 << 63  # an integer from here on is written in hex: decimals have a limit of digits
@@ -221,6 +221,7 @@ class Judge(Peer):
         # the program is asked for more
         self._constants: dict[int, Any] = {}
         self._contents: dict[int, Any] = {}
+        self._heard = False  # whether the test may have something that the program chose
 
     def ask(self, op: str, *args: Any, **kw: Any) -> Any:
         """Returns the program's answer, or raises the error that it raised. Lists, dicts and sets
@@ -231,6 +232,7 @@ class Judge(Peer):
         try:
             self.send(*question)
             while (message := self.receive())[0] == "callback":
+                self._heard = True
                 self._call_back(*message[1:])
             if message[0] == "error":
                 value, left = error_of(*message[1:]), []
@@ -238,6 +240,7 @@ class Judge(Peer):
                 value, left = self.decode(message[1]), [self.decode(v) for v in message[2]]
         except Exception as e:
             leave(LOST, f"no answer: {type(e).__name__}: {e}")
+        self._heard |= op != "name" or not isinstance(value, Handle)
         if message[0] == "error":
             raise value
         for argument, content in zip((*args[1:], *kw.values()), left, strict=False):
@@ -277,7 +280,9 @@ class Judge(Peer):
         if callable(value):
             self._functions.append(value)
             return ["callback", len(self._functions) - 1]
-        leave(REFUSED, f"hands a {type(value).__name__} to the program, which is no plain data")
+        # a program must not end the run by an answer that cannot be handed on
+        code = FAILED if self._heard else REFUSED
+        leave(code, f"hands a {type(value).__name__} to the program, which is no plain data")
 
     def _decode_object(self, tag: str, content: Any) -> Any:
         if tag == "callback":
@@ -377,7 +382,7 @@ def leave(code: int, why: str) -> NoReturn:
 def names_asked(text: str, entry: str) -> tuple[list[str], dict[str, str]]:
     """Returns the names that a test takes from the program, and the modules by the names that it
     uses without an import. Raises ValueError for a test that is no Python, takes nothing from the
-    program, or takes a kind of error or a base class.
+    program, takes a kind of error or a base class, or makes for it what cannot be handed over.
 
     Names of builtins are the program's where `entry` names them, and those of modules of the
     standard library where they are not used as `module.name`."""
@@ -404,9 +409,30 @@ def names_asked(text: str, entry: str) -> tuple[list[str], dict[str, str]]:
         )
     made_here = [n.type for n in nodes if isinstance(n, ast.ExceptHandler) and n.type]
     made_here += [base for n in nodes if isinstance(n, ast.ClassDef) for base in n.bases]
+    if wrong := sorted(_handed_over(nodes, {*names})):
+        raise ValueError(f"hands {', '.join(wrong)} to the program; hand over plain data")
     if wrong := sorted(_names([n for node in made_here for n in ast.walk(node)]) & {*names}):
         raise ValueError(f"catches or inherits {', '.join(wrong)} of the program's")
     return names, modules
+
+
+def _handed_over(nodes: Sequence[ast.AST], names: set[str]) -> set[str]:
+    """Returns what calls of the program's functions are given that cannot cross, where it is made
+    in the call: generators, and objects of classes of the test's that cannot be called."""
+    classes = {
+        node.name: f"an object of {node.name}"
+        for node in nodes
+        if isinstance(node, ast.ClassDef)
+        and not any(isinstance(n, ast.FunctionDef) and n.name == "__call__" for n in node.body)
+    }
+    found = set[str]()
+    for call in nodes:
+        if isinstance(call, ast.Call) and _names([call.func]) & names:
+            given = [*call.args, *(keyword.value for keyword in call.keywords)]
+            made = _names([value.func for value in given if isinstance(value, ast.Call)])
+            found |= {classes[name] for name in made & classes.keys()}
+            found |= {"a generator" for value in given if isinstance(value, ast.GeneratorExp)}
+    return found
 
 
 def _names(nodes: Sequence[ast.AST]) -> set[str]:
