@@ -259,11 +259,43 @@ def test_a_right_program_passes_what_the_frauds_fail() -> None:
         "class Mine(Base):\n    pass\nassert f(Mine)",
         "class Mine:\n    pass\ntry:\n    f(1, x=Mine())\nexcept BaseException:\n    pass",
         "assert f(x for x in [1, 2]) == 3",
+        "from math import *\nassert f(12, 18) == 6",
     ],
 )
 def test_a_test_that_can_say_nothing_is_refused_at_the_start(test: str) -> None:
     with pytest.raises(ValueError, match="row 3: "):
         check_rows(get_reward_fn("code"), [{"row_id": 3, "tests": [test]}])
+
+
+@pytest.mark.parametrize(
+    ("entry", "test", "name"),
+    [
+        ("gcd", "from math import *\nassert gcd(12, 18) == 6", "imports \\*.*one by one"),
+        ("f", "assert isclose(f(1), 2.5)", "isclose.*import it in the test"),
+        ("f", "def close(x):\n    return isclose(f(1), x)\nassert close(2.5)", "isclose.*import"),
+        ("f", "assert mean([f(1), 2]) == pi", "mean, pi.*import it"),
+    ],
+)
+def test_a_program_does_not_define_what_it_is_judged_by(entry: str, test: str, name: str) -> None:
+    row = {"row_id": 3, "tests": [test], "entry": entry}
+    with pytest.raises(ValueError, match=f"row 3: (?s:.)*{name}"):
+        check_rows(get_reward_fn("code"), [row])
+    with pytest.raises(ValueError, match=name):
+        score("def isclose(*args):\n    return True", test, entry=entry)
+
+
+@pytest.mark.parametrize(
+    ("entry", "program", "test"),
+    [
+        ("gcd", "from math import gcd", "assert gcd(12, 18) == 6"),
+        ("f", SAME, "from math import isclose\nassert isclose(f(2.5), 2.5)"),
+        ("f", f"{SAME}\n{NODE}", "assert f(Node(1)).value == 1"),
+        ("", f"{SAME}\nfrom math import gcd", "assert f(gcd(12, 18)) == 6"),
+    ],
+)
+def test_other_names_are_the_programs(entry: str, program: str, test: str) -> None:
+    assert score(program, test, entry=entry) == 1
+    assert score("pass", test, entry=entry) == 0
 
 
 def test_what_cannot_cross_is_an_error_of_the_data() -> None:
@@ -276,7 +308,7 @@ def test_what_cannot_cross_is_an_error_of_the_data() -> None:
     ("program", "test"),
     [
         (
-            "import datetime\nparse = lambda s: datetime.date\nis_leap = bool",
+            "import datetime\nparse = lambda s: datetime.date\nis_leap = lambda y: 1",
             "d = parse('2024-01-02')\nassert is_leap(d.year)",
         ),
         ("import datetime\nday = datetime.date\ng = f = len", "assert f([1]) and g(day.year)"),

@@ -17,6 +17,7 @@ import collections
 import datetime
 import decimal
 import fractions
+import functools
 import importlib
 import json
 import operator
@@ -382,7 +383,8 @@ def leave(code: int, why: str) -> NoReturn:
 def names_asked(text: str, entry: str) -> tuple[list[str], dict[str, str]]:
     """Returns the names that a test takes from the program, and the modules by the names that it
     uses without an import. Raises ValueError for a test that is no Python, takes nothing from the
-    program, takes a kind of error or a base class, or makes for it what cannot be handed over.
+    program, takes a kind of error or a base class, imports *, or makes for it what cannot be
+    handed over; with `entry`, also for one that takes a function of the module math or alike.
 
     Names of builtins are the program's where `entry` names them, and those of modules of the
     standard library where they are not used as `module.name`."""
@@ -409,11 +411,26 @@ def names_asked(text: str, entry: str) -> tuple[list[str], dict[str, str]]:
         )
     made_here = [n.type for n in nodes if isinstance(n, ast.ExceptHandler) and n.type]
     made_here += [base for n in nodes if isinstance(n, ast.ClassDef) for base in n.bases]
+    if any(isinstance(n, ast.ImportFrom) and n.names[0].name == "*" for n in nodes):
+        raise ValueError("imports *, which may hide the program's names: import names one by one")
+    if entry and (wrong := sorted({*names} & _comparing_names() - {entry})):
+        raise ValueError(
+            f"would take {', '.join(wrong)} from the program, to be judged by: import it in the "
+            f"test (entry={entry!r} names what the program is to define)"
+        )
     if wrong := sorted(_handed_over(nodes, {*names})):
         raise ValueError(f"hands {', '.join(wrong)} to the program; hand over plain data")
     if wrong := sorted(_names([n for node in made_here for n in ast.walk(node)]) & {*names}):
         raise ValueError(f"catches or inherits {', '.join(wrong)} of the program's")
     return names, modules
+
+
+@functools.cache
+def _comparing_names() -> set[str]:
+    """Returns names that a test means a module's function by, where it forgets to import it."""
+    modules = [importlib.import_module(name) for name in ("math", "cmath", "statistics")]
+    exported = {name for module in modules for name in getattr(module, "__all__", dir(module))}
+    return {name for name in exported if not name.startswith("_")}
 
 
 def _handed_over(nodes: Sequence[ast.AST], names: set[str]) -> set[str]:
