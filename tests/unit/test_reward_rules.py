@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
+import time
 from typing import Any, ClassVar
 
 import pytest
@@ -246,17 +247,41 @@ def test_rows_without_sound_tests_are_refused_at_the_start(row: Any, problem: st
 def test_tests_that_outlast_the_pools_clock_are_refused_at_the_start() -> None:
     rows = [{"row_id": 5, "tests": [*STDIN, *STDIN]}]
     fn = get_reward_fn("code", {"seconds": 5})
-    check_rows(fn, rows, timeout=20.5)
-    for timeout in (20, 15):
+    check_rows(fn, rows, timeout=23.5)
+    for timeout in (20.5, 20, 15):
         with pytest.raises(ValueError, match=r"row 5: .*seconds.*rollout\.reward_timeout"):
             check_rows(fn, rows, timeout=timeout)
     check_rows(get_reward_fn("code", {"seconds": 1}), rows, timeout=15)
     parts: Any = {"code": {"type": "code", "options": {"seconds": 4}}, "form": "format"}
     for more in ({}, {"judge": f"{__name__}:fails"}):
         fn = get_reward_fn("weighted", {"parts": parts | more})
-        check_rows(fn, rows, timeout=16.5)
+        check_rows(fn, rows, timeout=19.5)
         with pytest.raises(ValueError, match="row 5: "):
-            check_rows(fn, rows, timeout=16)
+            check_rows(fn, rows, timeout=16.5)
         with pytest.raises(ValueError, match="row 6: "):
             check_rows(fn, [{"row_id": 6, "tests": []}], timeout=16)
     check_rows(get_reward_fn("code"), rows, timeout=RolloutConfig().reward_timeout)
+
+
+@pytest.mark.parametrize("tests", [STDIN, ["assert square(3) == 9"] * 2])
+def test_a_program_that_sleeps_is_judged_within_the_time_of_its_row(tests: Any) -> None:
+    fn = get_reward_fn("code", {"seconds": 1, "partial": True})
+    row = {"tests": tests}
+    timeout = code_module.most_seconds(**row, seconds=1) + 0.1
+    check_rows(fn, [row], timeout=timeout)
+    with RewardPool(1, timeout=timeout) as pool:
+        own = ("", "import time\ntime.sleep(100)", [], [])
+        assert asyncio.run(pool.score(fn, own, row)) == 0
+
+
+def test_tests_that_are_not_done_in_time_have_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def first_starts_soon(*args: Any, stdin: str, **kw: Any) -> sandbox.Ran:
+        await asyncio.sleep(0 if stdin == "3\n" else 30)  # as on a machine that is busy
+        return sandbox.Ran(ended="ok", code=0, stdout="9" if stdin == "3\n" else "16", stderr="")
+
+    monkeypatch.setattr(code_module, "run_program", first_starts_soon)
+    begun = time.monotonic()
+    assert score("code", SQUARE, tests=STDIN, options={"seconds": 1, "partial": True}) == 0.5
+    assert score("code", SQUARE, tests=STDIN, options={"seconds": 1}) == 0
+    most = code_module.most_seconds(tests=STDIN, seconds=1)
+    assert time.monotonic() - begun < 2 * most

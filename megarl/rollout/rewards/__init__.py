@@ -202,9 +202,9 @@ def _own(reward_fn: Any, name: str) -> Callable[..., Any] | None:
 def _check_seconds(most: float, timeout: float) -> None:
     if most >= timeout:
         raise ValueError(
-            f"its tests may take seconds x tests = {most:g} s, and rollout.reward_timeout="
-            f"{timeout:g} ends a reward before: raise rollout.reward_timeout, or lower the "
-            "reward's option seconds"
+            f"its tests may take {most:g} s together (seconds each, and the start of their "
+            f"processes), and rollout.reward_timeout={timeout:g} ends a reward before: raise "
+            "rollout.reward_timeout, or lower the reward's option seconds"
         )
 
 

@@ -19,6 +19,7 @@ from megarl.rollout.tools.sandbox import Limits, run_program
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _RESULT = "\x1eresult:"
 _MIB = 1 << 20
+_START, _END = 0.5, 1.0  # seconds for a test's processes to start, and for the last one to end
 _FORMS = (
     "use {input: text, output: text}, {args: [...], output: value} with a column `entry`, the "
     "function's name, or the text of assert statements"
@@ -45,12 +46,14 @@ def code_reward(
     of {input, output} (what it reads and prints), {args, output} (calls of the function `entry`),
     or assert statements as text, which run in a process without the program (asserts.py). Outputs
     are compared outside the sandbox. seconds, memory: the most that one test may take, in s and
-    MiB. Raises SandboxError where the sandbox fails.
+    MiB; tests that are not done when all together have taken their seconds, and half a second each,
+    have failed. Raises SandboxError where the sandbox fails.
     """
     cases = _cases(tests, entry)
     limits = Limits(wall=seconds, cpu=seconds, memory=memory * _MIB)
     program = extract_program(completion)
-    passed = asyncio.run(_passed(program, cases, entry, limits, every=partial))
+    most = (seconds + _START) * len(cases)
+    passed = asyncio.run(_passed(program, cases, entry, limits, most, every=partial))
     return passed / len(cases) if partial else float(passed == len(cases))
 
 
@@ -60,8 +63,9 @@ def check_row(*, tests: Any = None, entry: str = "", **row: Any) -> None:
 
 
 def most_seconds(*, tests: Any = None, entry: str = "", seconds: int = 5, **row: Any) -> float:
-    """Returns the seconds that all tests of a row may take. Raises ValueError as check_row does."""
-    return float(seconds) * len(_cases(tests, entry))
+    """Returns the seconds that all tests of a row may take, with what their processes need to start
+    and to end. Raises ValueError as check_row does."""
+    return (seconds + _START) * len(_cases(tests, entry)) + _END
 
 
 def extract_program(completion: str) -> str:
@@ -97,16 +101,18 @@ def _kind(case: Any) -> str:
 
 
 async def _passed(
-    program: str, cases: list[Any], entry: str, limits: Limits, *, every: bool
+    program: str, cases: list[Any], entry: str, limits: Limits, most: float, *, every: bool
 ) -> int:
-    """Returns how many tests a program passes; unless `every`, those before the first that it does
-    not."""
+    """Returns how many tests a program passes within `most` seconds; unless `every`, those before
+    the first that it does not."""
     passed = 0
-    for case in cases:
-        ok = await _TESTS[_kind(case)](program, case, entry, limits)
-        if not ok and not every:
-            return passed
-        passed += ok
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(most):
+            for case in cases:
+                ok = await _TESTS[_kind(case)](program, case, entry, limits)
+                if not ok and not every:
+                    break
+                passed += ok
     return passed
 
 
