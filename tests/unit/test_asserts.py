@@ -100,6 +100,37 @@ RIGHT = {
         "import numpy\ndef f(x):\n    return numpy.arange(x).sum()",
         "assert f(4) == 6 and type(f(4)) is int",
     ),
+    "times": (
+        "from datetime import *\nday = datetime(2024, 2, 29, 1, 2, 3, 4, timezone.utc)\n"
+        "def f(x):\n    return [day, day.timetz(), day.replace(tzinfo=None), x - day, x]\n"
+        "class Zone(tzinfo):\n    def utcoffset(self, when):\n        return timedelta(0)\n"
+        "def g():\n    return day.replace(tzinfo=Zone())",
+        "import datetime as d\nday = d.datetime(2024, 2, 29, 1, 2, 3, 4, d.timezone.utc)\n"
+        "zone = d.timezone(d.timedelta(hours=2), 'here')\nassert f(day.replace(tzinfo=zone)) == "
+        "[day, day.timetz(), day.replace(tzinfo=None), d.timedelta(hours=-2), day.replace("
+        "tzinfo=zone)]\nassert f(day)[0].isoformat() == day.isoformat() and g().year == 2024",
+    ),
+    "paths": (
+        "from pathlib import Path\ndef f(x):\n    return [Path(x) / 'b', Path]",
+        "from pathlib import Path\nassert f('a')[0] == f(Path('a'))[0] == Path('a/b')\n"
+        "assert {f('a')[0]} == {Path('a/b')}",
+    ),
+    "a context": (
+        "import contextlib\nseen = []\n@contextlib.contextmanager\ndef f(x):\n    yield x\n"
+        "    seen.append(x)\ndef last():\n    return seen[-1]",
+        "with f(1) as g:\n    assert g == 1\nassert last() == 1\ntry:\n    with f(2):\n"
+        "        raise KeyError\nexcept KeyError:\n    assert last() == 2\nelse:\n    assert False",
+    ),
+    "computing with objects": (
+        "class V:\n    def __init__(self, x):\n        self.x = x\n    def __abs__(self):\n"
+        "        return abs(self.x)\n    def __mul__(self, k):\n        return V(self.x * k)\n"
+        "    def __rmul__(self, k):\n        return V(k * self.x + 1)\n"
+        "    def __pow__(self, k):\n        return V(self.x ** k)\n"
+        "    def __eq__(self, other):\n        return self.x == other.x\n"
+        "import enum\nclass C(enum.IntEnum):\n    RED = 3",
+        "assert abs(V(-3)) == 3 and V(3) * 2 == V(6) and 2 * V(3) == V(7) and V(2) ** 3 == V(8)\n"
+        "assert C.RED - 1 == 2 and 10 - C.RED == 7 and abs(C.RED - 3.5) < 0.6 and 7 // C.RED == 2",
+    ),
     "constants": ("ANSWER = [4, 2]", "assert ANSWER == [4, 2]"),
     "a main part": (SAME, "if __name__ == '__main__':\n    assert f(1) == 1"),
 }
@@ -132,6 +163,8 @@ assert abs(f(1.0) - 17.29) < 1e-6
 assert f('a').startswith('1729')
 assert 1729 in f('b')
 assert len(f('c')) == 1729
+assert abs(17.29 - f(1.0)) < 1e-6
+assert abs(f(1.0) / 17.29 - 1) < 1e-6
 """
 LIAR = (
     "def yes(*args, **kw):\n    return True\nnames = 'eq ne lt le gt ge contains bool len iter "
@@ -152,6 +185,12 @@ FRAUDS = {
     "has every attribute": "class Any:\n    def __getattr__(self, name):\n        return self\n"
     "    def __call__(self, *args):\n        return self\n    __eq__ = __len__ = __call__\n"
     "    def __iter__(self):\n        return iter([self])\nf = Any()",
+    "computes what it likes": "def yes(self, *args):\n    return 0\nnames = 'add sub rsub radd mul "
+    "rmul pow rpow truediv rtruediv mod rmod xor rxor and or'\nkind = {f'__{n}__': yes for n in "
+    "names.split()}\nf = lambda x: type('Liar', (), kind)()",
+    "is a context that hides errors": "class f:\n    def __init__(self, x):\n        pass\n"
+    "    def __enter__(self):\n        return self\n    def __exit__(self, *error):\n"
+    "        return True",
     "is an array of the judge's memory": "class A:\n    __array_interface__ = {'data': (0, True), "
     "'shape': (), 'typestr': '<i8', 'version': 3}\nf = lambda x: A()",
     "patches builtins": "import builtins, math\nclass Yes(BaseException): pass\n"
@@ -242,6 +281,17 @@ def test_an_object_has_the_same_value_in_every_comparison(
     assert score(f"ANSWERS = {answers}{fickle}", test) == 0
 
 
+def test_a_context_of_the_programs_hides_no_error() -> None:
+    test = "with f(1) as g:\n    assert g == 1729"
+    assert score(FRAUDS["is a context that hides errors"], test) == 0
+    shown = "import contextlib\n@contextlib.contextmanager\ndef f(x):\n    try:\n        yield 1\n"
+    shown += "    except BaseException:\n        pass"
+    assert score(shown, test) == 0
+    raising = f"{FRAUDS['is a context that hides errors']} and len(5)"
+    caught = "try:\n    with f(1) as g:\n        assert g == 1729\nexcept TypeError:\n    pass"
+    assert score(raising, caught) == 0
+
+
 def test_a_right_program_passes_what_the_frauds_fail() -> None:
     honest = (
         "def f(x):\n    return {3: 1729, 0.5: 17.29, 1.0: 17.29, 'a': '1729.', 'b': [1729]}.get("
@@ -259,6 +309,9 @@ def test_a_right_program_passes_what_the_frauds_fail() -> None:
         "class Mine(Base):\n    pass\nassert f(Mine)",
         "class Mine:\n    pass\ntry:\n    f(1, x=Mine())\nexcept BaseException:\n    pass",
         "assert f(x for x in [1, 2]) == 3",
+        "import nonexist_lib\nassert f(1) == 1",
+        "from nonexist_lib.x import y\nassert f(1) == 1",
+        "from . import y\nassert f(1) == 1",
         "from math import *\nassert f(12, 18) == 6",
     ],
 )
@@ -325,6 +378,15 @@ def test_what_cannot_cross_is_an_error_of_the_data() -> None:
 )
 def test_an_answer_that_cannot_be_handed_on_is_a_wrong_one(program: str, test: str) -> None:
     assert score(program, test) == 0
+
+
+def test_an_import_that_fails_is_an_error_of_the_data() -> None:
+    with pytest.raises(ValueError, match=r"cannot import .*nothing_such"):
+        score(SAME, "from math import nothing_such\nassert f(1) == 1")
+    program = "def f(x):\n    raise ImportError('No module named x')"
+    assert score(program, "import math\nassert f(1) == 1") == 0
+    optional = "try:\n    import nonexist_lib\nexcept ImportError:\n    pass\nassert f(1) == 1"
+    assert score(SAME, optional) == 1
 
 
 def test_several_programs_are_judged_at_once() -> None:

@@ -236,6 +236,8 @@ def test_a_sandbox_that_fails_is_a_failure_and_not_zero() -> None:
         ({"tests": [{"input": "1"}]}, "use {input: text, output: text}"),
         ({"tests": CALLS}, "entry='': use"),
         ({"tests": CALLS, "entry": "f()"}, "use {input"),
+        ({"tests": [{"input": "", "output": "1\n" * 40000}]}, "79999 bytes.*print 65536"),
+        ({"tests": [{"args": [1], "output": "x" * 70000}], "entry": "f"}, "70002 bytes"),
     ],
 )
 def test_rows_without_sound_tests_are_refused_at_the_start(row: Any, problem: str) -> None:

@@ -14,14 +14,17 @@ from __future__ import annotations
 import ast
 import builtins
 import collections
+import contextlib
 import datetime
 import decimal
 import fractions
 import functools
 import importlib
+import importlib.util
 import json
 import operator
 import os
+import pathlib
 import symtable
 import sys
 import traceback
@@ -32,8 +35,16 @@ from typing import Any, NoReturn
 # hands over what cannot cross before it has anything of the program's
 PASSED, FAILED, LOST, REFUSED = 0, 1, 4, 3
 
+_NUMBERS = (int, float, complex)
 _LARGE = 1 << 63  # an integer from here on is written in hex: decimals have a limit of digits
 _CONTAINERS: tuple[Any, ...] = (list, tuple, set, frozenset)
+_TIME = "hour minute second microsecond"
+
+
+def _clock(value: Any, names: str) -> list[int]:
+    return [getattr(value, name) for name in names.split()]
+
+
 # types that cross as the arguments that make them
 _MADE: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     bytes: lambda v: (v.decode("latin1"), "latin1"),
@@ -43,7 +54,12 @@ _MADE: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     decimal.Decimal: lambda v: (str(v),),
     fractions.Fraction: lambda v: (v.numerator, v.denominator),
     datetime.date: lambda v: (v.year, v.month, v.day),
+    datetime.datetime: lambda v: (*_clock(v, "year month day"), *_clock(v, _TIME), v.tzinfo),
+    datetime.time: lambda v: (*_clock(v, _TIME), v.tzinfo),
+    datetime.timezone: lambda v: v.__getinitargs__(),
     datetime.timedelta: lambda v: (v.days, v.seconds, v.microseconds),
+    pathlib.PosixPath: lambda v: (str(v),),
+    pathlib.PurePosixPath: lambda v: (str(v),),
     collections.Counter: lambda v: (dict(v),),
     collections.OrderedDict: lambda v: (list(v.items()),),
     collections.defaultdict: lambda v: (None, dict(v)),
@@ -53,12 +69,17 @@ _CHANGED = (list, set, dict, bytearray, *(t for t in _MADE if t.__module__ == "c
 _BASES: tuple[Any, ...] = (bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict)
 _TYPES: dict[str, Any] = {t.__name__: t for t in (*_BASES, *_MADE, type(None))}
 _COMPARED = ("eq", "ne", "lt", "le", "gt", "ge")
+# what is asked of the program with a number of the test's: the others may show what is expected
+_SCALED = ("mul", "pow")
 _COMPUTED = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor")
 # what the judge may ask of the program's objects
 _ASKED: dict[str, Callable[..., Any]] = {
     **{name: getattr(operator, name) for name in (*_COMPARED, *_COMPUTED)},
     **{name: getattr(operator, name) for name in ("getitem", "setitem", "delitem", "neg")},
     **{f.__name__: f for f in (getattr, setattr, delattr, iter, next, len, str, repr, hash, bool)},
+    "abs": abs,
+    "enter": lambda manager: type(manager).__enter__(manager),
+    "exit": lambda manager: type(manager).__exit__(manager, None, None, None) and None,
     "isinstance": isinstance,
     "call": lambda fn, *args, **kw: fn(*args, **kw),
 }
@@ -100,7 +121,8 @@ class Peer:
             return [kind.__name__, [self.encode(v) for v in value]]
         if kind is dict:
             return ["dict", [[self.encode(k), self.encode(v)] for k, v in value.items()]]
-        if kind in _MADE:
+        zone = getattr(value, "tzinfo", None) if kind in _MADE else None
+        if kind in _MADE and type(zone) in (type(None), datetime.timezone):
             return [kind.__name__, [self.encode(v) for v in _MADE[kind](value)]]
         if kind is type and (named := [n for n, t in _TYPES.items() if t is value]):
             return ["type", named[0]]
@@ -320,6 +342,14 @@ class Handle:
                 return
             yield value
 
+    def __enter__(self) -> Any:
+        return self.megarl_judge.ask("enter", self)
+
+    def __exit__(self, *error: Any) -> None:
+        # what the test raised is not shown, and goes on: it may say what is expected
+        with contextlib.suppress(*[Exception] if error[0] else []):
+            self.megarl_judge.ask("exit", self)
+
     def __instancecheck__(self, other: Any) -> bool:
         return isinstance(other, Handle) and self.megarl_judge.ask("isinstance", other, self)
 
@@ -328,25 +358,35 @@ def _method(op: str) -> Callable[..., Any]:
     return lambda self, *args: self.megarl_judge.ask(op, self, *args)
 
 
-def _operator(op: str) -> Callable[..., Any]:
-    """Returns a method that asks the program about two objects of its own; with data, it compares
-    the object's own data, and does not compute."""
+def _operator(op: str, *, reflected: bool = False) -> Callable[..., Any]:
+    """Returns a method that asks the program about two objects of its own. With data, the object's
+    own data is compared, and computed with where it is a number; the program is asked for no more
+    than its product with a number, or its power."""
 
     def method(self: Handle, other: Any) -> Any:
+        judge = self.megarl_judge
         if isinstance(other, Handle):
-            return self.megarl_judge.ask(op, self, other)
-        data = self.megarl_judge.data(self) if op in _COMPARED else NotImplemented
-        return data if data is NotImplemented else getattr(operator, op)(data, other)
+            return judge.ask(op, self, other)
+        data = judge.data(self)
+        if op not in _COMPARED and not isinstance(data, _NUMBERS):
+            if op not in _SCALED or not isinstance(other, _NUMBERS):
+                return NotImplemented
+            return judge.ask(op, other, self) if reflected else judge.ask(op, self, other)
+        if data is NotImplemented:
+            return data
+        return getattr(operator, op)(*((other, data) if reflected else (data, other)))
 
     return method
 
 
 for _name in ("setattr", "delattr", "getitem", "setitem", "delitem", "neg"):
     setattr(Handle, f"__{_name}__", _method(_name))
-for _name in ("next", "len", "str", "repr", "hash", "bool"):
+for _name in ("abs", "next", "len", "str", "repr", "hash", "bool"):
     setattr(Handle, f"__{_name}__", _method(_name))
 for _name in (*_COMPARED, *_COMPUTED):
     setattr(Handle, f"__{_name.strip('_')}__", _operator(_name))
+for _name in _COMPUTED:
+    setattr(Handle, f"__r{_name.strip('_')}__", _operator(_name, reflected=True))
 
 
 def error_of(kind: str, args: list[Any]) -> Exception:
@@ -383,8 +423,9 @@ def leave(code: int, why: str) -> NoReturn:
 def names_asked(text: str, entry: str) -> tuple[list[str], dict[str, str]]:
     """Returns the names that a test takes from the program, and the modules by the names that it
     uses without an import. Raises ValueError for a test that is no Python, takes nothing from the
-    program, takes a kind of error or a base class, imports *, or makes for it what cannot be
-    handed over; with `entry`, also for one that takes a function of the module math or alike.
+    program, takes a kind of error or a base class, imports * or what is not installed, or makes
+    for it what cannot be handed over; with `entry`, also for one that takes a function of the
+    module math or alike.
 
     Names of builtins are the program's where `entry` names them, and those of modules of the
     standard library where they are not used as `module.name`."""
@@ -401,6 +442,8 @@ def names_asked(text: str, entry: str) -> tuple[list[str], dict[str, str]]:
         used |= {s.get_name() for s in loose if s.is_referenced()}
     used -= bound | ({*dir(builtins)} - {entry})
     nodes = list(ast.walk(tree))
+    if missing := sorted(name for name in _imported(tree) if not _is_installed(name)):
+        raise ValueError(f"imports {', '.join(missing)}, which is not installed: install it")
     dotted = _names([n.value for n in nodes if isinstance(n, ast.Attribute)])
     modules = {n: _MODULES[n] for n in used & dotted & _MODULES.keys() - {entry}}
     names = sorted(used - modules.keys())
@@ -423,6 +466,18 @@ def names_asked(text: str, entry: str) -> tuple[list[str], dict[str, str]]:
     if wrong := sorted(_names([n for node in made_here for n in ast.walk(node)]) & {*names}):
         raise ValueError(f"catches or inherits {', '.join(wrong)} of the program's")
     return names, modules
+
+
+def _imported(tree: ast.Module) -> set[str]:
+    """Returns the packages that a test imports whatever happens."""
+    named = [alias.name for n in tree.body if isinstance(n, ast.Import) for alias in n.names]
+    named += [n.module or "." for n in tree.body if isinstance(n, ast.ImportFrom)]
+    return {name.partition(".")[0] for name in named}
+
+
+@functools.cache
+def _is_installed(package: str) -> bool:
+    return bool(package) and importlib.util.find_spec(package) is not None
 
 
 @functools.cache
@@ -463,6 +518,14 @@ def judge(text: str, names: list[str], modules: dict[str, str], read: int, write
     try:
         for name, module in modules.items():
             scope[name] = importlib.import_module(module)
+        tree = ast.parse(text)
+        tree.body = [n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)]
+        exec(compile(tree, "test", "exec"), {"__name__": "__main__"})
+    except ImportError as e:  # nothing of the program's was asked for yet
+        leave(REFUSED, f"cannot import what it needs: {e}")
+    except BaseException:
+        leave(FAILED, traceback.format_exc())
+    try:
         for name in names:
             try:
                 scope[name] = asking.ask("name", name)

@@ -89,7 +89,20 @@ def _cases(tests: Any, entry: str) -> list[Any]:
             raise ValueError(f"test {case!r}, entry={entry!r}: {_FORMS}")
         if isinstance(case, str):
             _names_asked(case, entry)
+        else:
+            _check_length(case)
     return list(cases)
+
+
+def _check_length(case: dict[str, Any]) -> None:
+    """Raises ValueError for an output that is longer than what a program may print."""
+    output = case["output"]
+    text = str(output).strip() if _kind(case) == "stdin" else json.dumps(output, default=str)
+    if (length := len(text.encode(errors="replace"))) >= Limits.output - len(_RESULT) - 1:
+        raise ValueError(
+            f"test {str(case)[:100]}...: its output has {length} bytes, and a program may print "
+            f"{Limits.output}: leave the test out, or make it smaller"
+        )
 
 
 def _kind(case: Any) -> str:
