@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from os.path import exists
 from pathlib import Path
 from typing import Any
 
@@ -117,12 +118,13 @@ def _with_neighbours(value: Any, key: str, folder: Path) -> Any:
         return [_with_neighbours(v, key, folder) for v in value]
     if not isinstance(value, str) or not value or "${" in value:
         return value
-    file, colon, name = value.partition(".py:")
-    file = f"{file}.py" if colon else file
-    if not colon and key not in _FILES:
-        return value
+    file, colon, name = value.rpartition(":")
+    if not (file.endswith(".py") and name.isidentifier() and len(value.split()) == 1):
+        if key not in _FILES:
+            return value
+        file, colon, name = value, "", ""
     there = folder / file
-    return f"{there}{colon[3:]}{name}" if not Path(file).exists() and there.exists() else value
+    return f"{there}{colon}{name}" if not exists(file) and exists(there) else value
 
 
 def merged(below: Any, above: Any) -> Any:

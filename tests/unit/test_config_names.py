@@ -8,6 +8,7 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+import yaml
 
 from megarl.config.check import check_config
 from megarl.config.command_line import parse_command_line
@@ -147,6 +148,24 @@ def test_a_configuration_names_its_neighbours(
     assert cfg.train_dataset.files == ["rows.jsonl", "none.jsonl"]  # here first; nowhere
     assert (cfg.trial_name, cfg.actor.path) == ("trial", "org/model")
     assert cfg.train_dataset.options == {"x": "own.jinja"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Name each place as file.py:line. " + "You are a careful engineer. " * 12,
+        "a" * 300 + ".py:f",
+        "reward.py:line one",
+        "one\ntwo.py:f",
+        "\0.py:f",
+    ],
+)
+def test_a_text_that_names_no_file_stays_as_it_is(tmp_path: Path, text: str) -> None:
+    (tmp_path / "reward.py").write_text("")
+    options = {"system": text, "path": text, "files": [text]}
+    config = {"train_dataset": {"type": "chat", "options": options}}
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(config, width=10_000))
+    assert load_config(tmp_path / "c.yaml").train_dataset.options == options
 
 
 def test_every_metric_of_the_docs_and_every_phase_may_be_named() -> None:
