@@ -55,7 +55,7 @@ class AllocationMode:
 
     @classmethod
     def from_str(cls, text: str) -> AllocationMode:
-        """Returns what `allocation_mode` says. Raises ConfigError that points at the first
+        """Returns what `allocation_mode` says. Raises ConfigError that counts to the first
         character that is wrong."""
         reader = _Reader(text)
         first = reader.part()
@@ -99,9 +99,9 @@ class _Reader:
         self.text, self.at = text, 0
 
     def error(self, problem: str, at: int | None = None) -> ConfigError:
-        """Returns the error whose caret is below character `at` (None: the next)."""
-        caret = " " * (self.at if at is None else at) + "^"
-        return ConfigError([f"allocation_mode: {problem}\n    {self.text}\n    {caret}"])
+        """Returns the error at character `at`, from 0 (None: the next)."""
+        place = f"at character {1 + (self.at if at is None else at)}"
+        return ConfigError([f"allocation_mode={self.text}: {place}: {problem}"])
 
     def part(self) -> Part:
         known, start = (*SERVERS, *TRAINERS), self.at

@@ -19,13 +19,11 @@ from os.path import exists
 from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from megarl.config import presets
 from megarl.config.errors import ConfigError
-from megarl.config.words import read_yaml
+from megarl.config.words import NOT_YAML, read_yaml
 
 DEFAULTS, SELF = "defaults", "_self_"
 Tree = dict[str, Any]
@@ -102,7 +100,7 @@ def _read_yaml(path: Path) -> Tree:
     try:
         OmegaConf.load(path)  # raises; also for a key that comes twice
         tree = read_yaml(path.read_text(encoding="utf-8")) or {}
-    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as e:
+    except NOT_YAML as e:
         raise ConfigError([f"--config {path}: not valid YAML: {' '.join(str(e).split())}"]) from e
     if not isinstance(tree, dict):
         raise ConfigError([f"--config {path}: the top level must be keys and values"])

@@ -25,10 +25,15 @@ def fetch_hub_models(cfg: BaseConfig) -> None:
         if "/" not in path or Path(path).is_dir() or not looks_like_hub_name(path):
             continue
         from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
         try:
             engine.path = snapshot_download(path, allow_patterns=list(_HF_FILES))
+        except HFValidationError:
+            problems.append(
+                f"{name}.path={path}: no such directory, and no name that the hub allows; name a "
+                "model's directory, or a model of the hub as org/name"
+            )
         except (OSError, HfHubHTTPError) as e:
             why = " ".join(str(e).split())
             problems.append(

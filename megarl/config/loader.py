@@ -21,7 +21,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
-import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
@@ -47,7 +46,7 @@ from megarl.config.schema import (
 )
 from megarl.config.secrets import reads_environment, remember, written_tree
 from megarl.config.unread import begin_script, note_set
-from megarl.config.words import Word, as_type, read_yaml
+from megarl.config.words import NOT_YAML, Word, as_type, read_yaml
 from megarl.utils.collective_timeout import set_collective_timeout
 from megarl.utils.quiet import quiet_libraries
 from megarl.utils.staging import write_whole
@@ -200,7 +199,7 @@ def _parse_overrides(overrides: Sequence[str], problems: list[str]) -> list[Over
             read = read_yaml(value) if value.strip() else ""
             if isinstance(read, Word) or (read is None and value.lstrip().startswith("#")):
                 read = Word(value.strip())  # a name may hold what a file takes for a comment
-        except (yaml.YAMLError, OmegaConfBaseException) as e:
+        except NOT_YAML as e:
             reason = " ".join(str(e).split())
             problems.append(f"{text!r}: the value is not valid YAML, quote it: {reason}")
             continue

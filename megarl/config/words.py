@@ -13,11 +13,14 @@ import typing
 from typing import Any
 
 import yaml
+from omegaconf.errors import OmegaConfBaseException
 
+# what PyYAML and OmegaConf raise for a text that is no YAML, or holds a tag its value does not fit
+NOT_YAML = (yaml.YAMLError, OmegaConfBaseException, ValueError, LookupError, AttributeError)
 _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _KEPT = ("tag:yaml.org,2002:null", "tag:yaml.org,2002:merge")
 _STR = "tag:yaml.org,2002:str"
-_INT = re.compile(r"[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F_]+|0b[01_]+)")
+_INT = re.compile(r"[-+]?(0|[1-9][0-9_]*|0x_*[0-9a-fA-F][0-9a-fA-F_]*|0b_*[01][01_]*)")
 _FLOAT = re.compile(
     r"[-+]?([0-9][0-9_]*\.[0-9_]*([eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+"
     r"|\.[0-9][0-9_]*([eE][-+]?[0-9]+)?|\.(inf|Inf|INF))|\.(nan|NaN|NAN)"
@@ -36,7 +39,8 @@ class Word(str):
         if _INT.fullmatch(text):
             return int(text.replace("_", ""), 0)
         if _FLOAT.fullmatch(text):
-            return float(text.replace("_", "").replace(".inf", "inf").replace(".nan", "nan"))
+            plain = text.replace("_", "").lower()
+            return float(plain.replace(".inf", "inf").replace(".nan", "nan"))
         return _BOOL.get(text.lower(), text) if text in _spellings(text) else text
 
 

@@ -116,6 +116,14 @@ def test_servers_and_judges_take_hub_names(tmp_path: Path, monkeypatch: pytest.M
     assert (cfg.server.path, cfg.judge.path) == (str(tmp_path), str(tmp_path))
 
 
+@pytest.mark.parametrize("path", ["models/qwen--7b", "org/a..b", "org/name.git", "org/a-"])
+def test_a_path_that_is_no_name_of_the_hub_is_one_line(path: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        fetch_hub_models(load_config(None, [f"actor.path={path}"]))
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"actor.path={path}: ") and "\n" not in problem
+
+
 def test_a_column_without_a_space_is_answered_with_one(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"question": "1 + 1", "answer": "2"}\n')

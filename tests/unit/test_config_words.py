@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,8 @@ WORDS: dict[str, tuple[Any, Any, Any, Any, Any]] = {
     "~": (NOT, NOT, NOT, NOT, None),
     "'null'": ("null", NOT, NOT, NOT, "null"),
     ".inf": (".inf", NOT, float("inf"), NOT, float("inf")),
+    ".Inf": (".Inf", NOT, float("inf"), NOT, float("inf")),
+    "-.INF": ("-.INF", NOT, float("-inf"), NOT, float("-inf")),
     "2026-11-24": ("2026-11-24", NOT, NOT, NOT, "2026-11-24"),
     "a=b": ("a=b", NOT, NOT, NOT, "a=b"),
     "run#3": ("run#3", NOT, NOT, NOT, "run#3"),
@@ -82,6 +85,23 @@ def test_a_word_is_what_its_key_takes(word: str, how: str, tmp_path: Path) -> No
         assert value_of(cfg, key) == expected and type(value_of(cfg, key)) is type(expected)
         save_config(cfg, file)
         assert load_config(file) == cfg
+
+
+@pytest.mark.parametrize("word", [".nan", ".NaN", ".NAN"])
+def test_no_number_has_three_spellings(word: str) -> None:
+    cfg = load_config(None, [f"{FREE}={word}"])
+    assert math.isnan(value_of(cfg, FREE))
+
+
+@pytest.mark.parametrize("how", ["override", "file"])
+@pytest.mark.parametrize("word", ["0x_", "0b_", "!!int x", "!!float ''", "!!bool x"])
+def test_what_only_begins_like_a_number_is_one_line(word: str, how: str, tmp_path: Path) -> None:
+    file = tmp_path / "x.yaml"
+    file.write_text(in_yaml(FREE, word) if how == "file" else "{}")
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, [f"{FREE}={word}"] if how == "override" else [])
+    (problem,) = caught.value.problems
+    assert "not valid YAML" in problem
 
 
 def test_names_that_yaml_takes_for_one_number_are_two_runs() -> None:
