@@ -14,9 +14,12 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from pathlib import PurePath
 from typing import Any
 
 import yaml
+
+from megarl.config.words import NOT_YAML
 
 MASK = "***"
 _SECRET = re.compile(
@@ -116,10 +119,15 @@ def masked_yaml(text: str) -> str:
     """Returns a YAML text with secrets masked; text without secrets stays as it is."""
     try:
         tree = yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text
+    except NOT_YAML:
+        return "\n".join(_masked_line(line) for line in text.split("\n"))
     shown = masked(tree)
     return text if shown == tree else yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
+
+
+def _masked_line(line: str) -> str:
+    key, colon, _ = line.partition(":")
+    return f"{key}: {MASK}" if colon and is_secret(key.strip(" -'\"")) else masked_text(line)
 
 
 def masked_override(text: str) -> str:
@@ -131,7 +139,7 @@ def masked_override(text: str) -> str:
         return f"{key}={masked(value, key)}"
     try:
         tree = yaml.safe_load(value)
-    except yaml.YAMLError:
+    except NOT_YAML:
         return masked_text(text)
     shown = masked(tree)
     if shown == tree or isinstance(tree, str):
@@ -165,7 +173,9 @@ def _values(cfg: Any) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: _plain(v) for k, v in value.items()}
-    return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return str(value) if isinstance(value, PurePath) else value
 
 
 def _leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, str]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from megarl.config.aliases import ALIASES, aliased
 from megarl.config.base import SeamConfig, arg
@@ -434,6 +435,18 @@ def test_a_script_has_keys_of_its_own(tmp_path):
         load_config(path)
     with pytest.raises(ConfigError, match=r"actor\.pathh: unknown key"):
         load_config(path, ["actor.pathh=x"], foreign=True)
+
+
+def test_a_path_of_a_scripts_own_is_saved_and_loads_back(tmp_path: Path) -> None:
+    @dataclass(kw_only=True)
+    class WithPath(GRPOConfig):
+        cache: Path = Path("/tmp")
+
+    cfg = load_config(None, [f"cache={tmp_path}"], cls=WithPath)
+    assert cfg.cache == tmp_path
+    save_config(cfg, tmp_path / "c.yaml")
+    assert yaml.safe_load((tmp_path / "c.yaml").read_text())["cache"] == str(tmp_path)
+    assert load_config(tmp_path / "c.yaml", cls=WithPath) == cfg
 
 
 def test_sampling_as_a_model_recommends_it(tmp_path):

@@ -200,6 +200,13 @@ def test_masks():
     }
 
 
+@pytest.mark.parametrize("broken", ["p: !!python/tuple [1]", "n: !!int x", "l: [", "d: 2024-13-45"])
+def test_text_that_is_no_yaml_is_masked_line_by_line(broken: str) -> None:
+    text = f"a:\n  api_key: of-mine\n- 'hf_token': of-mine\n  b: s3://u:of-mine@h\n{broken}\nc: 1"
+    shown = masked_yaml(text)
+    assert "of-mine" not in shown and broken in shown and shown.endswith("\nc: 1")
+
+
 def test_no_key_of_a_recipe_is_masked_by_mistake():
     for cls in RECIPES.values():
         assert not [name for name in key_table(cls) if is_secret(name)]
