@@ -8,7 +8,6 @@ written by us, or damaged since.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from megarl.config.loader import config_yaml, run_dir
 from megarl.config.recipe_engines import engines, model_override, model_path, saved_engines
 from megarl.config.recipes import BaseConfig
 from megarl.config.secrets import MASK, masked
+from megarl.config.words import NOT_YAML
 from megarl.utils.digests import broken_seal
 
 STATS_FILE, CONFIG_FILE = "stats.jsonl", "config.yaml"
@@ -112,7 +112,6 @@ def _contradictions(cfg: BaseConfig, newest: Checkpoint) -> Iterator[str]:
     run = newest.path.parent.parent
     away = f"the run in {run} cannot continue so; set another trial_name, or move it"
     before, now = _saved_config(run), _flat(yaml.safe_load(config_yaml(cfg)))
-    behind = _saved_config(run, resolve=True)
     if before.get("recipe", cfg.recipe) != cfg.recipe:
         yield f"recipe={cfg.recipe}: it was {before['recipe']}; {away}"
         return
@@ -125,7 +124,7 @@ def _contradictions(cfg: BaseConfig, newest: Checkpoint) -> Iterator[str]:
         )
     for name in (n for n in saved if n in newest.info["models"]):
         key, path = f"{name}.path", engines(cfg)[name].path
-        if not _same_path(behind.get(key, path), path):
+        if not _same_path(_value_now(_saved_tree(run), key) or path, path):
             yield f"{key}={now[key]}: it was {before[key]}; {away}"
             continue
         old, new = newest.info["models"][name], architecture(cfg, name)
@@ -176,21 +175,33 @@ def _shown(config: dict[str, Any], key: str, other: dict[str, Any]) -> Any:
     return MASK if hidden else masked(value, key)
 
 
-def _saved_config(directory: Path, *, resolve: bool = False) -> dict[str, Any]:
-    """Returns the keys of config.yaml, flat; `resolve` gives interpolations their values of now."""
+def _saved_config(directory: Path) -> dict[str, Any]:
+    """Returns the keys of config.yaml, flat, as they are written."""
+    tree = _saved_tree(directory)
+    return _flat(tree) if tree else {}
+
+
+def _value_now(tree: dict[str, Any], key: str) -> Any:
+    """Returns the value of a key with the environment of now; as it is written where that lacks a
+    variable, and None where there is no such key."""
+    try:
+        return OmegaConf.select(OmegaConf.create(tree), key)
+    except OmegaConfBaseException:
+        return _flat(tree).get(key)
+
+
+def _saved_tree(directory: Path) -> dict[str, Any]:
+    """Returns what config.yaml holds, nothing where there is none. Raises ConfigError."""
     path = directory / CONFIG_FILE
     if not path.is_file():
         return {}
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as e:
+    except (*NOT_YAML, RecursionError) as e:
         raise ConfigError([f"{path}: damaged: no YAML; remove it to continue the run"]) from e
     if not isinstance(tree, dict):
         raise ConfigError([f"{path}: damaged: it holds no keys; remove it to continue the run"])
-    if resolve:
-        with contextlib.suppress(OmegaConfBaseException):  # a variable is not set any more
-            tree = OmegaConf.to_container(OmegaConf.create(tree), resolve=True)
-    return _flat(tree)
+    return tree
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:

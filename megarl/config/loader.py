@@ -46,7 +46,7 @@ from megarl.config.schema import (
 )
 from megarl.config.secrets import reads_environment, remember, written_tree
 from megarl.config.unread import begin_script, note_set
-from megarl.config.words import NOT_YAML, Word, as_type, read_yaml
+from megarl.config.words import NOT_YAML, Word, as_type, read_override
 from megarl.utils.collective_timeout import set_collective_timeout
 from megarl.utils.quiet import quiet_libraries
 from megarl.utils.staging import write_whole
@@ -196,9 +196,7 @@ def _parse_overrides(overrides: Sequence[str], problems: list[str]) -> list[Over
             continue
         try:
             OmegaConf.from_dotlist([f"v={value}"])
-            read = read_yaml(value) if value.strip() else ""
-            if isinstance(read, Word) or (read is None and value.lstrip().startswith("#")):
-                read = Word(value.strip())  # a name may hold what a file takes for a comment
+            read = read_override(value)
         except NOT_YAML as e:
             reason = " ".join(str(e).split())
             problems.append(f"{text!r}: the value is not valid YAML, quote it: {reason}")

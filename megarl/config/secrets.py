@@ -28,12 +28,14 @@ _SECRET = re.compile(
     re.IGNORECASE,
 )
 # in any value: who logs in by a URL, and what services give out as keys
-_LOGIN = re.compile(r"(?<=://)[^\s/@]+(?=@)")
+_LOGIN = re.compile(r"(?<=://)[^\s/]*[^\s/:@](?=@)")
 _KEY = re.compile(
     r"\b(hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox[abprs]-|AKIA)[A-Za-z0-9_\-]{16,}"
     r"|(?<=Bearer )[^\s$]\S*"
 )
-_MARKER = re.compile(r"<.*>|\[[A-Z_]+\]")  # <pad>, [EOS]: a tokenizer's, under pad_token
+# <pad>, [EOS]: a tokenizer's, under pad_token; Bearer: what says how, before a ${...}
+_MARKER = re.compile(r"<.*>|\[[A-Z_]+\]|(Bearer|Basic)\s*")
+_INTERPOLATION = re.compile(r"\$\{(?:[^{}]|\$\{[^{}]*\})*\}")
 _ENV = "oc.env"
 _ENV_NAME = re.compile(r"oc\.env:\s*([A-Za-z_]\w*)")
 _REFERENCE = re.compile(r"\$\{([^${}:]+)\}")
@@ -106,12 +108,15 @@ def masked(tree: Any, name: str = "") -> Any:
 
 def masked_text(text: str, name: str = "") -> str:
     """Returns a text without the secrets in it: all of it under a secret's name, unless it is a
-    tokenizer's marker or names a variable of the environment; the login of a URL and a service's
-    key anywhere."""
-    if not text or text.startswith("${"):
-        return text
-    if is_secret(name) and not _MARKER.fullmatch(text):
+    tokenizer's marker; the login of a URL and a service's key anywhere. An interpolation, which
+    only names a variable of the environment or a key, is none."""
+    typed = _INTERPOLATION.sub("", text)
+    if is_secret(name) and typed and not _MARKER.fullmatch(typed):
         return MASK
+    return text if _without_keys(typed) == typed else _without_keys(text)
+
+
+def _without_keys(text: str) -> str:
     return _KEY.sub(MASK, _LOGIN.sub(MASK, text))
 
 

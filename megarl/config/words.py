@@ -69,6 +69,14 @@ def read_yaml(text: str) -> Any:
     return yaml.load(text, Loader=_Loader)
 
 
+def read_override(text: str) -> Any:
+    """Returns the value of an override key=text, which OmegaConf reads without an error. A plain
+    word is all of the text: a name may hold what a file takes for a comment."""
+    read = read_yaml(text) if text.strip() else ""
+    whole = isinstance(read, Word) or (read is None and text.lstrip().startswith("#"))
+    return Word(text.strip()) if whole else read
+
+
 def as_type(value: Any, annotation: Any) -> Any:
     """Returns `value`, of dicts, lists and words, without words: each as its part of the annotation
     takes it. A word that the type cannot be made of stays text."""

@@ -22,6 +22,7 @@ from megarl.config.secrets import masked_override
 from megarl.config.servers import needs_servers
 from megarl.config.transports import Requirements
 from megarl.config.turns import settle_turns
+from megarl.config.words import Word, read_override
 from megarl.launcher.container import checked_from_here, seen_from_here
 from megarl.launcher.devices import check_devices
 from megarl.launcher.placement import Placement, place, set_aside, share_out
@@ -165,18 +166,21 @@ def _read(command: CommandLine) -> tuple[Plan, Requirements]:
 
 def _without_secrets(overrides: Sequence[str]) -> Iterator[str]:
     """Yields overrides whose secrets have moved to the environment, which processes of the job get:
-    everybody on a machine reads command lines. Raises ConfigError for one within a section."""
+    everybody on a machine reads command lines. Numbers, booleans and null stay, since a variable is
+    text. Raises ConfigError for a secret within a section, or beside an interpolation."""
     for override in overrides:
-        key, _, value = override.partition("=")
-        if masked_override(override) == override or "${" in value:
+        key, _, text = override.partition("=")
+        value = read_override(text)
+        plain = value.untyped() if isinstance(value, Word) else value
+        if masked_override(override) == override or not isinstance(plain, str | dict | list):
             yield override
             continue
-        if value.lstrip()[:1] in ("{", "["):
+        if not isinstance(plain, str) or "${" in plain:
             raise ConfigError(
                 [f"{key}: holds a secret; set it alone, by its own key, or as ${{oc.env:NAME}}"]
             )
         name = MOVED + re.sub(r"\W", "_", key.lstrip("+")).upper()
-        os.environ[name] = value.strip().strip("'\"")
+        os.environ[name] = plain
         yield f"{key}=${{oc.env:{name}}}"
 
 

@@ -8,11 +8,40 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.earlier_run import MARKER, RECOVER_DIR, ended
-from megarl.config.loader import load_config, run_dir
+from megarl.config.earlier_run import (
+    MARKER,
+    RECOVER_DIR,
+    architecture,
+    check_run_dir,
+    ended,
+)
+from megarl.config.errors import ConfigError
+from megarl.config.loader import load_config, run_dir, save_config
 from megarl.launcher import local
 from megarl.utils.digests import seal
 from tests.hf_stub import write_stub
+
+
+def test_a_run_goes_on_without_a_variable_that_its_start_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_MODEL", str(write_stub(tmp_path / "model")))
+    monkeypatch.setenv("MY_KEY", "x")
+    command = [
+        "recipe=sft", "model.path=${oc.env:MY_MODEL}", f"fileroot={tmp_path}", "recover.mode=auto"
+    ]  # fmt: skip
+    begun = load_config(None, [*command, "+train_dataset.options.api_key=${oc.env:MY_KEY}"])
+    save_config(begun, run_dir(begun) / "config.yaml")
+    checkpoint = run_dir(begun) / RECOVER_DIR / "step_000004"
+    checkpoint.mkdir(parents=True)
+    info = {"models": {"model": architecture(begun, "model")}, "version": 4}
+    (checkpoint / MARKER).write_text(json.dumps(seal(info)))
+    monkeypatch.delenv("MY_KEY")
+    cfg = load_config(None, command)
+    check_run_dir(cfg)
+    cfg.model.path = str(write_stub(tmp_path / "other"))
+    with pytest.raises(ConfigError, match="it was"):
+        check_run_dir(cfg)
 
 
 def test_a_start_of_a_run_that_has_ended_starts_nothing(

@@ -9,6 +9,7 @@ import json
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -361,6 +362,31 @@ def test_a_secret_typed_as_an_override_is_on_no_command_line(
     with pytest.raises(ConfigError) as caught:
         make(tmp_path, *CASES["70b"], "+train_dataset.options.a={api_key: s3cret-of-mine}")
     assert "train_dataset.options.a" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("typed", "value"),
+    [
+        ("api_key=null", None), ("stop_token=128001", 128001), ("api_key=true", True),
+        ("api_key='it''s'", "it's"), ('api_key="a\\tb"', "a\tb"), ("api_key=a b # c", "a b # c"),
+        ("api_key='128001'", "128001"), ("api_key=", ""), ("api_key=Word", "Word"),
+        ("url=https://me:${oc.env:HOME}@host", f"https://me:{os.environ['HOME']}@host"),
+    ],
+)  # fmt: skip
+def test_a_secret_means_in_the_trainers_what_was_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: str, value: Any
+) -> None:
+    name = typed.partition("=")[0]
+    monkeypatch.setenv(f"MEGARL_SECRET_TRAIN_DATASET_OPTIONS_{name.upper()}", "")
+    job = make(tmp_path, *CASES["70b"], f"+train_dataset.options.{typed}")
+    (word,) = (w for w in job.of(TRAINER)[0].command if w.startswith("+train_dataset"))
+    assert load_config(None, [word]).train_dataset.options == {name: value}
+
+
+@pytest.mark.parametrize("value", ["https://bob:of-mine@${oc.env:HOME}/x", "hf_${oc.env:HOME}"])
+def test_a_secret_beside_an_interpolation_is_refused(tmp_path: Path, value: str) -> None:
+    with pytest.raises(ConfigError, match=r"options\.token: holds a secret; .*oc\.env:NAME"):
+        make(tmp_path, *CASES["70b"], f"+train_dataset.options.token={value}")
 
 
 def test_the_environment_is_an_explicit_list() -> None:

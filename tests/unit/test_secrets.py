@@ -207,6 +207,28 @@ def test_text_that_is_no_yaml_is_masked_line_by_line(broken: str) -> None:
     assert "of-mine" not in shown and broken in shown and shown.endswith("\nc: 1")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a.api_key=${oc.env:K}${a.b}", "a.url=https://bob:${oc.env:K}@h/x", "a.url=https://bob:@h",
+        "a.url=https://${oc.env:${a.name}}@h/x", "a.header=Bearer ${oc.env:K}",
+    ],
+)  # fmt: skip
+def test_an_interpolation_is_no_secret(text: str) -> None:
+    assert masked_override(text) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a.api_key=${oc.env:K}of-mine", "a.url=https://bob:of-mine@${oc.env:H}/x",
+        "a.url=https://bob:so@of-mine@h/x",
+    ],
+)  # fmt: skip
+def test_a_secret_beside_an_interpolation_is_one(text: str) -> None:
+    assert "of-mine" not in masked_override(text)
+
+
 def test_no_key_of_a_recipe_is_masked_by_mistake():
     for cls in RECIPES.values():
         assert not [name for name in key_table(cls) if is_secret(name)]
