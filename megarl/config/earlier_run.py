@@ -66,16 +66,18 @@ def checkpoints(directory: Path) -> tuple[list[Checkpoint], list[Path]]:
     return sorted(whole, key=lambda c: c.step), sorted(broken)
 
 
-def check_run_dir(cfg: BaseConfig) -> None:
-    """Raises ConfigError where `cfg` may not use its run directory, or cannot continue its run."""
-    directory = run_dir(cfg)
+def check_run_dir(cfg: BaseConfig, seen: BaseConfig | None = None) -> None:
+    """Raises ConfigError where `cfg` may not use its run directory, or cannot continue its run.
+    seen: the same with paths as this machine has them, where those are others."""
+    seen = seen or cfg
+    directory = run_dir(seen)
     if cfg.recover.mode == "disabled":
         if (directory / STATS_FILE).exists():
             raise_if_any([_occupied(directory)])
         return
     whole, _ = checkpoints(directory)
     if whole:
-        raise_if_any(_contradictions(cfg, whole[-1]))
+        raise_if_any(_contradictions(cfg, seen, whole[-1]))
 
 
 def ended(cfg: BaseConfig) -> str | None:
@@ -108,7 +110,7 @@ def _occupied(directory: Path) -> str:
     )
 
 
-def _contradictions(cfg: BaseConfig, newest: Checkpoint) -> Iterator[str]:
+def _contradictions(cfg: BaseConfig, seen: BaseConfig, newest: Checkpoint) -> Iterator[str]:
     run = newest.path.parent.parent
     away = f"the run in {run} cannot continue so; set another trial_name, or move it"
     before, now = _saved_config(run), _flat(yaml.safe_load(config_yaml(cfg)))
@@ -127,7 +129,7 @@ def _contradictions(cfg: BaseConfig, newest: Checkpoint) -> Iterator[str]:
         if not _same_path(_value_now(_saved_tree(run), key) or path, path):
             yield f"{key}={now[key]}: it was {before[key]}; {away}"
             continue
-        old, new = newest.info["models"][name], architecture(cfg, name)
+        old, new = newest.info["models"][name], architecture(seen, name)
         if changed := [k for k in sorted(old | new) if old.get(k) != new.get(k)]:
             names = ", ".join(f"{k} {old.get(k)} -> {new.get(k)}" for k in changed)
             yield f"{key}={now[key]}: its config.json has changed since ({names}); {away}"

@@ -4,8 +4,10 @@ are those inside."""
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
+from os.path import normpath
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,6 +15,8 @@ from megarl.config.errors import ConfigError
 from megarl.config.recipes import BaseConfig
 
 T = TypeVar("T")
+# the last words of keys that name a file or a directory; fileroot has one name on both sides
+_FILES = ("path", "file", "files", "template", "dir", "directory", "folder", "run")
 
 
 def seen_from_here(cfg: BaseConfig) -> BaseConfig:
@@ -29,10 +33,28 @@ def checked_from_here(cfg: BaseConfig, check: Callable[[BaseConfig], T], otherwi
     try:
         return check(outside)
     except ConfigError as e:
-        problems = [p for p in e.problems if not any(path in p for path in hidden)]
+        problems = [p for p in e.problems if not any(_mentions(p, path) for path in hidden)]
         if problems:
             raise ConfigError(problems) from e
         return otherwise
+
+
+def check_fileroot(cfg: BaseConfig) -> None:
+    """Raises ConfigError where the container has another name for the directory of runs."""
+    here = _outside(cfg, cfg.fileroot) if cfg.cluster.container else None
+    if here is not None and Path(here).resolve() != Path(cfg.fileroot).resolve():
+        raise ConfigError(
+            [
+                f"fileroot={cfg.fileroot}: this machine has it as {here}, and the launcher writes "
+                f"there too; mount it under the same name: cluster.container_mounts=[{here}:{here}]"
+                f" and fileroot={here}"
+            ]
+        )
+
+
+def _mentions(problem: str, path: str) -> bool:
+    """Returns whether a line names the path, or what lies below it."""
+    return re.search(rf"(?<![\w./-]){re.escape(path)}(?![\w-]|\.\w)", problem) is not None
 
 
 def _translated(cfg: BaseConfig) -> tuple[BaseConfig, set[str]]:
@@ -41,18 +63,23 @@ def _translated(cfg: BaseConfig) -> tuple[BaseConfig, set[str]]:
     if not cfg.cluster.container:
         return cfg, hidden
 
-    def translate(value: Any) -> Any:
+    def translate(value: Any, key: str = "") -> Any:
         if isinstance(value, str) and value.startswith("/"):
-            if (path := _outside(cfg, value)) is None:
-                hidden.add(value)
-            return path or value
+            if (path := _outside(cfg, value)) is not None:
+                return path
+            file, colon, _ = value.rpartition(".py:")
+            if colon:
+                hidden.add(f"{file}.py")
+            elif key.rpartition("_")[2] in _FILES and value.strip("/"):
+                hidden.add(value.rstrip("/"))
+            return value
         if isinstance(value, list):
-            return [translate(v) for v in value]
+            return [translate(v, key) for v in value]
         if isinstance(value, dict):
-            return {k: translate(v) for k, v in value.items()}
+            return {k: translate(v, str(k)) for k, v in value.items()}
         if is_dataclass(value) and value is not outside.cluster:
             for field in fields(value):
-                setattr(value, field.name, translate(getattr(value, field.name)))
+                setattr(value, field.name, translate(getattr(value, field.name), field.name))
         return value
 
     outside = copy.deepcopy(cfg)
@@ -61,10 +88,13 @@ def _translated(cfg: BaseConfig) -> tuple[BaseConfig, set[str]]:
 
 
 def _outside(cfg: BaseConfig, path: str) -> str | None:
-    """Returns where this machine has a path of the container, None where no mount has it."""
+    """Returns where this machine has a path of the container, None where no mount has it. Of mounts
+    within each other the innermost has it."""
+    path, mounts = normpath(path), {}
     for mount in cfg.cluster.container_mounts:  # /here or /here:/there[:flags]
         here, _, rest = mount.partition(":")
-        there = rest.partition(":")[0] or here
-        if Path(path).is_relative_to(there) and Path(here).is_dir():
-            return str(Path(here) / Path(path).relative_to(there))
-    return None
+        mounts[normpath(rest.partition(":")[0] or here)] = Path(here)
+    inside = [there for there in mounts if Path(path).is_relative_to(there)]
+    if not inside or not mounts[there := max(inside, key=len)].exists():
+        return None
+    return str(mounts[there] / Path(path).relative_to(there))

@@ -23,7 +23,7 @@ from megarl.config.servers import needs_servers
 from megarl.config.transports import Requirements
 from megarl.config.turns import settle_turns
 from megarl.config.words import Word, read_override
-from megarl.launcher.container import checked_from_here, seen_from_here
+from megarl.launcher.container import check_fileroot, checked_from_here, seen_from_here
 from megarl.launcher.devices import check_devices
 from megarl.launcher.placement import Placement, place, set_aside, share_out
 from megarl.rpc.nodes import PACKAGE
@@ -149,9 +149,10 @@ def _read(command: CommandLine) -> tuple[Plan, Requirements]:
     if cfg.trainer.mode == "controller":
         cfg.trainer.workers = nproc
     fetch_hub_models(cfg)
+    check_fileroot(cfg)
     checked_from_here(cfg, lambda outside: check_config(outside, nproc), None)
     checked_from_here(cfg, check_models, None)
-    checked_from_here(cfg, check_run_dir, None)
+    checked_from_here(cfg, partial(check_run_dir, cfg), None)
     plan = Plan(
         cfg=cfg,
         script=script,
