@@ -29,7 +29,7 @@ from megarl.config.check_engine import (
     precision_problems,
     sharing_problems,
 )
-from megarl.config.check_names import metric_problems, phase_problems
+from megarl.config.check_names import metric_problems, phase_problems, runs_own_code
 from megarl.config.check_parallel import parallel_problems
 from megarl.config.check_preferences import dpo_problems, rm_problems
 from megarl.config.check_rollout import (
@@ -67,10 +67,15 @@ from megarl.utils.http import split_address
 from megarl.utils.importing import is_import_path
 
 
-def check_config(cfg: BaseConfig, world_size: int | None = None) -> None:
+def check_config(
+    cfg: BaseConfig, world_size: int | None = None, *, own_script: bool = False
+) -> None:
     """Raises ConfigError with all problems of `cfg`; `world_size` None leaves out those that depend
-    on it."""
+    on it. own_script: a script of the user's runs it, which may have metrics and phases of its own.
+    """
     problems = [*choice_problems(cfg), *number_problems(cfg), *_run_problems(cfg)]
+    if not own_script and not runs_own_code(cfg):
+        problems += [*metric_problems(cfg), *phase_problems(cfg.profiler)]
     problems += [*allocation_problems(cfg, world_size), *cluster_problems(cfg)]
     for name, engine in engines(cfg).items():
         problems += _engine_problems(name, engine, world_size)
@@ -143,12 +148,10 @@ def _run_problems(cfg: BaseConfig) -> Iterator[str]:
             f"saver.keep_best={cfg.saver.keep_best} with saver.keep_last=0, which keeps all; set "
             "saver.keep_last to 1 or more"
         )
-    yield from metric_problems(cfg)
     yield from _controller_problems(cfg)
     if cfg.recover.restarts > 0 and cfg.recover.mode != "auto":
         yield f"recover.restarts={cfg.recover.restarts}: needs recover.mode=auto to continue from"
     yield from _profiler_problems(cfg.profiler)
-    yield from phase_problems(cfg.profiler, own=bool(cfg.trainer.type))
     yield from dataset_problems("train_dataset", cfg.train_dataset)
     yield from batching_problems("train_dataset", cfg.train_dataset)
     yield from name_problems("valid_datasets", cfg.valid_datasets)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
 
 from megarl.config.recipes import BaseConfig, GRPOConfig, SFTConfig, held_out_sets
 from megarl.config.run import ProfilerConfig
@@ -35,18 +37,19 @@ _OF_PAIRS = (
     *("loss", "accuracy", "margin", "reward_chosen", "reward_rejected", "logp_chosen"),
     *("logp_rejected", "reference_point"),
 )
+# keys that may name code by its import path
+_CODE = ("type", "backend", "workflow", "reward", "recipe")
 _SEVERAL = re.compile(r"(pass|maj)_at_\d+")
 
 
 def metric_problems(cfg: BaseConfig) -> Iterator[str]:
-    """Yields a line where saver.keep_best goes by a metric that the run does not have. A trainer of
-    the user's may have any."""
+    """Yields a line where saver.keep_best goes by a metric that the run does not have."""
     metric = cfg.saver.metric
-    if not cfg.saver.keep_best or cfg.trainer.type:
+    if not cfg.saver.keep_best:
         return
     first, _, rest = metric.partition("/")
     if first != "eval":
-        if first not in FAMILIES and not _own_metrics(cfg):
+        if first not in FAMILIES:
             known = ("eval", *FAMILIES)
             yield f"saver.metric={metric}: no metric begins so; {_meant(first, known)}"
         return
@@ -64,11 +67,10 @@ def metric_problems(cfg: BaseConfig) -> Iterator[str]:
         yield f"saver.metric={metric}: no figure of an evaluation; {_meant(figure, figures)}"
 
 
-def phase_problems(cfg: ProfilerConfig, *, own: bool) -> Iterator[str]:
-    """Yields a line for the phases that no step has; own: the trainer is the user's, whose steps
-    may have any."""
+def phase_problems(cfg: ProfilerConfig) -> Iterator[str]:
+    """Yields a line for the phases that no step has."""
     unknown = [phase for phase in cfg.phases if phase not in PHASES]
-    if unknown and not own:
+    if unknown:
         yield f"profiler.phases={cfg.phases}: {unknown[0]} is none; {_meant(unknown[0], PHASES)}"
 
 
@@ -80,14 +82,19 @@ def _figures(cfg: BaseConfig) -> Sequence[str]:
     return _OF_PAIRS
 
 
-def _own_metrics(cfg: BaseConfig) -> bool:
-    """Returns whether code of the user's runs in a step, which may have metrics of its own."""
-    if not isinstance(cfg, GRPOConfig):
-        return False
-    actor = cfg.actor
-    seams = (actor.loss, actor.advantages, actor.surrogate, cfg.rollout.workflow)
-    named = (seam.type for seam in seams)
-    return any(is_import_path(name) and not name.startswith("megarl.") for name in named)
+def runs_own_code(cfg: BaseConfig) -> bool:
+    """Returns whether code of the user's runs in a step, which may have metrics and phases of its
+    own: a trainer, a workflow, a reward, a backend, ..."""
+    return bool(cfg.trainer.type) or any(_own(asdict(cfg)))
+
+
+def _own(tree: Any, key: str = "") -> Iterator[bool]:
+    """Yields, for each value of a tree, whether it names code of the user's."""
+    if isinstance(tree, dict | list):
+        for name, value in tree.items() if isinstance(tree, dict) else ((key, v) for v in tree):
+            yield from _own(value, str(name))
+    elif isinstance(tree, str) and key in _CODE:
+        yield is_import_path(tree) and not tree.startswith("megarl.")
 
 
 def _meant(word: str, known: Sequence[str]) -> str:

@@ -150,7 +150,7 @@ def _read(command: CommandLine) -> tuple[Plan, Requirements]:
         cfg.trainer.workers = nproc
     fetch_hub_models(cfg)
     check_fileroot(cfg)
-    checked_from_here(cfg, lambda outside: check_config(outside, nproc), None)
+    checked_from_here(cfg, lambda seen: check_config(seen, nproc, own_script=not own), None)
     checked_from_here(cfg, check_models, None)
     checked_from_here(cfg, partial(check_run_dir, cfg), None)
     plan = Plan(

@@ -73,6 +73,30 @@ def test_a_metric_that_there_is_is_taken(right: str) -> None:
     assert not [p for p in found if p.startswith("saver.metric")]
 
 
+@pytest.mark.parametrize(
+    "own",
+    [
+        ["train_dataset.reward=mine:f"],
+        ["rollout.workflow=mine:W"],
+        ["rollout.backend=mine:B"],
+        ["actor.loss=mine:f"],
+        [f"train_dataset.{k}" for k in ("type=mix", "parts.a.type=chat", "parts.a.workflow=m:W")],
+    ],
+)
+def test_code_of_ones_own_has_metrics_and_phases_of_its_own(own: list[str]) -> None:
+    named = ["saver.metric=my/score", "profiler.phases=[mine]"]
+    ours = ("saver.metric", "profiler.phases")
+    assert len([p for p in problems(*EVALUATED, *named) if p.startswith(ours)]) == 2
+    assert not [p for p in problems(*EVALUATED, *named, *own) if p.startswith(ours)]
+
+
+def test_a_script_of_ones_own_has_metrics_and_phases_of_its_own() -> None:
+    cfg = load_config(None, [*EVALUATED, "saver.metric=my/score", "profiler.phases=[mine]"])
+    with pytest.raises(ConfigError) as caught:
+        check_config(cfg, 1, own_script=True)
+    assert "my/score" not in str(caught.value) and "mine" not in str(caught.value)
+
+
 def test_an_argument_with_a_slash_before_its_equals_sign_is_a_path() -> None:
     command = parse_command_line(["runs/x/lr=1e-5", "seed=3", "actor.path=a/b=c"])
     assert command.words == ["runs/x/lr=1e-5"]
