@@ -29,7 +29,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import chain, count
 from pathlib import Path
@@ -43,6 +43,7 @@ from megarl.config.dataset import DatasetConfig
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
 from megarl.config.recipes import GRPOConfig, held_out_sets
+from megarl.config.secrets import keep_written, public_tree
 from megarl.models.hf_config import read_hf_config
 from megarl.utils.staging import write_whole
 
@@ -91,10 +92,19 @@ def _asked(cfg: GRPOConfig, datasets: dict[str, DatasetConfig]) -> dict[str, Any
     """Returns what results.json says of an evaluation beside its figures."""
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "datasets": {name: asdict(data) for name, data in datasets.items()},
-        "gconfig": asdict(cfg.eval_gconfig),
+        "datasets": {name: _public(cfg, data) for name, data in datasets.items()},
+        "gconfig": public_tree(cfg)["eval_gconfig"],
         "seed": cfg.seed,
     }
+
+
+def _public(cfg: GRPOConfig, data: DatasetConfig) -> dict[str, Any]:
+    """Returns a data set of the evaluation as it was written, with secrets masked."""
+    tree = public_tree(cfg)
+    for name, held_out in cfg.valid_datasets.items():
+        if held_out is data:
+            return dict(tree["valid_datasets"][name])
+    return {**tree["valid_dataset"], "type": data.type}
 
 
 def _configuration(
@@ -122,7 +132,9 @@ def _configuration(
         sampled = sampled.new(greedy=False, temperature=sampled.temperature or 1.0)
     if sampled.seed is None:
         sampled = sampled.new(seed=cfg.seed)
-    cfg = replace(cfg, eval_gconfig=sampled)
+    sampling = replace(cfg, eval_gconfig=sampled)
+    keep_written(cfg, sampling)
+    cfg = sampling
     if not named:
         return cfg, {name or data.type: data for name, data in sets.items()}
     return cfg, {name: replace(sets[""], type=name) for name in named}

@@ -20,11 +20,14 @@ class ConfigError(ValueError):
         return type(self), (self.problems,)
 
     def report(self) -> str:
-        """Returns the text that a user sees instead of a traceback."""
-        if len(self.problems) == 1:
-            return f"config error: {self.problems[0]}"
-        lines = "\n".join(f"  - {p}" for p in self.problems)
-        return f"config error: {len(self.problems)} problems\n{lines}"
+        """Returns the text that a user sees instead of a traceback, without secrets."""
+        from megarl.config.secrets import masked_problem  # here, so that --help is instant
+
+        shown = [masked_problem(p) for p in self.problems]
+        if len(shown) == 1:
+            return f"config error: {shown[0]}"
+        lines = "\n".join(f"  - {p}" for p in shown)
+        return f"config error: {len(shown)} problems\n{lines}"
 
 
 def raise_if_any(problems: Iterable[str]) -> None:

@@ -23,8 +23,8 @@ from megarl.config.words import NOT_YAML
 
 MASK = "***"
 _SECRET = re.compile(
-    r"(^|[_\-.])(api_?key|(access|secret|private)_?key|token|password|passwd|passphrase|secret"
-    r"|credentials?)$",
+    r"(^|[_\-.])(api[_-]?keys?|(access|secret|private)[_-]?keys?|token|password|passwd|passphrase"
+    r"|secrets?|credentials?|authorization)$",
     re.IGNORECASE,
 )
 # in any value: who logs in by a URL, and what services give out as keys
@@ -36,8 +36,10 @@ _KEY = re.compile(
 # <pad>, [EOS]: a tokenizer's, under pad_token; Bearer: what says how, before a ${...}
 _MARKER = re.compile(r"<.*>|\[[A-Z_]+\]|(Bearer|Basic)\s*")
 _INTERPOLATION = re.compile(r"\$\{(?:[^{}]|\$\{[^{}]*\})*\}")
-_ENV = "oc.env"
 _ENV_NAME = re.compile(r"oc\.env:\s*([A-Za-z_]\w*)")
+# the resolvers that read what they are given alone
+_HARMLESS = ("oc.create", "oc.decode", "oc.dict.keys")
+_RESOLVER = re.compile(r"\$\{([^${}:]+):")
 _REFERENCE = re.compile(r"\$\{([^${}:]+)\}")
 _ATTRIBUTE = "_as_written"  # of a loaded configuration; not one of its fields
 
@@ -135,6 +137,15 @@ def _masked_line(line: str) -> str:
     return f"{key}: {MASK}" if colon and is_secret(key.strip(" -'\"")) else masked_text(line)
 
 
+def masked_problem(text: str) -> str:
+    """Returns a line about `key=value: ...` without the secrets in it."""
+    key, equals, rest = text.partition("=")
+    if not equals or not is_secret(key.lstrip("+'")):
+        return masked_text(text)
+    value, colon, why = rest.partition(": ")
+    return f"{key}={masked_text(value, key)}{colon}{masked_text(why)}"
+
+
 def masked_override(text: str) -> str:
     """Returns an override key=value of a command line for the log, with secrets masked."""
     key, equals, value = text.partition("=")
@@ -199,7 +210,7 @@ def reads_environment(text: str, tree: Any, seen: tuple[str, ...] = ()) -> bool:
     """Returns whether the interpolation `text` in the unresolved `tree` reads the environment,
     itself or by way of other keys. What cannot be followed counts as if it did.
     """
-    if _ENV in text:
+    if any(name.strip() not in _HARMLESS for name in _RESOLVER.findall(text)):
         return True
     for key in _REFERENCE.findall(text):
         if key in seen:

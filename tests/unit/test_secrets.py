@@ -7,6 +7,7 @@ import json
 import pytest
 import yaml
 
+from megarl.cli import evaluate
 from megarl.config.earlier_run import config_changes
 from megarl.config.errors import ConfigError
 from megarl.config.loader import config_yaml, load_config, save_config
@@ -23,8 +24,10 @@ from megarl.config.secrets import (
 )
 from megarl.observability.stats_logger import StatsLogger
 from megarl.run import main
+from megarl.trainer import evaluate_model
 from megarl.trainer.recover import data_of, same_data
 from megarl.trainer.run_dir import claim, newest_checkpoint
+from tests.hf_stub import write_stub
 
 SECRET = "sk-0123456789abcdef"
 CONFIG = """
@@ -166,7 +169,10 @@ def test_no_file_of_a_run_and_no_line_holds_a_secret(cfg, tmp_path, monkeypatch,
 
 @pytest.mark.parametrize(
     "name",
-    ["api_key", "OPENAI_API_KEY", "a.b.token", "hf_token", "db-password", "secret", "apikey"],
+    [
+        *("X-Api-Key", "api-key", "access-key", "Authorization", "api_keys", "api_key"),
+        *("OPENAI_API_KEY", "a.b.token", "hf_token", "db-password", "secret", "apikey"),
+    ],
 )
 def test_names_of_secrets(name):
     assert is_secret(name) and masked("x", name) == "***"
@@ -178,6 +184,29 @@ def test_names_of_secrets(name):
 )
 def test_names_of_no_secrets(name):
     assert not is_secret(name)
+
+
+def test_results_of_an_evaluation_hold_no_secret(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("MY_KEY", SECRET)
+    model = write_stub(tmp_path / "model")
+    asked = {}
+
+    def judged(cfg, model, datasets, *, logs):
+        asked.update(datasets)
+        return {name: {"failed": 0.0} for name in datasets}, []
+
+    monkeypatch.setattr(evaluate_model, "evaluate_model", judged)
+    reward = "reward.options.auth=${oc.env:MY_KEY}"
+    words = ["valid_dataset.type=gsm8k", f"+valid_dataset.{reward}"]
+    words += ["valid_datasets.own.type=gsm8k", f"valid_datasets.own.{reward}"]
+    config = tmp_path / "c.yaml"
+    save_config(load_config(None, words), config)
+    line = [str(model), "--config", str(config), "--out", str(tmp_path / "out")]
+    (tmp_path / "out").mkdir()
+    assert evaluate.main(line) == 0 and len(asked) == 2
+    assert asked["own"].reward.options == {"auth": SECRET}
+    text = (tmp_path / "out" / "results.json").read_text()
+    assert SECRET not in text and text.count("${oc.env:MY_KEY}") == 2
 
 
 def test_masks():
@@ -227,6 +256,28 @@ def test_an_interpolation_is_no_secret(text: str) -> None:
 )  # fmt: skip
 def test_a_secret_beside_an_interpolation_is_one(text: str) -> None:
     assert "of-mine" not in masked_override(text)
+
+
+@pytest.mark.parametrize(
+    "reads",
+    [
+        "${oc.select:train_dataset.options.api_key,none}",
+        "${oc.dict.values:train_dataset.options.d}",
+        "${oc.decode:${oc.env:MY_KEY}}",
+    ],
+)
+def test_a_resolver_that_reads_the_environment_is_kept_as_written(cfg, tmp_path, reads) -> None:
+    more = [f"+train_dataset.options.x={reads}", "+train_dataset.options.d.a=${oc.env:MY_KEY}"]
+    text = config_yaml(load_config(tmp_path / "c.yaml", more))
+    assert SECRET not in text and reads in text
+
+
+def test_an_error_shows_no_secret() -> None:
+    wrong = ["server.api_key=of-mine", "rollout.x=https://u:of-mine@h", "seed=https://u:of-mine@h"]
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, wrong)
+    report = caught.value.report()
+    assert "of-mine" not in report and "server.api_key" in report and "seed=" in report
 
 
 def test_no_key_of_a_recipe_is_masked_by_mistake():
