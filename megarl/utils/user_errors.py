@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sysconfig
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-_PACKAGE = str(Path(__file__).resolve().parents[1])
-_STDLIB = sysconfig.get_path("stdlib")
+_PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
+_STDLIB = sysconfig.get_path("stdlib") + os.sep
 
 
 def user_lines(error: BaseException) -> list[traceback.FrameSummary]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+import megarl
 from megarl.config.words import read_yaml
-from megarl.utils.user_errors import in_users_lines
+from megarl.utils.user_errors import in_users_lines, user_lines
 
 
 def test_the_users_lines_come_with_the_message_and_the_rest_goes_to_a_file(tmp_path: Path) -> None:
@@ -29,6 +32,19 @@ def test_the_users_lines_come_with_the_message_and_the_rest_goes_to_a_file(tmp_p
     assert shown is not None and str(theirs) in shown and "line 2" in shown
     assert shown.splitlines()[-1] == "RuntimeError: the reward failed"
     assert str(trace) in shown and "KeyError" in trace.read_text()
+
+
+@pytest.mark.parametrize("library", [megarl.__file__, json.__file__])
+def test_a_folder_whose_name_only_begins_like_a_librarys_is_the_users(library: str) -> None:
+    folder = Path(library).parent
+    if library == json.__file__:
+        folder = folder.parent  # the standard library's own
+    theirs = str(folder) + "_mine/x.py"
+    code = compile("raise ValueError('x')", theirs, "exec")
+    with pytest.raises(ValueError) as caught:
+        exec(code)
+    with mock.patch.object(Path, "is_file", lambda path: True):
+        assert theirs in [line.filename for line in user_lines(caught.value)]
 
 
 def test_an_error_of_none_of_the_users_lines_is_left_alone(tmp_path: Path) -> None:
