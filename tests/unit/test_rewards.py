@@ -8,6 +8,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import tomllib
@@ -30,6 +31,7 @@ from megarl.rollout.rewards import (
     reward_arguments,
 )
 from megarl.rollout.rewards import bounded as bounded_module
+from megarl.rollout.rewards.errors import RewardUnavailable
 
 
 def score(name, completion, **row):
@@ -604,3 +606,23 @@ def test_a_pool_that_is_sent_elsewhere_is_made_alike_there() -> None:
     with pool, pickle.loads(pickle.dumps(pool)) as other:
         assert len(other._workers) == 2 and other.on_error == "reject" and other._timeout == 3.0
         assert not {id(w) for w in other._workers} & {id(w) for w in pool._workers}
+
+
+def test_a_sandbox_that_somebody_kills_is_no_verdict(monkeypatch, tmp_path):
+    """Memory may run out on the machine, which says nothing about the program."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def kill() -> None:
+        found = ""
+        while not found:
+            time.sleep(0.1)
+            command = ["pgrep", "-f", str(tmp_path)]
+            found = subprocess.run(command, capture_output=True, text=True).stdout
+        os.kill(int(found.split()[0]), signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    with pytest.raises(RewardUnavailable, match="somebody killed"):
+        test = {"input": "", "output": "1"}
+        score("code", "import time\ntime.sleep(60)", tests=[test], seconds=50)
+    thread.join()

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from megarl.rollout.rewards import asserts
-from megarl.rollout.tools.sandbox import Limits, run_program
+from megarl.rollout.rewards.errors import RewardUnavailable
+from megarl.rollout.tools.sandbox import Limits, SandboxLost, run_program
 
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _RESULT = "\x1eresult:"
@@ -47,13 +48,17 @@ def code_reward(
     or assert statements as text, which run in a process without the program (asserts.py). Outputs
     are compared outside the sandbox. seconds, memory: the most that one test may take, in s and
     MiB; tests that are not done when all together have taken their seconds, and half a second each,
-    have failed. Raises SandboxError where the sandbox fails.
+    have failed. Raises SandboxError where the machine has no sandbox, RewardUnavailable where one
+    was lost.
     """
     cases = _cases(tests, entry)
     limits = Limits(wall=seconds, cpu=seconds, memory=memory * _MIB)
     program = extract_program(completion)
     most = (seconds + _START) * len(cases)
-    passed = asyncio.run(_passed(program, cases, entry, limits, most, every=partial))
+    try:
+        passed = asyncio.run(_passed(program, cases, entry, limits, most, every=partial))
+    except SandboxLost as e:
+        raise RewardUnavailable(str(e)) from e
     return passed / len(cases) if partial else float(passed == len(cases))
 
 
