@@ -126,7 +126,8 @@ def _contradictions(cfg: BaseConfig, seen: BaseConfig, newest: Checkpoint) -> It
         )
     for name in (n for n in saved if n in newest.info["models"]):
         key, path = f"{name}.path", engines(cfg)[name].path
-        if not _same_path(_value_now(_saved_tree(run), key) or path, path):
+        behind = _value_now(_saved_tree(run), key)  # an empty path is one, too
+        if behind is not None and not _same_path(behind, path):
             yield f"{key}={now[key]}: it was {before[key]}; {away}"
             continue
         old, new = newest.info["models"][name], architecture(seen, name)
