@@ -16,6 +16,7 @@ from megarl.config.transports import Requirements, built_in_transport, transport
 from megarl.config.turns import turn_problems
 from megarl.utils.env import is_here
 from megarl.utils.http import split_address
+from megarl.utils.job_token import ENV
 
 LOWEST_TEMPERATURE = 0.001  # with less, sampling is argmax
 
@@ -318,6 +319,11 @@ def _process_problems(s: ServerConfig, key: str) -> Iterator[str]:
         yield f"{key}.nnodes={s.nnodes}: SGLang has replicas ({key}.dp={s.dp}) on one node alone"
     if not attention and (flag := _named(s, "--dp-size", "--dp", "--data-parallel-size")):
         yield f"{flag} among {key}.options and extra_args: set {key}.dp, by which GPUs are given"
+    if _named(s, "--api-key"):
+        yield (
+            f"--api-key among {key}.options and extra_args: everybody on the machine reads command "
+            f"lines; leave it out, and set {ENV} in the environment, which servers take for it"
+        )
 
 
 def _named(s: ServerConfig, *flags: str) -> str:

@@ -310,6 +310,8 @@ def test_sound_configs_pass(model: Path) -> None:
         ),
         (["+server.options.dp_size=2"], ["--dp-size", "set server.dp"]),
         (["server.extra_args=['--dp=2']"], ["--dp among", "set server.dp"]),
+        (["+server.options.api_key=k"], ["--api-key among server.options", "MEGARL_JOB_TOKEN"]),
+        (["server.extra_args=[--api-key, k]"], ["--api-key among server.options"]),
         (["server.restarts=1"], ["server.restarts=1", "server.count=1"]),
         (["server.python=/no/python"], ["server.python=/no/python"]),
         (["server.context_length=512"], ["server.context_length=512", "max_new_tokens=512"]),
