@@ -100,8 +100,8 @@ class _Reader:
 
     def error(self, problem: str, at: int | None = None) -> ConfigError:
         """Returns the error at character `at`, from 0 (None: the next)."""
-        place = f"at character {1 + (self.at if at is None else at)}"
-        return ConfigError([f"allocation_mode={self.text}: {place}: {problem}"])
+        n = 1 + (self.at if at is None else at)
+        return ConfigError([f"allocation_mode={self.text}: at character {n}: {problem}"])
 
     def part(self) -> Part:
         known, start = (*SERVERS, *TRAINERS), self.at
