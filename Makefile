@@ -44,7 +44,7 @@ CODE := megarl examples benchmarks tests docs/hooks.py setup.py $(wildcard tools
 	bench-packing bench-data-plane bench-gateway bench-server bench-grpo bench-convert bench-load \
 	bench-delta bench-resume bench-order bench-async bench-gap bench-gpu constraints clean bench-kv \
 	bench-client bench-algos bench-recompute bench-onload bench-rollout-workers \
-	bench-controller bench-tries bench-slices bench-step
+	bench-controller bench-tries bench-slices bench-step pair
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:[^#]*## */\t/' | expand -t 20
@@ -116,7 +116,7 @@ lint: install  ## ruff, mypy, import-linter, docstrings
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/mypy megarl $(if $(wildcard tools/*.py),tools)
 	$(BIN)/lint-imports --no-logo --no-cache
-	$(BIN)/python tools/house.py --min-docs 90
+	$(BIN)/python tools/house.py --min-docs 90 --gate
 
 format: install  ## let ruff fix and format
 	$(BIN)/ruff check --fix $(CODE)
@@ -201,6 +201,9 @@ test-realmodel: install  ## the engine beside transformers on SmolLM2-135M-Instr
 
 bench-quickstart: install  ## the quickstart over 3 seeds beside a control (docs/quickstart.md)
 	$(CPU) $(BIN)/python benchmarks/quickstart_study.py
+
+pair: install  ## this tree beside another revision, in turns (BENCH=quickstart REV=... ARGS="--turns 20")
+	$(CPU) $(BIN)/python benchmarks/pair.py $(BENCH) $(if $(REV),--rev $(REV)) $(ARGS)
 
 bench-train: install  ## train_batch beside transformers + torch AdamW (docs/benchmarks.md)
 	$(CPU) $(BIN)/python benchmarks/train_batch.py

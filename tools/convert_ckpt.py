@@ -33,6 +33,7 @@ def size(text: str) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the commands."""
     top = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -64,6 +65,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def convert(args: argparse.Namespace) -> int:
+    """Converts in the direction that the command names; returns the exit status."""
     import torch
 
     from megarl.ckpt.convert import dist2hf, hf2dist
@@ -90,6 +92,7 @@ def convert(args: argparse.Namespace) -> int:
 
 
 def inspect(args: argparse.Namespace) -> int:
+    """Prints what a directory holds; returns 0 where it is whole, else 1."""
     from megarl.ckpt.convert_report import inspect
 
     found = inspect(args.dir)
@@ -99,6 +102,7 @@ def inspect(args: argparse.Namespace) -> int:
 
 
 def verify(args: argparse.Namespace) -> int:
+    """Prints the tensors that differ, the worst first; returns 0 where none does, else 1."""
     from megarl.ckpt.convert_report import verify
 
     differences = verify(args.a, args.b, max_memory=args.max_memory)
@@ -112,6 +116,7 @@ def verify(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Runs the command; returns 2, with one line, for what cannot be converted."""
     args = parser().parse_args(argv)
     run = {"inspect": inspect, "verify": verify}.get(args.command, convert)
     try:

@@ -1,9 +1,11 @@
-"""Counts lines, files, functions and docstrings of megarl by package.
+"""Counts lines, files, functions and docstrings of megarl by package, and holds them to limits.
 
-    python tools/house.py [--rev REV] [--markdown]
+    python tools/house.py [--rev REV] [--markdown] [--gate]
 
-It counts the files of megarl/ in the working tree or at a git revision. To change training or
-rollouts, one must know the core; satellites stand apart; the rest carries both.
+It counts the files of megarl/ and tools/ in the working tree or at a git revision. To change
+training or rollouts, one must know the core; satellites stand apart; the rest carries both. Lines
+are counted as ruff prints them, what `fmt: skip` packs, too; a file that is not Python counts by
+its lines. `--gate` fails where a number is above that of [tool.house.limits] in pyproject.toml.
 """
 
 from __future__ import annotations
@@ -11,10 +13,12 @@ from __future__ import annotations
 import argparse
 import ast
 import io
+import re
 import subprocess
 import sys
 import tarfile
 import tokenize
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,11 +52,17 @@ SATELLITES = {
     "rewards": ("rollout/rewards/",),
     "cli": ("cli/",),
 }
+# what surrounds training and rollouts: the outer house
+OUTER = ("config", "launcher", "rpc", "controller", "dataflow", "cli", "utils", "top level")
+# what falls only with a feature: an error with its fix, a public name, a key, a docstring
+KEPT = ("errors", "public", "keys", "documented")
+SKIP = re.compile(r"#\s*fmt:\s*(skip|off|on)\b.*")
 COLUMNS = (
     "package",
     "files",
     "lines",
     "code",
+    "tokens",
     "docs",
     "comments",
     "blank",
@@ -66,11 +76,14 @@ COLUMNS = (
     "ignore",
     "noqa",
     "skip",
+    "errors",
+    "keys",
 )
 LEGEND = """\
 Sizes are lines: median/90th percentile/largest. docs: lines of docstrings; > 40: functions of more
 lines; public docs: public classes, functions and methods that have a docstring; not None: asserts
-of `is not None`; ignore, noqa, skip: `type: ignore`, `noqa`, `fmt: skip`."""
+of `is not None`; ignore, noqa, skip: `type: ignore`, `noqa`, `fmt: skip`; errors: `raise` of an
+exception, and a rule's `yield` of a text; keys: those of a configuration, declared with a help."""
 
 
 @dataclass(kw_only=True)
@@ -90,27 +103,34 @@ class Count:
     ignores: int = 0
     noqa: int = 0
     skips: int = 0
+    tokens: int = 0
+    errors: int = 0
+    keys: int = 0
 
     def __add__(self, other: Count) -> Count:
         return Count(**{name: value + getattr(other, name) for name, value in vars(self).items()})
 
     @property
     def lines(self) -> int:
+        """Returns all lines."""
         return sum(self.files)
 
     @property
     def code(self) -> int:
+        """Returns the lines that are neither blank nor docstring nor comment."""
         return self.lines - self.docstrings - self.comments - self.blank
 
     def cells(self) -> list[str]:
         """Returns the cells behind the name; sizes are median/90th percentile/largest."""
         documented = f"{100 * self.documented / self.public:.0f}%" if self.public else "-"
         return [
-            *map(str, (len(self.files), self.lines, self.code, self.docstrings, self.comments)),
+            *map(str, (len(self.files), self.lines, self.code, self.tokens)),
+            *map(str, (self.docstrings, self.comments)),
             *(str(self.blank), spread(self.files), str(len(self.functions))),
             *(spread(self.functions), str(sum(n > LONG for n in self.functions))),
             *(str(self.classes), documented),
             *map(str, (self.not_none, self.ignores, self.noqa, self.skips)),
+            *map(str, (self.errors, self.keys)),
         ]
 
 
@@ -125,12 +145,13 @@ def spread(sizes: Sequence[int]) -> str:
 
 
 def count(text: str) -> Count:
-    """Counts one file. A blank line inside a docstring belongs to the docstring."""
+    """Counts one Python file. A blank line inside a docstring belongs to the docstring."""
+    skips = len(SKIP.findall(text))
+    text = printed(text) if skips else text
     tree, lines = ast.parse(text), text.splitlines()
     kinds = ["" if line.strip() else "blank" for line in lines]
-    comments = [
-        t for t in tokenize.generate_tokens(io.StringIO(text).readline) if t[0] == tokenize.COMMENT
-    ]
+    tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
+    comments = [t for t in tokens if t[0] == tokenize.COMMENT]
     for token in comments:
         if token.line.strip().startswith("#"):
             kinds[token.start[0] - 1] = "comment"
@@ -153,10 +174,38 @@ def count(text: str) -> Count:
         not_none=sum(asserts_not_none(n) for n in nodes),
         ignores=sum("type: ignore" in c for c in said),
         noqa=sum("noqa" in c for c in said),
-        skips=sum("fmt: skip" in c or "fmt: off" in c for c in said),
+        skips=skips,
+        tokens=sum(t[0] not in NO_CODE and not kinds[t.start[0] - 1] for t in tokens),
+        errors=sum(is_error(n) for n in nodes),
+        keys=sum(is_key(n) for n in nodes),
     )
 
 
+def printed(text: str) -> str:
+    """Returns a file as ruff formats it without `fmt: skip`."""
+    command = [
+        sys.executable,
+        "-m",
+        "ruff",
+        "format",
+        "--config",
+        str(ROOT / "pyproject.toml"),
+        "-",
+    ]
+    plain = SKIP.sub("", text)
+    return subprocess.run(command, input=plain, capture_output=True, text=True, check=True).stdout
+
+
+def count_other(text: str) -> Count:
+    """Counts one file that is not Python."""
+    lines = text.splitlines()
+    return Count(files=[len(lines)], blank=sum(not line.strip() for line in lines))
+
+
+NO_CODE = {
+    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
+    tokenize.ENDMARKER,
+}
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
@@ -189,6 +238,25 @@ def asserts_not_none(node: ast.AST) -> bool:
     )
 
 
+def is_error(node: ast.AST) -> bool:
+    """Returns whether a node raises an exception, or yields a text as the rules of `config` do."""
+    if isinstance(node, ast.Yield):
+        said = node.value
+        return isinstance(said, ast.JoinedStr) or (
+            isinstance(said, ast.Constant) and isinstance(said.value, str)
+        )
+    return isinstance(node, ast.Raise) and node.exc is not None
+
+
+def is_key(node: ast.AST) -> bool:
+    """Returns whether a node declares a configuration key: `name: type = made(..., help=...)`."""
+    return (
+        isinstance(node, ast.AnnAssign)
+        and isinstance(node.value, ast.Call)
+        and any(k.arg == "help" for k in node.value.keywords)
+    )
+
+
 def room(path: str) -> tuple[str, str]:
     """Returns (kind, row of the table) of a file, by its path inside megarl/."""
     for name, prefixes in SATELLITES.items():
@@ -199,19 +267,28 @@ def room(path: str) -> tuple[str, str]:
 
 
 def sources(rev: str | None) -> dict[str, str]:
-    """Returns the text of every Python file, by its path inside megarl/. Raises ValueError for a
-    revision that git does not know."""
+    """Returns the text of every file, by its path inside megarl/; those of tools/ are in scripts/.
+    Raises ValueError for a revision that git does not know."""
+    git = ["git", "-C", str(ROOT)]
     if rev is None:
-        package = ROOT / "megarl"
-        return {p.relative_to(package).as_posix(): p.read_text() for p in package.rglob("*.py")}
-    command = ["git", "-C", str(ROOT), "archive", "--format=tar", rev, "megarl"]
-    ran = subprocess.run(command, capture_output=True)
-    if ran.returncode:
-        raise ValueError(f"--rev {rev}: {ran.stderr.decode().strip()}")
-    with tarfile.open(fileobj=io.BytesIO(ran.stdout)) as archive:
-        files = [m for m in archive.getmembers() if m.isfile() and m.name.endswith(".py")]
-        contents = {m.name: archive.extractfile(m) for m in files}
-        return {n.removeprefix("megarl/"): f.read().decode() for n, f in contents.items() if f}
+        known = subprocess.run(
+            [*git, "ls-files", "--cached", "--others", "--exclude-standard", "megarl", "tools"],
+            capture_output=True, text=True, check=True,
+        ).stdout.splitlines()  # fmt: skip
+        found = {p: (ROOT / p).read_text() for p in known if (ROOT / p).is_file()}
+    else:
+        ran = subprocess.run(
+            [*git, "archive", "--format=tar", rev, "megarl", "tools"], capture_output=True
+        )
+        if ran.returncode:
+            raise ValueError(f"--rev {rev}: {ran.stderr.decode().strip()}")
+        with tarfile.open(fileobj=io.BytesIO(ran.stdout)) as archive:
+            files = {m.name: archive.extractfile(m) for m in archive.getmembers() if m.isfile()}
+            found = {name: file.read().decode() for name, file in files.items() if file}
+    return {
+        re.sub("^tools/", "scripts/", path.removeprefix("megarl/")): text
+        for path, text in found.items()
+    }
 
 
 def rows(files: Mapping[str, str]) -> list[tuple[str, Count]]:
@@ -220,7 +297,8 @@ def rows(files: Mapping[str, str]) -> list[tuple[str, Count]]:
     kinds: dict[str, dict[str, Count]] = {"core": {}, "satellites": {}, "rest": {}}
     for path, text in sorted(files.items()):
         kind, name = room(path)
-        kinds[kind][name] = kinds[kind].get(name, Count()) + count(text)
+        counted = count(text) if path.endswith(".py") else count_other(text)
+        kinds[kind][name] = kinds[kind].get(name, Count()) + counted
     table: list[tuple[str, Count]] = []
     for kind, packages in kinds.items():
         table += sorted(packages.items(), key=lambda item: -item[1].lines)
@@ -259,7 +337,42 @@ def check_docs(table: Sequence[tuple[str, Count]], percent: int) -> int:
     return int(bool(short))
 
 
+def measured(table: Sequence[tuple[str, Count]]) -> dict[str, int]:
+    """Returns the numbers that have a limit."""
+    by_name = dict(table)
+    core, whole = by_name["= core"], by_name["= whole"]
+    outer = sum((c for name, c in table if name in OUTER), Count())
+    return {
+        "core": core.code,
+        "outer": outer.code,
+        "whole": whole.code,
+        "tokens": whole.tokens,
+        "files": len(whole.files),
+        "longest_file": max(whole.files),
+        "keys": by_name["config"].keys,
+    }
+
+
+def check_limits(table: Sequence[tuple[str, Count]], limits: Mapping[str, int]) -> int:
+    """Prints each number beside its limit, and what falls only with a feature. Returns 1 where one
+    is above, else 0."""
+    found = measured(table)
+    over = [name for name, limit in limits.items() if found[name] > limit]
+    for name, limit in limits.items():
+        print(f"{name} {found[name]:,} of {limit:,}{' TOO MANY' if name in over else ''}")
+    whole = table[-1][1]
+    print(*(f"{name} {getattr(whole, name):,}" for name in KEPT), sep=", ")
+    if over:
+        print(
+            f"{', '.join(over)}: take something out; a limit of [tool.house.limits] in "
+            "pyproject.toml is raised only where an issue says so",
+            file=sys.stderr,
+        )
+    return int(bool(over))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the table, or holds it to its limits; returns the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -269,14 +382,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--min-docs", type=int, metavar="PERCENT",
         help="print no table; fail where fewer public definitions of a package have docstrings",
     )  # fmt: skip
+    parser.add_argument(
+        "--gate", action="store_true", help="print no table; fail where a limit is exceeded"
+    )
     args = parser.parse_args(argv)
     try:
         table = rows(sources(args.rev))
     except ValueError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
-    if args.min_docs is not None:
-        return check_docs(table, args.min_docs)
+    if args.gate or args.min_docs is not None:
+        settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["house"]
+        status = check_docs(table, args.min_docs) if args.min_docs is not None else 0
+        return (check_limits(table, settings["limits"]) if args.gate else 0) | status
     if args.markdown:
         print(markdown(table))
     else:

@@ -74,6 +74,7 @@ GPUS = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Prints the plan. Exits with one line where the numbers do not fit together."""
     started = time.perf_counter()
     try:
         args = _arguments(argv)
@@ -162,6 +163,7 @@ def _number(text: str) -> float:
 
 
 def report(args: argparse.Namespace) -> Iterator[str]:
+    """Yields the lines of a plan of one model's training."""
     m = read_model(args.model)
     nodes, per_node = _grid("--train", args.train)
     cluster = _cluster(args)
@@ -210,6 +212,7 @@ def _cluster(args: argparse.Namespace) -> Cluster:
 
 
 def read_model(name: str) -> ModelConfig:
+    """Returns the shapes of a model by the name of its file in configs/models, or by its path."""
     return parse_hf_config(find_shapes(name, ROOT / "configs" / "models"), name)
 
 

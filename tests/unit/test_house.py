@@ -45,6 +45,38 @@ def test_every_line_is_of_one_kind() -> None:
     assert (found.not_none, found.ignores, found.noqa, found.skips) == (1, 1, 1, 0)
 
 
+PACKED = """\
+def made(name: str) -> list[str]:
+    if not name:
+        raise ValueError("no name")
+    return [
+        name, name, name
+    ]  # fmt: skip
+
+
+key: int = arg(1, help="a key")
+"""
+
+
+def test_lines_are_those_that_the_formatter_prints() -> None:
+    found = HOUSE["count"](PACKED)
+    assert (found.lines, found.code, found.skips) == (7, 5, 1)
+    assert found.tokens == HOUSE["count"](PACKED.replace("  # fmt: skip", "")).tokens
+    assert (found.errors, found.keys) == (1, 1)
+
+
+def test_a_number_above_its_limit_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    table = HOUSE["rows"]({"parallel/a.py": FILE, "config/b.py": PACKED, "cli/c.js": "x\n\ny\n"})
+    found = HOUSE["measured"](table)
+    assert (found["core"], found["outer"], found["whole"]) == (10, 5 + 2, 17)
+    assert (found["files"], found["longest_file"], found["keys"]) == (3, 24, 1)
+    assert HOUSE["check_limits"](table, found) == 0
+    assert capsys.readouterr().err == ""
+    assert HOUSE["check_limits"](table, found | {"core": 9}) == 1
+    said = capsys.readouterr()
+    assert "core 10 of 9 TOO MANY" in said.out and said.err.startswith("core: take something out")
+
+
 def test_core_and_satellites_stand_apart_and_add_up() -> None:
     paths = ("parallel/groups.py", "parallel/cpu_adam.py", "rollout/server/app.py", "run.py")
     table = HOUSE["rows"](dict.fromkeys(paths, FILE))
@@ -54,7 +86,7 @@ def test_core_and_satellites_stand_apart_and_add_up() -> None:
         ("top level", 24), ("= rest", 24),
         ("= whole", 96),
     ]  # fmt: skip
-    assert table[-1][1].cells()[6] == "24/24/24"
+    assert table[-1][1].cells()[7] == "24/24/24"
     lines = HOUSE["markdown"](table).splitlines()
     assert len(lines) == len(table) + 2 and len({line.count("|") for line in lines}) == 1
 
