@@ -22,9 +22,8 @@ MODEL = {
     "smollm2_grpo": ["actor.path=smollm2-135m-instruct"],
     "verifiers_grpo": ["actor.path=qwen3-1.7b"],
 }
-# in CI on two ranks: data parallelism without servers, tensor parallelism, a pipeline
+# in CI on two ranks: tensor parallelism, a pipeline
 IN_CI = {
-    "quickstart_sft": ["--ranks", "2"],
     "gsm8k_grpo": ["--ranks", "2", "server.count=1"],
     "llama3_70b_grpo": ["--ranks", "2", "allocation_mode=sglang.d1t4+megatron.d4t8p2"],
 }
