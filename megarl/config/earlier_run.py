@@ -113,7 +113,8 @@ def _occupied(directory: Path) -> str:
 def _contradictions(cfg: BaseConfig, seen: BaseConfig, newest: Checkpoint) -> Iterator[str]:
     run = newest.path.parent.parent
     away = f"the run in {run} cannot continue so; set another trial_name, or move it"
-    before, now = _saved_config(run), _flat(yaml.safe_load(config_yaml(cfg)))
+    tree = _saved_tree(run)
+    before, now = _flat(tree) if tree else {}, _flat(yaml.safe_load(config_yaml(cfg)))
     if before.get("recipe", cfg.recipe) != cfg.recipe:
         yield f"recipe={cfg.recipe}: it was {before['recipe']}; {away}"
         return
@@ -126,7 +127,7 @@ def _contradictions(cfg: BaseConfig, seen: BaseConfig, newest: Checkpoint) -> It
         )
     for name in (n for n in saved if n in newest.info["models"]):
         key, path = f"{name}.path", engines(cfg)[name].path
-        behind = _value_now(_saved_tree(run), key)  # an empty path is one, too
+        behind = _value_now(tree, key)  # an empty path is one, too
         if behind is not None and not _same_path(behind, path):
             yield f"{key}={now[key]}: it was {before[key]}; {away}"
             continue

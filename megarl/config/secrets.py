@@ -28,7 +28,8 @@ _SECRET = re.compile(
     re.IGNORECASE,
 )
 # in any value: who logs in by a URL, and what services give out as keys
-_LOGIN = re.compile(r"(?<=://)[^\s/]*[^\s/:@](?=@)")
+_READ = "\0"  # stands for an interpolation; a password that is one was not typed
+_LOGIN = re.compile(rf"(?<=://)(?!([^\s/:@]*:)?{_READ}@)[^\s/]+(?=@)")
 _KEY = re.compile(
     r"\b(hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox[abprs]-|AKIA)[A-Za-z0-9_\-]{16,}"
     r"|(?<=Bearer )[^\s$]\S*"
@@ -115,7 +116,8 @@ def masked_text(text: str, name: str = "") -> str:
     typed = _INTERPOLATION.sub("", text)
     if is_secret(name) and typed and not _MARKER.fullmatch(typed):
         return MASK
-    return text if _without_keys(typed) == typed else _without_keys(text)
+    read = _INTERPOLATION.sub(_READ, text)
+    return text if _without_keys(read) == read else _without_keys(text)
 
 
 def _without_keys(text: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
-import time
 from typing import Any, ClassVar
 
 import pytest
@@ -16,6 +15,7 @@ from megarl.config.rollout import RolloutConfig
 from megarl.rollout.rewards import RewardError, RewardPool, check_rows, get_reward_fn
 from megarl.rollout.rewards import code as code_module
 from megarl.rollout.rewards.code import extract_program
+from megarl.rollout.rewards.errors import RewardUnavailable
 from megarl.rollout.rewards.parts import Scored
 from megarl.rollout.tools import sandbox
 from megarl.rollout.trajectory import Trajectory, to_batch
@@ -276,14 +276,15 @@ def test_a_program_that_sleeps_is_judged_within_the_time_of_its_row(tests: Any) 
         assert asyncio.run(pool.score(fn, own, row)) == 0
 
 
-def test_tests_that_are_not_done_in_time_have_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def first_starts_soon(*args: Any, stdin: str, **kw: Any) -> sandbox.Ran:
-        await asyncio.sleep(0 if stdin == "3\n" else 30)  # as on a machine that is busy
+def test_a_machine_that_is_slow_to_start_programs_gives_no_verdict(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def starts_late(*args: Any, stdin: str, **kw: Any) -> sandbox.Ran:
+        await asyncio.sleep(2)
         return sandbox.Ran(ended="ok", code=0, stdout="9" if stdin == "3\n" else "16", stderr="")
 
-    monkeypatch.setattr(code_module, "run_program", first_starts_soon)
-    begun = time.monotonic()
-    assert score("code", SQUARE, tests=STDIN, options={"seconds": 1, "partial": True}) == 0.5
-    assert score("code", SQUARE, tests=STDIN, options={"seconds": 1}) == 0
-    most = code_module.most_seconds(tests=STDIN, seconds=1)
-    assert time.monotonic() - begun < 2 * most
+    monkeypatch.setattr(code_module, "run_program", starts_late)
+    for options in ({"seconds": 1}, {"seconds": 1, "partial": True}):
+        with pytest.raises(RewardUnavailable, match="1 of 2 tests done"):
+            score("code", SQUARE, tests=STDIN, options=options)
+    assert score("code", SQUARE, tests=STDIN, options={"seconds": 5}) == 1  # time enough
