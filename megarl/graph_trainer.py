@@ -9,7 +9,6 @@ trainer:
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -25,7 +24,6 @@ from megarl.controller.graph_execution import GraphExecution, StepState
 from megarl.controller.graph_plan import GraphPlan
 from megarl.controller.graph_runner import CallFailed
 from megarl.controller.registry import RAISED
-from megarl.dataflow.gantt import draw_timeline
 from megarl.dataflow.mesh import Devices
 from megarl.dataflow.recipes import recipe_graph
 from megarl.observability.stats_tracker import record_timing
@@ -40,8 +38,6 @@ from megarl.trainer.roles import (
 )
 from megarl.trainer.rollout_metrics import rollout_metrics, trained_metrics, update_speed
 from megarl.trainer.self_check import SelfCheck
-
-PICTURE = "dataflow.svg"  # in the run's directory: the latest steps, as they ran
 
 
 class GraphTrainer(RLTrainer):
@@ -153,7 +149,6 @@ class GraphTrainer(RLTrainer):
             if isinstance(e.__cause__, RAISED):  # which the loop catches
                 raise e.__cause__ from None
             raise
-        self._draw()
         return self._metrics(states[0], step)
 
     def _batch(self, step: int) -> Any:
@@ -190,12 +185,6 @@ class GraphTrainer(RLTrainer):
         return self.trainers.run(
             update_speed, self.actor, state.batch, seconds=ended - begun, peak_tflops=peak
         )
-
-    def _draw(self) -> None:
-        """Writes the picture of the latest two steps."""
-        picture = draw_timeline(self.execution.timeline, "The latest steps, as they ran")
-        with contextlib.suppress(OSError):  # a full disk costs the picture, not the run
-            (self.ctx.run_dir / PICTURE).write_text(picture, encoding="utf-8")
 
     def destroy(self) -> None:
         """Destroys the roles. Collective."""

@@ -2,15 +2,14 @@
 
     python tools/plan.py qwen3-235b-a22b --train 64x8 --tp 4 --pp 4 --ep 8 --serve 32x8
     python tools/plan.py --config configs/llama3_70b_grpo.yaml --train 8x8
-    python tools/plan.py llama-2-7b --train 1x8 --algorithm ppo --search --timeline steps.svg
-    python tools/plan.py --config configs/quickstart_ppo.yaml --graph ppo.svg
+    python tools/plan.py --config configs/quickstart_ppo.yaml --graph
 
 MODEL is a directory with a config.json, such a file, or the name of a file in configs/models/.
 With --config the answers are a recipe's, where no option says otherwise: its model, layout, batch
 and servers. Nothing is loaded, and no GPU is needed.
 
-With --search or --graph the answers are about the dataflow graph of an algorithm: on which GPUs and
-in which layout each of its calls runs (docs/dataflow.md).
+With --graph the answer is the dataflow graph of an algorithm as Mermaid text: its calls, and on
+which GPUs and in which layout each one runs (docs/dataflow.md).
 """
 
 from __future__ import annotations
@@ -22,14 +21,20 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import networkx as nx
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # run as a file, the script finds the package beside it
 
 from megarl.config.loader import load_config  # noqa: E402
 from megarl.config.parallel import ParallelConfig  # noqa: E402
-from megarl.dataflow import command_line as graphs  # noqa: E402
-from megarl.dataflow.mesh import Devices  # noqa: E402
+from megarl.dataflow.graph import allocate  # noqa: E402
+from megarl.dataflow.graphs import GRAPHS  # noqa: E402
+from megarl.dataflow.mermaid import draw_graph  # noqa: E402
+from megarl.dataflow.mesh import Allocation, Devices  # noqa: E402
+from megarl.dataflow.recipes import recipe_graph  # noqa: E402
 from megarl.models.hf_config import ModelConfig, parse_hf_config  # noqa: E402
 from megarl.parallel.layout import Layout  # noqa: E402
 from megarl.planning.advice import (  # noqa: E402
@@ -62,14 +67,14 @@ from megarl.planning.traffic import (  # noqa: E402
 from megarl.weight_sync.senders import split_budget, spread_senders  # noqa: E402
 
 GIB = 1 << 30
-# memory in GiB, dense bf16 TFLOP/s, NVLink in GB/s one way, memory in GB/s: of data sheets that
-# docs/planning.md names
+# memory in GiB, dense bf16 TFLOP/s, NVLink in GB/s one way: of data sheets that docs/planning.md
+# names
 GPUS = {
-    "a100": (80, 312.0, 300, 2039),
-    "h100": (80, 989.4, 450, 3350),
-    "h800": (80, 989.4, 200, 3350),
-    "h200": (141e9 / GIB, 989.4, 450, 4800),
-    "b200": (180e9 / GIB, 2250.0, 900, 8000),
+    "a100": (80, 312.0, 300),
+    "h100": (80, 989.4, 450),
+    "h800": (80, 989.4, 200),
+    "h200": (141e9 / GIB, 989.4, 450),
+    "b200": (180e9 / GIB, 2250.0, 900),
 }
 
 
@@ -78,7 +83,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     started = time.perf_counter()
     try:
         args = _arguments(argv)
-        for line in _about_graph(args) if graphs.asked(args) else report(args):
+        if args.graph:
+            print(draw_graph(_graph(args)))
+            return
+        for line in report(args):
             print(line)
     except ValueError as e:
         raise SystemExit(f"plan: {e}") from None
@@ -93,7 +101,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("model", metavar="MODEL", nargs="?")
     add("--config", metavar="X.yaml", help="take what no option says from this recipe")
     add("--train", default="8x8", metavar="NODESxGPUS", help="training GPUs (default %(default)s)")
-    parser.set_defaults(split=None)
+    parser.set_defaults(split=None, cfg=None)
     for name in ("tp", "pp", "vpp", "cp", "ep", "etp"):
         add(f"--{name}", type=_positive, default=1, help=f"{name} of training")
     add("--serve", metavar="NODESxGPUS", help="GPUs of generation servers")
@@ -108,7 +116,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         default=8192,
         help="tokens of a sequence (default %(default)s)",
     )
-    add("--recompute", choices=("none", "full"), help="activations (default none; full in a graph)")
+    add("--recompute", choices=("none", "full"), help="activations (default none)")
     add("--reference", action="store_true", help="a frozen reference model on the same GPUs")
     add(
         "--bucket-mb",
@@ -124,17 +132,56 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--server-memory", type=_fraction, default=0.85, help="mem_fraction_static of the servers")
     add("--server-fp8", action="store_true", help="servers hold weights of one byte")
     add("--turns", action="store_true", help="servers and trainers use the same GPUs in turn")
-    add("--top", type=_positive, default=5, help="layouts or plans shown (default %(default)s)")
-    graphs.add_arguments(parser)
+    add("--top", type=_positive, default=5, help="layouts shown (default %(default)s)")
+    _add_graph_options(parser)
     args = parser.parse_args(argv)
     if args.config:
         cfg = load_config(args.config)
         parser.set_defaults(cfg=cfg, **questions(cfg))
         args = parser.parse_args(argv)
-    graphs.check_arguments(parser, args)
-    if args.model is None and not graphs.asked(args):
+    if args.graph and not (args.algorithm or args.config):
+        parser.error("say whose graph: --algorithm NAME or --config X.yaml")
+    if args.place and not args.graph:
+        parser.error("--place says where the calls of a --graph run: add --graph")
+    if args.model is None and not args.graph:
         parser.error("give a MODEL or --config X.yaml")
     return args
+
+
+def _add_graph_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("dataflow graphs").add_argument
+    add("--graph", action=_PrintGraph, help="print the graph as Mermaid text, as placed")
+    add("--algorithm", choices=GRAPHS, help="the graph; without it that of the recipe (--config)")
+    add(
+        "--place",
+        nargs="+",
+        metavar="CALL=MESH",
+        help='where calls run, such as "generate=g0-g7 dp4 pp2"',
+    )
+    for name in ("--search", "--timeline", "--answer", "--critic", "--seed"):
+        add(name, nargs="?", action=_Gone, help=argparse.SUPPRESS)
+
+
+class _PrintGraph(argparse.Action):
+    """Asks for the graph. A file, which the option once took, is refused."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__(**how, nargs="?", default=False)
+
+    def __call__(self, parser: argparse.ArgumentParser, args: Any, value: Any, *_: Any) -> None:
+        if value is not None:
+            parser.error(f"--graph {value}: the graph is printed as Mermaid text; use > FILE.mmd")
+        args.graph = True
+
+
+class _Gone(argparse.Action):
+    """Refuses an option of the search for places, which there is no more."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        parser.error(
+            f"{self.option_strings[0]}: calls are no longer searched for, simulated or timed; say "
+            "where they run (--place), and see what ran when with `megarl trace RUN`"
+        )
 
 
 def _positive(text: str) -> int:
@@ -194,20 +241,27 @@ def report(args: argparse.Namespace) -> Iterator[str]:
     yield from _advice(m, gpus, cluster, work, layout, args.top)
 
 
-def _about_graph(args: argparse.Namespace) -> Iterator[str]:
+def _graph(args: argparse.Namespace) -> nx.DiGraph:
     devices = Devices(*_grid("--train", args.train))
-    return graphs.report(args, devices, _cluster(args), read_model)
+    graph = GRAPHS[args.algorithm]() if args.algorithm else recipe_graph(args.cfg, devices)
+    return allocate(graph, dict(map(_placed, args.place or ())), devices)
+
+
+def _placed(text: str) -> tuple[str, Allocation]:
+    name, equals, where = text.partition("=")
+    if not equals:
+        raise ValueError(f'--place {text!r}: give a call and its mesh, such as "ref=g0-g3 tp2"')
+    return name, Allocation.parse(where)
 
 
 def _cluster(args: argparse.Namespace) -> Cluster:
-    memory, tflops, nvlink, hbm = GPUS[args.gpu]
+    memory, tflops, nvlink = GPUS[args.gpu]
     return Cluster(
         gpus_per_node=_grid("--train", args.train)[1],
         gpu_bytes=int(memory * GIB),
         peak_flops=tflops * 1e12,
         nvlink=nvlink * 1e9,
         nic=args.nic_gbps / 8 * 1e9,
-        hbm=hbm * 1e9,
     )
 
 

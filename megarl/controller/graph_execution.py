@@ -26,12 +26,10 @@ from megarl.controller.graph_plan import Copy, GraphPlan, Task
 from megarl.controller.graph_runner import GraphRunner
 from megarl.controller.group import WorkerGroup
 from megarl.dataflow.call import TRAIN_STEP, Call
-from megarl.dataflow.schedule import MOVE, RUN, Span, Timeline
 from megarl.parallel.groups import init_distributed
 from megarl.parallel.worlds import World
 
 WEIGHTS = ("params",)
-SHOWN = 2  # steps of the timeline
 
 
 @dataclass
@@ -88,7 +86,6 @@ class GraphExecution:
         self._published = {t.call.name for t in self.plan.tasks if t.kind == "publish" and t.call}
         self._steps: dict[int, StepState] = {}
         self._lock = threading.RLock()  # of handles: several threads call
-        self._spans: list[Span] = []
         self._everywhere: dict[Copy | None, Any] = {}  # the roles with their placeholders
         workers.call(init_distributed)
         for task in self.plan.tasks:  # before threads ask
@@ -96,7 +93,7 @@ class GraphExecution:
         self._roles: dict[Copy | None, Any] = {
             copy: self._make(copy, roles[copy.model], spec) for copy in self.plan.copies
         }
-        self._runner = GraphRunner(self.plan.tasks, self._perform, timeout=timeout)
+        self._runner = GraphRunner(self.plan.tasks, self._do, timeout=timeout)
 
     def _check(
         self,
@@ -140,16 +137,6 @@ class GraphExecution:
 
         self._runner.run(first, last, over)
 
-    @property
-    def timeline(self) -> Timeline:
-        """Returns what ran when in the two latest steps, in seconds from the first task that it
-        has; tasks that take no device are the servers'."""
-        spans = sorted(self._spans, key=lambda span: span.start)
-        first = spans[0].start if spans else 0.0
-        return Timeline(
-            tuple(replace(s, start=s.start - first, end=s.end - first) for s in spans), {}
-        )
-
     def destroy(self) -> None:
         """Destroys the roles."""
         for role in self._everywhere.values():
@@ -177,19 +164,8 @@ class GraphExecution:
 
     # -- tasks
 
-    def _perform(self, task: Task, step: int) -> None:
-        """Does a task, waits for it and keeps its span. Threads call it, one for each task."""
-        begun = time.monotonic()
-        self._do(task, step)
-        if task.call is None:
-            return
-        what = RUN if task.kind in ("call", "data") else MOVE
-        meshes = tuple(c.where.mesh for c in (task.copy, task.source) if c)
-        span = Span(step, task.call, what, meshes, begun, time.monotonic())
-        with self._lock:
-            self._spans = [s for s in self._spans if s.step > step - SHOWN] + [span]
-
     def _do(self, task: Task, step: int) -> None:
+        """Does a task, and waits for it. Threads call it, one for each task."""
         if task.kind == "data":
             self._begin(step)
             return

@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from megarl.controller.graph_plan import Task
-from megarl.dataflow.schedule import AHEAD
 from megarl.observability.timeline import CALLS, timeline
 
+AHEAD = 2  # steps that may be under way at the same time
 Key = tuple[int, int]  # (step, place of the task in the order of its step)
 Ended = tuple[Key, BaseException | None]
 Results = queue.SimpleQueue[Ended]

@@ -1,4 +1,4 @@
-"""Describes algorithms as graphs of model function calls on device meshes; draws and plans them.
+"""Describes algorithms as graphs of model function calls on device meshes, and draws them.
 
-Graphs, their pictures, timelines and search are pure data and import no torch; costs, recipes and
-command_line ask the planner and the algorithms, which do. megarl.controller executes the graphs."""
+Graphs and their drawings are pure data and import no torch; recipes asks the algorithms, which do.
+megarl.controller executes the graphs."""

@@ -68,19 +68,11 @@ def allocate(
 def homes(graph: nx.DiGraph) -> dict[str, Allocation]:
     """Returns where each model is at home: where it is trained, else where its first call runs;
     models that no call places are left out. A call elsewhere gets a copy of the weights."""
-    calls = calls_of(graph)
-    where = {call.name: call.where for call in calls if call.where is not None}
-    return {model: where[call.name] for model, call in home_calls(calls, where).items()}
-
-
-def home_calls(calls: Iterable[Call], where: Mapping[str, Allocation]) -> dict[str, Call]:
-    """Returns by model the call that makes its home, of `calls` in their order, placed as `where`
-    says."""
-    found: dict[str, Call] = {}
-    for call in sorted(calls, key=lambda call: call.kind != TRAIN_STEP):
-        if call.name in where:
-            found.setdefault(call.model, call)
-    return found
+    places: dict[str, Allocation] = {}
+    for call in sorted(calls_of(graph), key=lambda call: call.kind != TRAIN_STEP):
+        if call.where is not None:
+            places.setdefault(call.model, call.where)
+    return places
 
 
 def trained_models(graph: nx.DiGraph) -> set[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -32,16 +31,6 @@ class Devices:
     def all(self) -> Mesh:
         """Returns the mesh of all devices."""
         return Mesh(0, self.nodes * self.per_node)
-
-    def meshes(self) -> Iterator[Mesh]:
-        """Yields every mesh that the rule of `check` allows, the small ones first."""
-        total = self.all.count
-        for count in range(1, self.per_node):
-            if self.per_node % count == 0:
-                yield from (Mesh(first, count) for first in range(0, total, count))
-        for count in range(self.per_node, total + 1, self.per_node):
-            for first in range(0, total - count + 1, self.per_node):
-                yield Mesh(first, count)
 
     def check(self, mesh: Mesh) -> None:
         """Raises ValueError for a mesh that these devices do not have. A mesh is whole nodes, or

@@ -24,16 +24,14 @@ from megarl.weight_sync.senders import assign, by_turns, first_bytes, units
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
     """Describes GPUs and links in bytes/s, one way: `nvlink` of a GPU, `nic` of the adapter each
-    GPU has to itself, `hbm` to its own memory, `host` to its host's. The reached share of each
-    (`link_efficiency`) and the times are assumptions to be replaced by measurements."""
+    GPU has to itself. The reached share of each (`link_efficiency`) and the times are assumptions
+    to be replaced by measurements."""
 
     gpus_per_node: int = 8
     gpu_bytes: int = 80 << 30
     peak_flops: float = 989.4e12
     nvlink: float = 450e9
     nic: float = 50e9
-    hbm: float = 3.35e12
-    host: float = 50e9
     link_efficiency: float = 0.8
     compute_efficiency: float = 0.5
     reserve: int = 6 << 30  # of a GPU: CUDA context, NCCL, workspaces, fragmentation

@@ -44,12 +44,11 @@ def at(first: int, count: int, **degrees: int) -> Allocation:
 
 def test_meshes_are_whole_nodes_or_equal_parts_of_one() -> None:
     devices = Devices(2, 4)
-    found = [(m.first, m.count) for m in devices.meshes()]
     parts = [(i, 1) for i in range(8)] + [(i, 2) for i in range(0, 8, 2)]
-    assert found == [*parts, (0, 4), (4, 4), (0, 8)]
+    meshes = [*parts, (0, 4), (4, 4), (0, 8)]
     for first in range(-1, 9):
         for count in range(10):
-            legal = (first, count) in found
+            legal = (first, count) in meshes
             if legal:
                 devices.check(Mesh(first, count))
             else:
@@ -58,7 +57,8 @@ def test_meshes_are_whole_nodes_or_equal_parts_of_one() -> None:
 
 
 def test_a_mesh_of_a_node_that_is_no_power_of_two() -> None:
-    assert {m.count for m in Devices(1, 6).meshes()} == {1, 2, 3, 6}
+    for count in (1, 2, 3, 6):
+        Devices(1, 6).check(Mesh(0, count))
     with pytest.raises(ValueError, match=r"mesh g1-g2: .* such as g0 or g3-g5"):
         Devices(1, 6).check(Mesh(1, 2))
 
@@ -171,8 +171,8 @@ def test_the_algorithms() -> None:
 # placing
 
 
-def test_graphs_their_pictures_and_their_search_need_no_torch() -> None:
-    modules = ", ".join(f"megarl.dataflow.{m}" for m in ("graphs", "draw", "gantt", "search"))
+def test_graphs_and_their_drawings_need_no_torch() -> None:
+    modules = ", ".join(f"megarl.dataflow.{m}" for m in ("graphs", "mermaid"))
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
