@@ -32,6 +32,7 @@ from megarl.utils.stopping import SETTLE
 
 log = get_logger("launcher")
 
+OPTIONS = ("job", "attempt", "node", "node-variable", "first-node", "environment")
 NAMES = "names"  # below the run directory
 FENCE = 10.0  # seconds that processes of an earlier attempt have to see that there is a newer one
 
@@ -39,11 +40,7 @@ FENCE = 10.0  # seconds that processes of an earlier attempt have to see that th
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv` (None: this process's); returns the exit status."""
     try:
-        command = help_or_command_line(
-            argv,
-            __doc__ or "",
-            options=("job", "attempt", "node", "node-variable", "first-node", "environment"),
-        )
+        command = help_or_command_line(argv, __doc__ or "", options=OPTIONS)
         if command is None:
             return 0
         job = _read_job(command)

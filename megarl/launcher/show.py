@@ -4,36 +4,29 @@ from __future__ import annotations
 
 import json
 import shlex
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 
 from megarl.config.errors import ConfigError
 from megarl.config.secrets import MASK, masked_override, masked_text
 from megarl.launcher.job import JUDGE, REWARDS, SERVER, SERVERS, TRAINER, Job, Task
-from megarl.launcher.manifest import jobset
-from megarl.launcher.plan import MOVED
 
 TABLE = "table"
-FORMATS = (TABLE, "json", "jobset")
+FORMATS = (TABLE, "json")
 
 
-def show(job: Job, env: Mapping[str, str], format: str = TABLE, *, stamp: str = "") -> str:
+def show(job: Job, env: Mapping[str, str], format: str = TABLE) -> str:
     """Returns the job as text. env: where it is started from. format: one of FORMATS; raises
-    ConfigError for another. stamp: of a manifest; empty is the time."""
+    ConfigError for another. The text of "json" is one that `Job.from_json` reads."""
+    if format == "jobset":
+        raise ConfigError(
+            [
+                "--format jobset: use --format json, whose records the JobSet of docs/multinode.md "
+                "reads from a ConfigMap"
+            ]
+        )
     if format not in FORMATS:
         raise ConfigError([f"--format {format}: not one of {', '.join(FORMATS)}"])
-    if format == "jobset":
-        if not job.container:
-            raise ConfigError(["--format jobset: pods run an image; name it in cluster.container"])
-        if moved := [name for name in job.hidden if name.startswith(MOVED)]:
-            raise ConfigError(
-                [
-                    f"--format jobset: an override is a secret ({moved[0]}), which no manifest may "
-                    f"hold; write key=${{oc.env:NAME}}, and NAME into the Secret {job.name!r}"
-                ]
-            )
-        return jobset(job, stamp or time.strftime("%Y%m%d%H%M%S", time.gmtime()))
     if format == "json":
         return json.dumps(_masked(job, env), indent=1)
     return "\n".join(_table(job, env))

@@ -5,7 +5,7 @@
     --check           check the configuration, models, data and code it names, then stop
     --dry-run         print every process with its node, GPUs, command, environment, ports and log,
                       and the batch script, then stop; --format json prints the processes for
-                      programs, --format jobset a manifest for Kubernetes
+                      programs
     --detach          submit, print the job's number, and do not follow it
     --container IMAGE short for cluster.container=IMAGE
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from megarl.config.loader import load_config
 from megarl.launcher import local, plan
 from megarl.launcher.job import JUDGE, REWARDS, SERVER, TRAINER, Job, endpoints, fill
 from megarl.launcher.make import make_job
+from megarl.launcher.node import OPTIONS, node_number
 from megarl.launcher.placement import Placement, Seat, place, set_aside
 from megarl.launcher.plan import plan_cluster
 from megarl.launcher.show import show
@@ -29,6 +31,7 @@ from megarl.utils.env import CONTROLS
 from tests.hf_stub import write_stub
 
 GOLDEN = Path(__file__).parent / "golden"
+MULTINODE = Path(__file__).parents[2] / "docs" / "multinode.md"
 LLAMA_70B = dict(
     architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=8192, head_dim=128,
     intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8,
@@ -40,7 +43,7 @@ CASES = {
     "70b": ["allocation_mode=sglang.d8t8+megatron.d2t8p4", "weight_sync.delta=false"],
     "tp16": ["allocation_mode=sglang.d2t16+megatron.d1t8", "cluster.interface=ib0"],
 }
-MANIFEST = [
+POOLS = [
     "allocation_mode=sglang.d1+megatron.d2", "cluster.n_gpus_per_node=1", "recover.restarts=2",
     "cluster.server_pool.n_gpus_per_node=1", "cluster.container=registry/megarl:1",
     "cluster.container_mounts=[/data,/home/me:/me]",
@@ -133,8 +136,8 @@ def make(folder: Path, *more: str, on_gpus: bool = True) -> Job:
         )
 
 
-def text(folder: Path, *more: str, format: str = "table", stamp: str = "") -> str:
-    shown = show(make(folder, *more), ENV, format, stamp=stamp)
+def text(folder: Path, *more: str, format: str = "table") -> str:
+    shown = show(make(folder, *more), ENV, format)
     return shown.replace(str(folder), "/data") + "\n"
 
 
@@ -275,66 +278,46 @@ def test_the_dry_run_is_as_in_the_golden_file(name: str, tmp_path: Path) -> None
     assert text(tmp_path, *CASES[name]) == (GOLDEN / f"{name}.txt").read_text()
 
 
-def test_the_manifest_is_as_in_the_golden_file(tmp_path: Path) -> None:
-    shown = text(tmp_path, *MANIFEST, format="jobset", stamp="1")
-    assert shown == (GOLDEN / "jobset.yaml").read_text()
-    records, jobset = yaml.safe_load_all(shown)
-    assert Job.from_json(records["data"]["job.json"]).restarts == 2
-    pools = [
-        (j["name"], j["template"]["spec"]["completions"]) for j in jobset["spec"]["replicatedJobs"]
-    ]
-    assert pools == [("trainers", 2), ("servers", 1)]
+def test_a_node_reads_the_records_that_a_dry_run_prints(tmp_path: Path) -> None:
+    job = make(tmp_path, *POOLS)
+    assert Job.from_json(show(job, ENV, "json")) == job
+    assert job.restarts == 2 and job.pools == ("trainers", "trainers", "servers")
 
 
-def test_what_a_jobset_rests_on(tmp_path: Path) -> None:
+def test_what_the_jobset_of_the_page_rests_on(tmp_path: Path) -> None:
     """Each pod runs one node's agent; one that fails starts the whole set again, never alone."""
-    spread = "cluster.server_pool.n_gpus_per_node=1"
-    ways = [*MANIFEST, "allocation_mode=sglang.d3t2+megatron.d2", "server.nnodes=2", spread]
-    shown = text(tmp_path, *ways, format="jobset", stamp="9")
-    records, jobset = yaml.safe_load_all(shown)
-    job, spec = Job.from_json(records["data"]["job.json"]), jobset["spec"]
-    assert spec["failurePolicy"]["maxRestarts"] == job.restarts == 2
-    first, nodes = 0, []
-    for replicated in spec["replicatedJobs"]:
-        of_job = replicated["template"]["spec"]
-        pod = of_job["template"]["spec"]
-        (container,) = pod["containers"]
-        command = container["command"]
-        assert replicated["replicas"] == 1 and of_job["completionMode"] == "Indexed"
-        assert of_job["parallelism"] == of_job["completions"]
-        assert (of_job["backoffLimit"], pod["restartPolicy"]) == (0, "Never")
-        assert pod["terminationGracePeriodSeconds"] > job.grace
-        assert command[command.index("--first-node") + 1] == str(first)
-        assert command[command.index("--node-variable") + 1] == "JOB_COMPLETION_INDEX"
-        (attempt,) = container["env"]
-        assert attempt["valueFrom"]["fieldRef"]["fieldPath"].endswith("restart-attempt']")
-        assert command[-1] == f"9.$({attempt['name']})"
-        secret = {"secretRef": {"name": jobset["metadata"]["name"]}}
-        assert container["envFrom"] == [secret] and "ports" not in container
-        limit = container["resources"]["limits"]["nvidia.com/gpu"]
-        assert limit == job.gpus_per_node[first]
-        mounted = {m["name"]: m["mountPath"] for m in container["volumeMounts"]}
-        assert mounted.keys() == {v["name"] for v in pod["volumes"]}
-        assert mounted["shared-memory"] == "/dev/shm"
-        nodes += [replicated["name"]] * of_job["completions"]
-        first += of_job["completions"]
-    assert tuple(nodes) == job.pools and len(job.pools) == 8
-    assert {task.node for task in job.tasks} == set(range(8))
-
-
-@pytest.mark.parametrize("name", ("experiment_name=7b", f"trial_name={'x' * 40}"))
-def test_a_name_that_kubernetes_does_not_take_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match=r"a JobSet would be called .* choose others"):
-        text(tmp_path, *MANIFEST, name, format="jobset", stamp="1")
+    job = make(tmp_path, *CASES["70b"])
+    (block,) = re.findall(r"```yml\n(apiVersion: jobset.*?)```", MULTINODE.read_text(), re.S)
+    (replicated,) = yaml.safe_load(block)["spec"]["replicatedJobs"]
+    of_job = replicated["template"]["spec"]
+    pod = of_job["template"]["spec"]
+    (container,) = pod["containers"]
+    assert replicated["replicas"] == 1 and of_job["completionMode"] == "Indexed"
+    assert of_job["parallelism"] == of_job["completions"] == len(job.pools)
+    assert (of_job["backoffLimit"], pod["restartPolicy"]) == (0, "Never")
+    assert pod["terminationGracePeriodSeconds"] > job.grace
+    options = parse_command_line(container["args"], options=OPTIONS).options
+    env = {"JOB_COMPLETION_INDEX": "15"}
+    assert options.keys() < set(OPTIONS) and node_number(options, env, len(job.pools)) == 15
+    (attempt,) = container["env"]
+    assert options["attempt"] == f"1.$({attempt['name']})"
+    assert attempt["valueFrom"]["fieldRef"]["fieldPath"].endswith("restart-attempt']")
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == job.gpus_per_node[0]
+    mounted = {m["name"]: m["mountPath"] for m in container["volumeMounts"]}
+    assert mounted.keys() == {v["name"] for v in pod["volumes"]}
+    assert mounted["shared-memory"] == "/dev/shm"
+    assert options["job"] == f"{mounted['records']}/job.json"
 
 
 def test_secrets_are_masked_everywhere(tmp_path: Path) -> None:
-    for format in ("table", "json", "jobset"):
-        shown = text(tmp_path, *MANIFEST, format=format, stamp="1")
+    for format in ("table", "json"):
+        shown = text(tmp_path, *POOLS, format=format)
         assert "hush" not in shown
-    assert "WANDB_API_KEY=***" in text(tmp_path, *MANIFEST)
-    with pytest.raises(ConfigError, match="--format xml: not one of table, json, jobset"):
-        text(tmp_path, *MANIFEST, format="xml")
+    assert "WANDB_API_KEY=***" in text(tmp_path, *POOLS)
+    with pytest.raises(ConfigError, match="--format xml: not one of table, json"):
+        text(tmp_path, *POOLS, format="xml")
+    with pytest.raises(ConfigError, match="--format jobset: use --format json"):
+        text(tmp_path, *POOLS, format="jobset")
 
 
 def test_a_secret_typed_as_an_override_is_on_no_command_line(
@@ -356,9 +339,6 @@ def test_a_secret_typed_as_an_override_is_on_no_command_line(
         {"api_key": "s3cret-of-mine"},
         {"url": "https://me:s3cret-of-mine@host/v1"},
     ]
-    with pytest.raises(ConfigError) as caught:
-        text(tmp_path, *MANIFEST, given[0], format="jobset", stamp="1")
-    assert names[0] in str(caught.value) and "s3cret-of-mine" not in str(caught.value)
     with pytest.raises(ConfigError) as caught:
         make(tmp_path, *CASES["70b"], "+train_dataset.options.a={api_key: s3cret-of-mine}")
     assert "train_dataset.options.a" in str(caught.value)
@@ -441,6 +421,3 @@ if __name__ == "__main__":
     for name, more in CASES.items():
         with tempfile.TemporaryDirectory() as folder:
             (GOLDEN / f"{name}.txt").write_text(text(Path(folder), *more))
-    with tempfile.TemporaryDirectory() as folder:
-        shown = text(Path(folder), *MANIFEST, format="jobset", stamp="1")
-        (GOLDEN / "jobset.yaml").write_text(shown)

@@ -17,7 +17,7 @@ from megarl.config.loader import load_config
 from megarl.launcher import slurm
 from megarl.launcher.slurm_script import Files, batch_script
 from megarl.launcher.slurm_states import PASSING, TERMINAL, JobState, parse_job
-from tests.unit.test_launcher_job import GOLDEN, MANIFEST, make
+from tests.unit.test_launcher_job import GOLDEN, POOLS, make
 
 LINE = (
     "JobId=12 JobName=megarl-e-t UserId=me(1000) Priority=1 JobState={state} Reason={reason} "
@@ -76,8 +76,8 @@ def slurm_args(*more: str) -> list[str]:
 
 
 def script(tmp_path: Path, *more: str) -> str:
-    job = make(tmp_path, *MANIFEST, *more)
-    cluster = load_config(None, [a for a in (*MANIFEST, *more) if a.startswith("cluster.")]).cluster
+    job = make(tmp_path, *POOLS, *more)
+    cluster = load_config(None, [a for a in (*POOLS, *more) if a.startswith("cluster.")]).cluster
     return batch_script(job, cluster, Files.of(job))
 
 
