@@ -42,7 +42,7 @@ CODE := megarl examples benchmarks tests docs/hooks.py setup.py $(wildcard tools
 	test-all test-system test-slurm slurm install-sglang install-verifiers test-sglang test-te \
 	test-mcore test-py312 test-wheel worlds test-gpu first-day test-realmodel bench-quickstart bench-train bench-layouts bench-sync \
 	bench-packing bench-data-plane bench-gateway bench-server bench-grpo bench-convert bench-load \
-	bench-delta bench-resume bench-order bench-async bench-gap bench-gpu constraints clean bench-kv \
+	bench-delta bench-resume bench-order bench-async bench-gpu constraints clean bench-kv \
 	bench-client bench-algos bench-recompute bench-onload bench-rollout-workers \
 	bench-controller bench-tries bench-slices bench-step pair
 
@@ -277,11 +277,6 @@ bench-async: install  ## asynchronous training beside synchronous, by staleness 
 
 bench-algos: install  ## every preset on the quickstart's sums, 3 seeds (docs/bench_algos.md)
 	$(CPU) $(BIN)/python benchmarks/algos.py --page docs/bench_algos.md
-
-bench-gap: install  ## which gap between trainer and server rounding makes (docs/numerics.md)
-	$(CPU) $(BIN)/python -m megarl.cli gap --budget
-	$(BIN)/python examples/fetch_smollm2.py $(SMOLLM2)
-	$(CPU) $(BIN)/python -m megarl.cli gap --budget $(SMOLLM2)
 
 first-day:  ## probes of one GPU, PROBES="adam head", by PYTHON's own torch (docs/gpu_first_day.md)
 	PYTHONPATH=. $(PYTHON) benchmarks/first_day.py $(PROBES)

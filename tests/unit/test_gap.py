@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megarl.api.records import SaveLoadMeta
 from megarl.cli import main
-from megarl.cli.gap import budget, sides
+from megarl.cli.gap import sides
 from megarl.cli.gap.compare import CHOICE, Comparison, Runs, compare
 from megarl.cli.gap.passes import Passed, Routes, Sample, served, trained
 from megarl.cli.gap.sides import Subject, run_all, start_server
@@ -323,42 +323,11 @@ def record_episode(run: Path, samples: list[Sample]) -> None:
     stream.close()
 
 
-def test_fp8_keeps_three_bits_of_a_number():
-    x = torch.tensor([448.0, 1.0, 1.06, -17.0, 0.0]).repeat(40)[:130]
-    kept = budget.round_to_fp8(x)
-    assert kept[:5].tolist() == [448.0, 1.0, 1.0, -16.0, 0.0]
-    assert float(((kept - x).abs() / x.abs().clamp(min=1e-9)).max()) <= 2**-4
-
-
-@pytest.mark.full
-def test_the_budget_grows_with_rounding_and_shrinks_with_replay(monkeypatch, capsys):
-    small = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, head_dim=16)
-    monkeypatch.setattr(budget, "_SIZES", budget._SIZES | small)
-    monkeypatch.setattr(budget, "PROMPTS", 2)
-    monkeypatch.setattr(budget, "ANSWER", 12)
-    shown: dict[str, list[budget.Line]] = {}
-    plain = budget.table
-
-    def keep(name: str, lines: Any) -> Any:
-        shown[name] = lines
-        return plain(name, lines)
-
-    monkeypatch.setattr(budget, "table", keep)
-    assert main(["gap", "--budget"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "24 sampled tokens" in said and "fp8 is simulated" in said
-    exact, bfloat16, mixed, fp8 = (line.gaps.mean for line in shown["random, dense"])
-    assert exact < 1e-5 < 1e-4 < min(bfloat16, mixed) and max(bfloat16, mixed) < fp8
-    lines = shown["random, 16 experts"]
-    assert [line.replay for line in lines] == [False, True] * 4
-    free, replayed = lines[-2:]
-    assert free.flips and replayed.gaps.mean < free.gaps.mean
-
-
 @pytest.mark.parametrize(
     ("args", "why"),
     [
         ([], "give one model or run directory"),
+        (["--budget", "{model}"], "--budget: leave it out"),
         (["{tmp}"], "neither a model's config.json nor a run's config.yaml"),
         (["{model}", "--against", "vllm"], "--against vllm: use one of server, hf"),
         (["{model}", "--length", "1"], "--length 1"),

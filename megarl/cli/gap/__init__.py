@@ -2,7 +2,6 @@
 
     megarl gap MODEL_OR_RUN [--against hf] [--tokens FILE] [--episode STEP.NUMBER] [key=value ...]
     torchrun --nproc-per-node N -m megarl.cli gap ...       (a layout of N ranks)
-    megarl gap --budget [MODEL ...]
 
     MODEL_OR_RUN   a Hugging Face directory; or a run's, whose newest checkpoint and configuration
                    are taken
@@ -12,8 +11,6 @@
     --episode      of a run: a recorded episode as `megarl view` numbers it (the newest; where
                    nothing was recorded, and of a MODEL, a built-in text)
     --length       tokens of each sample at most (256)
-    --budget       print which gap of log-probabilities rounding alone makes, by dtype: of MODELs,
-                   or of random ones, dense and with experts
 
 Keys are a recipe's, such as actor.dtype=bfloat16, actor.parallel.tp=2, server.dtype=float32.
 
@@ -55,11 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command is None:
         return 0
     if "budget" in command.switches:
-        models = [_model(Path(word)) for word in command.words]
-        _quiet()
-        from megarl.cli.gap.budget import print_budget
-
-        return print_budget(models)
+        why = "docs/numerics.md says which gap is healthy; megarl gap MODEL measures rounding's own"
+        raise ConfigError([f"--budget: leave it out; {why}"])
     if len(command.words) != 1:
         raise ConfigError([f"give one model or run directory: {USAGE}"])
     against = command.options.get("against", AGAINST[0])

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -84,21 +83,13 @@ class Routes:
     experts: MoEShape
 
 
-def trained(
-    engine: MegatronEngine, samples: Sequence[Sample], routes: Tensor | None = None
-) -> Passed:
-    """Returns what the trainer makes of the samples. Its routers choose, or, in an engine that
-    replays, tokens go where `routes` [T,L,k] say. Collective."""
+def trained(engine: MegatronEngine, samples: Sequence[Sample]) -> Passed:
+    """Returns what the trainer makes of the samples. Collective."""
     width = max(len(s.ids) for s in samples)
     ids = torch.tensor([s.ids + [0] * (width - len(s.ids)) for s in samples])
     real = torch.arange(width) < torch.tensor([len(s.ids) for s in samples])[:, None]
     written = real & (torch.arange(width) >= torch.tensor([s.prompt for s in samples])[:, None])
-    batch = {"input_ids": ids, "attention_mask": real}
-    if routes is not None:
-        given = routes.new_full((*ids.shape, *routes.shape[1:]), -1)
-        given[real] = routes
-        batch[ROUTED] = given
-    result, parts = engine.probe(batch)
+    result, parts = engine.probe({"input_ids": ids, "attention_mask": real})
     head = Part(engine.model_config.num_layers, HEAD)
     logprobs = result["logprobs"][written][:, None]
     chosen = result[ROUTED][real].long() if ROUTED in result else None
@@ -111,43 +102,18 @@ def served(runner: ModelRunner, samples: Sequence[Sample], routes: Routes | None
     token by token."""
     with _Listener(runner.model, routes).listening() as heard:
         for sample in samples:
-            answer = partial(_next, iter(sample.ids[sample.prompt :]))
-            logits = _written(runner, sample.ids[: sample.prompt], answer)
+            prompt, answer = sample.ids[: sample.prompt], sample.ids[sample.prompt :]
+            logits = _written(runner, prompt, answer)
             heard.head(torch.cat(logits[:-1]), sample)
         return heard.passed()
 
 
-@torch.inference_mode()
-def sampled(
-    runner: ModelRunner, prompt: list[int], tokens: int, generator: torch.Generator
-) -> Sample:
-    """Returns the prompt with an answer of so many tokens that the server draws at temperature
-    1."""
-    answer: list[int] = []
-
-    def draw(logits: Tensor) -> int | None:
-        if len(answer) == tokens:
-            return None
-        answer.append(int(logits[0].float().softmax(-1).cpu().multinomial(1, generator=generator)))
-        return answer[-1]
-
-    _written(runner, prompt, draw)
-    return Sample(prompt + answer, len(prompt))
-
-
-def _next(answer: Iterator[int], _: Tensor) -> int | None:
-    return next(answer, None)
-
-
-def _written(
-    runner: ModelRunner, prompt: list[int], choose: Callable[[Tensor], int | None]
-) -> list[Tensor]:
-    """Returns the logits [1,V] behind the prompt and behind each token of an answer. `choose`: the
-    next token for logits, None at the end."""
+def _written(runner: ModelRunner, prompt: list[int], answer: list[int]) -> list[Tensor]:
+    """Returns the logits [1,V] behind the prompt and behind each token of the answer."""
     seq = _sequence(prompt)
     runner.make_room([seq], used=0)
     logits = [runner.prefill([seq], 0)[1]]
-    while (token := choose(logits[-1])) is not None:
+    for token in answer:
         seq.output.append(token)
         runner.make_room([seq], used=1)
         logits.append(runner.decode([seq]))
