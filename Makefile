@@ -31,7 +31,6 @@ PY312_STAMP := $(PY312_VENV)/.installed
 PY312_TESTS := test_config*.py test_launcher_*.py test_rpc.py test_help.py
 PROBES ?= env adam connections head
 CPU := MEGARL_DEVICE=cpu
-SMOLLM2 := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/megarl/SmolLM2-135M-Instruct
 PYTEST := $(CPU) OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest
 # over several processes, each file in one of them
 SPREAD := --numprocesses=logical --maxprocesses=4 --dist=loadfile

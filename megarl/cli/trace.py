@@ -8,8 +8,7 @@
 
 Open the file in ui.perfetto.dev or chrome://tracing. Each trainer process has its phases and its
 part of syncs; rank 0 has the episodes below, in as many lanes as ran at once, and the calls of a
-dataflow graph, a lane for each mesh. Times are those of each host's own clock (`megarl doctor`
-compares clocks).
+dataflow graph, a lane for each mesh. Times are those of each host's own clock.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ import re
 import socket
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ import pytest
 from megarl.cli import main as megarl
 from megarl.cli.doctor.finding import FAIL, OK, WARN, Finding, from_json, merged, to_json
 from megarl.cli.doctor.host import environment_findings
-from megarl.cli.doctor.peers import Meeting, first_host, this_job
+from megarl.cli.doctor.peers import Place, gather, node_names, tell, this_place
 from megarl.cli.doctor.versions import TESTED
 from megarl.cli.rehearse.model import VOCAB, write_model
 from megarl.cli.rehearse.sizes import Degrees, shrink_model
@@ -179,58 +178,81 @@ def test_findings_of_several_hosts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "first"),
-    [("node1", "node1"), ("a,b", "a"), ("n[03-07,9],x", "n03"), ("n[2]-ib,x", "n2-ib")],
+    ("nodes", "names"),
+    [
+        ("node1", "node1"),
+        ("a,b", "a b"),
+        ("n[03-05,9],x", "n03 n04 n05 n9 x"),
+        ("n[2]-ib,x", "n2-ib x"),
+        ("n[098-101]", "n098 n099 n100 n101"),
+    ],
 )
-def test_the_first_node_of_slurms_list(nodes: str, first: str) -> None:
-    assert first_host(nodes) == first
+def test_the_names_of_slurms_list(nodes: str, names: str) -> None:
+    assert node_names(nodes) == tuple(names.split())
 
 
-def test_which_process_this_is() -> None:
-    assert this_job({}) is None and this_job({"SLURM_STEP_NUM_TASKS": "1"}) is None
+TORCHRUN = {
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "0",
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "77",
+}
+
+
+def test_which_host_this_is() -> None:
+    assert this_place({}) is None and this_place({"SLURM_STEP_NUM_TASKS": "1"}) is None
     slurm = {
         "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_PROCID": "1",
+        "SLURM_NODEID": "1",
         "SLURM_LOCALID": "0",
         "SLURM_STEP_NODELIST": "n[1-2]",
         "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "3",
     }
-    job = this_job(slurm)
-    assert job is not None and (job.rank, job.size, job.speaks) == (1, 2, True)
-    assert (job.host, job.port) == ("n1", 20007)
-    chosen = {"SLURMD_NODENAME": "n2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "77"}
-    job = this_job(slurm | chosen)
-    assert job is not None and (job.name, job.host, job.port) == ("n2", "10.0.0.1", 77)
-    with pytest.raises(ValueError, match=r"no\.invalid: this name .* set MASTER_ADDR"):
-        Meeting(replace(job, host="no.invalid"))
+    assert this_place(slurm) == Place(job="7.3", node=1, names=("n1", "n2"), speaks=True)
+    there = this_place(TORCHRUN | {"LOCAL_RANK": "3"})
+    assert there == Place(
+        job="127.0.0.1-77", node=1, names=("host 0", socket.gethostname()), speaks=False
+    )
     with pytest.raises(ValueError, match="MASTER_ADDR"):
-        this_job({"WORLD_SIZE": "2", "RANK": "0"})
+        this_place({"WORLD_SIZE": "2", "RANK": "0"})
 
 
 @pytest.mark.parametrize("shared", (True, False))
 def test_two_hosts(shared: bool, model: Path, tmp_path: Path) -> None:
     """Two processes as two hosts have them; without shared storage each has a file root of its
     own at another place."""
-    port = str(free_port())
     started = []
-    for rank in range(2):
-        root = tmp_path / ("root" if shared else f"root{rank}")
-        env = os.environ | {
-            "RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "LOCAL_RANK": "0",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-            "TORCHELASTIC_RUN_ID": "x",
-        }
-        command = [sys.executable, "-m", "megarl.cli", "doctor", CONFIG, "--wait", "3"]
+    for node in range(2):
+        root = tmp_path / ("root" if shared else f"root{node}")
+        env = os.environ | TORCHRUN | {"GROUP_RANK": str(node)}
+        command = [sys.executable, "-m", "megarl.cli", "doctor", CONFIG]
+        command += ["--wait", "60" if shared else "1"]
         command += [f"actor.path={model}", f"fileroot={root}"]
         started.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
     said = [process.communicate(timeout=120)[0] for process in started]
-    assert [p.returncode for p in started] == [0 if shared else 1] * 2, said
+    assert [p.returncode for p in started] == [0 if shared else 1, 0], said
     assert not said[1]  # one of them speaks
     found = line(said[0], "shared storage")
     assert found.startswith("OK" if shared else "FAIL"), said[0]
-    assert ("2 hosts read each other's files" in found) == shared
-    assert line(said[0], "clock").startswith("OK")
-    assert not list(tmp_path.rglob(".megarl_doctor_*"))
+    assert ("2 hosts wrote their findings" in found) == shared
+    assert ("got no findings of host 1 within 1 s" in found) != shared
+    if shared:
+        assert not list(tmp_path.rglob(".megarl_doctor_*"))
+
+
+def test_an_earlier_doctors_findings_are_not_taken(tmp_path: Path) -> None:
+    first, second = (Place(job="j", node=node, names=("a", "b"), speaks=True) for node in range(2))
+    tell(second, tmp_path, [Finding(OK, "torch", "old")])
+    (left,) = tmp_path.rglob("1.json")
+    os.utime(left, (0, 0))
+    tell(first, tmp_path, [])
+    (_, [lost]) = gather(first, tmp_path, 0.0)[0]
+    assert lost.status == FAIL and "no findings of b within 0 s" in lost.text
+    tell(second, tmp_path, [Finding(OK, "torch", "new")])
+    tell(first, tmp_path, [])
+    findings = [f.text for _, found in gather(first, tmp_path, 0.0) for f in found]
+    assert findings == [f"{tmp_path}: 2 hosts wrote their findings", "new"]
+    assert not list(tmp_path.iterdir())

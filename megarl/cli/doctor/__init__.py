@@ -4,12 +4,13 @@
     srun --ntasks-per-node=1 megarl doctor X.yaml               (every host of a Slurm allocation)
     torchrun --nnodes N ... -m megarl.cli doctor X.yaml         (every host)
 
-    --wait S     seconds to wait for the other hosts' files in shared storage (30)
+    --wait S     seconds to wait for the other hosts' findings (120)
 
 A line for each thing: OK, WARN or FAIL, with the fix. It looks at the configuration, models and
 tokenizer, versions, GPUs and NCCL's environment, the file root (room, speed, and on several hosts
-whether they really share it), ports, credentials, clocks. It writes 128 MiB into the file root and
-removes them. The exit status is 1 where something FAILs, 2 where the configuration cannot be read.
+whether they really share it), ports, credentials. It writes 128 MiB into the file root and removes
+them. On several hosts each writes its findings there, too, and the first host prints them all. The
+exit status is 1 where something FAILs, 2 where the configuration cannot be read.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from megarl.cli.doctor.host import (
     place_findings,
     port_findings,
 )
-from megarl.cli.doctor.peers import Meeting, this_job
+from megarl.cli.doctor.peers import Place, gather, tell, this_place
 from megarl.cli.doctor.versions import version_findings
 from megarl.config.check import check_config
 from megarl.config.command_line import help_or_command_line, one_config
@@ -56,25 +57,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     source = one_config(command, "megarl doctor X.yaml [key=value ...]")
     cfg = load_config(str(source), command.overrides)
     try:
-        job, wait = this_job(os.environ), float(command.options.get("wait", "30"))
-        meeting = Meeting(job) if job else None
+        place, wait = this_place(os.environ), float(command.options.get("wait", "120"))
     except ValueError as e:
         raise ConfigError([str(e)]) from e
-    if meeting is None:
-        found = list(findings(cfg, source.parent / "models"))
-        said = (
-            "not looked at: this is one host; under srun or torchrun every host reads the others'"
-        )
-        found.append(Finding(OK, "shared storage", said))
-    else:
-        own = list(findings(cfg, source.parent / "models")) if meeting.job.speaks else []
-        if meeting.job.speaks:
-            own += [meeting.shared(Path(cfg.fileroot).absolute(), wait), meeting.clock()]
-        found = merged(meeting.gather(own))
-        meeting.part()
-    if meeting is None or meeting.job.rank == 0:
-        print_findings(found)
-    return int(any(f.status == FAIL for f in found))
+    if place is not None and not place.speaks:
+        return 0
+    shown = list(findings(cfg, source.parent / "models"))
+    if place is None:
+        why = "not looked at: this is one host; under srun or torchrun every host writes there"
+        shown.append(Finding(OK, "shared storage", why))
+    elif (everyone := _of_all_hosts(place, Path(cfg.fileroot).absolute(), shown, wait)) is not None:
+        shown = everyone
+    if place is None or place.node == 0:
+        print_findings(shown)
+    return int(any(f.status == FAIL for f in shown))
+
+
+def _of_all_hosts(
+    place: Place, root: Path, own: Sequence[Finding], wait: float
+) -> list[Finding] | None:
+    """Returns what the first host prints; None on others. A host that cannot write into the file
+    root prints its own findings."""
+    try:
+        tell(place, root, own)
+        return merged(gather(place, root, wait)) if place.node == 0 else None
+    except OSError as e:
+        fix = "set fileroot to a directory that every host can write to"
+        lost = Finding(FAIL, "shared storage", f"{root}: {e.strerror}", fix)
+        if place.node:
+            print_findings([*own, lost])
+        return [*own, lost]
 
 
 def findings(cfg: BaseConfig, cards: Path) -> Iterator[Finding]:
