@@ -39,11 +39,9 @@ CODE := megarl examples benchmarks tests docs/hooks.py setup.py $(wildcard tools
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart quickstart-ppo demo-smollm2 lint format house docs unit dist e2e test \
 	test-all test-system test-slurm slurm install-sglang install-verifiers test-sglang test-te \
-	test-mcore test-py312 test-wheel worlds test-gpu first-day test-realmodel bench-quickstart bench-train bench-layouts bench-sync \
-	bench-packing bench-data-plane bench-gateway bench-server bench-grpo bench-convert bench-load \
-	bench-delta bench-resume bench-order bench-async bench-gpu constraints clean bench-kv \
-	bench-client bench-algos bench-recompute bench-onload bench-rollout-workers \
-	bench-controller bench-tries bench-slices bench-step pair
+	test-mcore test-py312 test-wheel worlds test-gpu first-day test-realmodel constraints clean pair \
+	bench-train bench-layouts bench-sync bench-data-plane bench-gateway bench-server bench-grpo \
+	bench-convert bench-gpu bench-client bench-rollout-workers bench-controller bench-tries bench-slices
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:[^#]*## */\t/' | expand -t 20
@@ -198,9 +196,6 @@ test-gpu:  ## tests that need GPUs: PYTHON's own torch, nothing installed or pin
 test-realmodel: install  ## the engine beside transformers on SmolLM2-135M-Instruct, fetched once
 	$(PYTEST) -m realmodel tests/dist
 
-bench-quickstart: install  ## the quickstart over 3 seeds beside a control (docs/quickstart.md)
-	$(CPU) $(BIN)/python benchmarks/quickstart_study.py
-
 pair: install  ## this tree beside another revision, in turns (BENCH=quickstart REV=... ARGS="--turns 20")
 	$(CPU) $(BIN)/python benchmarks/pair.py $(BENCH) $(if $(REV),--rev $(REV)) $(ARGS)
 
@@ -210,14 +205,8 @@ bench-train: install  ## train_batch beside transformers + torch AdamW (docs/ben
 bench-layouts: install  ## every parallel layout of up to 4 processes beside transformers
 	$(CPU) $(BIN)/python benchmarks/layouts.py
 
-bench-recompute: install  ## steps with and without the pass for prox_logp, in turns
-	$(CPU) $(BIN)/python benchmarks/recompute.py
-
 bench-tries: install  ## steps that compute shared prefixes once beside flat ones, in turns
 	$(CPU) $(BIN)/python benchmarks/prefix_tries.py
-
-bench-onload: install  ## weights that come back to the device before a pass, and behind it
-	$(CPU) $(BIN)/python benchmarks/onload.py
 
 bench-sync: install  ## a weight sync beside one plain broadcast
 	$(CPU) $(BIN)/python benchmarks/weight_sync.py
@@ -241,41 +230,14 @@ bench-rollout-workers: install  ## episodes per second and event-loop lag by rol
 bench-gateway: install  ## what the gateway for agents adds to a request, samples per episode
 	$(CPU) $(BIN)/python benchmarks/gateway.py
 
-bench-packing: install  ## how full and how balanced micro-batches are
-	$(CPU) $(BIN)/python benchmarks/packing.py
-
 bench-server: install  ## the embedded server beside model.generate
 	$(CPU) $(BIN)/python benchmarks/server_throughput.py
 
 bench-grpo: install  ## a GRPO step beside TRL's
 	$(CPU) $(BIN)/python benchmarks/grpo_vs_trl.py
 
-bench-step: install  ## where the seconds of a GRPO step go, down to operations
-	$(CPU) $(BIN)/python benchmarks/step_profile.py
-
 bench-convert: install  ## converting checkpoints beside copying them
 	$(CPU) $(BIN)/python benchmarks/convert.py
-
-bench-load: install  ## the engine's load beside from_pretrained, of SmolLM2-135M-Instruct
-	$(CPU) $(BIN)/python benchmarks/load.py
-
-bench-delta: install  ## what changes in a GRPO step, and what is sent of it
-	$(CPU) $(BIN)/python benchmarks/delta.py
-
-bench-kv: install  ## what reading KV of older weights does to logprobs
-	$(CPU) $(BIN)/python benchmarks/kv_after_sync.py
-
-bench-resume: install  ## what a start takes by phase, and what each kind of kill costs a run
-	$(CPU) $(BIN)/python benchmarks/resume.py
-
-bench-order: install  ## asynchronous runs with long tails, simulated, by rollout.order
-	$(BIN)/python benchmarks/order.py
-
-bench-async: install  ## asynchronous training beside synchronous, by staleness bound and loss
-	$(CPU) $(BIN)/python benchmarks/async_study.py
-
-bench-algos: install  ## every preset on the quickstart's sums, 3 seeds (docs/bench_algos.md)
-	$(CPU) $(BIN)/python benchmarks/algos.py --page docs/bench_algos.md
 
 first-day:  ## probes of one GPU, PROBES="adam head", by PYTHON's own torch (docs/gpu_first_day.md)
 	PYTHONPATH=. $(PYTHON) benchmarks/first_day.py $(PROBES)

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import math
 import random
-import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.rollout.order import dues, first_come, head
+from tests.unit import order_simulator as simulator
 
-ROOT = Path(__file__).resolve().parents[2]
 VERSION = 10
 
 
@@ -25,17 +21,6 @@ VERSION = 10
 class Entry:
     began: int | None
     place: int | None
-
-
-@pytest.fixture(scope="module")
-def simulator() -> Iterator[ModuleType]:
-    """The benchmark: simulated time over StalenessManager and order.py."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))  # as when it runs as a file
-    import order as module
-
-    sys.path.pop(0)
-    yield module
-    sys.modules.pop("order")
 
 
 def keeps_rule(left: list[Entry], count: int, bound: int) -> bool:
@@ -113,7 +98,7 @@ def test_no_room_is_kept_for_what_cannot_begin_before_there_is_a_batch() -> None
 )
 @pytest.mark.parametrize("policy", ["submission", "completion"])
 def test_the_bound_holds_nothing_is_dropped_and_no_run_gets_stuck(
-    simulator: ModuleType, policy: str, eta: int, batch: int, slots: int, pace: float, bad: float,
+    policy: str, eta: int, batch: int, slots: int, pace: float, bad: float,
     seed: int,
 ) -> None:  # fmt: skip
     """With rejections and failures, whatever generation's pace beside the trainer's. The run itself
@@ -134,7 +119,7 @@ def test_the_bound_holds_nothing_is_dropped_and_no_run_gets_stuck(
     assert bad or counters["submitted"] == 15 * batch
 
 
-def test_episodes_are_really_taken_out_of_order(simulator: ModuleType) -> None:
+def test_episodes_are_really_taken_out_of_order() -> None:
     def batches(policy: str) -> list[list[int]]:
         run = simulator.Run(
             policy, simulator.Prompts(rng=random.Random(0)), eta=2, batch=8, slots=16, steps=20,
@@ -146,7 +131,7 @@ def test_episodes_are_really_taken_out_of_order(simulator: ModuleType) -> None:
     assert sum(first) > sum(batches("completion")[0])
 
 
-def distance(simulator: ModuleType, policy: str, eta: int) -> tuple[float, int]:
+def distance(policy: str, eta: int) -> tuple[float, int]:
     """Kolmogorov and Smirnov's distance between the lengths that are trained in the midst of a long
     run and the distribution that lengths are drawn from, and their number."""
     steps, batch, skip = 250, 32, 20
@@ -165,13 +150,11 @@ def distance(simulator: ModuleType, policy: str, eta: int) -> tuple[float, int]:
 
 
 @pytest.mark.parametrize("eta", [1, 4])
-def test_the_lengths_that_are_trained_are_those_that_are_sampled(
-    simulator: ModuleType, eta: int
-) -> None:
+def test_the_lengths_that_are_trained_are_those_that_are_sampled(eta: int) -> None:
     """The threshold, 1.95 / sqrt(n), is exceeded by one sample in 1000 of the same distribution.
     Dropping what is stale exceeds it at least twice over."""
     for policy in ("submission", "completion"):
-        d, n = distance(simulator, policy, eta)
+        d, n = distance(policy, eta)
         assert d < 1.95 / math.sqrt(n), policy
-    d, n = distance(simulator, "dropping", eta)
+    d, n = distance("dropping", eta)
     assert d > 2 * 1.95 / math.sqrt(n)

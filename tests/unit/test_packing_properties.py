@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import random
+import tempfile
+from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks import packing as packing_benchmark
 from megarl.api.batch import Batch, Tokens
 from megarl.engine.micro_batch import alignment, build
+from megarl.models.flops import sequence_cost
+from megarl.models.hf_config import read_hf_config
 from megarl.parallel.layout import Layout
 from megarl.parallel.packing import (
     Alignment,
     Cost,
+    MicroBatchPlan,
     Packed,
     pack,
     padded_length,
@@ -179,20 +185,73 @@ def test_a_split_of_another_number_of_layers_is_an_error():
         Layout(pp=2, split=(2, 3)).layers(6, 0)
 
 
-@pytest.mark.parametrize("lengths", packing_benchmark.DISTRIBUTIONS)
-@pytest.mark.parametrize("layout", packing_benchmark.LAYOUTS)
+BATCH = 512
+QWEN3_8B = dict(
+    architectures=["Qwen3ForCausalLM"], model_type="qwen3", hidden_size=4096, head_dim=128,
+    intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8,
+    vocab_size=151936, max_position_embeddings=40960, rope_theta=1e6, rms_norm_eps=1e-6,
+)  # fmt: skip
+LAYOUTS = {
+    "dp8": Layout(dp=8),
+    "tp8 sp dp8": Layout(tp=8, dp=8, sequence_parallel=True),
+    "tp8 sp cp2 dp4": Layout(tp=8, cp=2, dp=4, sequence_parallel=True),
+    "tp2 sp cp4 dp8": Layout(tp=2, cp=4, dp=8, sequence_parallel=True),
+}
+
+
+def gsm8k_like(rng: random.Random) -> int:
+    """Draws lengths of a question of about 100 tokens and a worked answer of about 150."""
+    return round(rng.lognormvariate(4.6, 0.35)) + round(rng.lognormvariate(5.0, 0.45))
+
+
+def long_tail(rng: random.Random) -> int:
+    """Draws lengths of reasoning: a median of 1500 tokens, a tail cut at 32k."""
+    return 100 + min(32_000, round(rng.lognormvariate(7.3, 1.1)))
+
+
+# lengths and the token budget of one device
+DISTRIBUTIONS: dict[str, tuple[Callable[[random.Random], int], int]] = {
+    "GSM8K-like": (gsm8k_like, 8192),
+    "long tail": (long_tail, 32768),
+}
+
+
+def qwen3_cost() -> Cost:
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(QWEN3_8B))
+        return sequence_cost(read_hf_config(directory))
+
+
+def make_plan(lengths: Sequence[int], layout: Layout, budget: int, by: Cost) -> MicroBatchPlan:
+    return plan_micro_batches(
+        lengths, dp=layout.dp, max_tokens=budget * layout.cp, align=alignment(layout), cost=by
+    )
+
+
+def efficiency(lengths: Sequence[int], layout: Layout, plan: MicroBatchPlan) -> float:
+    """Returns useful tokens / computed tokens; dummies of empty micro-batches count as computed."""
+    rows = [slot_lengths([lengths[i] for i in mb], alignment(layout)) for mbs in plan for mb in mbs]
+    return sum(lengths) / sum(map(sum, rows))
+
+
+def imbalance(lengths: Sequence[int], plan: MicroBatchPlan, work: Cost) -> float:
+    """Returns the heaviest rank's work / the mean: the others wait for it at the end of a step."""
+    loads = [sum(work(lengths[i]) for mb in mbs for i in mb) for mbs in plan]
+    return max(loads) * len(loads) / sum(loads)
+
+
+@pytest.mark.parametrize("lengths", DISTRIBUTIONS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_real_lengths_fill_micro_batches_and_balance_ranks(lengths, layout):
-    draw, budget = packing_benchmark.DISTRIBUTIONS[lengths]
-    shape, work, rng = packing_benchmark.LAYOUTS[layout], packing_benchmark.cost(), random.Random(0)
-    lens = [draw(rng) for _ in range(packing_benchmark.BATCH)]
-    plan = packing_benchmark.make_plan(lens, shape, budget, work)
-    assert packing_benchmark.efficiency(lens, shape, plan) >= 0.97
-    assert packing_benchmark.imbalance(lens, plan, work) <= 1.01
+    draw, budget = DISTRIBUTIONS[lengths]
+    shape, work, rng = LAYOUTS[layout], qwen3_cost(), random.Random(0)
+    lens = [draw(rng) for _ in range(BATCH)]
+    plan = make_plan(lens, shape, budget, work)
+    assert efficiency(lens, shape, plan) >= 0.97
+    assert imbalance(lens, plan, work) <= 1.01
     if lengths == "long tail":  # where the square counts
-        other = packing_benchmark.make_plan(lens, shape, budget, Cost())
-        assert packing_benchmark.imbalance(lens, plan, work) < packing_benchmark.imbalance(
-            lens, other, work
-        )
+        other = make_plan(lens, shape, budget, Cost())
+        assert imbalance(lens, plan, work) < imbalance(lens, other, work)
 
 
 def test_passes_over_the_same_rows_share_what_is_packed():
