@@ -5,7 +5,8 @@
 It counts the files of megarl/ and tools/ in the working tree or at a git revision. To change
 training or rollouts, one must know the core; satellites stand apart; the rest carries both. Lines
 are counted as ruff prints them, what `fmt: skip` packs, too; a file that is not Python counts by
-its lines. `--gate` fails where a number is above that of [tool.house.limits] in pyproject.toml.
+its lines. Below the table stand the lines of tests/ that use a private name of megarl: each pins a
+structure. `--gate` fails where a number is above that of [tool.house.limits] in pyproject.toml.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import sys
 import tarfile
 import tokenize
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -56,6 +57,8 @@ SATELLITES = {
 OUTER = ("config", "launcher", "rpc", "controller", "dataflow", "cli", "utils", "top level")
 # what falls only with a feature: an error with its fix, a public name, a key, a docstring
 KEPT = ("errors", "public", "keys", "documented")
+# functions that take a name as text
+PATCHES = ("setattr", "getattr", "delattr", "patch", "object")
 SKIP = re.compile(r"#\s*fmt:\s*(skip|off|on)\b.*")
 COLUMNS = (
     "package",
@@ -269,26 +272,93 @@ def room(path: str) -> tuple[str, str]:
 def sources(rev: str | None) -> dict[str, str]:
     """Returns the text of every file, by its path inside megarl/; those of tools/ are in scripts/.
     Raises ValueError for a revision that git does not know."""
+    return {
+        re.sub("^tools/", "scripts/", path.removeprefix("megarl/")): text
+        for path, text in texts(rev, "megarl", "tools").items()
+    }
+
+
+def texts(rev: str | None, *folders: str) -> dict[str, str]:
+    """Returns the text of every file of `folders` by its path. Raises ValueError for a revision
+    that git does not know."""
     git = ["git", "-C", str(ROOT)]
     if rev is None:
         known = subprocess.run(
-            [*git, "ls-files", "--cached", "--others", "--exclude-standard", "megarl", "tools"],
+            [*git, "ls-files", "--cached", "--others", "--exclude-standard", *folders],
             capture_output=True, text=True, check=True,
         ).stdout.splitlines()  # fmt: skip
         found = {p: (ROOT / p).read_text() for p in known if (ROOT / p).is_file()}
     else:
-        ran = subprocess.run(
-            [*git, "archive", "--format=tar", rev, "megarl", "tools"], capture_output=True
-        )
+        ran = subprocess.run([*git, "archive", "--format=tar", rev, *folders], capture_output=True)
         if ran.returncode:
             raise ValueError(f"--rev {rev}: {ran.stderr.decode().strip()}")
         with tarfile.open(fileobj=io.BytesIO(ran.stdout)) as archive:
             files = {m.name: archive.extractfile(m) for m in archive.getmembers() if m.isfile()}
             found = {name: file.read().decode() for name, file in files.items() if file}
-    return {
-        re.sub("^tools/", "scripts/", path.removeprefix("megarl/")): text
-        for path, text in found.items()
-    }
+    return found
+
+
+def bound(text: str) -> set[str]:
+    """Returns the names with one leading underscore that a file defines, or sets on `self`."""
+    names = set()
+    for node in ast.walk(ast.parse(text)):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                names.add(name)
+            case ast.ClassDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
+                names.add(name)
+            case ast.Attribute(ast.Name("self" | "cls"), name, ast.Store()):
+                names.add(name)
+    return {name for name in names if re.match("_[^_]", name)}
+
+
+def private_uses(product: Iterable[str], tests: Mapping[str, str]) -> list[str]:
+    """Returns "path:line: code" of every use in `tests` of a private name that `product` binds: an
+    attribute, a text given to a function of PATCHES, an import. An attribute of another library's
+    module is none, nor one that the test's own file binds."""
+    private = {name for text in product for name in bound(text)}
+    uses: list[str] = []
+    for path, text in tests.items():
+        if path.endswith(".py"):
+            nodes, own = list(ast.walk(ast.parse(text))), bound(text)
+            imports = {name: origin for node in nodes for name, origin in imported(node)}
+            uses += [
+                f"{path}:{node.lineno}: {ast.unparse(node)}"
+                for node in nodes
+                if isinstance(node, ast.expr | ast.stmt)
+                and not private.isdisjoint(used_by(node, own, imports))
+            ]
+    return uses
+
+
+def imported(node: ast.AST) -> list[tuple[str, str]]:
+    """Returns the names that an import binds, each with the package it comes from."""
+    match node:
+        case ast.ImportFrom(module, names):
+            return [(a.asname or a.name, str(module).partition(".")[0]) for a in names]
+        case ast.Import(names):
+            return [(a.asname or a.name.split(".")[0], a.name.split(".")[0]) for a in names]
+    return []
+
+
+def used_by(node: ast.AST, own: Container[str], imports: Mapping[str, str]) -> list[str]:
+    """Returns the names of others' objects and modules that a node itself uses."""
+    match node:
+        case ast.Attribute(ast.Name("self" | "cls")):
+            return []
+        case ast.Attribute(ast.Call(ast.Name("super")), name):
+            return [name]
+        case ast.Attribute(value, name):
+            while inner := getattr(value, "value", getattr(value, "func", None)):
+                value = inner
+            origin = imports.get(getattr(value, "id", ""), "tests")
+            return [name] if origin == "megarl" or (origin == "tests" and name not in own) else []
+        case ast.Call(ast.Name(name) | ast.Attribute(attr=name), args) if name in PATCHES:
+            texts = [a.value for a in args if isinstance(a, ast.Constant)]
+            return [t.rpartition(".")[2] for t in texts if isinstance(t, str)]
+        case ast.ImportFrom(module, names) if str(module).startswith("megarl"):
+            return [alias.name for alias in names]
+    return []
 
 
 def rows(files: Mapping[str, str]) -> list[tuple[str, Count]]:
@@ -337,8 +407,8 @@ def check_docs(table: Sequence[tuple[str, Count]], percent: int) -> int:
     return int(bool(short))
 
 
-def measured(table: Sequence[tuple[str, Count]]) -> dict[str, int]:
-    """Returns the numbers that have a limit."""
+def measured(table: Sequence[tuple[str, Count]], private: int) -> dict[str, int]:
+    """Returns the numbers that have a limit; `private` uses of private names stand in tests."""
     by_name = dict(table)
     core, whole = by_name["= core"], by_name["= whole"]
     outer = sum((c for name, c in table if name in OUTER), Count())
@@ -350,13 +420,16 @@ def measured(table: Sequence[tuple[str, Count]]) -> dict[str, int]:
         "files": len(whole.files),
         "longest_file": max(whole.files),
         "keys": by_name["config"].keys,
+        "private": private,
     }
 
 
-def check_limits(table: Sequence[tuple[str, Count]], limits: Mapping[str, int]) -> int:
+def check_limits(
+    table: Sequence[tuple[str, Count]], private: int, limits: Mapping[str, int]
+) -> int:
     """Prints each number beside its limit, and what falls only with a feature. Returns 1 where one
     is above, else 0."""
-    found = measured(table)
+    found = measured(table, private)
     over = [name for name, limit in limits.items() if found[name] > limit]
     for name, limit in limits.items():
         print(f"{name} {found[name]:,} of {limit:,}{' TOO MANY' if name in over else ''}")
@@ -387,18 +460,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     try:
-        table = rows(sources(args.rev))
+        files = sources(args.rev)
+        product = [text for path, text in files.items() if path.endswith(".py")]
+        private = private_uses(product, texts(args.rev, "tests"))
     except ValueError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
+    table = rows(files)
     if args.gate or args.min_docs is not None:
         settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["house"]
         status = check_docs(table, args.min_docs) if args.min_docs is not None else 0
-        return (check_limits(table, settings["limits"]) if args.gate else 0) | status
+        return (check_limits(table, len(private), settings["limits"]) if args.gate else 0) | status
     if args.markdown:
         print(markdown(table))
     else:
         show(table, Console(width=None if sys.stdout.isatty() else 180))  # a file has no width
+        print(f"private names of megarl in tests: {len(private)}", *private, sep="\n")
     return 0
 
 

@@ -67,14 +67,68 @@ def test_lines_are_those_that_the_formatter_prints() -> None:
 
 def test_a_number_above_its_limit_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     table = HOUSE["rows"]({"parallel/a.py": FILE, "config/b.py": PACKED, "cli/c.js": "x\n\ny\n"})
-    found = HOUSE["measured"](table)
+    found = HOUSE["measured"](table, 3)
     assert (found["core"], found["outer"], found["whole"]) == (10, 5 + 2, 17)
     assert (found["files"], found["longest_file"], found["keys"]) == (3, 24, 1)
-    assert HOUSE["check_limits"](table, found) == 0
+    assert HOUSE["check_limits"](table, 3, found) == 0
     assert capsys.readouterr().err == ""
-    assert HOUSE["check_limits"](table, found | {"core": 9}) == 1
+    assert HOUSE["check_limits"](table, 3, found | {"core": 9}) == 1
     said = capsys.readouterr()
     assert "core 10 of 9 TOO MANY" in said.out and said.err.startswith("core: take something out")
+    assert HOUSE["check_limits"](table, 4, found) == 1
+    assert "private 4 of 3 TOO MANY" in capsys.readouterr().out
+
+
+PRODUCT = """\
+_LIMIT = 3
+
+
+class Pool:
+    _kind: str
+
+    def __init__(self):
+        self._workers = []
+
+    def _start(self):
+        pass
+"""
+TEST = """\
+import torch.distributed as dist
+from megarl import pools
+from megarl.pools import Pool, _LIMIT, make
+from unittest import mock
+
+
+class Fake(Pool):
+    def __init__(self):
+        self._kind = "fake"
+        self._workers.clear()
+
+    def add(self, other):
+        super()._start()
+        return other._kind
+
+
+def test_it(monkeypatch, made: Pool):
+    monkeypatch.setattr(made, "_workers", [])
+    with mock.patch("megarl.pools._LIMIT", 4), mock.patch.object(Pool, name):
+        assert made._workers[0]._start and pools._kind
+    "x_workers".removesuffix("_workers")
+    made._other, made.__dict__, dist.group.WORLD._workers
+"""
+
+
+def test_private_names_of_the_product_are_found_in_tests() -> None:
+    uses = HOUSE["private_uses"]([PRODUCT], {"tests/t.py": TEST, "tests/t.json": "{"})
+    assert sorted(uses) == [
+        "tests/t.py:13: super()._start",
+        "tests/t.py:18: monkeypatch.setattr(made, '_workers', [])",
+        "tests/t.py:19: mock.patch('megarl.pools._LIMIT', 4)",
+        "tests/t.py:20: made._workers",
+        "tests/t.py:20: made._workers[0]._start",
+        "tests/t.py:20: pools._kind",
+        "tests/t.py:3: from megarl.pools import Pool, _LIMIT, make",
+    ]
 
 
 def test_core_and_satellites_stand_apart_and_add_up() -> None:
