@@ -1,4 +1,4 @@
-"""The pages in docs/ say what is so: their keys, commands, messages, examples are the code's."""
+"""The pages in docs/ say what is so: their keys, commands, examples are the code's."""
 
 from __future__ import annotations
 
@@ -158,8 +158,6 @@ def test_key_and_value_in_code_spans_are_accepted() -> None:
     sections = {part for name in names for part in name.split(".")[:-1]}
     seen = 0
     for page in TEXTS:
-        if page.name == "troubleshooting.md":
-            continue  # messages, checked below
         for text in spans(page):
             match = re.fullmatch(r"(\w+(?:\.\w+)+)(?:=(\S+))?", text)
             if not match or match[1].partition(".")[0] not in sections:
@@ -191,7 +189,7 @@ def test_paths_in_the_text_exist() -> None:
                 assert (ROOT / text).exists(), f"{page.name}: {text}"
 
 
-# troubleshooting
+# figures
 
 
 def test_figures_in_the_text_are_logged() -> None:
@@ -206,47 +204,6 @@ def test_figures_in_the_text_are_logged() -> None:
             assert shape in sources, f"{page.name}: {text}"
             seen += 1
     assert seen > 20
-
-
-def messages() -> list[str]:
-    """Every text of the package's sources, blanks evened out, \\0 where something is filled in."""
-    found = []
-    for path in (ROOT / "megarl").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if (text := filled(node)) is not None:
-                found.append(" ".join(text.split()))
-    return found
-
-
-def filled(node: ast.AST) -> str | None:
-    if isinstance(node, ast.JoinedStr):
-        return "".join(str(getattr(v, "value", "")) if isinstance(v, ast.Constant) else "\0"
-                       for v in node.values)  # fmt: skip
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return re.sub(r"%[-+.\d]*[sdrgf]", "\0", node.value)
-    return None
-
-
-def test_messages_of_troubleshooting_are_the_sources() -> None:
-    page = (ROOT / "docs" / "troubleshooting.md").read_text()
-    page = page.partition("## Symptoms without an error")[0]
-    quoted = re.findall(r"^\| ((?:`[^`]+`(?:, )?)+) \|", page, re.MULTILINE)
-    patterns = [p for cell in quoted for p in re.findall(r"`([^`]+)`", cell)]
-    assert len(patterns) > 60
-    known = messages()
-    lost = [p for p in patterns if not any(matches(p, text) for text in known)]
-    assert not lost, "no source says: " + "\n".join(lost)
-
-
-def matches(pattern: str, text: str) -> bool:
-    """Whether the fixed parts of `pattern` (between …) stand in `text`, in order."""
-    begin = 0
-    for part in [" ".join(p.split()) for p in pattern.split("…")]:
-        begin = text.find(part, begin)
-        if begin < 0:
-            return False
-        begin += len(part)
-    return True
 
 
 # examples
