@@ -80,8 +80,8 @@ def gather(place: Place, root: Path, wait: float) -> list[tuple[str, list[Findin
     at most; a finding of the first host names the hosts that did not come. Raises OSError."""
     folder, deadline = _folder(place, root), time.monotonic() + wait
     files = [folder / f"{node}.json" for node in range(len(place.names))]
-    mine = files[place.node].stat().st_mtime
-    while (absent := [i for i, f in enumerate(files) if not _is_new(f, mine)]) and (
+    own_time = files[place.node].stat().st_mtime
+    while (absent := [i for i, f in enumerate(files) if not _is_new(f, own_time)]) and (
         time.monotonic() < deadline
     ):
         time.sleep(0.2)
@@ -98,10 +98,10 @@ def _folder(place: Place, root: Path) -> Path:
     return root / f".megarl_doctor_{re.sub(r'[^a-zA-Z0-9.]+', '-', place.job)}"
 
 
-def _is_new(file: Path, mine: float) -> bool:
+def _is_new(file: Path, own_time: float) -> bool:
     """Returns whether the file is there and no earlier doctor's; both times are the storage's."""
     try:
-        return file.stat().st_mtime > mine - STALE
+        return file.stat().st_mtime > own_time - STALE
     except OSError:
         return False
 
