@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.api.batch import Batch, Padded, Tokens
+from megarl.utils.batch import concat_padded
 
 LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=8)
 
@@ -153,3 +154,11 @@ def test_what_does_not_fit_is_named():
     ):
         with pytest.raises(ValueError, match=f"rank 0: {why}"):
             Batch.from_local([padded([1]), broken])
+
+
+def test_joined_batches_are_padded_on_the_right_with_what_stands_for_nothing() -> None:
+    short, long = padded([2]), padded([5])
+    joined = concat_padded([short, long])
+    assert joined["attention_mask"].tolist() == [[True] * 2 + [False] * 5, [True] * 5 + [False] * 2]
+    assert joined["versions"][0, 2:].eq(-1).all() and joined["input_ids"][0, 2:].eq(0).all()
+    assert torch.equal(joined["routed_experts"][0, :2], short["routed_experts"][0, :2])

@@ -58,3 +58,12 @@ def test_other_errors_stay_what_they_are(tmp_path: Path) -> None:
     named = pytest.raises(DiskFull, match=r"saving x failed on rank 1: .*No space left")
     with named, full_disk_named("saving x", tmp_path):
         raise RuntimeError("saving x failed on rank 1: OSError: No space left on device")
+
+
+def test_a_full_disk_is_seen_through_an_error_of_the_clean_up(tmp_path: Path) -> None:
+    named = pytest.raises(DiskFull, match="No space left")
+    with named, full_disk_named("saving x", tmp_path):
+        try:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        finally:
+            raise ValueError("nothing to close")

@@ -97,10 +97,11 @@ def test_servers_that_release_memory_have_no_expandable_segments(name: str) -> N
             1,
             4096,
         ),
+        ({"memory.max": f"{1 << 62}\n"}, None, None),
         ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None, None),
         ({}, None, None),
     ],
-    ids=["v2", "half a core", "v2 unlimited", "v1", "v1 unlimited", "none"],
+    ids=["v2", "half a core", "v2 unlimited", "v1", "more than all", "v1 unlimited", "none"],
 )
 def test_a_containers_quotas_bound_what_there_is(
     tmp_path: Path, files: dict[str, str], count: int | None, memory: int | None

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megarl.utils.http import HttpError
+from megarl.utils.http import HttpError, accepted
 from megarl.utils.pipeline import Pipeline
 
 
@@ -112,3 +112,9 @@ def test_nobody_listens(slow: Slow) -> None:
     gone = Pipeline("127.0.0.1:1")
     with pytest.raises(HttpError, match=r"127\.0\.0\.1:1: /ok failed: ConnectionRefusedError"):
         gone.post("/ok", {}, 20).result(20)
+
+
+def test_an_answer_that_says_it_failed_is_an_error_whatever_its_status() -> None:
+    assert accepted("h:1", "/x", 200, {"success": True, "n": 2}) == {"success": True, "n": 2}
+    with pytest.raises(HttpError, match="no such group"):
+        accepted("h:1", "/x", 200, {"success": False, "message": "no such group"})

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -98,6 +99,30 @@ def test_a_directory_is_replaced_whole_or_not_at_all(tmp_path, replaces):
         if status == 0:
             break
     assert status == 0 and at >= (3 if replaces else 1)
+
+
+def test_a_directory_that_cannot_be_replaced_stays(tmp_path):
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "old").touch()
+    place = staging.stage(tmp_path / "x")
+    with (
+        mock.patch.object(Path, "rename", autospec=True, side_effect=renamed_but(place)),
+        pytest.raises(OSError, match="in use"),
+    ):
+        staging.put_in_place(place, tmp_path / "x")
+    assert content(tmp_path / "x") == {"old": ""}
+
+
+def renamed_but(stuck: Path):
+    """Renames, but for one directory."""
+    rename = Path.rename
+
+    def renames(path: Path, target: Path) -> Path:
+        if path == stuck:
+            raise OSError("in use")
+        return rename(path, target)
+
+    return renames
 
 
 def test_a_directory_is_removed_whole_or_not_at_all(tmp_path):
