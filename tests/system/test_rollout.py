@@ -5,6 +5,7 @@ import dataclasses
 import os
 import threading
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -28,6 +29,15 @@ SERVER = ServerConfig(
 ROLLOUT = RolloutConfig(request_timeout=60, setup_timeout=30, episode_timeout=120)
 
 
+def pids_of(engine: SGLangEngine) -> list[int]:
+    """Those of its servers, in the order of their addresses."""
+    ports = [address.rpartition(":")[2] for address in engine.addresses]
+    children = psutil.Process().children(recursive=True)
+    pids = [c.pid for port in ports for c in children if port in c.cmdline()]
+    assert len(pids) == len(ports)
+    return pids
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """Two models of one shape and one tokenizer: m0 to start from, m1 to update to."""
@@ -49,7 +59,7 @@ def client(models, tmp_path_factory):
     )
     engine.initialize()
     yield engine
-    pids = [p.pid for p in engine._processes]
+    pids = pids_of(engine)
     engine.destroy()
     for pid in pids:
         with pytest.raises(ProcessLookupError):
@@ -119,13 +129,15 @@ def test_samples_aborted_by_a_pause_end_as_if_nothing_had_happened(client, monke
     n, sent = 400, []
     reqs = [request(rid=str(i), seed=i, max_new_tokens=n) for i in range(3)]
     whole = asyncio.run(client.agenerate_many(reqs))
-    generate = client._connection.samples._dispatcher.generate
+    pool = client.opened().pool
+    call = pool.call
 
-    def spy(body, *args, **kwargs):
-        sent.append([len(ids) for ids in body["input_ids"]])
-        return generate(body, *args, **kwargs)
+    def spy(address, method, path, body=None, **kwargs):
+        if path == "/generate":
+            sent.append([len(ids) for ids in body["input_ids"]])
+        return call(address, method, path, body, **kwargs)
 
-    monkeypatch.setattr(client._connection.samples._dispatcher, "generate", spy)
+    monkeypatch.setattr(pool, "call", spy)
 
     async def interrupted():
         task = asyncio.ensure_future(client.agenerate_many(reqs))
@@ -330,7 +342,7 @@ def test_two_servers_share_the_work_and_end_with_the_client(models, tmp_path):
 
         asyncio.run(several())
         engine.check_health()
-        pids = [p.pid for p in engine._processes]
+        pids = pids_of(engine)
         os.kill(pids[0], 9)
         out = asyncio.run(several())  # the living one takes over
         assert all(r.output_len == 16 for r in out)

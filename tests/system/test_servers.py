@@ -77,15 +77,16 @@ def connect(servers: list[Server], sync: WeightSyncConfig | None = None, **confi
 def watched(client: RemoteSGLangEngine) -> dict[int, list[str]]:
     """By row, the servers that answered its turns."""
     seen: dict[int, list[str]] = defaultdict(list)
-    dispatcher = client._connection.samples._dispatcher
-    send = dispatcher._asked
+    pool = client.opened().pool
+    call = pool.call
 
-    async def spy(server: Any, body: dict[str, Any], *args: Any) -> Any:
-        answer = await send(server, body, *args)
-        seen[body["input_ids"][0][2] - 7].append(server.address)
+    async def spy(address: str, method: str, path: str, body: Any = None, **kw: Any) -> Any:
+        answer = await call(address, method, path, body, **kw)
+        if path == "/generate":
+            seen[body["input_ids"][0][2] - 7].append(address)
         return answer
 
-    dispatcher._asked = spy  # type: ignore[method-assign]
+    pool.call = spy  # type: ignore[method-assign]
     return seen
 
 

@@ -206,7 +206,7 @@ class FakeServer:
         if self.versions:
             self.weight_version = self.versions.pop(0)
         answers = [
-            self._answer(rid, ids, params)
+            self.answer(rid, ids, params)
             for rid, ids, params in zip(body["rid"], body["input_ids"], body["sampling_params"])
         ]
         return web.json_response(answers)
@@ -224,7 +224,7 @@ class FakeServer:
         self.aborted |= self.rids & {body["rid"]}
         return web.Response()
 
-    def _answer(self, rid: str, ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
+    def answer(self, rid: str, ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
         count = params["max_new_tokens"]
         finish: dict[str, Any] = {"type": "length", "length": count}
         if rid in self.aborted and self.written is not None:

@@ -363,6 +363,19 @@ def test_requests_name_the_adapter_of_the_last_update(servers, connect):
     assert asked == [None, ["megarl-v4", "megarl-v4"]]
 
 
+def before_a_request(client, monkeypatch, then):
+    """Calls `then` once, when the next request is made and not yet sent."""
+    pool = client.opened().pool
+    send = pool.call
+
+    async def late(*args, **kw):
+        monkeypatch.setattr(pool, "call", send)
+        await asyncio.to_thread(then)
+        return await send(*args, **kw)
+
+    monkeypatch.setattr(pool, "call", late)
+
+
 def test_a_request_that_crosses_an_update_is_asked_again(servers, connect, monkeypatch):
     """It names an adapter that the server has unloaded meanwhile."""
     server, client = servers[0], connect(servers[0].address)
@@ -375,16 +388,12 @@ def test_a_request_that_crosses_an_update_is_asked_again(servers, connect, monke
         client.update_weights(meta).result(5)
         client.resume()
 
-    send = client._connection.samples._dispatcher.generate
-
-    async def late(*args, **kw):
-        monkeypatch.setattr(client._connection.samples._dispatcher, "generate", send)
-        await asyncio.to_thread(update, 2)
+    def meanwhile():
+        update(2)
         server.fail = [gone]
-        return await send(*args, **kw)
 
     update(1)
-    monkeypatch.setattr(client._connection.samples._dispatcher, "generate", late)
+    before_a_request(client, monkeypatch, meanwhile)
     assert generate(client, request())[0].output_versions == [2] * 6
     assert [r["lora_path"] for r in server.requests] == [["megarl-v1"], ["megarl-v2"]]
     server.fail = [gone]
@@ -435,16 +444,13 @@ def test_an_answer_on_the_kv_of_older_weights_is_not_taken_for_recompute(
 ):
     """The request is on its way while an update comes, so it names the version before."""
     server, client = servers[0], connect(servers[0].address, kv_after_sync=mode)
-    send = client._connection.samples._dispatcher.generate
 
-    async def late(*args, **kw):
-        monkeypatch.setattr(client._connection.samples._dispatcher, "generate", send)
-        await asyncio.to_thread(updated, client, server, 2)
+    def meanwhile():
+        updated(client, server, 2)
         server.cached = cached
-        return await send(*args, **kw)
 
     updated(client, server, 1)
-    monkeypatch.setattr(client._connection.samples._dispatcher, "generate", late)
+    before_a_request(client, monkeypatch, meanwhile)
     response = generate(client, request())[0]
     assert response.output_len == 6 and response.output_versions == [2] * 6
     assert [r["extra_key"][-3:] for r in server.requests] == ["-v1", "-v2"][:tries]
@@ -900,7 +906,7 @@ def test_destroy_leaves_no_thread_and_may_be_repeated(servers):
     client = RemoteSGLangEngine(RolloutConfig(addresses=[servers[0].address]))
     client.initialize()
     servers[0].delay = 30.0
-    future = client._connection.loop.submit(client.agenerate(request()))
+    future = client.opened().loop.submit(client.agenerate(request()))
     while not servers[0].requests:
         time.sleep(0.01)
     client.destroy()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -176,9 +177,9 @@ def test_a_reward_that_nobody_can_tell_is_one_here_and_there(pool: RewardPool) -
 
 def test_closing_ends_a_call_in_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its worker listens and never answers."""
-    with socket.create_server(("127.0.0.1", 0)) as silent:
+    with socket.create_server(("127.0.0.1", 0)) as silent, ThreadPoolExecutor() as threads:
         pool = RewardPool(1, timeout=60.0, addresses=[f"127.0.0.1:{silent.getsockname()[1]}"])
-        answer = pool._threads.submit(pool._score, add, (1.0,), {}, 1)
+        answer = threads.submit(run, pool, add, 1.0)
         connection, _ = silent.accept()
         with connection:
             connection.recv(1)

@@ -557,23 +557,27 @@ def test_reward_must_be_importable(pool):
         run(pool, lambda: 1.0)
 
 
-def test_close_kills_busy_workers():
+def slow_and_told(file):
+    """Takes long; `file` becomes a link to the process's number."""
+    os.symlink(str(os.getpid()), file)
+    return slow(600.0)
+
+
+def test_close_kills_busy_workers(tmp_path):
+    file = tmp_path / "pid"
     pool = RewardPool(1, timeout=600.0)
 
     async def busy():
-        task = asyncio.ensure_future(pool.score(slow, (600.0,), {}, row_id=1))
-        pid = int(await asyncio.wait_for(started(), 60))
+        task = asyncio.ensure_future(pool.score(slow_and_told, (str(file),), {}, row_id=1))
+        async with asyncio.timeout(60):
+            while not file.is_symlink():
+                await asyncio.sleep(0.02)
         pool.close()
         with pytest.raises(RewardError, match="row 1"):
             await task
-        return pid
 
-    async def started():
-        while not (pool._workers[0]._process and pool._workers[0]._process.pid):
-            await asyncio.sleep(0.02)
-        return pool._workers[0]._process.pid
-
-    pid = asyncio.run(busy())
+    asyncio.run(busy())
+    pid = int(file.readlink().name)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     pool.close()
@@ -604,8 +608,8 @@ def test_a_reward_gets_what_its_parameters_name():
 def test_a_pool_that_is_sent_elsewhere_is_made_alike_there() -> None:
     pool = RewardPool(2, timeout=3.0, on_error="reject")
     with pool, pickle.loads(pickle.dumps(pool)) as other:
-        assert len(other._workers) == 2 and other.on_error == "reject" and other._timeout == 3.0
-        assert not {id(w) for w in other._workers} & {id(w) for w in pool._workers}
+        assert (other.workers, other.on_error, other.timeout) == (2, "reject", 3.0)
+        assert run(other, os.getpid) != run(pool, os.getpid)
 
 
 def test_a_sandbox_that_somebody_kills_is_no_verdict(monkeypatch, tmp_path):

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import itertools
 import os
+import re
 import signal
 import threading
 import time
+import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +23,7 @@ import pytest
 import torch
 
 from megarl.api.inference import RolloutFailed, RolloutWorkflow
-from megarl.api.records import ModelRequest
+from megarl.api.records import ModelRequest, WeightUpdateMeta
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
 from megarl.rollout import client as client_module
 from megarl.rollout.answers import AnswerLog
@@ -39,6 +45,7 @@ from megarl.rpc.errors import RpcError
 from megarl.utils.batch import concat_padded
 from tests.unit.rollout_fakes import FakeServer, trajectory
 from tests.unit.scripted import tool_tokenizer
+from tests.unit.test_judge import Judge
 from tests.unit.test_router import FakeRouter
 
 G = GenerationHyperparameters(max_new_tokens=3, seed=5, n_samples=2)
@@ -47,8 +54,8 @@ G = GenerationHyperparameters(max_new_tokens=3, seed=5, n_samples=2)
 class SeededServer(FakeServer):
     """Writes tokens and logprobs that tell the request's seed."""
 
-    def _answer(self, rid: str, ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
-        answer = super()._answer(rid, ids, params)
+    def answer(self, rid: str, ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
+        answer = super().answer(rid, ids, params)
         seed = params["sampling_seed"]
         for entry in answer["meta_info"].get("output_token_logprobs", ()):
             entry[0], entry[1] = -(seed % 9973) / 8.0, entry[1] + seed % 31
@@ -94,7 +101,7 @@ class Loader:
 
 
 class OneProcess:
-    """An EpisodeWorker in this process. What goes in is pickled; `kill` ends it as a death does."""
+    """An EpisodeWorker in this process. What goes in is pickled; `dead` ends it as a death does."""
 
     def __init__(self, index: int) -> None:
         self.worker, self.dead = EpisodeWorker(), asyncio.Event()
@@ -120,6 +127,14 @@ class OneProcess:
 made: list[OneProcess] = []
 
 
+def until(holds: Callable[[], bool]) -> None:
+    """Waits until something holds, 20 s at most."""
+    deadline = time.monotonic() + 20
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert holds()
+
+
 @pytest.fixture
 def server():
     it = SeededServer()
@@ -141,7 +156,7 @@ def connect(server, monkeypatch):
             monkeypatch.setattr(client_module, "WorkerPool", WorkerPool)
         config = {"min_rollouts": 1, "max_failure_rate": 1.0} | config
         client = RemoteSGLangEngine(
-            RolloutConfig(addresses=[server.address], workers=workers, **config), seed=3
+            RolloutConfig(**{"addresses": [server.address]} | config, workers=workers), seed=3
         )
         clients.append(client)
         client.initialize()
@@ -192,29 +207,43 @@ def same(a, b) -> bool:
     return a == b
 
 
-def test_samples_are_the_same_however_many_processes_run_episodes(connect, server, caplog):
-    alone = train(connect(), Varied())
+class Killed(Varied):
+    """Kills the process that runs it, between requests, once `file` is there."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    async def arun_episode(self, engine, data):
+        await engine.agenerate_many([ModelRequest(rid="r", input_ids=[1], gconfig=G)])
+        with contextlib.suppress(FileNotFoundError):
+            self.file.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return await super().arun_episode(engine, data)
+
+
+def test_samples_are_the_same_however_many_processes_run_episodes(
+    connect, server, caplog, tmp_path
+):
+    flow, killed = Killed(tmp_path / "kill"), []
+    alone = train(connect(), flow)
     with ThreadPoolExecutor() as threads:  # the processes start together
         one, two = threads.map(lambda k: connect(k, here=False), (1, 2))
-    killed: list[Any] = []
 
     def kill():  # in the middle of a step
         if not killed:
-            server.delay = 0.3
-            (worker,) = two._workers._workers[0].process._group.workers
-            killed.append(worker)
-            os.kill(worker.pid, signal.SIGKILL)
+            flow.file.touch()
+            killed.append(True)
         elif two.stats()["worker_deaths"]:
             server.delay = 0.0
 
     server.delay = 0.1
-    with_two = train(two, Varied(), meanwhile=kill)
+    with_two = train(two, flow, meanwhile=kill)
     assert alone[0][0][0]["input_ids"].unique().numel() > 10
     assert alone[1]["failed_samples"]["samples"] and alone[1]["counters"]["rejected"]
-    assert same(train(one, Varied()), alone)
+    assert same(train(one, flow), alone)
     assert same(with_two, alone)
     assert two.stats()["worker_deaths"] == 1
-    assert str(killed[0]) in caplog.text and "run again" in caplog.text
+    assert re.search(r"rollout_worker_[01]/0 .* run again", caplog.text)
 
 
 def test_a_run_goes_on_in_the_middle_of_an_answer(connect, server, monkeypatch):
@@ -299,10 +328,9 @@ def test_workers_that_die_again_and_again_end_the_run(connect):
 @pytest.mark.parametrize("error", [RpcError, OSError])
 def test_workers_that_cannot_start_again_end_the_run(connect, monkeypatch, error):
     client = connect(2)
+    running.clear()
     client.submit({"row_id": 0}, Asleep())
-    deadline = time.monotonic() + 20
-    while not any(p.worker._running for p in made) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: 0 in running)
 
     async def refuses(self, verb, payload=None):
         raise error("no memory")
@@ -358,10 +386,17 @@ def test_a_worker_that_stands_still_is_replaced(connect, monkeypatch, caplog):
 
 
 class Asleep(RolloutWorkflow):
-    """Waits for longer than a test."""
+    """Waits for longer than a test; its row is in `running` meanwhile."""
 
     async def arun_episode(self, engine, data):
-        await asyncio.sleep(60)
+        running.add(data["row_id"])
+        try:
+            await asyncio.sleep(60)
+        finally:
+            running.discard(data["row_id"])
+
+
+running: set[int] = set()
 
 
 def test_what_a_workflow_raises_arrives_with_its_traceback(connect):
@@ -399,35 +434,57 @@ def test_what_is_no_exception_is_an_episodes_error(connect, workers):
         client.wait(1, timeout=30)
 
 
-def test_an_error_cancels_the_other_episodes_where_they_run(connect, server):
-    class Slow(RolloutWorkflow):
-        async def arun_episode(self, engine, data):
-            if data["row_id"] == 0:
-                raise ValueError("enough")
-            await asyncio.sleep(60)
+class AllButOneAsleep(Asleep):
+    """Row 0 raises once the four others sleep."""
 
-    client = connect(2)
+    async def arun_episode(self, engine, data):
+        if data["row_id"]:
+            return await super().arun_episode(engine, data)
+        while len(running) < 4:
+            await asyncio.sleep(0.01)
+        raise ValueError("enough")
+
+
+def test_an_error_cancels_the_other_episodes_where_they_run(connect, server):
+    client, once = connect(2), [AllButOneAsleep()]
+    flow = weakref.ref(once[0])
+    running.clear()
     with pytest.raises(ValueError, match="enough"):
-        client.executor.rollout_batch([{"row_id": i} for i in range(5)], Slow())
-    deadline = time.monotonic() + 20
-    while any(p.worker._running for p in made) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not any(p.worker._running for p in made)
-    assert not any(w.jobs for w in client._workers._workers.values())
+        client.executor.rollout_batch([{"row_id": i} for i in range(5)], once.pop())
+    until(lambda: not running)
+    until(lambda: not (gc.collect(), flow())[1])  # the coordinator has forgotten them, too
+
+
+class AtAWord(Varied):
+    """Is in `running`, and asks for nothing before `go` is set."""
+
+    async def arun_episode(self, engine, data):
+        running.add(data["row_id"])
+        while not go.is_set():
+            await asyncio.sleep(0.01)
+        return await super().arun_episode(engine, data)
+
+
+go = threading.Event()
 
 
 def test_workers_hold_their_requests_over_an_update(connect, server):
     client = connect(2)
+    running.clear()
+    go.clear()
+    for row in range(2):  # one for each
+        client.submit({"row_id": row}, AtAWord())
+    until(lambda: running == {0, 1})
     client.pause()
-    client.submit({"row_id": 0}, Varied())
-    asked = len(server.requests)
+    go.set()
+    time.sleep(0.2)
+    assert not server.requests
     client.set_version(4)
     server.weight_version = "4"
     client.resume()
-    batch = client.wait(1, timeout=30)
-    assert len(server.requests) > asked
+    batch = client.wait(2, timeout=30)
     assert batch["versions"][batch["loss_mask"]].unique().tolist() == [4]
-    assert all(p.worker._client.get_version() == 4 for p in made)
+    assert len(server.requests) == 3  # each worker knew the version: neither row was run again
 
 
 class Sleeping(RolloutWorkflow):
@@ -464,12 +521,16 @@ def test_a_pause_is_not_the_episodes_time_wherever_they_run(connect, workers):
     assert client.wait(1, timeout=30)["group_ids"].unique().tolist() == [0]
 
 
-def test_workers_go_by_the_servers_that_the_coordinator_knows(connect, server):
-    other = SeededServer()
+def test_workers_go_by_the_servers_that_the_coordinator_knows(connect, server, tmp_path):
+    other, file = SeededServer(), tmp_path / "servers"
     try:
-        client = connect(2)
-        client.opened().pool._servers.append(type(client.opened().pool._servers[0])(other.address))
-        client.opened().loop.call_soon(client.opened().pool.changed)
+        file.write_text(server.address)
+        client = connect(2, addresses_file=str(file), addresses=[])
+        file.write_text(f"{server.address}\n{other.address}")
+        client.pause()
+        server.weight_version = other.weight_version = "1"
+        client.update_weights(WeightUpdateMeta(type="distributed", version=1)).result(5)
+        client.resume()
         client.executor.rollout_batch([{"row_id": i} for i in range(8)], Varied())
         assert server.requests and other.requests
         client.drop_servers({server.address: "gone"})
@@ -494,17 +555,31 @@ def test_workers_ask_through_the_router_that_the_coordinator_shows_the_servers(c
         router.close()
 
 
+class Loaded(Varied):
+    """Is in `loaded` for as long as a copy of it, that a worker has loaded, is there."""
+
+    def __getstate__(self):
+        return {"copy": True}
+
+    def __setstate__(self, state):
+        vars(self).update(state)
+        loads.append(1)
+        loaded.add(self)
+
+
+loads: list[int] = []
+loaded: weakref.WeakSet[Loaded] = weakref.WeakSet()
+
+
 def test_a_workflow_goes_to_a_worker_once_and_leaves_it_with_the_last_reference(connect):
-    client, flow = connect(1), Varied()
+    client, flow = connect(1), Loaded()
     for _ in range(3):
         client.executor.rollout_batch([{"row_id": 0}], flow)
-    assert len(made[0].worker._workflows) == 1
+    assert len(loads) == len(loaded) == 1
     del flow
-    client.executor.rollout_batch([{"row_id": 0}], Varied())
-    deadline = time.monotonic() + 20
-    while made[0].worker._workflows and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not made[0].worker._workflows
+    client.executor.rollout_batch([{"row_id": 0}], Loaded())
+    until(lambda: not (gc.collect(), len(loaded))[1])
+    assert len(loads) == 2
 
 
 def test_many_episodes_share_a_message(connect, server):
@@ -531,16 +606,25 @@ def test_copies_share_the_reward_workers():
         pickled = [pickled_workflow(flow, 2) for _ in range(2)]
         first, second = map(cloudpickle.loads, pickled)
         assert first.pool is first.same is second.pool and first.pool is not pool
-        assert len(first.pool._workers) == 3 and first.pool.on_error == "reject"
+        assert first.pool.workers == 3 and first.pool.on_error == "reject"
         close_copies()
     assert share(5) == 5
 
 
 def test_a_judge_asks_no_more_at_once_than_one_would():
-    flow = Varied()
-    flow.reward_fn = JudgeReward(base_url="http://127.0.0.1:1/v1", concurrency=8)
+    flow, judge = Varied(), Judge()
+    flow.reward_fn = JudgeReward(base_url=judge.url, concurrency=8)
     copy = cloudpickle.loads(pickled_workflow(flow, 4))
-    assert copy.reward_fn._slots._value == 2 and flow.reward_fn._slots._value == 8
+
+    async def peak(fn):
+        judge.peak = 0
+        await asyncio.gather(*(fn("", "It is 4.", [], []) for _ in range(16)))
+        return judge.peak
+
+    try:
+        assert asyncio.run(peak(copy.reward_fn)) == 2 and asyncio.run(peak(flow.reward_fn)) > 2
+    finally:
+        judge.close()
 
 
 def test_workflows_with_tools_partners_and_agents_can_be_sent(tmp_path):
@@ -553,10 +637,10 @@ def test_workflows_with_tools_partners_and_agents_can_be_sent(tmp_path):
         "agent": AgentWorkflow(reward, G, tokenizer, agent=lambda data, url, key: 1.0),
     }
     mixed = cloudpickle.loads(pickled_workflow(MixedWorkflow(flows, G), 2))
-    assert {k: type(v) for k, v in mixed._workflows.items()} == {
+    assert {k: type(v) for k, v in mixed.workflows.items()} == {
         k: type(v) for k, v in flows.items()
     }
-    pools = {id(flow.reward_pool) for flow in mixed._workflows.values()}
+    pools = {id(flow.reward_pool) for flow in mixed.workflows.values()}
     assert len(pools) == 1
     close_copies()
 

@@ -233,8 +233,8 @@ class RewardPool:
             raise ValueError(f"rollout.reward_workers={workers}: use at least 1")
         if timeout <= 0:
             raise ValueError(f"rollout.reward_timeout={timeout}: use a positive number of seconds")
-        self._timeout, self.on_error = timeout, on_error
-        self._made_of = workers, timeout, tuple(addresses), on_error
+        self.workers, self.timeout, self.on_error = workers, timeout, on_error
+        self._addresses = tuple(addresses)
         self._name = uuid.uuid4().hex  # the same in all copies
         self._workers: list[_Worker | RemoteWorker] = [
             RemoteWorker(address) for _ in range(workers) for address in addresses
@@ -246,8 +246,13 @@ class RewardPool:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Has every process that loads copies of the pool make one, with its share of workers."""
-        workers, *others = self._made_of
-        return _copy, (self._name, share(workers), *others)
+        return _copy, (
+            self._name,
+            share(self.workers),
+            self.timeout,
+            self._addresses,
+            self.on_error,
+        )
 
     def __enter__(self) -> RewardPool:
         return self
@@ -280,7 +285,7 @@ class RewardPool:
         row_id: object,
     ) -> float:
         what = titled(fn, row_id)
-        limit = None if getattr(fn, "bounds_itself", False) else self._timeout
+        limit = None if getattr(fn, "bounds_itself", False) else self.timeout
         clock = asyncio.timeout(limit)
         try:
             async with clock:
@@ -289,7 +294,7 @@ class RewardPool:
             raise type(e)(f"{what}: {e}") from e
         except Exception as e:
             if clock.expired() and isinstance(e, TimeoutError):
-                raise RewardTimeout(_late(what, self._timeout)) from e
+                raise RewardTimeout(_late(what, self.timeout)) from e
             raise RewardError(f"{what} raised {_described(e)}") from e
 
     def close(self) -> None:
@@ -308,7 +313,7 @@ class RewardPool:
         while True:
             worker, tries = self._idle.get(), tries + 1
             try:
-                return worker.run(fn, args, kw, timeout=self._timeout, row_id=row_id)
+                return worker.run(fn, args, kw, timeout=self.timeout, row_id=row_id)
             except WorkerLost as e:  # a launcher starts it again; others are there meanwhile
                 if tries >= LOST_TRIES and time.monotonic() > until:
                     raise

@@ -19,8 +19,8 @@ class MixedWorkflow(RolloutWorkflow):
     def __init__(
         self, workflows: Mapping[str, RolloutWorkflow], gconfig: GenerationHyperparameters
     ) -> None:
-        self.gconfig, self._workflows = gconfig, workflows
+        self.gconfig, self.workflows = gconfig, workflows
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Padded | None:
         """Returns what the part's workflow does."""
-        return await self._workflows[data["dataset"]].arun_episode(engine, data)
+        return await self.workflows[data["dataset"]].arun_episode(engine, data)
