@@ -303,11 +303,9 @@ def bound(text: str) -> set[str]:
     names = set()
     for node in ast.walk(ast.parse(text)):
         match node:
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+            case ast.FunctionDef(name) | ast.AsyncFunctionDef(name) | ast.ClassDef(name):
                 names.add(name)
-            case ast.ClassDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
-                names.add(name)
-            case ast.Attribute(ast.Name("self" | "cls"), name, ast.Store()):
+            case ast.Name(name, ast.Store()) | ast.Attribute(ast.Name("self"), name, ast.Store()):
                 names.add(name)
     return {name for name in names if re.match("_[^_]", name)}
 

@@ -246,13 +246,8 @@ class RewardPool:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Has every process that loads copies of the pool make one, with its share of workers."""
-        return _copy, (
-            self._name,
-            share(self.workers),
-            self.timeout,
-            self._addresses,
-            self.on_error,
-        )
+        made_of = share(self.workers), self.timeout, self._addresses, self.on_error
+        return _copy, (self._name, *made_of)
 
     def __enter__(self) -> RewardPool:
         return self
