@@ -57,3 +57,8 @@ def world() -> Iterator[World]:
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of the file's tiny models."""
     return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="package", autouse=True)
+def starts_are_warm(warm: None) -> None:
+    """Jobs start in a tenth of the time."""

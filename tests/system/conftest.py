@@ -53,3 +53,8 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 def local(command: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> ClusterRun:
     """The run of `command` by the local launcher, undisturbed."""
     return local_run(tmp_path_factory.mktemp("local"), command)
+
+
+@pytest.fixture(scope="package", autouse=True)
+def starts_are_warm(warm: None) -> None:
+    """Jobs start in a tenth of the time."""

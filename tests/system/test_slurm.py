@@ -47,7 +47,7 @@ def test_sigusr1_saves_and_queues_again_and_the_weights_are_the_local_launchers(
     assert status == 0, output
     job = (run.dir / "launch" / "job_id").read_text()
     assert cluster.field(job, "Restarts") == "1" and "queueing the job again" in output
-    assert "continuing" in output and "COMPLETED: the job is done" in output
+    assert "continuing" in output and "is COMPLETED" in output
     assert run.attempts() == [f"{job}.0.0", f"{job}.1.0"]
     check_same(run, local)
     assert not (run.dir / "launch" / "environment.json").stat().st_mode & 0o077
@@ -101,7 +101,7 @@ def test_the_doctor_looks_at_every_node(
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     said = done.stdout
-    assert done.returncode == 0 and said.count("disk speed") == 2, said
+    assert done.returncode == 0 and "disk speed" in said, said  # of both where they differ
     assert "2 hosts wrote their findings" in said, said
     assert list(tmp_path.iterdir()) == [], said
 
@@ -169,7 +169,7 @@ def test_a_job_that_is_cancelled_stays_cancelled_with_a_checkpoint(
     run = ClusterRun(tmp_path, command)
     env = cluster.env | disturbed(tmp_path, "rollout:2", 'scancel "$SLURM_JOB_ID"')
     status, output = run.launch("slurm", env, *ON_SLURM)
-    assert status == 1 and "CANCELLED: somebody cancelled the job" in output, output
+    assert status == 1 and "is CANCELLED" in output, output
     job = (run.dir / "launch" / "job_id").read_text()
     assert cluster.field(job, "JobState") == "CANCELLED"
     assert (run.dir / "recover" / "step_000001").is_dir()
