@@ -52,18 +52,18 @@ def record_batches(path: Path) -> None:
 
 
 def record_tokens(path: Path) -> None:
-    from megarl.rollout.sample_loop import SampleLoop
+    from megarl.rollout.generation import Sample
 
     def make(real: Any) -> Any:
-        async def _ask(self: Any, samples: Any, *args: Any) -> int:
-            gained: int = await real(self, samples, *args)
+        def absorb(self: Any, *args: Any, **kw: Any) -> int:
+            gained: int = real(self, *args, **kw)
             with path.open("a") as f:
                 f.write(json.dumps([time.time(), gained]) + "\n")
             return gained
 
-        return _ask
+        return absorb
 
-    patch(SampleLoop, "_ask", make)
+    patch(Sample, "absorb", make)
 
 
 def keep_pace(peace: Path, steps: int) -> None:

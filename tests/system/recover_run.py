@@ -48,19 +48,19 @@ def main() -> int:
 
 
 def record_requests(path: Path) -> None:
+    from megarl.rollout import sample_loop
     from megarl.rollout.answers import current
-    from megarl.rollout.sample_loop import SampleLoop
 
     def make(real: Any) -> Any:
-        async def _ask(self: Any, samples: Any, *args: Any) -> int:
+        def batch_body(samples: Any, *args: Any) -> Any:
             if current.get() is not None:  # else it is an evaluation's
                 with path.open("a") as f:
                     f.write(json.dumps([s.response.output_len for s in samples]) + "\n")
-            return await real(self, samples, *args)
+            return real(samples, *args)
 
-        return _ask
+        return batch_body
 
-    patch(SampleLoop, "_ask", make)
+    patch(sample_loop, "batch_body", make)
 
 
 def record_rows(path: Path) -> None:

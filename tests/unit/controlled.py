@@ -40,14 +40,15 @@ class ThreadComm:
 class ThreadChannel:
     """One worker, whose calls run in a thread, one after the other."""
 
-    def __init__(self, name: str, registry: Registry) -> None:
-        self.registry = registry
+    def __init__(self, name: str, fetch: Any, comm: ThreadComm | None) -> None:
+        self.comm = comm
+        self.registry = Registry(name, fetch, lambda: self.comm)
         self.worker = Worker(
             name=name, index=int(name.split("/")[1]), address="", host="here", pid=0
         )
         self.reads: list[str] = []
         self.calls = 0
-        self._thread = ThreadPoolExecutor(1)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
 
     def call_async(self, verb: str, payload: Any = None) -> Future[Any]:
         self.calls += 1
@@ -83,8 +84,7 @@ def workers(**sizes: int) -> Iterator[list[WorkerGroup]]:
         meeting, said = threading.Barrier(size, timeout=20), {}
         for rank in range(size):
             comm = ThreadComm(rank, size, meeting, said) if size > 1 else None
-            registry = Registry(f"{name}/{rank}", fetch, lambda comm=comm: comm)
-            channels[registry.shelf.name] = ThreadChannel(registry.shelf.name, registry)
+            channels[f"{name}/{rank}"] = ThreadChannel(f"{name}/{rank}", fetch, comm)
         mine = [c for key, c in channels.items() if key.startswith(f"{name}/")]
         groups.append(WorkerGroup(name, [c.worker for c in mine], mine))
     try:

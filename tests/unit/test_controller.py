@@ -7,7 +7,9 @@ import gc
 import re
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -130,15 +132,27 @@ def test_an_object_on_workers_is_called_read_and_written() -> None:
             driver.call(str, engine)
 
 
-def test_a_method_that_is_unanswered_goes_with_the_next_call() -> None:
+class Alone:
+    """A World of one rank, where no process group is."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.ranks = ranks
+
+    def scope(self) -> Any:
+        return nullcontext()
+
+
+def test_a_method_that_is_unanswered_goes_with_the_next_call(monkeypatch: Any) -> None:
+    monkeypatch.setattr("megarl.controller.group.make_world", Alone)
     with workers(trainers=2) as (group,):
+        part = group.on([1])
         engine, channels = group.put(Engine(2.0)), group.clients
-        part = WorkerGroup("part", group.workers[1:], channels[1:], order=group._order)
+        before = channels[0].calls
         engine.rescale(3.0)
         engine.rescale(5.0)
-        assert [c.calls for c in channels] == [1, 1]
+        assert [c.calls for c in channels] == [before] * 2
         assert group.each(getattr, engine, "scale") == [5.0, 5.0]
-        assert [c.calls for c in channels] == [2, 2]
+        assert [c.calls for c in channels] == [before + 1] * 2
         engine.rescale(7.0)
         assert part.call(getattr, engine, "scale") == 7.0  # of the same workers, so in order
         engine.rescale(None)
@@ -201,14 +215,13 @@ def test_a_batch_is_sent_anew_after_a_call_that_failed_as_it_came() -> None:
     with workers(driver=1, trainers=2) as (driver, group):
         batch = sent(driver)
         batch["extra"] = torch.ones(5)
-        shelves = [client.registry.shelf for client in group.clients]
-        comms = [shelf._comm for shelf in shelves]
-        for shelf in shelves:
-            shelf._comm = lambda: None
+        comms = [client.comm for client in group.clients]
+        for client in group.clients:
+            client.comm = None
         with pytest.raises(RemoteError, match="initialize a model there first"):
             group.call(len, batch)
-        for shelf, comm in zip(shelves, comms, strict=True):
-            shelf._comm = comm
+        for client, comm in zip(group.clients, comms, strict=True):
+            client.comm = comm
         assert group.call(lambda b: sorted(b.keys()), batch) == sorted(batch.keys())
         assert group.put(Engine(2.0)).logp(batch).field.dtype == torch.float32
 
@@ -359,18 +372,11 @@ def test_a_group_of_which_some_hang_after_a_failure_says_so(monkeypatch: Any) ->
         end = threading.Event()
 
         def hang() -> None:
-            if threading.current_thread() is first[0]:
+            if threading.current_thread().name.startswith("trainers/0"):
                 raise ValueError("mine")
             end.wait(20)
 
-        first = [None]
-
-        def note() -> None:
-            first[0] = first[0] or threading.current_thread()
-
-        _SHARED["hang"], _SHARED["note"] = hang, note
-        group.clients[0].call_async("sizes").result()
-        first[0] = group.clients[0]._thread._threads.__iter__().__next__()
+        _SHARED["hang"] = hang
         with pytest.raises(RemoteError, match="mine"):
             group.call(_shared, "hang")
         with pytest.raises(RuntimeError, match=r"trainers/1 .* still wait"):

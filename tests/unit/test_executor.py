@@ -20,11 +20,12 @@ class Loader:
     """A dataloader of consecutive rows."""
 
     def __init__(self, data, batch_size):
-        self.data, self.batch_size, self.epochs = data, batch_size, 0
+        self.data, self.batch_size, self.epochs, self.drawn = data, batch_size, 0, 0
 
     def __iter__(self):
         self.epochs += 1
         for i in range(0, len(self.data) - self.batch_size + 1, self.batch_size):
+            self.drawn += self.batch_size
             yield self.data[i : i + self.batch_size]
 
 
@@ -41,7 +42,7 @@ def make():
             engine.version = v
             executor.pipeline.version_changed(v)
 
-        executor.bump = bump
+        executor.bump, executor.version = bump, engine.get_version
         return executor
 
     yield build
@@ -55,8 +56,7 @@ def settle(executor, timeout=5.0):
     pipe = executor.pipeline
     while time.monotonic() < deadline:
         with pipe.changed:
-            version = pipe._engine.get_version()
-            startable = pipe.pending and pipe.staleness.capacity(version) > 0
+            startable = pipe.pending and pipe.staleness.capacity(executor.version()) > 0
             if not pipe.staleness.running and not startable:
                 return
         time.sleep(0.005)
@@ -506,17 +506,16 @@ def test_resumed_run_continues_with_the_rows_in_flight(make):
     config = {"max_head_offpolicyness": 1, "max_concurrent_rollouts": 64}
     data = rows(40)
     first, reference = make(**config), make(**config)
-    for ex in (first, reference):
-        prepare_batch(ex, Loader(data, 4), Scripted())
+    loaders = Loader(data, 4), Loader(data, 4)
+    for ex, loader in zip((first, reference), loaders):
+        prepare_batch(ex, loader, Scripted())
     settle(first)
     state = first.state_dict()
-    drawn = first.pipeline._next_number + len(first._rows.buffered)
     second = make(version=1, **config)
     second.load_state_dict(state)
-    resumed = prepare_batch(second, Loader(data[drawn:], 4), Scripted())
+    resumed = prepare_batch(second, Loader(data[loaders[0].drawn :], 4), Scripted())
     reference.bump(1)
-    loader = reference._rows._loader
-    assert row_ids(resumed) == row_ids(prepare_batch(reference, loader, Scripted()))
+    assert row_ids(resumed) == row_ids(prepare_batch(reference, loaders[1], Scripted()))
 
 
 def test_another_dataloader_is_refused(make):

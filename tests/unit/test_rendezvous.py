@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import socket
+from typing import Any, cast
 
 import pytest
+import torch.distributed as dist
 
 from megarl.utils.job_token import ENV, ensure_job_token, job_token
-from megarl.utils.rendezvous import _bind, listen, meet
+from megarl.utils.rendezvous import listen, meet
 from tests.dist.world import free_port
 
 
@@ -29,9 +31,13 @@ def test_a_job_on_this_host_listens_here_alone(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ("node-1.example", "192.0.2.1"))
-def test_what_is_no_address_of_this_machine_is_left_to_torch(host: str) -> None:
+def test_what_is_no_address_of_this_machine_is_left_to_torch(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A name may be 127.0.1.1 here, and a service's address is nobody's own."""
-    assert _bind(host, 0) is None
+    monkeypatch.setattr(dist, "TCPStore", lambda *args, **given: (args, given))
+    args, given = cast(Any, listen(host, 29500, timeout=5))
+    assert args == (host, 29500) and given["master_listen_fd"] is None
 
 
 def test_a_port_that_is_taken_is_named() -> None:

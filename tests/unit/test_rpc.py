@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import http.client
 import os
 import pickle
+import runpy
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
 
 from megarl.rpc import loop
 from megarl.rpc.client import RpcClient
@@ -41,6 +40,7 @@ class Bomb:
 class Service:
     def __init__(self) -> None:
         self.begun: list[Any] = []
+        self.sent: Packed | None = None
         self.may_end = threading.Event()
         self.bulk: dict[str, Any] = {"a b/ä?#": memoryview(bytearray(os.urandom(3 << 20)))}
 
@@ -59,6 +59,8 @@ class Service:
                 await asyncio.to_thread(self.may_end.wait, 30)
             case "apply":
                 return payload()
+            case "sent":
+                return self.sent
         return payload
 
 
@@ -170,22 +172,31 @@ def test_numbers_that_came_long_ago_are_refused() -> None:
 
 
 def test_an_answer_that_is_not_the_jobs_own_is_not_unpickled(
-    client: RpcClient, server: RpcServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    client: RpcClient, service: Service, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    bomb = pack(Bomb(tmp_path / "mark"))
-    monkeypatch.setattr(server, "_token", "another job's")
-    with pytest.raises(Refused, match="signature is not of this job's token"):
-        client.call("echo", 1)
+    monkeypatch.setenv(ENV, "another job's")
+    other = RpcServer(service.handle)
+    monkeypatch.setenv(ENV, TOKEN)
+    stranger = RpcClient(other.address, "other")
+    try:
+        with pytest.raises(Refused, match="signature is not of this job's token"):
+            stranger.call("echo", 1)
+    finally:
+        stranger.close()
+        other.close()
+    service.sent = pack(Bomb(tmp_path / "mark"))
+    signed = Head.headers
 
-    async def answer(request: Any, head: Head, packed: Packed, status: int = 200) -> Any:
-        forged = {**Head(what="200", instance="", number="", digest="").headers("x")}
-        return web.Response(body=bomb.body, headers=forged)
+    def forged(head: Head, token: str) -> Any:
+        return signed(head, "x" if head.what.startswith("200 POST") else token)
 
-    monkeypatch.setattr(server, "_token", TOKEN)
-    monkeypatch.setattr(server, "_send", answer)
+    monkeypatch.setattr(Head, "headers", forged)
     with pytest.raises(Refused, match="signature is not of this job's token"):
-        client.call("echo", 1)
+        client.call("sent")
     assert not (tmp_path / "mark").exists()
+    monkeypatch.setattr(Head, "headers", signed)
+    client.call("sent")
+    assert (tmp_path / "mark").exists()
 
 
 def test_without_a_token_nobody_serves_or_calls(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,7 +331,8 @@ def test_threads_that_come_first_at_once_share_a_token_and_a_loop(
 
     monkeypatch.setenv(ENV, "")
     monkeypatch.setattr(job_token.secrets, "token_hex", slowly)
-    monkeypatch.setattr(loop, "_shared", functools.cache(slowly))
+    fresh = runpy.run_path(str(loop.__file__))  # in which nobody has asked yet
+    monkeypatch.setitem(fresh["client_loop"].__globals__, "Loop", slowly)
     with ThreadPoolExecutor(8) as pool:
         assert set(pool.map(lambda _: ensure_job_token(), range(8))) == {"0"}
-        assert set(pool.map(lambda _: loop.client_loop(), range(8))) == {"1"}
+        assert set(pool.map(lambda _: fresh["client_loop"](), range(8))) == {"1"}

@@ -299,7 +299,7 @@ def test_a_driver_gets_the_gpus_of_the_servers_that_its_client_starts(
     for visible in ("4,5,6,7", "0"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         with pytest.raises(AttributeError):  # no server is there to be waited for
-            client._connect(None)
+            client.initialize()
     assert given == ["4,5", "6,7", None, None]
 
 

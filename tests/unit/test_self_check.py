@@ -53,10 +53,13 @@ class Zero:
         return fn(*args)
 
 
-def a_check(tmp_path, cfg: GRPOConfig | None = None, at: int = 12, **config: Any) -> Any:
+def a_check(
+    tmp_path, cfg: GRPOConfig | None = None, at: int = 12, zero: bool = True, **config: Any
+) -> Any:
     cfg = cfg or GRPOConfig(self_check=SelfCheckConfig(**config))
     tokenizer = SimpleNamespace(decode=decode)
     ctx: Any = SimpleNamespace(run_dir=tmp_path, on_rank_zero=Zero(), tokenizer=tokenizer)
+    ctx.on_rank_zero.is_zero = zero
     check = SelfCheck(cfg, ctx)
     check.begin_step(at)
     return check
@@ -435,8 +438,7 @@ def test_saved_files_are_bounded(tmp_path, said, monkeypatch):
 
 
 def test_other_ranks_raise_alike_but_short(tmp_path):
-    check = a_check(tmp_path, on_nonfinite="stop")
-    check._on_rank_zero.is_zero = False
+    check = a_check(tmp_path, zero=False, on_nonfinite="stop")
     actor, batch = watched(check, Sick())
     with pytest.raises(SelfCheckError) as e:
         actor.ppo_update(batch)
