@@ -34,7 +34,7 @@ class Device:
     def __init__(self) -> None:
         self.log: list[tuple[str, str]] = []
         self.hangs, self.ended = False, threading.Event()
-        self.default = Recorder(self, "default")
+        self.default = self.side = Recorder(self, "default")
         self._current = threading.local()
 
     def current_stream(self, device: Any = None) -> Recorder:
@@ -81,7 +81,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Device:
             is_completed=lambda: not device.hangs or device.ended.is_set(),
         )
 
-    monkeypatch.setattr(torch.cuda, "Stream", lambda _: Recorder(device))
+    def stream(_: Any) -> Recorder:
+        device.side = Recorder(device)
+        return device.side
+
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
     monkeypatch.setattr(torch.cuda, "current_stream", device.current_stream)
     monkeypatch.setattr(torch.cuda, "stream", device.stream)
     monkeypatch.setattr(module.dist, "broadcast", broadcast)
@@ -125,11 +129,11 @@ def send(server: OneServer, timeout: float = 20.0) -> tuple[UpdateChannel, Any]:
 
 def test_broadcasts_leave_the_main_stream_alone(gpu: Device) -> None:
     server = OneServer()
-    channel, exchange = send(server)
+    _, exchange = send(server)
     server.answer.set_result(Answer(SERVER, {}, 0.0))
     exchange.wait(Deadline(20))
     assert gpu.log == [("broadcast", "side")] * 2 + [("wait", "side")] * 2
-    assert cast(Any, channel._stream).after == {"default"}  # of what it sends
+    assert gpu.side.after == {"default"}  # of what it sends
     assert not gpu.default.after and not gpu.default.broadcasts
 
 

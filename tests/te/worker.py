@@ -118,7 +118,9 @@ def names() -> Facts:
         getattr(param_and_grad_buffer, name)(x, x, group=alone) is None
         for name in ("dist_all_gather_func", "dist_reduce_scatter_func")
     ]
-    return dict(on_cuda=mcore._ON_CUDA, te=HAVE_TE, missing=found, skipped_alone=skipped)
+    return dict(
+        on_cuda=mcore.comm_backend() == "nccl", te=HAVE_TE, missing=found, skipped_alone=skipped
+    )
 
 
 def big() -> Facts:

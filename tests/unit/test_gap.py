@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn import functional
 
 from megarl.api.records import SaveLoadMeta
 from megarl.cli import main
@@ -235,14 +236,20 @@ def test_a_bug_of_the_trainer_is_the_trainers(cases):
 
 def test_what_only_decoding_does_wrong_is_found(cases, monkeypatch):
     """A server whose cache loses the newest key agrees on prompts, and in a pass of its own."""
-    plain = kv_cache.Decode._parts_of
+    plain = kv_cache.Decode.attend
 
-    def short(self: Any, window: int | None) -> Any:
-        return [(i, slice(s.start, s.stop - 1), mask) for i, s, mask in plain(self, window)]
+    def short(self: Any, layer: int, q: Any, k: Any, v: Any, scale: float, window: Any) -> Any:
+        plain(self, layer, q, k, v, scale, window)
+        keys, values = self.cache.keys[layer, self.rows], self.cache.values[layer, self.rows]
+        older = torch.arange(keys.shape[2]) < self.positions[:, None]
+        out = functional.scaled_dot_product_attention(
+            q, keys, values, attn_mask=older[:, None, None], scale=scale, enable_gqa=True
+        )
+        return out.transpose(1, 2)
 
     case, samples = cases(DENSE), make_samples()
     runner = start_server(case.path, torch.float32, samples)
-    monkeypatch.setattr(kv_cache.Decode, "_parts_of", short)
+    monkeypatch.setattr(kv_cache.Decode, "attend", short)
     found = compare(replace(case.runs, second=served(runner, samples)))
     assert named(found) == (0, ATTENTION)
     assert found.first.token >= samples[0].prompt

@@ -68,13 +68,14 @@ def reference(model, prompt, steps):
         return model(ids).logits[0, len(prompt) - 1 :]
 
 
-@pytest.mark.parametrize("split", [False, True])
-def test_ragged_batches_give_the_models_logits(pair, split, monkeypatch):
+# of which rows of like lengths attend together: padding them all to one length is too much
+APART = [200, *[5] * 55, *[17] * 30, *[40] * 4]
+
+
+@pytest.mark.parametrize("lengths", [[5, 1, 90, 17, 5, 40], APART])
+def test_ragged_batches_give_the_models_logits(pair, lengths):
     runner, model = pair
-    if split:  # rows of like lengths attend together, even in a batch this small
-        monkeypatch.setattr(kv_cache, "_SPLIT_FROM", 0)
-        monkeypatch.setattr(kv_cache, "_WASTE", 1.0)
-    given = prompts([5, 1, 90, 17, 5, 40])
+    given = prompts(lengths)
     seqs = [make_sequence(p) for p in given]
     got = teacher_forced(runner, seqs, steps=4)
     for i, p in enumerate(given):
@@ -99,16 +100,16 @@ def test_windows_in_some_layers_are_served_deterministically_too(tmp_path):
                 )
 
 
-def test_equal_prompts_are_run_once_and_share_their_logits(pair, monkeypatch):
+def test_equal_prompts_are_run_once_and_share_their_logits(pair):
     runner, model = pair
     a, b = prompts([12, 7])
     batches = []
-    forward = runner._forward
-    monkeypatch.setattr(
-        runner, "_forward", lambda ids, *rest: batches.append(ids.shape) or forward(ids, *rest)
+    seen = runner.model.base_model.register_forward_pre_hook(
+        lambda _, args, given: batches.append(given["input_ids"].shape), with_kwargs=True
     )
     seqs = [make_sequence(p) for p in (a, b, a, a, b)]
-    got = teacher_forced(runner, seqs, steps=3)
+    with seen:
+        got = teacher_forced(runner, seqs, steps=3)
     assert batches[0] == (2, 12) and batches[1:] == [(5, 1)] * 2
     for i, p in enumerate((a, b, a, a, b)):
         torch.testing.assert_close(got[i], reference(model, p, 3), atol=1e-4, rtol=1e-4)
@@ -257,16 +258,14 @@ def test_a_tokenizer_that_cannot_be_loaded_is_named_with_its_directory(tmp_path)
 
 
 @pytest.mark.parametrize("kind", MLA_KINDS)
-def test_latent_attention_is_served_and_loaded(kind, tmp_path, monkeypatch):
+def test_latent_attention_is_served_and_loaded(kind, tmp_path):
     """Keys and values of unlike sizes, cached and grown; the router's bias is loaded in float32
     even where the model is not."""
     path = save_tiny(tmp_path, kind, layers=2)
     runner = ModelRunner(ServerArgs(model_path=str(path), dtype="float32", device="cpu"))
     assert runner.cache.keys.shape[-1] == 20 and runner.cache.values.shape[-1] == 16
-    model, given = tiny_hf(kind, layers=2), prompts([5, 70, 5, 17])
-    for waste in (kv_cache._WASTE, 1.0):  # one call, and one for each class of lengths
-        monkeypatch.setattr(kv_cache, "_WASTE", waste)
-        monkeypatch.setattr(kv_cache, "_SPLIT_FROM", 0)
+    model = tiny_hf(kind, layers=2)
+    for given in map(prompts, ([5, 70, 5, 17], APART)):
         got = teacher_forced(runner, [make_sequence(p) for p in given], steps=3)
         for logits, prompt in zip(got, given, strict=True):
             torch.testing.assert_close(logits, reference(model, prompt, 3), atol=1e-4, rtol=1e-4)

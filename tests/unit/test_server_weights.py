@@ -105,10 +105,14 @@ def test_experts_are_fused_so_no_memory_becomes_theirs() -> None:
     assert len(halves) == 2 and store.span(halves) is not None
 
 
-def test_no_bucket_is_waited_for_in_a_group_that_is_being_left() -> None:
+def test_no_bucket_is_waited_for_in_a_group_that_is_being_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The server may come to its next request, whose sender has given up, before it leaves."""
     updates = WeightUpdates(WeightStore(untied()), torch.device("cpu"), timeout=60)
-    updates._groups["g"] = object()  # type: ignore[assignment]
+    monkeypatch.setattr("megarl.server.updates.init_update_group", lambda **_: object())
+    where = {"master_address": "h", "master_port": 1, "world_size": 2, "rank_offset": 1}
+    updates.init_group(where | {"group_name": "g", "backend": "gloo"})
     name = "model.norm.weight"
     body = {
         "names": [name],
