@@ -10,11 +10,13 @@ import json
 import math
 import multiprocessing as mp
 import pickle
+import sys
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.connection import Connection, wait
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -87,12 +89,20 @@ class Broadcasts:
             self.model.held[where[1].replace(".", "/")].data.view(-1)[-1] += 1
 
 
+def sglang_as(*, rank: int) -> dict[str, Any]:
+    """The modules of SGLang that the receiver asks for its rank, and to end a load, by name."""
+    parallel = SimpleNamespace(tp_rank=rank)
+    return {
+        "sglang.srt.runtime_context": SimpleNamespace(get_parallel=lambda: parallel),
+        "sglang.srt.model_loader.loader": SimpleNamespace(post_load_weights=lambda model: None),
+    }
+
+
 def _rank(spec: Spec, rank: int, tp: int, how: str, dtype: torch.dtype, pipe: Connection) -> None:
     torch.set_num_threads(1)
     from megarl.weight_sync.slices.receiver.megarl_receiver import commands
 
-    commands._rank = lambda: rank
-    commands._finish = lambda model: None
+    sys.modules.update(sglang_as(rank=rank))
     model = Rows(spec, rank, tp, how, dtype)
     broadcasts = Broadcasts(model)
     while (request := pipe.recv()) is not None:

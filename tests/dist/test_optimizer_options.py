@@ -263,15 +263,18 @@ def steps_with_activations_on_host(path: str, **over: Any) -> tuple[dict[str, An
     """Runs `steps` with every activation offloaded; also returns the number of offloads."""
     from megarl.engine import activations
 
-    gone, pack = 0, activations._pack
+    gone, hooks = 0, activations.saved_tensors_hooks
 
-    def counting(tensor: torch.Tensor) -> Any:
-        nonlocal gone
-        packed = pack(tensor)
-        gone += isinstance(packed, tuple)
-        return packed
+    def counting(pack: Any, unpack: Any) -> Any:
+        def counted(tensor: torch.Tensor) -> Any:
+            nonlocal gone
+            packed = pack(tensor)
+            gone += isinstance(packed, tuple)
+            return packed
 
-    with mock.patch.multiple(activations, MIN_BYTES=0, _pack=counting):
+        return hooks(counted, unpack)
+
+    with mock.patch.multiple(activations, MIN_BYTES=0, saved_tensors_hooks=counting):
         return steps(path, dict(tp=2), n=2, offload_activations=True, **over), gone
 
 

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from megarl.api.batch import Batch
 from megarl.api.records import FinetuneSpec, SaveLoadMeta
 from megarl.ckpt import dist as ckpt
+from megarl.ckpt.background import Background
 from megarl.config.algo import PPOActorConfig
 from megarl.config.engine import LoRAConfig, MicroBatchSpec, OptimizerConfig
 from megarl.parallel.worlds import World
@@ -229,24 +230,24 @@ def run_saves(path: str, root: str) -> tuple[Any, Any]:
     returns the metrics of the engine's next step, and of one that another mesh loaded."""
     a, b, c = World([1, 2]), World([2, 3]), World([0, 3])
     saver, other = make_engine(path, PAIR, world=a), make_engine(path, PAIR, world=b)
-    go, write = threading.Event(), ckpt._write
+    go = threading.Event()
 
-    def late(*args: Any) -> Any:
-        assert go.wait(60)
-        return write(*args)
+    def late(what: str, job: Any) -> Background:
+        return Background(what, lambda: go.wait(60) and job())
 
     next_step = None
     if saver.is_member:
         step(saver)
-        with mock.patch.object(ckpt, "_write", late):
+        with mock.patch.object(ckpt, "Background", late):
             pending = saver.begin_save(meta(f"{root}/state", "dist", with_optim=True))
     if other.is_member:
         step(other)
         with b.scope():  # the thread of rank 2 writes here, that of rank 1 outside of every scope
             go.set()
             if saver.is_member:
-                pending._job._thread.join(60)
-                assert not pending._job._thread.is_alive()
+                (writer,) = (t for t in threading.enumerate() if t.name.startswith("megarl saving"))
+                writer.join(60)
+                assert not writer.is_alive()
     go.set()
     if saver.is_member:
         next_step = step(saver)

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -24,7 +25,7 @@ from megarl.ckpt import convert as module
 from megarl.ckpt.convert import dist2hf, hf2dist
 from megarl.ckpt.convert_logits import check_logits
 from megarl.ckpt.convert_report import inspect, verify
-from megarl.ckpt.convert_work import Progress, chunk_bytes, resident_bytes
+from megarl.ckpt.convert_work import Job, Progress, chunk_bytes, resident_bytes
 from megarl.ckpt.marker import read_info, write_marker
 from megarl.ckpt.restricted import read_metadata
 from megarl.utils.digests import seal
@@ -48,7 +49,7 @@ def test_there_and_back_is_bit_exact(tmp_path: Path, i: int, kind: str, tie: boo
     save_tiny(a, kind, tie=tie, dtype=torch.bfloat16 if bf16 else torch.float32)
     (a / "tokenizer.json").write_text("{}")
     # chunks of one row of some tensors, and of several tensors
-    with patch("megarl.ckpt.convert_work._MAX_CHUNK", 5000):
+    with patch("megarl.ckpt.convert_work.chunk_bytes", return_value=5000):
         hf2dist(a, ck, workers=1 + i % 3, **SMALL)
         dist2hf(ck, b, workers=1 + i % 3, max_shard_bytes=100_000, **QUIET)
     same(a, b)
@@ -171,23 +172,30 @@ def test_what_cannot_be_converted_is_named(tmp_path: Path) -> None:
         hf2dist(a, tmp_path / "d", **QUIET)
 
 
+def before_a_file(then: Callable[[Path], object]) -> Any:
+    """Has a conversion call `then` before it writes each file."""
+
+    def job(*, nbytes: int, write: Callable[..., Any]) -> Job:
+        return Job(nbytes=nbytes, write=lambda path, *rest: (then(path), write(path, *rest))[1])
+
+    return patch.object(module, "Job", job)
+
+
 def test_a_failing_part_stops_the_others_and_is_resumed(tmp_path: Path) -> None:
     a, ck = save_tiny(tmp_path / "a", "qwen2"), tmp_path / "ck"
     written: list[str] = []
-    real = module._write_part
 
-    def failing(*args: Any) -> Any:
-        written.append(args[4].name)
+    def failing(path: Path) -> None:
+        written.append(path.name)
         if len(written) == 4:
             while not list(tmp_path.rglob(f"{written[0]}.json")):  # the first one is done
                 time.sleep(0.01)
             raise OSError(28, "No space left on device")
-        return real(*args)
 
-    with patch.object(module, "_write_part", failing), pytest.raises(OSError, match="No space"):
+    with before_a_file(failing), pytest.raises(OSError, match="No space"):
         hf2dist(a, ck, **SMALL)
     assert not ck.exists()
-    with patch.object(module, "_write_part", failing):
+    with before_a_file(failing):
         hf2dist(a, ck, **SMALL)
     assert verify(a, ck, **QUIET) == []
     assert max(written.count(name) for name in written) <= 2 and written.count(written[0]) == 1
@@ -251,22 +259,21 @@ def test_work_of_another_input_is_not_taken_up(tmp_path: Path) -> None:
         hf2dist(a, out, **SMALL)
     shutil.rmtree(a)
     save_tiny(a, "qwen3", seed=1)
-    with patch.object(module, "_write_part", wraps=module._write_part) as write:
+    written: list[Path] = []
+    with before_a_file(written.append):
         hf2dist(a, out, **SMALL)
-    assert write.call_count == len(list(out.glob("*.distcp")))
+    assert len(written) == len(list(out.glob("*.distcp")))
     assert verify(a, out, **QUIET) == []
 
 
 def test_two_do_not_write_one_directory(tmp_path: Path) -> None:
     a, out = save_tiny(tmp_path / "a", "llama", layers=1), tmp_path / "out"
-    real = module._write_part
 
-    def meanwhile(*args: Any) -> Any:
+    def meanwhile(path: Path) -> None:
         with pytest.raises(ValueError, match="another process"):
             hf2dist(a, out, **QUIET)
-        return real(*args)
 
-    with patch.object(module, "_write_part", meanwhile):
+    with before_a_file(meanwhile):
         hf2dist(a, out, **QUIET)
     assert verify(a, out, **QUIET) == []
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import checkpoint as dcp
 
-from megarl.ckpt.writer import _Files
+from megarl.ckpt.writer import Writer
 from megarl.utils.digests import file_digest
 from megarl.utils.disk import DiskFull, check_room, full_disk_named
 from tests.full_disk import files_below
@@ -28,20 +29,22 @@ def test_what_torch_makes_of_a_short_write_is_named(tmp_path: Path) -> None:
     assert "\n" not in str(e.value)
 
 
-def test_the_writer_of_checkpoints_keeps_the_first_error(tmp_path: Path) -> None:
-    files = _Files()
-    with (
-        pytest.raises(RuntimeError),
-        files_below(1 << 20),
-        files.create_stream(tmp_path / "a.distcp", "wb") as f,
-    ):
-        torch.save(torch.zeros(1 << 20), f)
-    error = files.written[0].error
-    assert error is not None and error.errno == errno.EFBIG
-    with files.create_stream(tmp_path / "b.distcp", "wb") as f:
-        torch.save(torch.arange(9.0), f)
-        torch.save({"more": 1}, f)
-    assert files.written[1].digest.hexdigest() == file_digest(tmp_path / "b.distcp")
+def test_the_writer_of_checkpoints_raises_the_first_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(writer: Writer, name: str, *things: object) -> None:
+        with writer.fs.create_stream(tmp_path / name, "wb") as f:
+            for thing in things:
+                torch.save(thing, f)
+
+    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", write)
+    writer = Writer(tmp_path, copy_ahead=0)
+    with pytest.raises(OSError) as e, files_below(1 << 20):
+        writer.write_data("a.distcp", torch.zeros(1 << 20))
+    assert e.value.errno == errno.EFBIG
+    writer = Writer(tmp_path, copy_ahead=0)
+    writer.write_data("b.distcp", torch.arange(9.0), {"more": 1})
+    assert writer.checksums == {"b.distcp": file_digest(tmp_path / "b.distcp")}
 
 
 def test_a_disk_that_is_too_full_is_seen_before_anything_is_written(tmp_path: Path) -> None:

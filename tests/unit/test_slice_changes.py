@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -59,6 +60,15 @@ def small_chunks() -> Iterator[None]:
         yield
 
 
+def sent(
+    changes: SliceChanges, params: dict[str, torch.Tensor], message: Any, *, whole: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The head of a message and its bytes, as they go out."""
+    heads, *rounds = changes.messages([[(0, 0, message)]], params, CPU, whole=whole)
+    encoded = [give() for outgoing in rounds for _, _, give in outgoing]
+    return heads[0][2](), encoded[0] if encoded else torch.empty(0, dtype=torch.uint8)
+
+
 def test_changes_land_as_the_whole_message_does() -> None:
     """Trainers hold fp32 and send bf16, of which the server keeps a part in fp32."""
     torch.manual_seed(0)
@@ -68,8 +78,8 @@ def test_changes_land_as_the_whole_message_does() -> None:
     for share in (1.0, 0.0, 0.004, 0.1, 0.6, 1.0):
         for p in params.values():
             p[torch.rand(p.shape) < share] *= -2
-        head, encoded = changes._encode(params, message, CPU, not lengths)
-        _, whole = SliceChanges()._encode(params, message, CPU, True)
+        head, encoded = sent(changes, params, message, whole=not lengths)
+        _, whole = sent(SliceChanges(), params, message, whole=True)
         assert head[0] == len(encoded) and len(whole) == NBYTES
         land(held, THERE, encoded, int(head[1]))
         land(expected, THERE, whole, 0)
@@ -87,7 +97,7 @@ def test_changes_of_another_message_are_refused() -> None:
     changes = SliceChanges()
     changes.keep("v1", [[(0, 0, parts())]], params, on_host=False)
     params["w"][3, 4] = 1
-    head, encoded = changes._encode(params, parts(), CPU, False)
+    head, encoded = sent(changes, params, parts(), whole=False)
     for views, message in ((THERE[:-1], encoded), (THERE, encoded[:-1])):
         with pytest.raises(ValueError, match="changes of"):
             land(server(), views, message, int(head[1]))

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import socket
+import sys
 import threading
 import time
 import zlib
@@ -27,6 +28,7 @@ from megarl.weight_sync.slices.receiver.megarl_receiver.recording import (
     record,
 )
 from megarl.weight_sync.slices.receiver.megarl_receiver.strides import box_numbers, fingerprint
+from tests.stock_server import sglang_as
 
 PARAMS = dict(a=(20, 12), b=(2, 6, 10), c=(30,), d=(8, 6), e=(4, 3, 2), f=(7, 4), g=(4, 5))
 SIZES = dict(
@@ -111,8 +113,8 @@ class Bench:
 def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     monkeypatch.setenv("MEGARL_JOB_TOKEN", "secret")
     monkeypatch.setattr(commands, "held", commands.Held())
-    monkeypatch.setattr(commands, "_rank", lambda: 0)
-    monkeypatch.setattr(commands, "_finish", lambda model: None)
+    for name, content in sglang_as(rank=0).items():
+        monkeypatch.setitem(sys.modules, name, content)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     box = Mailbox(store, "s", "secret")
     box.put("spec/x", zlib.compress(json.dumps(SPEC).encode()))

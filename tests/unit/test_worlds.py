@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -55,8 +56,12 @@ def test_scopes_nest_and_their_groups_never_share_a_name(meshes: tuple[World, Wo
     assert dist.group.WORLD is everybody and len(names) == 7
 
 
+class Kept(list[str]):
+    """A list that can be referred to weakly."""
+
+
 def test_what_is_kept_belongs_to_a_world_and_ends_with_it(meshes: tuple[World, World]) -> None:
-    kept = PerWorld(list[str])
+    kept = PerWorld(Kept)
     kept.get().append("all")
     for world in meshes:
         with world.scope():
@@ -71,8 +76,13 @@ def test_what_is_kept_belongs_to_a_world_and_ends_with_it(meshes: tuple[World, W
     another = World([0])
     with another.scope():
         assert kept.get() == []
+        things = [weakref.ref(kept.get())]
     another.destroy()
-    assert len(kept._kept) < 5  # those of ended worlds are gone
+    last = World([0])
+    with last.scope():
+        things.append(weakref.ref(kept.get()))
+        assert [thing() for thing in things] == [None, []]  # that of the ended world is gone
+    last.destroy()
 
 
 def test_destroying_a_world_ends_the_groups_that_were_made_in_it() -> None:
