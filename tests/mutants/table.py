@@ -107,10 +107,10 @@ MUTANTS = (
     ),
     Mutant(
         "utils/http.py",
-        "return max(0.0, until.timestamp() - time.time())",
-        "return until.timestamp() - time.time()",
+        'if status < 400 and not (isinstance(answer, dict) and answer.get("success") is False):',
+        "if status < 400:",
         (
-            "tests/unit/test_reward_workers.py::test_a_reward_with_options_of_a_file_whose_folder_is_on_its_path",
+            "tests/unit/test_pipeline.py::test_an_answer_that_says_it_failed_is_an_error_whatever_its_status",
         ),
     ),
     Mutant(
@@ -153,9 +153,9 @@ MUTANTS = (
     ),
     Mutant(
         "rpc/server.py",
-        "await turns.wait(head.turn)",
+        "self._fresh.take(head.number)",
         "pass",
-        ("tests/unit/test_rpc.py::test_two_hundred_calls_at_once_begin_in_their_order",),
+        ("tests/unit/test_rpc.py::test_a_request_is_taken_once",),
     ),
     Mutant(
         "controller/batch.py",
@@ -216,6 +216,58 @@ MUTANTS = (
         ("tests/unit/test_timeline.py::test_steps_are_cut_out_of_every_rank",),
     ),
     Mutant(
+        "rollout/accounting.py",
+        "self.samples += count - left_out[episode]",
+        "self.samples += count",
+        ("tests/unit/test_accounting.py::test_samples_whose_update_was_skipped_are_not_trained",),
+    ),
+    Mutant(
+        "rollout/accounting.py",
+        "if seen < ENOUGH or len(failed) <= self._bound * seen:",
+        "if len(failed) <= self._bound * seen:",
+        (
+            "tests/unit/test_failed_samples.py::test_a_group_that_failures_leave_too_small_is_replaced",
+        ),
+    ),
+    Mutant(
+        "rollout/gateway/session.py",
+        "and chat.tools == tools",
+        "and True",
+        ("tests/unit/test_gateway.py::test_a_chat_goes_on_with_the_same_tools_alone",),
+    ),
+    Mutant(
+        "rollout/gateway/session.py",
+        "most = min(most, context - length)",
+        "pass",
+        ("tests/unit/test_gateway.py::test_an_answer_ends_where_the_context_does",),
+    ),
+    Mutant(
+        "rollout/generation.py",
+        'params["max_new_tokens"] = config.max_new_tokens - written',
+        'params["max_new_tokens"] = config.max_new_tokens',
+        ("tests/unit/test_answers.py::test_an_answer_is_for_the_same_request_only_and_once",),
+    ),
+    Mutant(
+        "rollout/order.py",
+        "return [min(count, max(0, n - j * count)) for j, n in enumerate(alive)]",
+        "return [min(count, max(0, n)) for j, n in enumerate(alive)]",
+        ("tests/unit/test_order.py::test_a_batch_is_the_first_come_of_all_that_keep_the_rule",),
+    ),
+    Mutant(
+        "rollout/order.py",
+        "due = left",
+        "pass",
+        ("tests/unit/test_order.py::test_a_batch_is_the_first_come_of_all_that_keep_the_rule",),
+    ),
+    Mutant(
+        "rollout/outcomes.py",
+        "self._rejected.difference_update(numbers)",
+        "pass",
+        (
+            "tests/unit/test_outcomes.py::test_draws_are_the_same_whichever_episode_ends_first_and_after_a_resume",
+        ),
+    ),
+    Mutant(
         "rollout/staleness.py",
         "batches = self.max_head_offpolicyness + version - self.start_version + 1",
         "batches = self.max_head_offpolicyness + version - self.start_version",
@@ -226,5 +278,263 @@ MUTANTS = (
         "return oldest is not None and version - oldest > self.max_head_offpolicyness",
         "return oldest is not None and version - oldest >= self.max_head_offpolicyness",
         ("tests/unit/test_staleness.py::test_consumption_bound",),
+    ),
+    Mutant(
+        "rollout/trajectory.py",
+        "yield [(t, t.response is not None and t.number not in seen) for t in path]",
+        "yield [(t, t.response is not None) for t in path]",
+        (
+            "tests/unit/test_trajectory.py::test_every_sampled_token_is_trained_in_one_row_as_it_was_sampled",
+        ),
+    ),
+    Mutant(
+        "trainer/evaluation.py",
+        "right = (rewards >= 1).tolist()",
+        "right = (rewards > 0).tolist()",
+        ("tests/unit/test_evaluation.py::test_intervals_are_those_of_prompts",),
+    ),
+    Mutant(
+        "trainer/held_out.py",
+        'joined[f"eval/{figure}"] = sum(found[key] for key in keys) / len(keys)',
+        'joined[f"eval/{figure}"] = sum(found[key] for key in keys)',
+        (
+            "tests/unit/test_evaluation.py::test_the_mean_over_data_sets_is_nan_where_one_says_nothing",
+        ),
+    ),
+    Mutant(
+        "trainer/recover.py",
+        'for old in [c for c in whole if c.step <= info["step"]][: -self._config.keep_last]:',
+        'for old in [c for c in whole if c.step <= info["step"]][: -self._config.keep_last - 1]:',
+        ("tests/unit/test_recover.py::test_a_run_continues_where_its_newest_checkpoint_is",),
+    ),
+    Mutant(
+        "trainer/rollout_metrics.py",
+        '"reward/groups_all_right": (groups["min"] >= PASSES).float().mean().item(),',
+        '"reward/groups_all_right": (groups["max"] >= PASSES).float().mean().item(),',
+        ("tests/unit/test_trainer.py::test_rollout_figures",),
+    ),
+    Mutant(
+        "data/dataset.py",
+        "kept = [row for row in rows if _length(row) <= cfg.max_length]",
+        "kept = [row for row in rows if _length(row) < cfg.max_length]",
+        ("tests/unit/test_data.py::test_long_rows_are_dropped_with_a_count",),
+    ),
+    Mutant(
+        "data/encoding.py",
+        "response_ids = template.encode(response) + [template.eos_token_id]",
+        "response_ids = template.encode(response)",
+        ("tests/unit/test_data.py::test_sft_rows_train_on_the_answer_and_eos",),
+    ),
+    Mutant(
+        "data/loader.py",
+        'batch["loss_mask"][i, :n] = torch.tensor(row["loss_mask"])',
+        'batch["loss_mask"][i, :n] = True',
+        ("tests/unit/test_data.py::test_collate_sft_pads_on_the_right",),
+    ),
+    Mutant(
+        "data/overlap.py",
+        "left = set(range(len(rows))).difference(seen)",
+        "left = set(range(len(rows)))",
+        (
+            "tests/unit/test_datasets.py::test_prompts_of_the_training_data_leave_the_validation_data",
+        ),
+    ),
+    Mutant(
+        "data/template.py",
+        "mask += [trained] * len(piece)",
+        "mask += [True] * len(piece)",
+        ("tests/unit/test_data.py::test_sft_masks_are_those_of_a_template_that_marks_the_answers",),
+    ),
+    Mutant(
+        "api/batch.py",
+        "if not torch.equal(value.lengths, self.lengths[self.rows]):",
+        "if False:",
+        ("tests/unit/test_batch.py::test_what_does_not_fit_is_named",),
+    ),
+    Mutant(
+        "server/kv_cache.py",
+        "hidden |= keys <= last - window",
+        "hidden |= keys < last - window",
+        ("tests/unit/test_server_runner.py::test_ragged_batches_give_the_models_logits",),
+    ),
+    Mutant(
+        "server/kv_cache.py",
+        "keep = min(positions, old.shape[3])",
+        "keep = min(used, old.shape[3])",
+        ("tests/unit/test_server_runner.py::test_rows_survive_growth_and_moves_of_the_cache",),
+    ),
+    Mutant(
+        "server/kv_cache.py",
+        "self._masks[width, window] = (apart >= 0) & (apart < window)",
+        "self._masks[width, window] = (apart >= 0) & (apart <= window)",
+        ("tests/unit/test_server_runner.py::test_ragged_batches_give_the_models_logits",),
+    ),
+    Mutant(
+        "observability/intervals.py",
+        "z2 = _normal_quantile(level) ** 2",
+        "z2 = _normal_quantile(level)",
+        ("tests/unit/test_intervals.py::test_all_right_is_not_certain",),
+    ),
+    Mutant(
+        "observability/intervals.py",
+        "variance = float(np.square(sums - p * counts).sum()) / n**2",
+        "variance = float(np.square(sums - p * counts).sum()) / n",
+        ("tests/unit/test_intervals.py::test_samples_that_agree_within_a_prompt_are_worth_one",),
+    ),
+    Mutant(
+        "observability/presence.py",
+        'return [p for p in found if p["rank"] < world]',
+        "return found",
+        ("tests/unit/test_timeline.py::test_presence",),
+    ),
+    Mutant(
+        "observability/stats_tracker.py",
+        "self.count += other.count",
+        "pass",
+        ("tests/unit/test_stats_tracker.py::test_scalars_are_averaged_under_their_scopes",),
+    ),
+    Mutant(
+        "observability/stats_tracker.py",
+        "before, self._muted = self._muted, self._muted or mute",
+        "before, self._muted = self._muted, mute",
+        ("tests/unit/test_stats_tracker.py::test_what_is_muted_is_checked_and_left_out",),
+    ),
+    Mutant(
+        "engine/micro_batch.py",
+        "share = layout.tp if layout.sequence_parallel else 1",
+        "share = 1",
+        (
+            "tests/unit/test_packing_properties.py::test_slots_hold_their_sequences_and_cut_into_equal_shares",
+        ),
+    ),
+    Mutant(
+        "engine/optimizer.py",
+        "lr_decay_steps=steps + 1,",
+        "lr_decay_steps=steps,",
+        (
+            "tests/unit/test_schedule.py::test_the_peak_is_reached_and_the_fall_ends_at_the_run_s_end",
+        ),
+    ),
+    Mutant(
+        "parallel/packing.py",
+        "return -(-max(1, length) // align) * align",
+        "return max(1, length) // align * align",
+        ("tests/unit/test_packing.py::test_pack_layout",),
+    ),
+    Mutant(
+        "parallel/packing.py",
+        "count = -(-count // multiple_of) * multiple_of",
+        "pass",
+        (
+            "tests/unit/test_packing_properties.py::test_every_sequence_once_within_the_budget_in_equally_many_micro_batches",
+        ),
+    ),
+    Mutant(
+        "parallel/packing.py",
+        "for chunk in (rank, 2 * cp - 1 - rank):",
+        "for chunk in (2 * rank, 2 * rank + 1):",
+        (
+            "tests/unit/test_packing_properties.py::test_zigzag_shares_cover_everything_once_and_are_balanced",
+        ),
+    ),
+    Mutant(
+        "models/ops.py",
+        "yield Segment(rank, 0, 0, 0, rows, rank * cols, cols)",
+        "yield Segment(rank, 0, 0, 0, rows, 0, cols)",
+        ("tests/unit/test_piece_table.py::test_every_element_once_in_every_layout",),
+    ),
+    Mutant(
+        "models/ops.py",
+        "start, stop = rank * per, min((rank + 1) * per, m.vocab_size)",
+        "start, stop = rank * per, (rank + 1) * per",
+        ("tests/unit/test_piece_table.py::test_every_element_once_in_every_layout",),
+    ),
+    Mutant(
+        "models/ops.py",
+        "n = min(stop, (rank + 1) * per) - row",
+        "n = stop - row",
+        ("tests/unit/test_piece_table.py::test_every_element_once_in_every_layout",),
+    ),
+    Mutant(
+        "models/piece_table.py",
+        "return -(-vocab_size // unit) * unit",
+        "return vocab_size // unit * unit",
+        ("tests/unit/test_piece_table.py::test_every_element_once_in_every_layout",),
+    ),
+    Mutant(
+        "weight_sync/boxes.py",
+        "return (start, stop) if all(x < y for x, y in zip(start, stop, strict=True)) else None",
+        "return (start, stop) if any(x < y for x, y in zip(start, stop, strict=True)) else None",
+        ("tests/unit/test_slice_plan.py::test_numbers_in_no_box_are_counted",),
+    ),
+    Mutant(
+        "weight_sync/plan.py",
+        "if n < len(queue) and (n < 2 or queue[n - 2] < k - 1):",
+        "if n < len(queue):",
+        ("tests/unit/test_weight_sync_plan.py::test_gathers_run_ahead_by_two_buckets_of_an_owner",),
+    ),
+    Mutant(
+        "weight_sync/plan.py",
+        'body: dict[str, Any] = {"flush_cache": last and flush}',
+        'body: dict[str, Any] = {"flush_cache": flush}',
+        (
+            "tests/unit/test_weight_sync_plan.py::test_only_the_last_bucket_flushes_and_bumps_the_version",
+        ),
+    ),
+    Mutant(
+        "weight_sync/servers.py",
+        "if info.replicas > 1 or info.stages > 1:",
+        "if info.replicas > 1:",
+        (
+            "tests/unit/test_weight_sync_servers.py::test_a_server_with_replicas_or_stages_takes_weights_from_files_alone",
+        ),
+    ),
+    Mutant(
+        "weight_sync/slices/plan.py",
+        "if group and load + nbytes > self.round_bytes:",
+        "if False:",
+        ("tests/unit/test_slice_plan.py::test_messages_rounds_and_senders_are_bounded",),
+    ),
+    Mutant(
+        "ckpt/safetensors_files.py",
+        "end += m.nbytes",
+        "end = m.nbytes",
+        ("tests/unit/test_convert.py::test_there_and_back_is_bit_exact",),
+    ),
+    Mutant(
+        "algos/advantages.py",
+        "shaped = (rewards.float() + config.reward_bias) * config.reward_scaling",
+        "shaped = rewards.float() * config.reward_scaling + config.reward_bias",
+        ("tests/unit/test_advantages.py::test_reward_shaping_is_bias_then_scale_then_clip",),
+    ),
+    Mutant(
+        "algos/advantages.py",
+        "return (centred / (groups.std(std) + eps)).float()",
+        "return (centred * (groups.std(std) + eps)).float()",
+        ("tests/unit/test_advantages.py::test_group_mean_and_std_by_hand",),
+    ),
+    Mutant(
+        "algos/aggregation.py",
+        "return (masked.sum(1) / mask.sum(1).clamp(min=1)).sum()",
+        "return (masked.sum(1) / mask.shape[1]).sum()",
+        ("tests/unit/test_losses.py::test_value_gradient_weight_and_clip_counts_equal_the_loop",),
+    ),
+    Mutant(
+        "algos/kl.py",
+        "return log_r.clamp(max=MAX_LOG_RATIO).expm1() - log_r",
+        "return log_r.clamp(max=MAX_LOG_RATIO).expm1() + log_r",
+        ("tests/unit/test_kl.py::test_values_of_one_token",),
+    ),
+    Mutant(
+        "algos/policy_loss.py",
+        "loss = torch.where(dropped, 0.0, loss * weight)",
+        "loss = torch.where(dropped, 0.0, loss)",
+        ("tests/unit/test_losses.py::test_value_gradient_weight_and_clip_counts_equal_the_loop",),
+    ),
+    Mutant(
+        "algos/ratios.py",
+        "return torch.where(mask, logp - old, 0.0)",
+        "return logp - old",
+        ("tests/unit/test_surrogates.py::test_value_and_gradient_equal_the_loop",),
     ),
 )

@@ -598,6 +598,40 @@ def test_rewards_of_the_outcome_and_of_one_answer(tokenizer: Any) -> None:
     run(tokenizer, test)
 
 
+def test_an_answer_ends_where_the_context_does(tokenizer: Any) -> None:
+    async def test(session: Session, engine: StubEngine) -> None:
+        assert (await post(session, "/chat/completions", ask("go"))).status_code == 200
+        (asked,) = engine.asked
+        room = 80 - len(asked.input_ids)
+        assert 0 < asked.gconfig.max_new_tokens == room < GCONFIG.max_new_tokens
+
+    run(tokenizer, test, context_length=80)
+
+
+def test_a_chat_goes_on_with_the_same_tools_alone(tokenizer: Any) -> None:
+    async def test(session: Session, engine: StubEngine) -> None:
+        first = said(await post(session, "/chat/completions", ask("go")))
+        longer = {"messages": [*ask("go")["messages"], {"role": "assistant", "content": first}]}
+        longer["messages"].append({"role": "user", "content": "on"})
+        await post(session, "/chat/completions", longer | {"tools": [LOOK]})
+        assert "tools:" in tokenizer.decode(engine.asked[1].input_ids)
+        assert session.trajectory.forks == 1
+
+    run(tokenizer, test)
+
+
+def test_a_prompt_that_is_asked_again_has_another_seed(tokenizer: Any) -> None:
+    async def test() -> None:
+        async with opened(tokenizer) as (_, engine, gateway):
+            with gateway.session(GCONFIG.new(seed=7), tokenizer) as session:
+                for _ in range(3):
+                    await post(session, "/chat/completions", ask("go"))
+            seeds = [request.seed for request in engine.asked]
+            assert len(set(seeds)) == 3 and None not in seeds
+
+    asyncio.run(test())
+
+
 @pytest.mark.parametrize(
     ("path", "body", "why"),
     [
