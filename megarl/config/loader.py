@@ -1,4 +1,4 @@
-"""Makes a recipe dataclass of YAML files and dotted overrides, by OmegaConf's structured configs.
+"""Makes a recipe dataclass of YAML files and dotted overrides (build.py).
 
     cfg = load_config("configs/x.yaml", ["actor.optimizer.lr=1e-5", "+train_dataset.options.n=3"])
     cfg = load_config(sys.argv[1:])                  # --config X.yaml a.b=c +new.key=v
@@ -13,40 +13,33 @@ ConfigError.
 
 from __future__ import annotations
 
-import copy
-import functools
 import os
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException, ValidationError
+from omegaconf import OmegaConf
 
 from megarl.config import presets
-from megarl.config.aliases import NEEDLESS, aliased
-from megarl.config.allocation import AllocationMode
-from megarl.config.base import SeamConfig
+from megarl.config.aliases import aliased
+from megarl.config.build import build, is_interpolation, is_seam, leaves
 from megarl.config.command_line import parse_command_line
 from megarl.config.compose import Composer, Tree, group_file, has_group, merged
-from megarl.config.errors import ConfigError, raise_if_any
+from megarl.config.errors import raise_if_any
+from megarl.config.hints import hint, unknown_key
 from megarl.config.hub import fetch_hub_models
-from megarl.config.recipes import RECIPES, BaseConfig, main_role, own_code, recipe_class
+from megarl.config.recipes import BaseConfig, own_code, recipe_class
 from megarl.config.schema import (
-    Key,
-    children,
     choice_problems,
     find_key,
     free_form_parent,
     key_table,
-    nearest_keys,
-    not_a_choice,
     show,
 )
-from megarl.config.secrets import reads_environment, remember, written_tree
+from megarl.config.secrets import written_tree
 from megarl.config.unread import begin_script, note_set
-from megarl.config.words import NOT_YAML, Word, as_type, read_override
+from megarl.config.words import NOT_YAML, read_override
 from megarl.utils.collective_timeout import set_collective_timeout
 from megarl.utils.quiet import quiet_libraries
 from megarl.utils.staging import write_whole
@@ -92,24 +85,13 @@ def load_config(
     if foreign:
         known = {field.name for field in fields(cls)}
         tree = {name: value for name, value in tree.items() if name in known}
-    node = copy.deepcopy(_defaults(cls))  # type: ignore[arg-type]  # a class has a hash
-    _merge(node, tree, cls, "", problems)
-    _allocate(node, tree, cls, problems)
-    cfg = _to_object(node, problems)
-    if cfg is not None:  # again on the whole: interpolated values are known only now
-        problems += [p for p in choice_problems(cfg) if p not in problems]
+    cfg = build(cls, tree, problems)
+    if cfg is not None:
+        problems += choice_problems(cfg)
     raise_if_any(problems)
     assert isinstance(cfg, cls)
-    remember(cfg, OmegaConf.to_container(node, resolve=False))
-    note_set(cfg, _leaves(tree))
+    note_set(cfg, leaves(tree))
     return cfg
-
-
-@functools.cache
-def _defaults(cls: type[BaseConfig]) -> DictConfig:
-    node = OmegaConf.structured(cls)
-    assert isinstance(node, DictConfig)
-    return node
 
 
 def own_class(source: str | os.PathLike[str] | None, overrides: Sequence[str] = ()) -> str | None:
@@ -215,17 +197,17 @@ def _apply_override(
     if plus == "+" and free_form_parent(cls, name) is None:
         ours = aliased(table, name)
         if ours and free_form_parent(cls, ours):
-            problems.append(_unknown(cls, name))
+            problems.append(unknown_key(cls, name))
             return
         free = [k.name for k in table.values() if k.free_form]
         problems.append(
-            f"+{name}: keys can be added only inside {', '.join(free)}{_hint(cls, name)}"
+            f"+{name}: keys can be added only inside {', '.join(free)}{hint(cls, name)}"
         )
         return
     *parents, last = name.split(".")
     for depth, part in enumerate(parents, start=1):
         above = ".".join(parents[:depth])
-        if _is_seam(find_key(cls, above)) and isinstance(tree.get(part), str):
+        if is_seam(find_key(cls, above)) and isinstance(tree.get(part), str):
             tree[part] = {"type": tree[part]}
         if not isinstance(tree.get(part), dict):
             if tree.get(part) is not None:
@@ -238,8 +220,8 @@ def _apply_override(
 
 def _type_of_seam(cls: type[BaseConfig], name: str, value: Any) -> str:
     """Returns the key that `name` is short for: of a seam its type, where a text is given."""
-    short = isinstance(value, str) and not _is_interpolation(value)
-    return f"{name}.type" if short and _is_seam(find_key(cls, name)) else name
+    short = isinstance(value, str) and not is_interpolation(value)
+    return f"{name}.type" if short and is_seam(find_key(cls, name)) else name
 
 
 def _drop_options(tree: Tree, cls: type[BaseConfig], name: str, value: Any) -> None:
@@ -254,174 +236,3 @@ def _drop_options(tree: Tree, cls: type[BaseConfig], name: str, value: Any) -> N
             return
     if tree.get(last, key.default) != value:
         tree.pop("options", None)
-
-
-def _is_seam(key: Key | None) -> bool:
-    return key is not None and key.section is not None and issubclass(key.section, SeamConfig)
-
-
-def _merge(
-    node: DictConfig,
-    tree: Tree,
-    cls: type,
-    prefix: str,
-    problems: list[str],
-    root: type | None = None,
-) -> None:
-    """Sets the values of `tree` in the structured `node` of dataclass `cls`, key by key."""
-    root = root or cls
-    keys = {k.name.removeprefix(prefix): k for k in children(cls, prefix)}
-    for name, value in ((str(n), v) for n, v in tree.items()):
-        key = keys.get(name)
-        if _is_seam(key) and isinstance(value, str) and not _is_interpolation(value):
-            value = {"type": value}
-        # a choice of ours may be a section elsewhere, as `algorithm` is in verl
-        if key is None or (key.choices and value and isinstance(value, dict)):
-            problems += [_unknown(root, n) for n in _leaves(value, f"{prefix}{name}")]
-        elif key.element is not None and isinstance(value, dict):
-            _merge_elements(node[name], key.name, key.element, value, problems, root)
-        elif key.section is None or value is None or _is_interpolation(value):
-            _set(node, name, key, value, problems)
-        elif not isinstance(value, dict):
-            inside = ", ".join(k.name for k in children(key.section, key.name + "."))
-            problems.append(f"{key.name}={show(value)}: a section, not a value; it has {inside}")
-        else:
-            if OmegaConf.is_interpolation(node, name) or node[name] is None:
-                OmegaConf.update(node, name, OmegaConf.structured(key.section), merge=False)
-            _merge(node[name], value, key.section, key.name + ".", problems, root)
-
-
-def _merge_elements(
-    node: DictConfig, key: str, element: type, sections: Tree, problems: list[str], root: type
-) -> None:
-    """Sets the sections of the dict at `key`, by name, each of the dataclass `element`."""
-    for name, value in ((str(n), v) for n, v in sections.items()):
-        if not isinstance(value, dict):
-            problems.append(f"{key}.{name}={show(value)}: a section, not a value")
-            continue
-        if name not in node:
-            node[name] = OmegaConf.structured(element)
-        _merge(node[name], value, element, f"{key}.{name}.", problems, root)
-
-
-def _allocate(node: DictConfig, tree: Tree, cls: type[BaseConfig], problems: list[str]) -> None:
-    """Sets the keys that allocation_mode decides, but for those that `tree` has: the checks
-    (check_cluster.py) compare them."""
-    try:
-        text = node.allocation_mode
-        decided = AllocationMode.from_str(text).keys(main_role(cls)) if text else {}
-    except ConfigError as e:
-        problems += e.problems
-        return
-    except OmegaConfBaseException:  # an interpolation, which is reported with all others
-        return
-    for name, value in decided.items():
-        if name in key_table(cls) and not _has(tree, name):
-            OmegaConf.update(node, name, value)
-
-
-def _has(tree: Any, name: str) -> bool:
-    """Returns whether the dotted `name` is set in `tree`."""
-    for part in name.split("."):
-        if not isinstance(tree, dict) or part not in tree:
-            return False
-        tree = tree[part]
-    return True
-
-
-def _leaves(value: Any, name: str = "") -> list[str]:
-    """Returns the dotted names of the plain values below `name`."""
-    if not isinstance(value, dict) or not value:
-        return [name]
-    return [leaf for k, v in value.items() for leaf in _leaves(v, f"{name}.{k}".lstrip("."))]
-
-
-def _set(node: DictConfig, name: str, key: Key, value: Any, problems: list[str]) -> None:
-    if value is None and not key.nullable:
-        problems.append(f"{key.name}=null: needs a value of type {key.type_name}")
-        return
-    typed = as_type(value, key.annotation)
-    if key.choices and not key.allows(typed) and isinstance(value, Word):
-        # YAML 1.1 reads off, on, no, yes as booleans: so may they be meant where one is a choice
-        alike = (
-            ("on", "yes", "true", key.true) if value.untyped() is True else ("off", "no", "false")
-        )
-        typed = next((word for word in alike if word in key.choices), typed)
-    try:
-        if key.base_type is bool and isinstance(value, Word) and not _is_truth(typed):
-            raise ValidationError(value)  # OmegaConf takes every number
-        OmegaConf.update(node, name, typed, merge=False)
-    except OmegaConfBaseException:
-        fix = "; write [a,b]" if key.type_name.startswith("list") else ""
-        shown = show(value if isinstance(value, str) else typed)
-        problems.append(f"{key.name}={shown}: not of type {key.type_name}{fix}")
-        return
-    if key.choices and not _is_interpolation(value) and not key.allows(node[name]):
-        problems.append(not_a_choice(key, value))
-
-
-def _is_truth(value: Any) -> bool:
-    return isinstance(value, bool) or _is_interpolation(value)
-
-
-def _is_interpolation(value: Any) -> bool:
-    return isinstance(value, str) and "${" in value
-
-
-def _unknown(cls: type, name: str) -> str:
-    if name in key_table(cls):
-        return f"{name}: dots are for the command line; in YAML nest the key in its section"
-    elsewhere = _elsewhere(cls, name)
-    if aliased(key_table(cls), name) is None and elsewhere:
-        return f"{name}: unknown key of this recipe; {elsewhere}"
-    also = f" ({elsewhere})" if elsewhere.endswith(" it") else ""
-    return f"{name}: unknown key{_hint(cls, name)}{also}"
-
-
-def _elsewhere(cls: type, name: str) -> str:
-    """Says which other recipe has the key, under this name or under ours; empty where none has."""
-    for recipe, other in RECIPES.items():
-        table = key_table(other)
-        if other is not cls and name in table:
-            return f"recipe={recipe} has it"
-        if other is not cls and (ours := aliased(table, name)) is not None:
-            return f"recipe={recipe} has {ours}"
-    return ""
-
-
-def _hint(cls: type, name: str) -> str:
-    if (needless := NEEDLESS.get(name.rpartition(".")[2])) is not None:
-        return f"; {needless}"
-    near = nearest_keys(cls, name)
-    return f"; did you mean {near[0]}?" if near else "; --help lists all keys"
-
-
-def _to_object(node: DictConfig, problems: list[str]) -> Any:
-    """Returns the dataclass with interpolations resolved; None, and notes why, if it cannot be."""
-    try:
-        if missing := sorted(OmegaConf.missing_keys(node)):
-            problems += [f"{name}: required, set it" for name in missing]
-            return None
-        return OmegaConf.to_object(node)
-    except OmegaConfBaseException as e:
-        problems.append(_unreadable(node, e))
-        return None
-
-
-def _unreadable(node: DictConfig, e: OmegaConfBaseException) -> str:
-    """Says why a value cannot be read, without showing a value of the environment."""
-    first = str(e).splitlines()[0]
-    if not e.full_key:
-        return first
-    text = _as_written(node, e.full_key) if isinstance(e, ValidationError) else None
-    if text and reads_environment(text, OmegaConf.to_container(node, resolve=False)):
-        return f"{e.full_key}={text}: the value behind it is not of the key's type"
-    return f"{e.full_key}: {first}"
-
-
-def _as_written(node: DictConfig, name: str) -> str | None:
-    """Returns the text of the interpolation at the dotted `name`, None for another value."""
-    value: Any = OmegaConf.to_container(node, resolve=False)
-    for part in name.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    return value if _is_interpolation(value) else None

@@ -107,7 +107,7 @@ def test_interpolated_values_are_checked_like_others() -> None:
         "(or pkg.module:name)"
     )
     (problem,) = problems("seed=${trial_name}", "trial_name=x")
-    assert problem.startswith("seed: ") and "'x'" in problem
+    assert problem.startswith("seed=x: ")
 
 
 def test_saved_config_loads_back_equal(tmp_path: Path) -> None:

@@ -1,0 +1,271 @@
+"""Makes a recipe's dataclass of a tree of plain values: types, interpolations, unknown keys.
+
+`_typed` gives the words of the tree the types of their keys, `_filled` puts it above the defaults,
+OmegaConf follows interpolations, and `_made` makes the objects, whose plain values pydantic checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, asdict, is_dataclass
+from enum import Enum
+from functools import cache
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import TypeAdapter, ValidationError
+
+from megarl.config.allocation import AllocationMode
+from megarl.config.base import SeamConfig
+from megarl.config.errors import ConfigError
+from megarl.config.hints import unknown_key
+from megarl.config.recipes import BaseConfig, main_role
+from megarl.config.schema import Key, children, key_table, show
+from megarl.config.secrets import reads_environment, remember
+from megarl.config.words import Word, as_type
+
+Tree = dict[str, Any]
+_REQUIRED = "???"  # OmegaConf's sign of a value that is still to be given
+
+
+def build(cls: type[BaseConfig], tree: Tree, problems: list[str]) -> BaseConfig | None:
+    """Returns the dataclass `cls` with the values of `tree`, a tree of words and plain values. Adds
+    a line to `problems` for all that is wrong; None where no object can be made."""
+    typed = _typed(cls, tree)
+    whole = _filled(cls, typed)
+    problems += _allocate(cls, whole, tree)
+    resolved: Tree | None = whole
+    if any(_interpolations(whole)):
+        resolved = _resolved(whole, problems)
+    maker = _Maker(cls, whole)
+    if resolved is None:  # the rest can still be looked at
+        maker.make(cls, {k: v for k, v in whole.items() if not any(_interpolations(v))})
+        problems += maker.problems
+        return None
+    cfg = maker.make(cls, resolved)
+    problems += maker.problems
+    if cfg is not None:
+        remember(cfg, whole)
+    return cfg
+
+
+def _resolved(whole: Tree, problems: list[str]) -> Tree | None:
+    """Returns the tree with the values of its interpolations; None, and adds a line, where one has
+    none."""
+    try:
+        resolved: Any = OmegaConf.to_container(OmegaConf.create(whole), resolve=True)
+    except OmegaConfBaseException as e:
+        first = str(e).splitlines()[0]
+        problems.append(f"{e.full_key}: {first}" if e.full_key else first)
+        return None
+    tree: Tree = resolved
+    return tree
+
+
+def is_seam(key: Key | None) -> bool:
+    """Returns whether the key names code, of which a text is the short form."""
+    return key is not None and key.section is not None and issubclass(key.section, SeamConfig)
+
+
+def is_interpolation(value: Any) -> bool:
+    """Returns whether a value is a text that OmegaConf replaces."""
+    return isinstance(value, str) and "${" in value
+
+
+def leaves(value: Any, name: str = "") -> list[str]:
+    """Returns the dotted names of the plain values below `name`."""
+    if not isinstance(value, dict) or not value:
+        return [name]
+    return [leaf for k, v in value.items() for leaf in leaves(v, f"{name}.{k}".lstrip("."))]
+
+
+def _interpolations(value: Any) -> Iterator[str]:
+    """Yields the interpolations in a tree."""
+    if isinstance(value, dict):
+        for below in value.values():
+            yield from _interpolations(below)
+    elif isinstance(value, list):
+        for below in value:
+            yield from _interpolations(below)
+    elif is_interpolation(value):
+        yield value
+
+
+def _typed(cls: type, tree: Tree) -> Tree:
+    """Returns the tree with every word as its key takes it, and every seam in its long form."""
+    keys = {key.name: key for key in children(cls)}
+    typed: Tree = {}
+    for name, value in ((str(n), v) for n, v in tree.items()):
+        key = keys.get(name)
+        if is_seam(key) and isinstance(value, str) and not is_interpolation(value):
+            value = {"type": value}
+        if key is None:
+            typed[name] = as_type(value, Any)
+        elif key.element is not None and isinstance(value, dict):
+            typed[name] = {str(n): _section(key.element, v) for n, v in value.items()}
+        elif key.section is not None:
+            typed[name] = _section(key.section, value)
+        else:
+            typed[name] = _meant(key, value)
+    return typed
+
+
+def _section(cls: type, value: Any) -> Any:
+    return _typed(cls, value) if isinstance(value, dict) else value
+
+
+def _meant(key: Key, value: Any) -> Any:
+    """Returns a word as its key takes it. YAML 1.1 reads off, on, no, yes as booleans: so may they
+    be meant where one is a choice."""
+    typed = as_type(value, key.annotation)
+    if key.choices and not key.allows(typed) and isinstance(value, Word):
+        alike = ("off", "no", "false")
+        if value.untyped() is True:
+            alike = ("on", "yes", "true", key.true)  # type: ignore[assignment]
+        typed = next((word for word in alike if word in key.choices), typed)
+    return typed
+
+
+def _filled(cls: type, tree: Tree, parent: Any = None) -> Tree:
+    """Returns the tree with the defaults of `cls`, or of its instance `parent`, where it has no
+    value. Keys that there are not stay."""
+    filled: Tree = {}
+    for key in children(cls, parent=parent):
+        value = tree.get(key.name, MISSING)
+        own = key.default if is_dataclass(key.default) else None
+        if key.section is not None and isinstance(value, dict):
+            filled[key.name] = _filled(key.section, value, own)
+        elif key.element is not None and isinstance(value, dict):
+            element, given = key.element, key.default
+            filled[key.name] = {n: _plain(v) for n, v in given.items()} | {
+                n: _filled(element, v, given.get(n)) if isinstance(v, dict) else v
+                for n, v in value.items()
+            }
+        elif value is not MISSING:
+            filled[key.name] = value
+        else:
+            filled[key.name] = _REQUIRED if key.default is MISSING else _plain(key.default)
+    return filled | {name: value for name, value in tree.items() if name not in filled}
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    return list(value) if isinstance(value, list) else value
+
+
+def _allocate(cls: type[BaseConfig], whole: Tree, tree: Tree) -> list[str]:
+    """Sets the keys that allocation_mode decides, but for those that `tree` has: the checks
+    (check_cluster.py) compare them. Returns what is wrong with it."""
+    try:
+        text = whole["allocation_mode"]
+        if is_interpolation(text):
+            text = OmegaConf.create(whole).allocation_mode
+        decided = AllocationMode.from_str(text).keys(main_role(cls)) if text else {}
+    except ConfigError as e:
+        return list(e.problems)
+    except OmegaConfBaseException:  # which is reported with all others
+        return []
+    for name, value in decided.items():
+        if name in key_table(cls) and not _has(tree, name):
+            *sections, last = name.split(".")
+            place = whole
+            for section in sections:
+                place = place[section]
+            place[last] = value
+    return []
+
+
+def _has(tree: Any, name: str) -> bool:
+    """Returns whether the dotted `name` is set in `tree`."""
+    for part in name.split("."):
+        if not isinstance(tree, dict) or part not in tree:
+            return False
+        tree = tree[part]
+    return True
+
+
+@cache
+def _adapter(annotation: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(annotation)
+
+
+class _Maker:
+    """Makes the objects of resolved trees; `problems` are lines on what is wrong in them."""
+
+    def __init__(self, root: type, written: Tree) -> None:
+        self.root, self.written, self.problems = root, written, list[str]()
+
+    def make(self, cls: type, tree: Tree, prefix: str = "", parent: Any = None) -> Any:
+        """Returns an object of `cls`; None where a value of it has no default and is wrong."""
+        values: dict[str, Any] = {}
+        keys = {key.name.removeprefix(prefix): key for key in children(cls, prefix, parent)}
+        for name, value in tree.items():
+            key = keys.get(name)
+            # a choice of ours may be a section elsewhere, as `algorithm` is in verl
+            if key is None or (key.choices and value and isinstance(value, dict)):
+                lines = [unknown_key(self.root, n) for n in leaves(value, f"{prefix}{name}")]
+                self.problems += lines
+            else:
+                values[name] = self.value(key, value)
+        given = {name: value for name, value in values.items() if value is not MISSING}
+        absent = [n for n, key in keys.items() if n not in tree and key.default is MISSING]
+        missing = [n for n in keys if tree.get(n) == _REQUIRED or n in absent]
+        self.problems += [f"{prefix}{name}: required, set it" for name in missing]
+        complete = all(n in given or key.default is not MISSING for n, key in keys.items())
+        return cls(**given) if complete else None
+
+    def value(self, key: Key, value: Any) -> Any:
+        """Returns the value of one key, MISSING for a wrong one, whose default stands in."""
+        if value == _REQUIRED and isinstance(value, str):
+            return MISSING
+        if value is None and not key.nullable:
+            return self._wrong(f"{key.name}=null: needs a value of type {key.type_name}")
+        if key.element is not None and isinstance(value, dict):
+            return {n: self._element(f"{key.name}.{n}", key.element, v) for n, v in value.items()}
+        if key.section is None or value is None:
+            return self._plain(key, value)
+        if not isinstance(value, dict):
+            inside = ", ".join(k.name for k in children(key.section, key.name + "."))
+            problem = f"{key.name}={show(value)}: a section, not a value; it has {inside}"
+            return self._wrong(problem)
+        own = key.default if isinstance(key.default, key.section) else None
+        made = self.make(key.section, value, key.name + ".", own)
+        return MISSING if made is None else made
+
+    def _element(self, name: str, cls: type, value: Any) -> Any:
+        if isinstance(value, dict):
+            return self.make(cls, value, name + ".")
+        return self._wrong(f"{name}={show(value)}: a section, not a value")
+
+    def _plain(self, key: Key, value: Any) -> Any:
+        typed = value
+        if isinstance(value, str) and key.base_type is not str:  # as an interpolation brings it
+            typed = as_type(Word(value), key.annotation)
+        if key.base_type is str and isinstance(value, int | float):
+            typed = str(value)
+        number = isinstance(typed, str) and key.base_type in (int, float)
+        own = isinstance(key.base_type, type) and key.base_type.__module__ != "builtins"
+        if own and issubclass(key.base_type, Enum):
+            typed = key.base_type.__members__.get(value, value)
+        try:
+            return _adapter(key.annotation).validate_python(typed, strict=not (number or own))
+        except ValidationError:
+            return self._wrong(self._not_of_type(key, value))
+
+    def _not_of_type(self, key: Key, value: Any) -> str:
+        """Says so without showing a value of the environment."""
+        written: Any = self.written
+        for part in key.name.split("."):
+            written = written.get(part) if isinstance(written, Mapping) else None
+        if is_interpolation(written) and reads_environment(written, self.written):
+            return f"{key.name}={written}: the value behind it is not of the key's type"
+        fix = "; write [a,b]" if key.type_name.startswith("list") else ""
+        return f"{key.name}={show(value)}: not of type {key.type_name}{fix}"
+
+    def _wrong(self, problem: str) -> Any:
+        self.problems.append(problem)
+        return MISSING
