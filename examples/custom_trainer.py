@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.config.base import arg
 from megarl.config.recipes import GRPOConfig
 from megarl.observability.logging import get_logger
 from megarl.trainer.rl import RLTrainer
@@ -21,7 +20,8 @@ log = get_logger(__name__)
 class AnnealedConfig(GRPOConfig):
     """Adds a key to the recipe's: it has a type, a default and a line in --help like the others."""
 
-    kl_start: float = arg(0.05, help="kl_ctl of the first step; 0 after the last")
+    kl_start: float = 0.05
+    """kl_ctl of the first step; 0 after the last"""
 
 
 class Annealed(RLTrainer):

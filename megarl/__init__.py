@@ -38,7 +38,7 @@ if TYPE_CHECKING:
         WeightUpdateMeta,
     )
     from megarl.config.allocation import AllocationMode
-    from megarl.config.base import arg
+    from megarl.config.base import Bounds, Choices
     from megarl.config.errors import ConfigError
     from megarl.config.loader import load_config, load_expr_config, run_dir
     from megarl.config.recipes import (
@@ -109,7 +109,7 @@ _HOME = {
     "api.records": "FinetuneSpec ModelRequest ModelResponse SaveLoadMeta ServersLost "
     "WeightUpdateMeta",
     "config.allocation": "AllocationMode",
-    "config.base": "arg",
+    "config.base": "Bounds Choices",
     "config.errors": "ConfigError",
     "config.loader": "load_config load_expr_config run_dir",
     "config.recipes": "DPOConfig DistillConfig GRPOConfig PPOConfig RMConfig SFTConfig",
@@ -163,7 +163,9 @@ __all__ = [
     "AgentWorkflow",
     "AllocationMode",
     "Batch",
+    "Bounds",
     "ChatWorkflow",
+    "Choices",
     "ConfigError",
     "Critic",
     "DPOConfig",
@@ -229,7 +231,6 @@ __all__ = [
     "WeightPublisher",
     "WeightUpdateMeta",
     "World",
-    "arg",
     "build_dataloader",
     "build_dataset",
     "concat_padded_tensors",

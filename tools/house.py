@@ -14,13 +14,14 @@ from __future__ import annotations
 import argparse
 import ast
 import io
+import itertools
 import re
 import subprocess
 import sys
 import tarfile
 import tokenize
 import tomllib
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -86,7 +87,7 @@ LEGEND = """\
 Sizes are lines: median/90th percentile/largest. docs: lines of docstrings; > 40: functions of more
 lines; public docs: public classes, functions and methods that have a docstring; not None: asserts
 of `is not None`; ignore, noqa, skip: `type: ignore`, `noqa`, `fmt: skip`; errors: `raise` of an
-exception, and a rule's `yield` of a text; keys: those of a configuration, declared with a help."""
+exception, and a rule's `yield` of a text; keys: those of a configuration, fields with a help."""
 
 
 @dataclass(kw_only=True)
@@ -180,7 +181,7 @@ def count(text: str) -> Count:
         skips=skips,
         tokens=sum(t[0] not in NO_CODE and not kinds[t.start[0] - 1] for t in tokens),
         errors=sum(is_error(n) for n in nodes),
-        keys=sum(is_key(n) for n in nodes),
+        keys=sum(declared_keys(n) for n in nodes),
     )
 
 
@@ -223,10 +224,13 @@ def public_definitions(scope: ast.Module | ast.ClassDef) -> Iterable[Definition]
 
 
 def docstrings(tree: ast.Module) -> Iterable[tuple[int, int]]:
-    """Yields the first and last line of every docstring."""
+    """Yields the first and last line of every docstring, of a field's help, too."""
     for node in ast.walk(tree):
         if isinstance(node, Definition | ast.Module) and ast.get_docstring(node) is not None:
             yield node.body[0].lineno, node.body[0].end_lineno or 0
+        if isinstance(node, ast.ClassDef):
+            for _, below in fields_with_help(node):
+                yield below.lineno, below.end_lineno or 0
 
 
 def length(node: ast.stmt) -> int:
@@ -251,13 +255,18 @@ def is_error(node: ast.AST) -> bool:
     return isinstance(node, ast.Raise) and node.exc is not None
 
 
-def is_key(node: ast.AST) -> bool:
-    """Returns whether a node declares a configuration key: `name: type = made(..., help=...)`."""
-    return (
-        isinstance(node, ast.AnnAssign)
-        and isinstance(node.value, ast.Call)
-        and any(k.arg == "help" for k in node.value.keywords)
-    )
+def declared_keys(node: ast.AST) -> int:
+    """Returns how many configuration keys a node declares: a class's `name: type = value` with its
+    help, a text, below it."""
+    return len(list(fields_with_help(node))) if isinstance(node, ast.ClassDef) else 0
+
+
+def fields_with_help(node: ast.ClassDef) -> Iterator[tuple[ast.AnnAssign, ast.Expr]]:
+    """Yields the fields of a class that have a text below them, and that text."""
+    for declared, below in itertools.pairwise(node.body):
+        match declared, below:
+            case ast.AnnAssign(), ast.Expr(value=ast.Constant(value=str())):
+                yield declared, below
 
 
 def room(path: str) -> tuple[str, str]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Annotated
 
-from megarl.config.base import SeamConfig, arg, seam
-from megarl.config.bounds import NOT_NEGATIVE, POSITIVE, TIMEOUT, Bounds
+from megarl.config.base import NOT_NEGATIVE, POSITIVE, TIMEOUT, Bounds, Choices, SeamConfig
 from megarl.config.engine import TrainEngineConfig
 from megarl.utils.importing import is_import_path
 
@@ -18,28 +18,20 @@ class CorrectionConfig:
     """Configures how tokens of another policy, or of a server's rounding of this one, are weighed:
     w = exp(prox_logp - logprobs) of a token, its product over a sequence, or its geometric mean."""
 
-    weight: str = arg(
-        "token",
-        help="what multiplies a token's loss: its w, the product or the geometric mean of its "
-        "sequence, or nothing",
-        choices=("token", "sequence", "geometric", "none"),
-    )
-    weight_cap: float | None = arg(
-        None, bounds=POSITIVE, help="largest weight (truncated importance sampling); null is none"
-    )
-    mask: str = arg(
-        "none",
-        help="what is dropped outside mask_low and mask_high: a token by its w; a sequence by the "
-        "product of its w, or by their geometric mean",
-        choices=("none", "token", "sequence", "geometric"),
-    )
-    mask_low: float = arg(0.0, bounds=NOT_NEGATIVE, help="smallest w that stays")
-    mask_high: float | None = arg(None, bounds=POSITIVE, help="largest w that stays; null is any")
-    veto: float = arg(
-        0.0,
-        bounds=Bounds(ge=0, lt=1),
-        help="drop a sequence of which one token has w below this; 0 is off",
-    )
+    weight: Annotated[str, Choices("token", "sequence", "geometric", "none")] = "token"
+    """what multiplies a token's loss: its w, the product or the geometric mean of its sequence,
+    or nothing"""
+    weight_cap: Annotated[float, POSITIVE] | None = None
+    """largest weight (truncated importance sampling); null is none"""
+    mask: Annotated[str, Choices("none", "token", "sequence", "geometric")] = "none"
+    """what is dropped outside mask_low and mask_high: a token by its w; a sequence by the
+    product of its w, or by their geometric mean"""
+    mask_low: Annotated[float, NOT_NEGATIVE] = 0.0
+    """smallest w that stays"""
+    mask_high: Annotated[float, POSITIVE] | None = None
+    """largest w that stays; null is any"""
+    veto: Annotated[float, Bounds(ge=0, lt=1)] = 0.0
+    """drop a sequence of which one token has w below this; 0 is off"""
 
 
 @dataclass(kw_only=True)
@@ -48,141 +40,92 @@ class KLControllerConfig:
     1909.08593): after each step they are multiplied by 1 + e * (rollouts of the step / horizon), e
     = KL / target - 1, at most 0.2 in size."""
 
-    target: float = arg(0.1, bounds=POSITIVE, help="KL to the reference that is aimed at, in nats")
-    horizon: float = arg(
-        10000.0, bounds=POSITIVE, help="rollouts in which a weight changes by at most a fifth"
-    )
-    per: str = arg(
-        "token",
-        help="the KL is the mean over trained tokens, or over rollouts of their sums, which grows "
-        "with the answers",
-        choices=("token", "rollout"),
-    )
+    target: Annotated[float, POSITIVE] = 0.1
+    """KL to the reference that is aimed at, in nats"""
+    horizon: Annotated[float, POSITIVE] = 10000.0
+    """rollouts in which a weight changes by at most a fifth"""
+    per: Annotated[str, Choices("token", "rollout")] = "token"
+    """the KL is the mean over trained tokens, or over rollouts of their sums, which grows with
+    the answers"""
 
 
 @dataclass(kw_only=True)
 class PPOActorConfig(TrainEngineConfig):
     """Configures the policy that trains: its engine, loss, advantages and rewards."""
 
-    loss: SeamConfig = seam(
-        "policy",
-        help="what an update minimises: a function of this section that makes a LossSpec; policy: "
-        "ratio, surrogate, correction, KL and entropy, by the keys below",
+    loss: SeamConfig = field(default_factory=lambda: SeamConfig(type="policy"))
+    """what an update minimises: a function of this section that makes a LossSpec; policy: ratio,
+    surrogate, correction, KL and entropy, by the keys below"""
+    ratio: Annotated[str, Choices("token", "sequence", "sequence-token")] = "token"
+    """importance ratio that the surrogate bounds: of a token; of its sequence, the geometric
+    mean (GSPO); or that value with the token's own gradient (GSPO-token)"""
+    surrogate: SeamConfig = field(default_factory=lambda: SeamConfig(type="clip"))
+    """what a token's loss is, by its ratio and its advantage: clip (PPO), cispo, sapo, gmpo,
+    topr, clip_cov, kl_cov, unclipped, log_likelihood, or a function of this section"""
+    advantages: SeamConfig = field(default_factory=lambda: SeamConfig(type="group"))
+    """how rewards become advantages where there is no critic: a function of this section that
+    makes an AdvantageSpec; group: the samples of a prompt compared (adv_norm)"""
+    ppo_n_minibatches: Annotated[int, POSITIVE] = 1
+    """optimizer steps per training batch"""
+    eps_clip: Annotated[float, Bounds(gt=0, le=1)] = 0.2
+    """lower clip: ratio >= 1 - eps_clip; 1 is no bound (surrogate=gmpo: log ratio >= -this)"""
+    eps_clip_higher: Annotated[float, POSITIVE] | None = None
+    """upper clip: ratio <= 1 + this; null is eps_clip (DAPO's clip-higher; surrogate=gmpo: log
+    ratio <= this)"""
+    c_clip: Annotated[float, Bounds(gt=1)] | None = None
+    """surrogate=clip: dual clip for negative advantages, > 1; null is off"""
+    adv_norm: Annotated[str, Choices("group", "group_mean", "group_batch", "batch", "none")] = (
+        "group"
     )
-    ratio: str = arg(
-        "token",
-        help="importance ratio that the surrogate bounds: of a token; of its sequence, the "
-        "geometric mean (GSPO); or that value with the token's own gradient (GSPO-token)",
-        choices=("token", "sequence", "sequence-token"),
-    )
-    surrogate: SeamConfig = seam(
-        "clip",
-        help="what a token's loss is, by its ratio and its advantage: clip (PPO), cispo, sapo, "
-        "gmpo, topr, clip_cov, kl_cov, unclipped, log_likelihood, or a function of this section",
-    )
-    advantages: SeamConfig = seam(
-        "group",
-        help="how rewards become advantages where there is no critic: a function of this section "
-        "that makes an AdvantageSpec; group: the samples of a prompt compared (adv_norm)",
-    )
-    ppo_n_minibatches: int = arg(1, bounds=POSITIVE, help="optimizer steps per training batch")
-    eps_clip: float = arg(
-        0.2,
-        bounds=Bounds(gt=0, le=1),
-        help="lower clip: ratio >= 1 - eps_clip; 1 is no bound (surrogate=gmpo: log ratio >= "
-        "-this)",
-    )
-    eps_clip_higher: float | None = arg(
-        None,
-        bounds=POSITIVE,
-        help="upper clip: ratio <= 1 + this; null is eps_clip (DAPO's clip-higher; surrogate=gmpo: "
-        "log ratio <= this)",
-    )
-    c_clip: float | None = arg(
-        None,
-        bounds=Bounds(gt=1),
-        help="surrogate=clip: dual clip for negative advantages, > 1; null is off",
-    )
-    adv_norm: str = arg(
-        "group",
-        help="group: GRPO, group mean and std; group_mean: Dr. GRPO, group mean only; batch: mean "
-        "and std over the batch's trained tokens; group_batch: group mean, std of all rewards of "
-        "the batch; none: as they are",
-        choices=("group", "group_mean", "group_batch", "batch", "none"),
-    )
-    adv_std: str = arg(
-        "sample",
-        help="kind of the std of adv_norm=group, group_batch and advantages=levels: sample divides "
-        "by n - 1, population by n",
-        choices=("sample", "population"),
-    )
-    loss_agg: str = arg(
-        "token-mean",
-        help="mean over trained tokens, or over sequences, or over rollouts (which have several "
-        "sequences where they fork), of their token means; sequence-sum: mean over sequences of "
-        "their token sums; token-sum: sum over trained tokens",
-        choices=("token-mean", "sequence-mean", "rollout-mean", "sequence-sum", "token-sum"),
-    )
-    loss_agg_length: float = arg(
-        1.0,
-        bounds=POSITIVE,
-        help="divides a sum over tokens (loss_agg=sequence-sum, token-sum): Dr. GRPO's constant "
-        "length, as ${gconfig.max_new_tokens}",
-    )
-    kl_coef: float = arg(
-        0.0, bounds=NOT_NEGATIVE, help="weight of the KL to the reference added to the loss"
-    )
-    kl_estimator: str = arg(
-        "k3",
-        help="KL estimator of the loss; + is its value with k2's gradient",
-        choices=("k1", "k2", "k3", "k1+", "k3+", "k3-weighted"),
-    )
-    kl_controller: KLControllerConfig | None = arg(
-        None, help="adapts kl_coef and the recipe's kl_ctl, which are then the first; null is fixed"
-    )
-    entropy_coef: float = arg(
-        0.0, bounds=NOT_NEGATIVE, help="weight of the entropy that the loss rewards"
-    )
-    recompute_logprob: str = arg(
-        "auto",
-        help="recompute logprobs with the trainer's weights before the update (prox_logp); auto: "
-        "where an update's own pass tells them too, it makes no pass of its own; interpolate: they "
-        "are taken to lie between the server's and the update's own, by each token's version "
-        "(A-3PO); false: the ratio starts from the server's",
-        choices=("auto", "true", "false", "interpolate"),
-    )
-    use_decoupled_loss: bool = arg(
-        False, help="clip against prox_logp and weight by exp(prox - behaviour) (AReaL)"
-    )
-    behav_imp_weight_cap: float | None = arg(
-        None,
-        bounds=POSITIVE,
-        help="drop tokens whose behaviour importance weight exceeds this; null is off",
-    )
-    correction: CorrectionConfig | None = arg(
-        None,
-        help="weights and masks for the gap between who wrote a token and who trains; null is "
-        "none; use_decoupled_loss=true is {weight: token}, with behav_imp_weight_cap=C {mask: "
-        "token, mask_high: C}",
-    )
-    reward_scaling: float = arg(
-        1.0, bounds=Bounds(gt=0, le=1e6), help="rewards are (r + bias) * scaling, then clipped"
-    )
-    reward_bias: float = arg(0.0, bounds=Bounds(ge=-1e6, le=1e6), help="added to every reward")
-    reward_clip: float = arg(20.0, bounds=POSITIVE, help="bound of |reward|")
-    dynamic_sampling: bool = arg(
-        False, help="reject groups whose rewards are all equal (DAPO), prompts are replaced"
-    )
-    mask_truncated: bool = arg(
-        False,
-        help="answers that were cut at max_new_tokens are compared with the others, but not "
-        "trained on (DAPO's overlong filtering)",
-    )
-    logp_gap_warn: float = arg(
-        0.1,
-        bounds=POSITIVE,
-        help="warn when the largest |trainer - server| logprob gap exceeds this",
-    )
+    """group: GRPO, group mean and std; group_mean: Dr. GRPO, group mean only; batch: mean and
+    std over the batch's trained tokens; group_batch: group mean, std of all rewards of the
+    batch; none: as they are"""
+    adv_std: Annotated[str, Choices("sample", "population")] = "sample"
+    """kind of the std of adv_norm=group, group_batch and advantages=levels: sample divides by n
+    - 1, population by n"""
+    loss_agg: Annotated[
+        str, Choices("token-mean", "sequence-mean", "rollout-mean", "sequence-sum", "token-sum")
+    ] = "token-mean"
+    """mean over trained tokens, or over sequences, or over rollouts (which have several
+    sequences where they fork), of their token means; sequence-sum: mean over sequences of their
+    token sums; token-sum: sum over trained tokens"""
+    loss_agg_length: Annotated[float, POSITIVE] = 1.0
+    """divides a sum over tokens (loss_agg=sequence-sum, token-sum): Dr. GRPO's constant length,
+    as ${gconfig.max_new_tokens}"""
+    kl_coef: Annotated[float, NOT_NEGATIVE] = 0.0
+    """weight of the KL to the reference added to the loss"""
+    kl_estimator: Annotated[str, Choices("k1", "k2", "k3", "k1+", "k3+", "k3-weighted")] = "k3"
+    """KL estimator of the loss; + is its value with k2's gradient"""
+    kl_controller: KLControllerConfig | None = None
+    """adapts kl_coef and the recipe's kl_ctl, which are then the first; null is fixed"""
+    entropy_coef: Annotated[float, NOT_NEGATIVE] = 0.0
+    """weight of the entropy that the loss rewards"""
+    recompute_logprob: Annotated[str, Choices("auto", "true", "false", "interpolate")] = "auto"
+    """recompute logprobs with the trainer's weights before the update (prox_logp); auto: where
+    an update's own pass tells them too, it makes no pass of its own; interpolate: they are taken
+    to lie between the server's and the update's own, by each token's version (A-3PO); false: the
+    ratio starts from the server's"""
+    use_decoupled_loss: bool = False
+    """clip against prox_logp and weight by exp(prox - behaviour) (AReaL)"""
+    behav_imp_weight_cap: Annotated[float, POSITIVE] | None = None
+    """drop tokens whose behaviour importance weight exceeds this; null is off"""
+    correction: CorrectionConfig | None = None
+    """weights and masks for the gap between who wrote a token and who trains; null is none;
+    use_decoupled_loss=true is {weight: token}, with behav_imp_weight_cap=C {mask: token,
+    mask_high: C}"""
+    reward_scaling: Annotated[float, Bounds(gt=0, le=1e6)] = 1.0
+    """rewards are (r + bias) * scaling, then clipped"""
+    reward_bias: Annotated[float, Bounds(ge=-1e6, le=1e6)] = 0.0
+    """added to every reward"""
+    reward_clip: Annotated[float, POSITIVE] = 20.0
+    """bound of |reward|"""
+    dynamic_sampling: bool = False
+    """reject groups whose rewards are all equal (DAPO), prompts are replaced"""
+    mask_truncated: bool = False
+    """answers that were cut at max_new_tokens are compared with the others, but not trained on
+    (DAPO's overlong filtering)"""
+    logp_gap_warn: Annotated[float, POSITIVE] = 0.1
+    """warn when the largest |trainer - server| logprob gap exceeds this"""
 
     def __post_init__(self) -> None:
         if isinstance(self.recompute_logprob, bool):  # as it was before there was `auto`
@@ -223,18 +166,12 @@ class PPOActorConfig(TrainEngineConfig):
 class RefConfig(TrainEngineConfig):
     """Configures the reference: the model it begins as, and how it follows the policy."""
 
-    refresh_every: int | None = arg(
-        None,
-        bounds=POSITIVE,
-        help="steps after which the policy's weights become the reference's (with ema: are blended "
-        "in); null is never (with ema: after every step)",
-    )
-    ema: float = arg(
-        0.0,
-        bounds=Bounds(ge=0, lt=1),
-        help="share of its own weights that the reference keeps then: 0.99 makes it a moving "
-        "average of the policy, kept in fp32; 0 takes the policy's as they are",
-    )
+    refresh_every: Annotated[int, POSITIVE] | None = None
+    """steps after which the policy's weights become the reference's (with ema: are blended in);
+    null is never (with ema: after every step)"""
+    ema: Annotated[float, Bounds(ge=0, lt=1)] = 0.0
+    """share of its own weights that the reference keeps then: 0.99 makes it a moving average of
+    the policy, kept in fp32; 0 takes the policy's as they are"""
 
     @property
     def renewed_every(self) -> int | None:
@@ -246,7 +183,8 @@ class RefConfig(TrainEngineConfig):
 class ValueModelConfig(TrainEngineConfig):
     """Configures a model with one value per token: a critic or a reward model."""
 
-    head: str = arg("value", help="one value per token", choices=("value",))
+    head: Annotated[str, Choices("value")] = "value"
+    """one value per token"""
 
 
 @dataclass(kw_only=True)
@@ -254,54 +192,37 @@ class RewardModelConfig(ValueModelConfig):
     """Configures a reward model that trains. A language model becomes one without a bias, as HF's
     ForSequenceClassification is."""
 
-    value_head_bias: bool = arg(
-        False,
-        help="value head of a language model, which has none: with a bias (HF's "
-        "ForTokenClassification), or without (ForSequenceClassification)",
-    )
+    value_head_bias: bool = False
+    """value head of a language model, which has none: with a bias (HF's ForTokenClassification),
+    or without (ForSequenceClassification)"""
 
 
 @dataclass(kw_only=True)
 class TeacherConfig(TrainEngineConfig):
     """Configures the frozen model that a student is drawn to: an engine, or servers."""
 
-    addresses: list[str] = arg(
-        factory=list,
-        help="servers that hold the teacher, as host:port; empty makes an engine of it",
-    )
-    request_timeout: float = arg(120.0, bounds=TIMEOUT, help="seconds a server may take a sample")
-    retry_timeout: float = arg(
-        300.0,
-        bounds=TIMEOUT,
-        help="seconds for which a sample is asked for again, as while a server starts; then it is "
-        "left out",
-    )
+    addresses: list[str] = field(default_factory=list)
+    """servers that hold the teacher, as host:port; empty makes an engine of it"""
+    request_timeout: Annotated[float, TIMEOUT] = 120.0
+    """seconds a server may take a sample"""
+    retry_timeout: Annotated[float, TIMEOUT] = 300.0
+    """seconds for which a sample is asked for again, as while a server starts; then it is left
+    out"""
 
-    lm_head_topk: int = arg(
-        64,
-        bounds=POSITIVE,
-        help="likeliest tokens of each position by which the student is compared; all others count "
-        "as one; the whole vocabulary makes it exact",
-    )
+    lm_head_topk: Annotated[int, POSITIVE] = 64
+    """likeliest tokens of each position by which the student is compared; all others count as
+    one; the whole vocabulary makes it exact"""
 
 
 @dataclass(kw_only=True)
 class PPOCriticConfig(ValueModelConfig):
     """Configures the value function that trains beside the policy in PPO."""
 
-    ppo_n_minibatches: int = arg(1, bounds=POSITIVE, help="optimizer steps per training batch")
-    value_clip: float | None = arg(
-        0.2,
-        bounds=POSITIVE,
-        help="values count as moved by at most this in a step (PPO2); null is off",
-    )
-    value_huber: float | None = arg(
-        None,
-        bounds=POSITIVE,
-        help="errors of values beyond this cost linearly, not squared (Huber); null is off",
-    )
-    loss_agg: str = arg(
-        "token-mean",
-        help="mean over trained tokens, or over sequences of their token means",
-        choices=("token-mean", "sequence-mean"),
-    )
+    ppo_n_minibatches: Annotated[int, POSITIVE] = 1
+    """optimizer steps per training batch"""
+    value_clip: Annotated[float, POSITIVE] | None = 0.2
+    """values count as moved by at most this in a step (PPO2); null is off"""
+    value_huber: Annotated[float, POSITIVE] | None = None
+    """errors of values beyond this cost linearly, not squared (Huber); null is off"""
+    loss_agg: Annotated[str, Choices("token-mean", "sequence-mean")] = "token-mean"
+    """mean over trained tokens, or over sequences of their token means"""

@@ -41,6 +41,13 @@ _THEIRS: Mapping[str, str] = {
     "*.optimizer.beta2": "adam_beta2",
     "*.optimizer.eps": "adam_eps adam_epsilon",
     "*.override_config": "override_model_config",
+    "*.optimizer.options.exp_avg_dtype": "exp_avg_dtype",
+    "*.optimizer.options.exp_avg_sq_dtype": "exp_avg_sq_dtype",
+    "*.optimizer.options.main_params_dtype": "main_params_dtype",
+    "*.optimizer.options.initial_loss_scale": "initial_loss_scale",
+    "*.optimizer.options.min_loss_scale": "min_loss_scale",
+    "*.optimizer.options.loss_scale_window": "loss_scale_window",
+    "*.optimizer.options.hysteresis": "loss_scale_hysteresis hysteresis",
     "*.optimizer.distributed": "use_distributed_optimizer",
     "*.optimizer.cpu_offload": "optimizer_cpu_offload optimizer_offload",
     # the loss
@@ -154,7 +161,8 @@ def aliased(keys: Mapping[str, object], name: str) -> str | None:
             continue
         for candidate in dict.fromkeys((role, main_role(keys))):
             ours = target.replace("*", candidate)
-            if ours.partition("=")[0] in keys:
+            key = ours.partition("=")[0]
+            if key in keys or key.rpartition(".options.")[0] + ".options" in keys:
                 return ours
     for theirs, free in _SECTIONS.items():
         rest = name.removeprefix(theirs + ".")

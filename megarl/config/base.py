@@ -1,45 +1,81 @@
-"""Defines `arg`, a dataclass field that carries its one-line meaning, its choices or its bounds,
-and `SeamConfig`, a place where a user's own code can stand, with its options.
+"""Defines what a key's annotation may say of its values: the range of a number, the choices; and
+`SeamConfig`, a place where a user's own code can stand, with its options.
 
-`--help`, the nearest-key hint and the checks of choices and numbers all read the fields' metadata,
-so a key is described in exactly one place.
+lr: Annotated[float, Bounds(gt=0, le=1)] = 1e-5
+dtype: Annotated[str, Choices("auto", "bfloat16")] = "auto"
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass, field
+import math
+from dataclasses import dataclass, field
 from typing import Any
 
-from megarl.config.bounds import Bounds
+from megarl.utils.importing import is_import_path
+
+LARGEST_FLOAT = 1e12  # no float key has a use for more
+LARGEST_INT = (1 << 63) - 1  # torch and the servers count in 64 bits
+DAY = 24 * 3600
 
 
-def arg(
-    default: Any = MISSING,
-    *,
-    help: str,
-    choices: Sequence[Any] | None = None,
-    or_path: bool = False,
-    true: str | None = None,
-    bounds: Bounds | None = None,
-    factory: Callable[[], Any] | None = None,
-) -> Any:
-    """Returns a keyword-only dataclass field with help text.
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """Gives the range of a number. Floats must be finite besides. `note` ends the message of a
+    problem."""
 
-    factory: makes the default where it is mutable or a section. or_path: allows an import path
-    (package.module:name or file.py:name) beside the choices. true: the choice that the boolean
-    stands for, of a key that was one before it had choices.
-    """
-    meta = {
-        "help": help,
-        "choices": tuple(choices) if choices else None,
-        "or_path": or_path,
-        "true": true,
-        "bounds": bounds,
-    }
-    if factory is not None:
-        return field(default_factory=factory, metadata=meta)
-    return field(default=default, metadata=meta)
+    gt: float | None = None
+    ge: float | None = None
+    lt: float | None = None
+    le: float | None = None
+    note: str = ""
+
+    def allow(self, value: float) -> bool:
+        """Returns whether `value` is finite and lies within all limits that are set."""
+        return (
+            is_finite(value)
+            and (self.gt is None or value > self.gt)
+            and (self.ge is None or value >= self.ge)
+            and (self.lt is None or value < self.lt)
+            and (self.le is None or value <= self.le)
+        )
+
+    def __str__(self) -> str:
+        """Returns the range in words: "> 0", "from 0 to 1", "> 0 and <= 1"."""
+        if self.ge is not None and self.le is not None:
+            return f"from {self.ge:.10g} to {self.le:.10g}"
+        limits = ((">", self.gt), (">=", self.ge), ("<", self.lt), ("<=", self.le))
+        return " and ".join(f"{sign} {x:.10g}" for sign, x in limits if x is not None)
+
+
+class Choices:
+    """Lists the values of a key. or_path: an import path (package.module:name or file.py:name) is
+    a value, too. true: the choice that the boolean stands for, of a key that was one before it had
+    choices."""
+
+    def __init__(self, *values: Any, or_path: bool = False, true: str | None = None) -> None:
+        self.values, self.or_path, self.true = values, or_path, true
+
+    def allow(self, value: Any) -> bool:
+        """Returns whether `value` is one of the choices, or an import path where those are."""
+        return value in self.values or (
+            self.or_path and isinstance(value, str) and is_import_path(value)
+        )
+
+
+POSITIVE = Bounds(gt=0)
+NOT_NEGATIVE = Bounds(ge=0)
+OFF_AT_ZERO = Bounds(ge=0, note="0 turns it off")
+FRACTION = Bounds(ge=0, le=1)
+FRACTION_ABOVE_ZERO = Bounds(gt=0, le=1)
+TIMEOUT = Bounds(gt=0, le=30 * DAY, note="seconds, at most 30 days")
+SEED = Bounds(ge=0, le=(1 << 32) - 1)
+ANY_FLOAT = Bounds(ge=-LARGEST_FLOAT, le=LARGEST_FLOAT)
+ANY_INT = Bounds(ge=-LARGEST_INT - 1, le=LARGEST_INT)
+
+
+def is_finite(value: float) -> bool:
+    """Returns whether `value` is a number; an int of any size is one."""
+    return isinstance(value, int) or math.isfinite(value)  # which cannot take every int
 
 
 @dataclass(kw_only=True)
@@ -48,12 +84,7 @@ class SeamConfig:
     text `key: pkg.module:name` is short for `key: {type: pkg.module:name}`.
     """
 
-    type: str = arg("", help="pkg.module:name, file.py:name or a name of megarl's own")
-    options: dict[str, Any] = arg(
-        factory=dict, help="keyword arguments for it; checked against its signature at the start"
-    )
-
-
-def seam(type: str = "", *, help: str) -> Any:
-    """Returns a dataclass field for a SeamConfig whose default type is `type`."""
-    return arg(factory=lambda: SeamConfig(type=type), help=help)
+    type: str = ""
+    """pkg.module:name, file.py:name or a name of megarl's own"""
+    options: dict[str, Any] = field(default_factory=dict)
+    """keyword arguments for it; checked against its signature at the start"""

@@ -119,11 +119,11 @@ def _meant(key: Key, value: Any) -> Any:
     """Returns a word as its key takes it. YAML 1.1 reads off, on, no, yes as booleans: so may they
     be meant where one is a choice."""
     typed = as_type(value, key.annotation)
-    if key.choices and not key.allows(typed) and isinstance(value, Word):
-        alike = ("off", "no", "false")
+    if key.limits and not key.allows(typed) and isinstance(value, Word):
+        alike: tuple[str, ...] = ("off", "no", "false")
         if value.untyped() is True:
-            alike = ("on", "yes", "true", key.true)  # type: ignore[assignment]
-        typed = next((word for word in alike if word in key.choices), typed)
+            alike = ("on", "yes", "true", key.limits.true or "true")
+        typed = next((word for word in alike if key.allows(word)), typed)
     return typed
 
 
@@ -172,10 +172,11 @@ def _allocate(cls: type[BaseConfig], whole: Tree, tree: Tree) -> list[str]:
     for name, value in decided.items():
         if name in key_table(cls) and not _has(tree, name):
             *sections, last = name.split(".")
-            place = whole
+            place: Any = whole
             for section in sections:
-                place = place[section]
-            place[last] = value
+                place = place.get(section) if isinstance(place, dict) else None
+            if isinstance(place, dict):
+                place[last] = value
     return []
 
 
@@ -225,7 +226,8 @@ class _Maker:
         if value is None and not key.nullable:
             return self._wrong(f"{key.name}=null: needs a value of type {key.type_name}")
         if key.element is not None and isinstance(value, dict):
-            return {n: self._element(f"{key.name}.{n}", key.element, v) for n, v in value.items()}
+            made = {n: self._element(f"{key.name}.{n}", key.element, v) for n, v in value.items()}
+            return {name: section for name, section in made.items() if section is not MISSING}
         if key.section is None or value is None:
             return self._plain(key, value)
         if not isinstance(value, dict):
@@ -238,7 +240,8 @@ class _Maker:
 
     def _element(self, name: str, cls: type, value: Any) -> Any:
         if isinstance(value, dict):
-            return self.make(cls, value, name + ".")
+            made = self.make(cls, value, name + ".")
+            return MISSING if made is None else made
         return self._wrong(f"{name}={show(value)}: a section, not a value")
 
     def _plain(self, key: Key, value: Any) -> Any:

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from megarl.config.algo import ValueModelConfig
-from megarl.config.bounds import number_problems
 from megarl.config.check_actor import actor_problems
 from megarl.config.check_cluster import allocation_problems, cluster_problems
 from megarl.config.check_data import (
@@ -42,7 +41,6 @@ from megarl.config.check_rollout import (
 from megarl.config.check_sampling import baseline_problems, comparison_problems
 from megarl.config.engine import TrainEngineConfig
 from megarl.config.errors import raise_if_any
-from megarl.config.generation import GenerationConfig
 from megarl.config.recipe_engines import (
     FROZEN,
     engines,
@@ -61,8 +59,9 @@ from megarl.config.recipes import (
     held_out_sets,
     main_role,
 )
+from megarl.config.rollout import GenerationConfig
 from megarl.config.run import ProfilerConfig
-from megarl.config.schema import choice_problems
+from megarl.config.schema import choice_problems, number_problems
 from megarl.utils.http import split_address
 from megarl.utils.importing import is_import_path
 

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from megarl.config.algo import PPOActorConfig, PPOCriticConfig
-from megarl.config.bounds import number_problems
 from megarl.config.errors import raise_if_any
-from megarl.config.schema import choice_problems
+from megarl.config.schema import choice_problems, number_problems
 from megarl.utils.importing import is_import_path
 
 

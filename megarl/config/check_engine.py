@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ast
+import difflib
+from collections.abc import Iterable, Iterator
+from functools import cache
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from pathlib import Path
 
 from megarl.config.engine import ALL_LINEAR, LoRAConfig, OptimizerConfig, TrainEngineConfig
+from megarl.config.schema import show
 
 _STATE_DTYPES = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+# fields of megatron-core's OptimizerConfig that keys of ours, the engine's dtype or megarl set
+_SET_BY_KEYS = (
+    *("optimizer", "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps"),
+    *("clip_grad", "bf16", "fp16", "params_dtype", "use_distributed_optimizer"),
+    *("overlap_param_gather", "use_precision_aware_optimizer", "store_param_remainders"),
+    *("optimizer_cpu_offload", "optimizer_offload_fraction"),
+)
 
 
 def precision_problems(key: str, cfg: TrainEngineConfig) -> Iterator[str]:
@@ -58,7 +71,7 @@ def lora_problems(key: str, cfg: LoRAConfig) -> Iterator[str]:
 def optimizer_problems(key: str, cfg: OptimizerConfig) -> Iterator[str]:
     """Yields options of the optimizer that need others, and loss scales in the wrong order."""
     yield from _sharding_problems(key, cfg)
-    yield from _loss_scale_problems(key, cfg)
+    yield from _option_problems(key, cfg)
 
 
 def _sharding_problems(key: str, cfg: OptimizerConfig) -> Iterator[str]:
@@ -67,9 +80,10 @@ def _sharding_problems(key: str, cfg: OptimizerConfig) -> Iterator[str]:
             yield f"{key}.{name}=true: needs {key}.distributed=true"
     if cfg.overlap_param_gather and not cfg.overlap_grad_reduce:
         yield f"{key}.overlap_param_gather=true: needs {key}.overlap_grad_reduce=true"
-    small = [n for n in _STATE_DTYPES if getattr(cfg, n) != "float32"]
+    small = [n for n in _STATE_DTYPES if cfg.options.get(n, "float32") != "float32"]
     if small and not cfg.precision_aware:
-        yield f"{key}.{small[0]}={getattr(cfg, small[0])}: needs {key}.precision_aware=true"
+        shown = f"{key}.options.{small[0]}={cfg.options[small[0]]}"
+        yield f"{shown}: needs {key}.precision_aware=true"
     if cfg.cpu_offload and cfg.precision_aware:
         yield (
             f"{key}.cpu_offload=true: keeps main weights and moments in float32 on the CPU; set "
@@ -77,9 +91,34 @@ def _sharding_problems(key: str, cfg: OptimizerConfig) -> Iterator[str]:
         )
 
 
-def _loss_scale_problems(key: str, cfg: OptimizerConfig) -> Iterator[str]:
-    if 0 < cfg.initial_loss_scale < cfg.min_loss_scale:
-        yield (
-            f"{key}.initial_loss_scale={cfg.initial_loss_scale}: must be at least "
-            f"{key}.min_loss_scale={cfg.min_loss_scale}"
-        )
+def _option_problems(key: str, cfg: OptimizerConfig) -> Iterator[str]:
+    known = _fields_of_megatron()
+    for name, value in cfg.options.items():
+        shown = f"{key}.options.{name}={show(value)}"
+        if name in _SET_BY_KEYS:
+            yield f"{shown}: a key of {key}, or the engine's dtype, sets it; leave it out"
+        elif known and name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            meant = f"; did you mean {near[0]}?" if near else ""
+            yield f"{shown}: megatron-core's OptimizerConfig has no such field{meant}"
+        elif name in _STATE_DTYPES and value not in ("float32", "bfloat16", "float16"):
+            yield f"{shown}: not one of float32, bfloat16, float16"
+
+
+@cache
+def _fields_of_megatron() -> frozenset[str]:
+    """Returns the fields of megatron-core's OptimizerConfig as its source has them, since to import
+    it takes seconds; none where it is not installed."""
+    spec = find_spec("megatron")
+    files = [Path(p) / "core/optimizer/optimizer_config.py" for p in _places(spec)]
+    texts = (f.read_text(encoding="utf-8") for f in files if f.is_file())
+    nodes = (node for text in texts for node in ast.walk(ast.parse(text)))
+    return frozenset(
+        n.target.id
+        for n in nodes
+        if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
+    )
+
+
+def _places(spec: ModuleSpec | None) -> Iterable[str]:
+    return (spec.submodule_search_locations if spec else None) or ()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
-from megarl.config.base import arg
-from megarl.config.bounds import NOT_NEGATIVE, POSITIVE, Bounds
+from megarl.config.base import NOT_NEGATIVE, POSITIVE, Bounds, Choices
 
 # by loss: beta where none is set, as its paper or its authors' code has it
 BETAS: Mapping[str, float] = {
@@ -38,36 +38,23 @@ _READERS: Mapping[str, tuple[str, ...]] = {
 class PreferenceConfig:
     """Configures what a policy learns of preferred answers."""
 
-    loss: str = arg(
-        "dpo",
-        help="dpo; cdpo and robust: DPO where some preferences are flipped; ipo; hinge; simpo and "
-        "orpo, without a reference; kto, of answers with a label (docs/algorithms.md)",
-        choices=PREFERENCE_LOSSES,
-    )
-    beta: float | None = arg(
-        None,
-        bounds=POSITIVE,
-        help="scale of the implicit reward, in orpo weight of the odds ratio; null is 0.1, for "
-        "simpo 2",
-    )
-    label_smoothing: float = arg(
-        0.0,
-        bounds=Bounds(ge=0, lt=0.5),
-        help="cdpo, robust: probability that a preference is flipped",
-    )
-    gamma: float | None = arg(
-        None, bounds=NOT_NEGATIVE, help="simpo: the margin that is asked for; null is 1"
-    )
-    length_normalized: bool = arg(
-        False, help="dpo, cdpo, robust, ipo, hinge: mean logprob of an answer's tokens, not sum"
-    )
-    sft_coef: float = arg(
-        0.0,
-        bounds=NOT_NEGATIVE,
-        help="dpo, cdpo, robust, ipo, hinge: weight of the chosen answer's cross entropy",
-    )
-    desirable_weight: float = arg(1.0, bounds=POSITIVE, help="kto: weight of desirable answers")
-    undesirable_weight: float = arg(1.0, bounds=POSITIVE, help="kto: weight of undesirable ones")
+    loss: Annotated[str, Choices(*PREFERENCE_LOSSES)] = "dpo"
+    """dpo; cdpo and robust: DPO where some preferences are flipped; ipo; hinge; simpo and orpo,
+    without a reference; kto, of answers with a label (docs/algorithms.md)"""
+    beta: Annotated[float, POSITIVE] | None = None
+    """scale of the implicit reward, in orpo weight of the odds ratio; null is 0.1, for simpo 2"""
+    label_smoothing: Annotated[float, Bounds(ge=0, lt=0.5)] = 0.0
+    """cdpo, robust: probability that a preference is flipped"""
+    gamma: Annotated[float, NOT_NEGATIVE] | None = None
+    """simpo: the margin that is asked for; null is 1"""
+    length_normalized: bool = False
+    """dpo, cdpo, robust, ipo, hinge: mean logprob of an answer's tokens, not sum"""
+    sft_coef: Annotated[float, NOT_NEGATIVE] = 0.0
+    """dpo, cdpo, robust, ipo, hinge: weight of the chosen answer's cross entropy"""
+    desirable_weight: Annotated[float, POSITIVE] = 1.0
+    """kto: weight of desirable answers"""
+    undesirable_weight: Annotated[float, POSITIVE] = 1.0
+    """kto: weight of undesirable ones"""
 
     @property
     def needs_reference(self) -> bool:

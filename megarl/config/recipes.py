@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, is_dataclass
-from typing import Any
+from dataclasses import dataclass, field, is_dataclass
+from typing import Annotated, Any
 
 from megarl.config.algo import (
     PPOActorConfig,
@@ -14,8 +14,7 @@ from megarl.config.algo import (
     TeacherConfig,
     ValueModelConfig,
 )
-from megarl.config.base import SeamConfig, arg
-from megarl.config.bounds import (
+from megarl.config.base import (
     FRACTION,
     FRACTION_ABOVE_ZERO,
     NOT_NEGATIVE,
@@ -23,17 +22,22 @@ from megarl.config.bounds import (
     SEED,
     TIMEOUT,
     Bounds,
+    Choices,
+    SeamConfig,
 )
 from megarl.config.cluster import ClusterConfig
 from megarl.config.dataset import DatasetConfig, SourceConfig, TokenizerConfig
 from megarl.config.engine import TrainEngineConfig
-from megarl.config.episodes import EpisodesConfig
 from megarl.config.errors import ConfigError
-from megarl.config.generation import GenerationConfig
 from megarl.config.preferences import PreferenceConfig
 from megarl.config.presets import ALGORITHMS
-from megarl.config.record import RecordConfig, ReplayConfig
-from megarl.config.rollout import GenerationHyperparameters, RolloutConfig, ServerConfig
+from megarl.config.record import EpisodesConfig, RecordConfig, ReplayConfig
+from megarl.config.rollout import (
+    GenerationConfig,
+    GenerationHyperparameters,
+    RolloutConfig,
+    ServerConfig,
+)
 from megarl.config.run import (
     EvaluatorConfig,
     ProfilerConfig,
@@ -47,204 +51,173 @@ from megarl.config.weight_sync import WeightSyncConfig
 from megarl.utils.importing import is_import_path, load_object
 
 DEFAULT_RECIPE = "grpo"
-_WHAT = "what to run; a path names a dataclass of your own, a subclass of one of the recipes'"
-
-
-def _recipe(name: str) -> Any:
-    names = ("sft", "dpo", "rm", "grpo", "ppo", "distill")
-    return arg(name, help=_WHAT, choices=names, or_path=True)
+_RECIPES = Choices("sft", "dpo", "rm", "grpo", "ppo", "distill", or_path=True)
 
 
 @dataclass(kw_only=True)
 class BaseConfig:
     """Holds the keys that every recipe has."""
 
-    recipe: str = _recipe(DEFAULT_RECIPE)
-    trainer: TrainerConfig = arg(
-        factory=TrainerConfig,
-        help="class of the training loop, made with (cfg, ctx); empty is the recipe's own",
-    )
-    experiment_name: str = arg("megarl", help="groups runs; part of the run directory")
-    trial_name: str = arg("trial0", help="this run; part of the run directory")
-    fileroot: str = arg("runs", help="runs live in <fileroot>/<experiment_name>/<trial_name>")
-    allocation_mode: str = arg(
-        "",
-        help="GPUs of servers and trainers, like sglang.d4t2+megatron.d2t2p2: sets server.type, "
-        "server.count, server.tp, the trained model's parallel.* and the number of processes; "
-        "empty leaves them to their own keys",
-    )
-    cluster: ClusterConfig = arg(factory=ClusterConfig, help="machines of the job")
-    seed: int = arg(1, bounds=SEED, help="seed of data order, initial weights and dropout")
-    tokenizer_path: str = arg("", help="tokenizer directory; empty is the model's path")
-    tokenizer: TokenizerConfig = arg(factory=TokenizerConfig, help="the run's tokenizer")
-    trust_remote_code: bool = arg(
-        False, help="run the code that lies beside the tokenizer; it may do anything"
-    )
-    total_train_epochs: int = arg(1, bounds=POSITIVE, help="passes over the training set")
-    total_train_steps: int | None = arg(
-        None,
-        bounds=Bounds(ge=0, note="0 evaluates only"),
-        help="stop after this many steps; null is no bound, 0 evaluates only",
-    )
-    max_train_seconds: float | None = arg(
-        None, bounds=POSITIVE, help="stop after this many seconds of training"
-    )
-    collective_timeout: float = arg(
-        1800.0,
-        bounds=TIMEOUT,
-        help="seconds a trainer process waits for the others in one collective operation",
-    )
-    train_dataset: DatasetConfig = arg(factory=DatasetConfig, help="training data")
-    valid_dataset: DatasetConfig | None = arg(None, help="held-out data; null is no evaluation")
-    valid_datasets: dict[str, DatasetConfig] = arg(
-        factory=dict,
-        help="more held-out data by name, each with the keys of valid_dataset; metrics are "
-        "eval/<name>/...",
-    )
-    saver: SaverConfig = arg(factory=SaverConfig, help="HF saves")
-    recover: RecoverConfig = arg(factory=RecoverConfig, help="checkpoints to continue from")
-    self_check: SelfCheckConfig = arg(
-        factory=SelfCheckConfig, help="what the run checks about itself"
-    )
-    evaluator: EvaluatorConfig = arg(factory=EvaluatorConfig, help="when to evaluate")
-    stats_logger: StatsLoggerConfig = arg(factory=StatsLoggerConfig, help="where metrics go")
-    profiler: ProfilerConfig = arg(factory=ProfilerConfig, help="traces and hardware utilisation")
+    recipe: Annotated[str, _RECIPES] = DEFAULT_RECIPE
+    """what to run; a path names a dataclass of your own, a subclass of one of the recipes'"""
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    """class of the training loop, made with (cfg, ctx); empty is the recipe's own"""
+    experiment_name: str = "megarl"
+    """groups runs; part of the run directory"""
+    trial_name: str = "trial0"
+    """this run; part of the run directory"""
+    fileroot: str = "runs"
+    """runs live in <fileroot>/<experiment_name>/<trial_name>"""
+    allocation_mode: str = ""
+    """GPUs of servers and trainers, like sglang.d4t2+megatron.d2t2p2: sets server.type,
+    server.count, server.tp, the trained model's parallel.* and the number of processes; empty
+    leaves them to their own keys"""
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    """machines of the job"""
+    seed: Annotated[int, SEED] = 1
+    """seed of data order, initial weights and dropout"""
+    tokenizer_path: str = ""
+    """tokenizer directory; empty is the model's path"""
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    """the run's tokenizer"""
+    trust_remote_code: bool = False
+    """run the code that lies beside the tokenizer; it may do anything"""
+    total_train_epochs: Annotated[int, POSITIVE] = 1
+    """passes over the training set"""
+    total_train_steps: Annotated[int, Bounds(ge=0, note="0 evaluates only")] | None = None
+    """stop after this many steps; null is no bound, 0 evaluates only"""
+    max_train_seconds: Annotated[float, POSITIVE] | None = None
+    """stop after this many seconds of training"""
+    collective_timeout: Annotated[float, TIMEOUT] = 1800.0
+    """seconds a trainer process waits for the others in one collective operation"""
+    train_dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    """training data"""
+    valid_dataset: DatasetConfig | None = None
+    """held-out data; null is no evaluation"""
+    valid_datasets: dict[str, DatasetConfig] = field(default_factory=dict)
+    """more held-out data by name, each with the keys of valid_dataset; metrics are
+    eval/<name>/..."""
+    saver: SaverConfig = field(default_factory=SaverConfig)
+    """HF saves"""
+    recover: RecoverConfig = field(default_factory=RecoverConfig)
+    """checkpoints to continue from"""
+    self_check: SelfCheckConfig = field(default_factory=SelfCheckConfig)
+    """what the run checks about itself"""
+    evaluator: EvaluatorConfig = field(default_factory=EvaluatorConfig)
+    """when to evaluate"""
+    stats_logger: StatsLoggerConfig = field(default_factory=StatsLoggerConfig)
+    """where metrics go"""
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
+    """traces and hardware utilisation"""
 
 
 @dataclass(kw_only=True)
 class OfflineConfig(BaseConfig):
     """Holds the keys of recipes that train one model on rows that exist already."""
 
-    model: TrainEngineConfig = arg(factory=TrainEngineConfig, help="the trained model")
+    model: TrainEngineConfig = field(default_factory=TrainEngineConfig)
+    """the trained model"""
 
 
 @dataclass(kw_only=True)
 class SFTConfig(OfflineConfig):
     """Configures supervised fine-tuning of one model."""
 
-    recipe: str = _recipe("sft")
-    stop_at_exact_match: float | None = arg(
-        None,
-        bounds=FRACTION_ABOVE_ZERO,
-        help="stop once this fraction of held-out answers is greedily right; null is off",
-    )
-    generation: GenerationConfig | None = arg(
-        None, help="evaluate by generation, too, as RL does; null is by loss alone"
-    )
+    recipe: Annotated[str, _RECIPES] = "sft"
+    stop_at_exact_match: Annotated[float, FRACTION_ABOVE_ZERO] | None = None
+    """stop once this fraction of held-out answers is greedily right; null is off"""
+    generation: GenerationConfig | None = None
+    """evaluate by generation, too, as RL does; null is by loss alone"""
 
 
 @dataclass(kw_only=True)
 class DPOConfig(OfflineConfig):
     """Configures learning from preferred answers: DPO and its relatives."""
 
-    recipe: str = _recipe("dpo")
-    preference: PreferenceConfig = arg(factory=PreferenceConfig, help="the loss")
-    ref: TrainEngineConfig = arg(
-        factory=TrainEngineConfig,
-        help="the frozen reference, where the loss has one; empty path is model.path, and with "
-        "model.lora then the model's own engine, adapters off",
-    )
+    recipe: Annotated[str, _RECIPES] = "dpo"
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
+    """the loss"""
+    ref: TrainEngineConfig = field(default_factory=TrainEngineConfig)
+    """the frozen reference, where the loss has one; empty path is model.path, and with
+    model.lora then the model's own engine, adapters off"""
 
 
 @dataclass(kw_only=True)
 class RMConfig(OfflineConfig):
     """Configures the training of a reward model on pairs (Bradley-Terry)."""
 
-    recipe: str = _recipe("rm")
-    model: RewardModelConfig = arg(
-        factory=RewardModelConfig, help="the reward model, or the language model it begins as"
-    )
-    margin: bool = arg(
-        False, help="ask for the difference of scores that each row's column margin says"
-    )
-    center: float = arg(
-        0.0,
-        bounds=NOT_NEGATIVE,
-        help="weight of the squared sum of a pair's scores, which keeps them near 0",
-    )
+    recipe: Annotated[str, _RECIPES] = "rm"
+    model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    """the reward model, or the language model it begins as"""
+    margin: bool = False
+    """ask for the difference of scores that each row's column margin says"""
+    center: Annotated[float, NOT_NEGATIVE] = 0.0
+    """weight of the squared sum of a pair's scores, which keeps them near 0"""
 
 
 @dataclass(kw_only=True)
 class GRPOConfig(BaseConfig):
     """Configures RL without a critic: a policy, its rollouts and the servers that generate."""
 
-    algorithm: str = arg(
-        "",
-        help="a published algorithm, which stands for some keys of `actor` (docs/algorithms.md); "
-        "keys that are set win over it; empty is none",
-        choices=ALGORITHMS,
+    algorithm: Annotated[str, Choices(*ALGORITHMS)] = ""
+    """a published algorithm, which stands for some keys of `actor` (docs/algorithms.md); keys
+    that are set win over it; empty is none"""
+    actor: PPOActorConfig = field(default_factory=PPOActorConfig)
+    """the trained policy"""
+    ref: RefConfig | None = None
+    """reference for the KL term, frozen unless refresh_every or ema is set; null is none; empty
+    path is actor.path, and with actor.lora then, frozen, the actor's own engine, adapters off"""
+    reward_model: ValueModelConfig | None = None
+    """frozen; its score of the last token replaces the reward; null is none"""
+    kl_ctl: Annotated[float, NOT_NEGATIVE] = 0.0
+    """weight of the KL to the reference as a penalty in the reward: of every token in PPO, of
+    their sum in GRPO"""
+    gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
+    """sampling during training"""
+    eval_gconfig: GenerationHyperparameters = field(
+        default_factory=lambda: GenerationHyperparameters(greedy=True)
     )
-    actor: PPOActorConfig = arg(factory=PPOActorConfig, help="the trained policy")
-    ref: RefConfig | None = arg(
-        None,
-        help="reference for the KL term, frozen unless refresh_every or ema is set; null is none; "
-        "empty path is actor.path, and with actor.lora then, frozen, the actor's own engine, "
-        "adapters off",
-    )
-    reward_model: ValueModelConfig | None = arg(
-        None, help="frozen; its score of the last token replaces the reward; null is none"
-    )
-    kl_ctl: float = arg(
-        0.0,
-        bounds=NOT_NEGATIVE,
-        help="weight of the KL to the reference as a penalty in the reward: of every token in PPO, "
-        "of their sum in GRPO",
-    )
-    gconfig: GenerationHyperparameters = arg(
-        factory=GenerationHyperparameters, help="sampling during training"
-    )
-    eval_gconfig: GenerationHyperparameters = arg(
-        factory=lambda: GenerationHyperparameters(greedy=True), help="sampling during evaluation"
-    )
-    rollout: RolloutConfig = arg(factory=RolloutConfig, help="generation client")
-    episodes: EpisodesConfig = arg(factory=EpisodesConfig, help="record for megarl view")
-    record: RecordConfig = arg(factory=RecordConfig, help="record for megarl diff and replay")
-    replay: ReplayConfig | None = arg(
-        None, help="run a step of an earlier run again; megarl replay sets it"
-    )
-    server: ServerConfig = arg(factory=ServerConfig, help="servers the launcher starts")
-    judge: ServerConfig | None = arg(
-        None,
-        help="servers of a judge's model (judge.path) that the launcher starts for the reward "
-        "judge; null is none: the reward's option base_url names others",
-    )
-    weight_sync: WeightSyncConfig = arg(factory=WeightSyncConfig, help="weights to the servers")
+    """sampling during evaluation"""
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    """generation client"""
+    episodes: EpisodesConfig = field(default_factory=EpisodesConfig)
+    """record for megarl view"""
+    record: RecordConfig = field(default_factory=RecordConfig)
+    """record for megarl diff and replay"""
+    replay: ReplayConfig | None = None
+    """run a step of an earlier run again; megarl replay sets it"""
+    server: ServerConfig = field(default_factory=ServerConfig)
+    """servers the launcher starts"""
+    judge: ServerConfig | None = None
+    """servers of a judge's model (judge.path) that the launcher starts for the reward judge;
+    null is none: the reward's option base_url names others"""
+    weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
+    """weights to the servers"""
 
 
 @dataclass(kw_only=True)
 class PPOConfig(GRPOConfig):
     """Configures PPO: GRPO's keys, with a critic and GAE instead of comparing samples."""
 
-    recipe: str = _recipe("ppo")
-    algorithm: str = arg(
-        "",
-        help="empty: the published algorithms by name compare samples, without a critic (recipe "
-        "grpo); set actor.ratio, actor.surrogate, actor.loss_agg, actor.correction one by one",
-        choices=("",),
-    )
-    actor: PPOActorConfig = arg(
-        factory=lambda: PPOActorConfig(adv_norm="batch"), help="the trained policy"
-    )
-    critic: PPOCriticConfig = arg(
-        factory=PPOCriticConfig, help="the value function; empty path is actor.path"
-    )
-    discount: float = arg(1.0, bounds=FRACTION, help="GAE: discount per trained token")
-    gae_lambda: float = arg(
-        1.0, bounds=FRACTION, help="GAE: 1 is the whole return, 0 one step ahead"
-    )
-    gae_length_alpha: float | None = arg(
-        None,
-        bounds=POSITIVE,
-        help="GAE: lambda of an answer of l trained tokens is 1 - 1 / (this * l), instead of "
-        "gae_lambda (VAPO: 0.05); null is off",
-    )
-    gae_lambda_critic: float | None = arg(
-        None, bounds=FRACTION, help="GAE: lambda of the critic's returns; null is the advantages'"
-    )
-    bootstrap_truncated: bool = arg(
-        False,
-        help="an answer cut at max_new_tokens ends with the value of going on, not with nothing",
-    )
+    recipe: Annotated[str, _RECIPES] = "ppo"
+    algorithm: Annotated[str, Choices("")] = ""
+    """empty: the published algorithms by name compare samples, without a critic (recipe grpo);
+    set actor.ratio, actor.surrogate, actor.loss_agg, actor.correction one by one"""
+    actor: PPOActorConfig = field(default_factory=lambda: PPOActorConfig(adv_norm="batch"))
+    """the trained policy"""
+    critic: PPOCriticConfig = field(default_factory=PPOCriticConfig)
+    """the value function; empty path is actor.path"""
+    discount: Annotated[float, FRACTION] = 1.0
+    """GAE: discount per trained token"""
+    gae_lambda: Annotated[float, FRACTION] = 1.0
+    """GAE: 1 is the whole return, 0 one step ahead"""
+    gae_length_alpha: Annotated[float, POSITIVE] | None = None
+    """GAE: lambda of an answer of l trained tokens is 1 - 1 / (this * l), instead of gae_lambda
+    (VAPO: 0.05); null is off"""
+    gae_lambda_critic: Annotated[float, FRACTION] | None = None
+    """GAE: lambda of the critic's returns; null is the advantages'"""
+    bootstrap_truncated: bool = False
+    """an answer cut at max_new_tokens ends with the value of going on, not with nothing"""
 
 
 def _student() -> PPOActorConfig:
@@ -260,13 +233,12 @@ def _student() -> PPOActorConfig:
 class DistillConfig(GRPOConfig):
     """Configures on-policy distillation: GRPO's keys, with a teacher where GRPO has rewards."""
 
-    recipe: str = _recipe("distill")
-    actor: PPOActorConfig = arg(factory=_student, help="the student, whose rollouts are compared")
-    teacher: TeacherConfig = arg(
-        factory=TeacherConfig,
-        help="the frozen model that the student is drawn to; empty path is actor.path: its own "
-        "earlier self",
-    )
+    recipe: Annotated[str, _RECIPES] = "distill"
+    actor: PPOActorConfig = field(default_factory=_student)
+    """the student, whose rollouts are compared"""
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    """the frozen model that the student is drawn to; empty path is actor.path: its own earlier
+    self"""
 
 
 def held_out_sets(cfg: BaseConfig) -> dict[str, DatasetConfig]:

@@ -1,55 +1,57 @@
-"""Configures the record of steps, which `megarl diff` compares and `megarl replay` runs again."""
+"""Configures the records of a run: of episodes, which `megarl view` shows, and of steps, which
+`megarl diff` compares and `megarl replay` runs again."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
-from megarl.config.base import arg
-from megarl.config.bounds import OFF_AT_ZERO, POSITIVE
+from megarl.config.base import OFF_AT_ZERO, POSITIVE, Choices
 
 RECORD_DIR = "record"
 TRAIN, ROLLOUT, WHOLE = "train", "rollout", "whole"  # what a replay runs
 
 
 @dataclass(kw_only=True)
+class EpisodesConfig:
+    """Says which episodes of training are kept in <run>/episodes."""
+
+    keep: Annotated[int, OFF_AT_ZERO] | None = 16
+    """record the first n groups of every step, token by token, and as many that were rejected
+    because something failed; 0 is off, null all"""
+    entropy: bool = False
+    """record the entropy of every token, too: actor.recompute_logprob's pass computes it"""
+
+
+@dataclass(kw_only=True)
 class RecordConfig:
     """Says what is kept of every step in <run>/record."""
 
-    fingerprints: bool = arg(
-        True,
-        help="record a hash and a norm of every tensor of each phase of a step, for megarl diff",
-    )
-    weights_every: int = arg(
-        1, bounds=POSITIVE, help="with fingerprints: those of the weights after every n-th step"
-    )
-    servers: bool = arg(
-        False,
-        help="with fingerprints: those of the weights that servers hold, too, which costs each of "
-        "them a pass over its weights",
-    )
-    keep: int | None = arg(
-        0,
-        bounds=OFF_AT_ZERO,
-        help="keep the batches of the newest n steps, for megarl replay; 0 is off, null all",
-    )
-    steps: list[int] = arg(
-        factory=list, help="keep the batches of these steps, counted from 1, in any case"
-    )
+    fingerprints: bool = True
+    """record a hash and a norm of every tensor of each phase of a step, for megarl diff"""
+    weights_every: Annotated[int, POSITIVE] = 1
+    """with fingerprints: those of the weights after every n-th step"""
+    servers: bool = False
+    """with fingerprints: those of the weights that servers hold, too, which costs each of them a
+    pass over its weights"""
+    keep: Annotated[int, OFF_AT_ZERO] | None = 0
+    """keep the batches of the newest n steps, for megarl replay; 0 is off, null all"""
+    steps: list[int] = field(default_factory=list)
+    """keep the batches of these steps, counted from 1, in any case"""
 
 
 @dataclass(kw_only=True)
 class ReplayConfig:
     """Says which step of an earlier run is run again."""
 
-    run: str = arg("", help="the directory of that run")
-    step: int = arg(1, bounds=POSITIVE, help="the last step to run, counted from 1")
-    what: str = arg(
-        WHOLE,
-        help="train: on the recorded batches, without servers; rollout: generate the batch of the "
-        "step and stop; whole: both, for every step",
-        choices=(TRAIN, ROLLOUT, WHOLE),
-    )
+    run: str = ""
+    """the directory of that run"""
+    step: Annotated[int, POSITIVE] = 1
+    """the last step to run, counted from 1"""
+    what: Annotated[str, Choices(TRAIN, ROLLOUT, WHOLE)] = WHOLE
+    """train: on the recorded batches, without servers; rollout: generate the batch of the step
+    and stop; whole: both, for every step"""
 
 
 def batch_path(run_dir: Path, step: int) -> Path:

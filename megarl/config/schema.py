@@ -1,12 +1,17 @@
 """Reads which keys a recipe has off its dataclasses: for --help, nearest-key hints and checks.
 
-It needs the standard library alone, so that --help starts without importing anything else.
+A key is a field of a dataclass. Its annotation may give bounds or choices (base.py), and the text
+below the field is its help. It needs the standard library alone, so that --help is instant.
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import difflib
+import inspect
+import itertools
+import textwrap
 import types
 import typing
 from collections.abc import Iterator
@@ -15,29 +20,41 @@ from functools import cache
 from typing import Any
 
 from megarl.config.aliases import aliased, role_of
-from megarl.utils.importing import is_import_path
+from megarl.config.base import ANY_FLOAT, ANY_INT, Bounds, Choices, is_finite
 
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """Describes one dotted key. `section` is its dataclass where it is a group of further keys."""
+    """Describes one dotted key, a field of the dataclass `owner`. section: its dataclass where it
+    is a group of further keys. element: of a dict of sections by name, the dataclass of each."""
 
     name: str
+    owner: type
     annotation: Any
     default: Any  # dataclasses.MISSING when a value is required
-    help: str
-    choices: tuple[Any, ...] | None
     section: type | None
-    bounds: Any = None  # a megarl.config.bounds.Bounds, where the number has some
-    or_path: bool = False  # beside the choices, an import path is a value
-    true: str | None = None  # the choice that the boolean stands for
-    element: type | None = None  # of a dict of sections by name: the dataclass of each
+    element: type | None
+    bounds: Bounds | None
+    limits: Choices | None
+
+    @property
+    def help(self) -> str:
+        """Returns the text below the field."""
+        return _texts(self.owner).get(_last(self.name), "")
+
+    @property
+    def choices(self) -> tuple[Any, ...] | None:
+        """Returns the values that it may have, None for any of its type."""
+        return self.limits.values if self.limits else None
+
+    @property
+    def or_path(self) -> bool:
+        """Returns whether an import path is a value beside the choices."""
+        return self.limits is not None and self.limits.or_path
 
     def allows(self, value: Any) -> bool:
         """Returns whether `value` is one of the choices, or an import path where those are."""
-        if not self.choices or value in self.choices:
-            return True
-        return self.or_path and isinstance(value, str) and is_import_path(value)
+        return self.limits is None or self.limits.allow(value)
 
     @property
     def nullable(self) -> bool:
@@ -65,6 +82,8 @@ def _type_name(annotation: Any) -> str:
         return annotation.__name__
     if (element := _element(annotation)) is not None:
         return f"dict[str, {element.__name__}]"
+    if typing.get_origin(annotation) is typing.Union:  # as Annotated[int, ...] | None is one
+        return " | ".join("None" if a is type(None) else _type_name(a) for a in annotation.__args__)
     return str(annotation).replace("typing.", "")
 
 
@@ -92,27 +111,55 @@ def _default(field: dataclasses.Field[Any], parent: Any) -> Any:
 
 
 @cache
-def _annotations(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
+def _annotations(cls: type) -> dict[str, tuple[Any, list[Any]]]:
+    """Returns, by field, its type and what its annotation says of the values."""
+    plain, whole = typing.get_type_hints(cls), typing.get_type_hints(cls, include_extras=True)
+    return {name: (plain[name], _said(whole[name])) for name in plain}
+
+
+def _said(annotation: Any) -> list[Any]:
+    if typing.get_origin(annotation) is typing.Annotated:
+        return list(annotation.__metadata__)
+    if typing.get_origin(annotation) in (types.UnionType, typing.Union):
+        return [x for part in typing.get_args(annotation) for x in _said(part)]
+    return []
+
+
+@cache
+def _texts(cls: type) -> dict[str, str]:
+    """Returns, by field, the text below it in the source of `cls` and of those that it extends."""
+    texts: dict[str, str] = {}
+    for owner in reversed(inspect.getmro(cls)[:-1]):
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(owner)))
+        except (OSError, SyntaxError):  # typed in at a prompt
+            continue
+        (definition,) = (node for node in tree.body if isinstance(node, ast.ClassDef))
+        for node, below in itertools.pairwise(definition.body):
+            match node, below:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str(text))),
+                ):
+                    texts[name] = " ".join(text.split())
+    return texts
 
 
 def children(cls: type, prefix: str = "", parent: Any = None) -> Iterator[Key]:
     """Yields the keys directly in `cls`; defaults come from the instance `parent`, if given."""
     assert dataclasses.is_dataclass(cls)
     for field in dataclasses.fields(cls):
-        annotation = _annotations(cls)[field.name]
+        annotation, said = _annotations(cls)[field.name]
         base = _strip_none(annotation)
         yield Key(
             name=prefix + field.name,
+            owner=cls,
             annotation=annotation,
             default=_default(field, parent),
-            help=field.metadata.get("help", ""),
-            choices=field.metadata.get("choices"),
             section=base if dataclasses.is_dataclass(base) and isinstance(base, type) else None,
-            bounds=field.metadata.get("bounds"),
-            or_path=field.metadata.get("or_path", False),
-            true=field.metadata.get("true"),
             element=_element(annotation),
+            bounds=next((x for x in said if isinstance(x, Bounds)), None),
+            limits=next((x for x in said if isinstance(x, Choices)), None),
         )
 
 
@@ -212,6 +259,27 @@ def not_a_choice(key: Key, value: Any) -> str:
     """Returns the line that says which choices the key has."""
     path = " (or pkg.module:name)" if key.or_path else ""
     return f"{key.name}={show(value)}: not one of {', '.join(map(show, key.choices or ()))}{path}"
+
+
+def number_problems(cfg: Any, prefix: str = "") -> Iterator[str]:
+    """Yields a line for each number of the dataclass `cfg` that is not finite, or outside the
+    bounds of its key; `prefix` is the section that `cfg` is, with its dot."""
+    for key in all_keys(type(cfg), parent=cfg):
+        value = key.default  # the instance's own value
+        if isinstance(value, bool) or not isinstance(value, int | float) or absent(cfg, key.name):
+            continue
+        largest = ANY_INT if isinstance(value, int) else ANY_FLOAT
+        for bounds in (key.bounds, largest):
+            if bounds is not None and not bounds.allow(value):
+                yield _out_of(bounds, prefix + key.name, value, nullable=key.nullable)
+                break
+
+
+def _out_of(bounds: Bounds, name: str, value: float, *, nullable: bool) -> str:
+    finite = "" if is_finite(value) else "a finite number "
+    null = ", or null" if nullable else ""
+    note = f" ({bounds.note})" if bounds.note else ""
+    return f"{name}={show(value)}: must be {finite}{bounds}{null}{note}"
 
 
 def absent(cfg: Any, name: str) -> bool:

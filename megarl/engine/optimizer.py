@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from megarl.api.records import FinetuneSpec
-from megarl.config.bounds import number_problems
 from megarl.config.check_engine import optimizer_problems
 from megarl.config.engine import OptimizerConfig
 from megarl.config.errors import raise_if_any
+from megarl.config.schema import number_problems
 from megarl.parallel import mcore
 
 from megatron.core.distributed import DistributedDataParallel  # isort: skip
@@ -29,6 +29,9 @@ from megatron.core.utils import get_model_config  # isort: skip
 
 # a constant schedule never looks at its end, but megatron-core asks for one
 _ENDLESS = 1 << 40
+# float16: the loss is multiplied by it before backward; an overflow halves it and skips the update,
+# and it doubles after a window without one
+_LOSS_SCALE = {"initial_loss_scale": 2.0**16, "hysteresis": 1}
 
 
 def check(cfg: OptimizerConfig, dtype: torch.dtype) -> None:
@@ -124,6 +127,10 @@ def build_optimizer(
 
 
 def _mcore_config(cfg: OptimizerConfig, dtype: torch.dtype) -> McoreOptimizerConfig:
+    options = _LOSS_SCALE | {
+        name: getattr(torch, value) if name.endswith("_dtype") else value
+        for name, value in cfg.options.items()
+    }
     config = McoreOptimizerConfig(
         optimizer=cfg.type,
         lr=cfg.lr,
@@ -140,16 +147,10 @@ def _mcore_config(cfg: OptimizerConfig, dtype: torch.dtype) -> McoreOptimizerCon
         overlap_param_gather=cfg.overlap_param_gather,
         use_precision_aware_optimizer=cfg.precision_aware,
         store_param_remainders=False,
-        main_params_dtype=getattr(torch, cfg.main_params_dtype),
-        exp_avg_dtype=getattr(torch, cfg.exp_avg_dtype),
-        exp_avg_sq_dtype=getattr(torch, cfg.exp_avg_sq_dtype),
         optimizer_cpu_offload=cfg.cpu_offload,
         optimizer_offload_fraction=cfg.cpu_offload_fraction,
         overlap_cpu_optimizer_d2h_h2d=mcore.on_cuda(),
-        initial_loss_scale=cfg.initial_loss_scale,
-        min_loss_scale=cfg.min_loss_scale,
-        loss_scale_window=cfg.loss_scale_window,
-        hysteresis=cfg.loss_scale_hysteresis,
+        **options,
     )
     if cfg.cpu_offload:
         # The hybrid optimizer takes gradients the way the precision-aware one does. Said after the

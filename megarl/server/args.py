@@ -6,11 +6,10 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from megarl.config.base import arg
-from megarl.config.bounds import POSITIVE, TIMEOUT, Bounds, number_problems
-from megarl.config.schema import children
+from megarl.config.base import POSITIVE, TIMEOUT, Bounds, Choices
+from megarl.config.schema import children, number_problems
 
 
 @dataclass(kw_only=True)
@@ -18,40 +17,38 @@ class ServerArgs:
     """Holds the flags of the command line. Lengths are in tokens, `dist_timeout` is in seconds.
     Raises ValueError for a number out of its bounds."""
 
-    model_path: str = arg(help="HF model directory")
-    host: str = arg("127.0.0.1", help="address to bind")
-    port: int = arg(30000, help="port to bind")
-    dtype: str = arg(
-        "auto", help="auto is the checkpoint's", choices=("auto", "float32", "bfloat16", "float16")
-    )
-    json_model_override_args: str = arg(
-        "", help="keys of config.json that have another value, as a JSON object"
-    )
-    device: str | None = arg(None, help="default: cuda where there is one", choices=("cpu", "cuda"))
-    context_length: int | None = arg(
-        None, bounds=Bounds(ge=2), help="prompt plus response (default: the model's)"
-    )
-    max_running_requests: int = arg(256, bounds=POSITIVE, help="sequences decoded at once")
-    max_total_tokens: int | None = arg(
-        None, help="bound of the KV cache (default: by the memory there is)"
-    )
-    deterministic: bool = arg(
-        False, help="batch-invariant: a request's bits do not depend on what else runs"
-    )
-    enable_return_routed_experts: bool = arg(
-        False, help="answers to requests with return_routed_experts say what the routers chose"
-    )
-    enable_weights_cpu_backup: bool = arg(
-        False, help="weights whose memory is released rest in host memory, and come back whole"
-    )
-    threads: int = arg(0, help="CPU threads; 0 leaves torch's default")
-    random_seed: int | None = arg(None, help="seeds requests that bring no sampling_seed")
-    dist_timeout: float = arg(
-        600.0, bounds=TIMEOUT, help="seconds a weight-update collective may take"
-    )
-    log_level: str = arg(
-        "info", help="which lines to log", choices=("debug", "info", "warning", "error")
-    )
+    model_path: str
+    """HF model directory"""
+    host: str = "127.0.0.1"
+    """address to bind"""
+    port: int = 30000
+    """port to bind"""
+    dtype: Annotated[str, Choices("auto", "float32", "bfloat16", "float16")] = "auto"
+    """auto is the checkpoint's"""
+    json_model_override_args: str = ""
+    """keys of config.json that have another value, as a JSON object"""
+    device: Annotated[str, Choices("cpu", "cuda")] | None = None
+    """default: cuda where there is one"""
+    context_length: Annotated[int, Bounds(ge=2)] | None = None
+    """prompt plus response (default: the model's)"""
+    max_running_requests: Annotated[int, POSITIVE] = 256
+    """sequences decoded at once"""
+    max_total_tokens: int | None = None
+    """bound of the KV cache (default: by the memory there is)"""
+    deterministic: bool = False
+    """batch-invariant: a request's bits do not depend on what else runs"""
+    enable_return_routed_experts: bool = False
+    """answers to requests with return_routed_experts say what the routers chose"""
+    enable_weights_cpu_backup: bool = False
+    """weights whose memory is released rest in host memory, and come back whole"""
+    threads: int = 0
+    """CPU threads; 0 leaves torch's default"""
+    random_seed: int | None = None
+    """seeds requests that bring no sampling_seed"""
+    dist_timeout: Annotated[float, TIMEOUT] = 600.0
+    """seconds a weight-update collective may take"""
+    log_level: Annotated[str, Choices("debug", "info", "warning", "error")] = "info"
+    """which lines to log"""
 
     def __post_init__(self) -> None:
         for problem in number_problems(self):

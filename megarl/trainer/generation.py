@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.algos import Role
-from megarl.config.generation import GenerationConfig
 from megarl.config.recipes import SFTConfig
+from megarl.config.rollout import GenerationConfig
 from megarl.config.servers import server_addresses
 from megarl.data import RowDataset
 from megarl.rollout.client import RemoteSGLangEngine

@@ -98,7 +98,8 @@ def resumed(path: str, out: str, over: dict[str, Any]) -> list[Any]:
     "over",
     [
         dict(dtype="bfloat16", optimizer=dict(cpu_offload=True, cpu_offload_fraction=0.4)),
-        dict(dtype="float16", optimizer=dict(loss_scale_window=1)),  # a loss scale that changes
+        # a loss scale that changes
+        dict(dtype="float16", optimizer=dict(options=dict(loss_scale_window=1))),
     ],
     ids=["cpu_offload", "float16"],
 )
@@ -119,7 +120,7 @@ def test_training_resumes_bit_for_bit(world2, models, tmp_path, over):
 def test_float16_takes_the_steps_of_float32(world2, models, kind, parallel, zero):
     """The loss scale is in the backward pass and in none of the metrics."""
     path = save_model(models, kind, False)
-    optimizer = dict(distributed=zero, initial_loss_scale=2.0**10)
+    optimizer = dict(distributed=zero, options=dict(initial_loss_scale=2.0**10))
     want = world2.run(steps, path, parallel, n=1, optimizer=optimizer)[0]
     got = world2.run(steps, path, parallel, n=1, dtype="float16", optimizer=optimizer)[0]
     (a,), (b,) = got["figures"], want["figures"]
@@ -133,7 +134,7 @@ def test_float16_takes_the_steps_of_float32(world2, models, kind, parallel, zero
 
 def overflowing(path: str, parallel: dict[str, Any], zero: bool) -> dict[str, Any]:
     """Steps from a loss scale beyond float16 until a step succeeds; then uses a broken loss."""
-    scale = dict(initial_loss_scale=2.0**24, loss_scale_window=2, distributed=zero)
+    scale = dict(distributed=zero, options=dict(initial_loss_scale=2.0**24, loss_scale_window=2))
     engine = make_engine(path, parallel, dtype="float16", optimizer=scale)
     before, figures = state(engine), []
     while not figures or (not figures[-1]["update_successful"] and len(figures) < 30):
@@ -180,8 +181,11 @@ def test_an_overflow_skips_the_update_and_halves_the_scale(world2, models, kind,
         (dict(precision_aware=True), "bfloat16", "Transformer Engine's FusedAdam"),
         (dict(cpu_offload=True), "float32", "these are float32; set dtype='bfloat16'"),
         (dict(overlap_param_gather=True), "float32", "needs optimizer.overlap_grad_reduce=true"),
-        (dict(exp_avg_dtype="float16"), "float32", "needs optimizer.precision_aware=true"),
-        (dict(min_loss_scale=0.0), "float16", "optimizer.min_loss_scale=0.0: must be > 0"),
+        (
+            dict(options=dict(exp_avg_dtype="float16")),
+            "float32",
+            "needs optimizer.precision_aware=true",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(options, dtype, message):
@@ -254,7 +258,7 @@ def test_the_precision_aware_optimizer_clips_and_reloads_what_it_keeps(world2, m
         moved = (got["stepped"][name].float() - value.float()).abs().max()
         assert 0 < moved < 4 * got["lr"] + 0.01 * value.float().abs().max(), name
     small = dict(main_params_dtype="float16", exp_avg_dtype="bfloat16", exp_avg_sq_dtype="bfloat16")
-    rough = world2.run(precision_aware, path, other, str(tmp_path / "ck"), **small)[0]
+    rough = world2.run(precision_aware, path, other, str(tmp_path / "ck"), options=small)[0]
     assert rough["dtypes"] == {torch.float16, torch.bfloat16}
     assert_same(rough, want, 3e-2)
 

@@ -12,7 +12,7 @@ MUTANTS = (
         ("tests/unit/test_allocation.py::test_colons_any_order_and_colocation",),
     ),
     Mutant(
-        "config/bounds.py",
+        "config/base.py",
         "and (self.le is None or value <= self.le)",
         "and (self.le is None or value < self.le)",
         ("tests/unit/test_config_check.py::test_a_sound_ppo_passes",),

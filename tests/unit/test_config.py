@@ -5,18 +5,18 @@ from __future__ import annotations
 import pickle
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 import yaml
 
 from megarl.config.aliases import ALIASES, aliased
-from megarl.config.base import SeamConfig, arg
+from megarl.config.base import Choices, SeamConfig
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config, load_expr_config, run_dir, save_config
 from megarl.config.recipes import RECIPES, GRPOConfig, SFTConfig
 from megarl.config.rollout import GenerationHyperparameters
-from megarl.config.schema import key_table
+from megarl.config.schema import free_form_parent, key_table
 
 
 def problems(*overrides: str, yaml: Path | None = None) -> list[str]:
@@ -217,7 +217,8 @@ def test_every_alias_leads_to_a_key(recipe: str) -> None:
         if target is None:
             assert "unknown key of this recipe; recipe=" in said[alias]
         else:
-            assert target.partition("=")[0] in table
+            key = target.partition("=")[0]
+            assert key in table or free_form_parent(RECIPES[recipe], key)
             assert f"{alias}: unknown key; did you mean {target}?" in said[alias]
     load_config(None, [f"recipe={recipe}", *{t for t in found.values() if t and "=" in t}])
 
@@ -424,7 +425,7 @@ def test_a_script_has_keys_of_its_own(tmp_path):
 
     @dataclass(kw_only=True)
     class Script(GRPOConfig):
-        transfer: str = arg("disk", help="", choices=("disk", "megatron"))
+        transfer: Annotated[str, Choices("disk", "megatron")] = "disk"
 
     path = tmp_path / "x.yaml"
     path.write_text("transfer: megatron\nseed: 3\n")
@@ -463,3 +464,8 @@ def test_sampling_as_a_model_recommends_it(tmp_path):
 def test_problems_travel_between_processes() -> None:
     again = pickle.loads(pickle.dumps(ConfigError(["a.b=1: too small", "c: unknown"])))
     assert again.problems == ("a.b=1: too small", "c: unknown")
+
+
+def test_a_section_that_is_null_is_named_beside_what_an_allocation_sets_in_it() -> None:
+    (problem,) = problems("server=null", "allocation_mode=sglang.d2+megatron.d1")
+    assert problem.startswith("server=null: ")

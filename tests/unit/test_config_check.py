@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from megarl.config.base import SeamConfig
-from megarl.config.bounds import TIMEOUT, number_problems
+from megarl.config.base import TIMEOUT, SeamConfig
 from megarl.config.check import check_config
 from megarl.config.check_parallel import check_parallel
 from megarl.config.check_rollout import rollout_problems
@@ -28,7 +27,7 @@ from megarl.config.recipe_engines import (
     trained_engines,
 )
 from megarl.config.recipes import RECIPES
-from megarl.config.schema import Key, all_keys, key_table
+from megarl.config.schema import Key, all_keys, key_table, number_problems
 from megarl.parallel.layout import Layout
 from megarl.trainer.preflight import check_models
 from tests.hf_stub import write_stub
@@ -174,7 +173,7 @@ def test_sound_configs_pass(model: Path) -> None:
             ["actor.optimizer.precision_aware", "actor.optimizer.distributed=true"],
         ),
         (
-            ["actor.optimizer.exp_avg_dtype=bfloat16"],
+            ["+actor.optimizer.options.exp_avg_dtype=bfloat16"],
             ["exp_avg_dtype=bfloat16", "precision_aware=true"],
         ),
         (
@@ -187,10 +186,10 @@ def test_sound_configs_pass(model: Path) -> None:
         ),
         (["actor.optimizer.cpu_offload_fraction=0"], ["cpu_offload_fraction=0"]),
         (
-            ["actor.optimizer.initial_loss_scale=0.5"],
-            ["initial_loss_scale=0.5", "actor.optimizer.min_loss_scale=1.0"],
+            ["+actor.optimizer.options.initial_los_scale=2"],
+            ["actor.optimizer.options.initial_los_scale=2", "initial_loss_scale?"],
         ),
-        (["actor.optimizer.loss_scale_window=0"], ["loss_scale_window=0"]),
+        (["+actor.optimizer.options.adam_eps=1e-6"], ["options.adam_eps=1e-06", "leave it out"]),
         (["actor.fp8=delayed", "actor.dtype=float16"], ["actor.fp8=delayed", "dtype=bfloat16"]),
         (["ref.fp8=mxfp8", "ref.attention=sdpa"], ["ref.fp8=mxfp8", "ref.attention=te"]),
         (["ref.mb_spec.share_prefixes=true", "ref.fp8=mxfp8"], ["set ref.fp8=none"]),

@@ -17,7 +17,7 @@ from megarl.api.batch import Batch
 from megarl.api.inference import FAILURES, SAMPLES_MISSING, RolloutFailed
 from megarl.config.algo import PPOActorConfig, PPOCriticConfig
 from megarl.config.base import SeamConfig
-from megarl.config.episodes import EpisodesConfig
+from megarl.config.record import EpisodesConfig
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
 from megarl.rollout.accounting import AccountingError
 from megarl.rollout.episode import Episode, batch_parts, without_failed

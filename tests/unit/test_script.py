@@ -151,11 +151,11 @@ SCRIPT = """
 import sys
 from dataclasses import dataclass
 import megarl
-from megarl import GRPOConfig, arg, load_expr_config
+from megarl import GRPOConfig, load_expr_config
 
 @dataclass(kw_only=True)
 class Own(GRPOConfig):
-    shade: str = arg("grey", help="")
+    shade: str = "grey"
 
 config, _ = load_expr_config(sys.argv[1:], Own)
 BODY

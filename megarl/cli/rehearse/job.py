@@ -11,7 +11,7 @@ from megarl.cli.rehearse.layout import Shrunk
 from megarl.config.base import SeamConfig
 from megarl.config.cluster import ClusterConfig
 from megarl.config.dataset import GENERATED, DatasetConfig, PartConfig, TokenizerConfig
-from megarl.config.engine import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
+from megarl.config.engine import MicroBatchSpec, TrainEngineConfig
 from megarl.config.loader import config_yaml
 from megarl.config.recipe_engines import engines
 from megarl.config.recipes import BaseConfig, GRPOConfig, RMConfig, SFTConfig
@@ -87,10 +87,8 @@ def _shrink_engine(engine: TrainEngineConfig) -> None:
     engine.recompute_num_layers = 1
     engine.moe.token_dispatcher = "alltoall"
     if engine.optimizer is not None:
-        types = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
-        plain = {name: getattr(OptimizerConfig(), name) for name in types}
         engine.optimizer = replace(
-            engine.optimizer, precision_aware=False, cpu_offload=False, **plain
+            engine.optimizer, precision_aware=False, cpu_offload=False, options={}
         )
     if engine.lora is not None:
         engine.lora = replace(engine.lora, r=min(4, engine.lora.r), adapter_path="")
