@@ -176,7 +176,7 @@ def filter_calls() -> None:
     machine = platform.machine()
     if machine not in _ALLOWED:
         raise RuntimeError(f"no system calls are known of {machine}: use x86_64 or aarch64")
-    program = b"".join(struct.pack("=HBBI", *i) for i in _filter(machine, os.getpid()))
+    program = b"".join(struct.pack("=HBBI", *i) for i in filter_program(machine, os.getpid()))
     code = ctypes.create_string_buffer(program, len(program))
     # struct sock_fprog: the number of instructions, padding, and where they are
     head = struct.pack("=H6xQ", len(program) // 8, ctypes.addressof(code))
@@ -184,10 +184,10 @@ def filter_calls() -> None:
     _call(_LIBC.prctl(_PR_SET_SECCOMP, 2, ctypes.c_char_p(head), 0, 0), "prctl(SECCOMP)")
 
 
-def _filter(machine: str, pid: int) -> list[Instruction]:
-    """Returns the filter: other machines' calls end the process, calls not named fail as not
-    permitted. The arguments are compared by their lower 32 bits, as the kernel reads them, but
-    for a pointer."""
+def filter_program(machine: str, pid: int) -> list[Instruction]:
+    """Returns the seccomp filter of process `pid` on a machine: other machines' calls end it, calls
+    not named fail as not permitted. The arguments are compared by their lower 32 bits, as the
+    kernel reads them, but for a pointer."""
     audit, allowed = _ALLOWED[machine]
     n = dict(zip(_CALLS, _NUMBERS[machine], strict=True))
     code: list[Instruction] = [

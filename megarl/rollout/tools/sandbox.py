@@ -30,7 +30,6 @@ KILL_TIMEOUT = 10.0  # seconds for the kernel to end a killed process
 START_TIMEOUT = 120.0  # seconds for a process to be confined, on a machine that is very busy
 LOOK_INTERVAL = 0.05  # seconds between two looks at the files that the program makes
 MAX_FILES, MAX_THREADS = 256, 64
-_CONFINE = Path(confine.__file__)
 _MIB = 1 << 20
 # what an interpreter reads beside its own directories
 _SYSTEM = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/local/lib", "/usr/share/zoneinfo")
@@ -148,7 +147,7 @@ async def _start(
     }
     home = str(program.parent)
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-I", "-B", "-X", "utf8", str(_CONFINE), json.dumps(job)),
+        *(sys.executable, "-I", "-B", "-X", "utf8", confine.__file__, json.dumps(job)),
         stdin=PIPE,
         stdout=PIPE,
         stderr=PIPE,
