@@ -326,8 +326,8 @@ def test_a_guard_for_rank_zero_is_an_error_that_names_both_calls(world):
 
 def bounds_of_the_world() -> list[float]:
     def now() -> float:
-        backend = dist.group.WORLD._get_backend(torch.device("cpu"))
-        return backend.options._timeout.total_seconds()
+        gloo = torch.device("cpu")
+        return dist.group.WORLD._get_backend(gloo).options._timeout.total_seconds()
 
     before = now()
     with bounded(None, 7.0):

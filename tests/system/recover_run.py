@@ -64,17 +64,18 @@ def record_requests(path: Path) -> None:
 
 
 def record_rows(path: Path) -> None:
-    from megarl.rollout.executor import RolloutExecutor
+    from megarl.rollout.pipeline import Pipeline
 
     def make(real: Any) -> Any:
-        def hand_out(self: Any, episodes: Any, begun: float) -> Any:
-            with path.open("a") as f:
-                f.write(json.dumps([e.row["row_id"] for e in episodes]) + "\n")
-            return real(self, episodes, begun)
+        def take(self: Any, count: int) -> Any:
+            if (episodes := real(self, count)) is not None:
+                with path.open("a") as f:
+                    f.write(json.dumps([e.row["row_id"] for e in episodes]) + "\n")
+            return episodes
 
-        return hand_out
+        return take
 
-    patch(RolloutExecutor, "_hand_out", make)
+    patch(Pipeline, "take", make)
 
 
 def die() -> None:

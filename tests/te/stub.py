@@ -67,7 +67,7 @@ class Anything:
         return hash(self._name)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Anything) and other._name == self._name
+        return isinstance(other, Anything) and vars(other)["_name"] == self._name
 
     def __mro_entries__(self, _: Any) -> tuple[type, ...]:
         return ()

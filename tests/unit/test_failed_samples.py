@@ -17,6 +17,7 @@ from megarl.api.batch import Batch
 from megarl.api.inference import FAILURES, SAMPLES_MISSING, RolloutFailed
 from megarl.config.algo import PPOActorConfig, PPOCriticConfig
 from megarl.config.base import SeamConfig
+from megarl.config.recipes import GRPOConfig
 from megarl.config.record import EpisodesConfig
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
 from megarl.rollout.accounting import AccountingError
@@ -227,15 +228,21 @@ def test_failed_samples_are_counted_and_an_episode_without_others_is_replaced():
 def scoring_trainer(ex: RolloutExecutor, scores: torch.Tensor) -> RLTrainer:
     """A trainer after set_up, as far as `score` needs it; on one rank."""
     client: Any = SimpleNamespace(executor=ex, on_driver=lambda fn, *args: fn(*args))
-    trainer, session = RLTrainer.__new__(RLTrainer), RolloutSession.__new__(RolloutSession)
-    trainer.session, session.client, session.driver = session, client, cast(Any, Driver(client))
-    session._episodes = EpisodesConfig(keep=0)
+    make = lambda kind, *args: Driver(client) if kind is RolloutDriver else client  # noqa: E731
+    cfg = GRPOConfig(episodes=EpisodesConfig(keep=0))
+    trainer = RLTrainer.__new__(RLTrainer)
+    trainer.session = RolloutSession(
+        cfg, None, cast(Any, lambda fn: fn()), cast(Any, SimpleNamespace(make=make))
+    )
     trainer.reward_model = cast(Any, SimpleNamespace(compute_rewards=lambda batch: scores.clone()))
     trainer.actor = cast(Any, Actor(PPOActorConfig(), BigramEngine(), temperature=1.0))
     return trainer
 
 
 class Driver(RolloutDriver):
+    def dataset_size(self) -> int:
+        return 6
+
     def __init__(self, client: Any) -> None:
         self.client, self.recorder = client, None
         self.results = cast(Any, SimpleNamespace(figures={}))
