@@ -1,12 +1,13 @@
 """Makes a recipe's dataclass of a tree of plain values: types, interpolations, unknown keys.
 
-`_typed` gives the words of the tree the types of their keys, `_filled` puts it above the defaults,
-OmegaConf follows interpolations, and `_made` makes the objects, whose plain values pydantic checks.
+`_filled` gives the words of the tree the types of their keys and puts the tree above the defaults,
+OmegaConf follows interpolations, and `_Maker` makes the objects, whose plain values pydantic
+checks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, asdict, is_dataclass
 from enum import Enum
 from functools import cache
@@ -32,35 +33,22 @@ _REQUIRED = "???"  # OmegaConf's sign of a value that is still to be given
 def build(cls: type[BaseConfig], tree: Tree, problems: list[str]) -> BaseConfig | None:
     """Returns the dataclass `cls` with the values of `tree`, a tree of words and plain values. Adds
     a line to `problems` for all that is wrong; None where no object can be made."""
-    typed = _typed(cls, tree)
-    whole = _filled(cls, typed)
+    whole = _filled(cls, tree)
     problems += _allocate(cls, whole, tree)
-    resolved: Tree | None = whole
-    if any(_interpolations(whole)):
-        resolved = _resolved(whole, problems)
-    maker = _Maker(cls, whole)
-    if resolved is None:  # the rest can still be looked at
-        maker.make(cls, {k: v for k, v in whole.items() if not any(_interpolations(v))})
-        problems += maker.problems
-        return None
-    cfg = maker.make(cls, resolved)
-    problems += maker.problems
+    maker = _Maker(cls, whole, problems)
+    resolved: Any = whole
+    if _interpolates(whole):
+        try:
+            resolved = OmegaConf.to_container(OmegaConf.create(whole), resolve=True)
+        except OmegaConfBaseException as e:
+            first = str(e).splitlines()[0]
+            problems.append(f"{e.full_key}: {first}" if e.full_key else first)
+            maker.make(cls, {k: v for k, v in whole.items() if not _interpolates(v)})
+            return None
+    cfg: BaseConfig | None = maker.make(cls, resolved)
     if cfg is not None:
         remember(cfg, whole)
     return cfg
-
-
-def _resolved(whole: Tree, problems: list[str]) -> Tree | None:
-    """Returns the tree with the values of its interpolations; None, and adds a line, where one has
-    none."""
-    try:
-        resolved: Any = OmegaConf.to_container(OmegaConf.create(whole), resolve=True)
-    except OmegaConfBaseException as e:
-        first = str(e).splitlines()[0]
-        problems.append(f"{e.full_key}: {first}" if e.full_key else first)
-        return None
-    tree: Tree = resolved
-    return tree
 
 
 def is_seam(key: Key | None) -> bool:
@@ -80,39 +68,33 @@ def leaves(value: Any, name: str = "") -> list[str]:
     return [leaf for k, v in value.items() for leaf in leaves(v, f"{name}.{k}".lstrip("."))]
 
 
-def _interpolations(value: Any) -> Iterator[str]:
-    """Yields the interpolations in a tree."""
-    if isinstance(value, dict):
-        for below in value.values():
-            yield from _interpolations(below)
-    elif isinstance(value, list):
-        for below in value:
-            yield from _interpolations(below)
-    elif is_interpolation(value):
-        yield value
+def _interpolates(tree: Any) -> bool:
+    return "${" in str(tree)
 
 
-def _typed(cls: type, tree: Tree) -> Tree:
-    """Returns the tree with every word as its key takes it, and every seam in its long form."""
-    keys = {key.name: key for key in children(cls)}
-    typed: Tree = {}
-    for name, value in ((str(n), v) for n, v in tree.items()):
-        key = keys.get(name)
+def _filled(cls: type, tree: Tree, parent: Any = None) -> Tree:
+    """Returns the tree with every word as its key takes it, every seam in its long form, and the
+    defaults of `cls`, or of its instance `parent`, where it has no value. Keys that there are not
+    stay."""
+    given = {str(name): value for name, value in tree.items()}
+    filled: Tree = {}
+    for key in children(cls, parent=parent):
+        value = given.pop(key.name, MISSING)
         if is_seam(key) and isinstance(value, str) and not is_interpolation(value):
             value = {"type": value}
-        if key is None:
-            typed[name] = as_type(value, Any)
+        if value is MISSING:
+            filled[key.name] = _REQUIRED if key.default is MISSING else _plain(key.default)
+        elif key.section is not None and isinstance(value, dict):
+            own = key.default if is_dataclass(key.default) else None
+            filled[key.name] = _filled(key.section, value, own)
         elif key.element is not None and isinstance(value, dict):
-            typed[name] = {str(n): _section(key.element, v) for n, v in value.items()}
-        elif key.section is not None:
-            typed[name] = _section(key.section, value)
+            filled[key.name] = {n: _plain(v) for n, v in key.default.items()} | {
+                str(n): _filled(key.element, v, key.default.get(n)) if isinstance(v, dict) else v
+                for n, v in value.items()
+            }
         else:
-            typed[name] = _meant(key, value)
-    return typed
-
-
-def _section(cls: type, value: Any) -> Any:
-    return _typed(cls, value) if isinstance(value, dict) else value
+            filled[key.name] = _meant(key, value)
+    return filled | {name: as_type(value, Any) for name, value in given.items()}
 
 
 def _meant(key: Key, value: Any) -> Any:
@@ -125,28 +107,6 @@ def _meant(key: Key, value: Any) -> Any:
             alike = ("on", "yes", "true", key.limits.true or "true")
         typed = next((word for word in alike if key.allows(word)), typed)
     return typed
-
-
-def _filled(cls: type, tree: Tree, parent: Any = None) -> Tree:
-    """Returns the tree with the defaults of `cls`, or of its instance `parent`, where it has no
-    value. Keys that there are not stay."""
-    filled: Tree = {}
-    for key in children(cls, parent=parent):
-        value = tree.get(key.name, MISSING)
-        own = key.default if is_dataclass(key.default) else None
-        if key.section is not None and isinstance(value, dict):
-            filled[key.name] = _filled(key.section, value, own)
-        elif key.element is not None and isinstance(value, dict):
-            element, given = key.element, key.default
-            filled[key.name] = {n: _plain(v) for n, v in given.items()} | {
-                n: _filled(element, v, given.get(n)) if isinstance(v, dict) else v
-                for n, v in value.items()
-            }
-        elif value is not MISSING:
-            filled[key.name] = value
-        else:
-            filled[key.name] = _REQUIRED if key.default is MISSING else _plain(key.default)
-    return filled | {name: value for name, value in tree.items() if name not in filled}
 
 
 def _plain(value: Any) -> Any:
@@ -195,10 +155,10 @@ def _adapter(annotation: Any) -> TypeAdapter[Any]:
 
 
 class _Maker:
-    """Makes the objects of resolved trees; `problems` are lines on what is wrong in them."""
+    """Makes the objects of resolved trees; adds a line to `problems` for what is wrong in them."""
 
-    def __init__(self, root: type, written: Tree) -> None:
-        self.root, self.written, self.problems = root, written, list[str]()
+    def __init__(self, root: type, written: Tree, problems: list[str]) -> None:
+        self.root, self.written, self.problems = root, written, problems
 
     def make(self, cls: type, tree: Tree, prefix: str = "", parent: Any = None) -> Any:
         """Returns an object of `cls`; None where a value of it has no default and is wrong."""
