@@ -129,8 +129,6 @@ def main() -> int:
     dump_on_signal()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: for whoever started us to decide
     handler, server = _begin(start)
-    # before there was nothing to lose
-    signal.signal(signal.SIGTERM, signal.SIG_IGN if MEET in sys.argv else _on_signal)
     watch = Watch(lambda: server.pings)
     MAIN_THREAD.run()
     handler.close()
@@ -209,6 +207,8 @@ def _begin(start: WorkerStart) -> tuple[Handler, RpcServer]:
         serve = load_object(start.serve, what="worker")
         handler: Handler = serve(start.index, start.count, start.options)
         server = RpcServer(handler.handle, host=host, read=handler.read, end=MAIN_THREAD.end)
+        # before there was nothing to lose; whoever is told that it is ready may signal at once
+        signal.signal(signal.SIGTERM, signal.SIG_IGN if MEET in sys.argv else _on_signal)
         starter.call("ready", replace(mine, address=server.address))
     finally:
         starter.close()
