@@ -118,3 +118,15 @@ def test_the_cells_of_the_notebook(model: Path, tmp_path: Path) -> None:
         "    print(len(batch['input_ids']), 'rows')\n"
     )
     assert run([str(cells)]).rstrip().endswith("2 rows")
+
+
+def test_the_configuration_with_its_own_data_and_reward(model: Path, tmp_path: Path) -> None:
+    """docs/your_own.md: the files are found beside the configuration."""
+    sizes = ["server.context_length=128", "gconfig.max_new_tokens=8", f"fileroot={tmp_path}"]
+    config = ["--config", "examples/capitals/grpo.yaml", f"actor.path={model}", *sizes]
+    run(["-m", "megarl.launcher.local", *config])
+    rows = [json.loads(line) for line in (tmp_path / "capitals/first/stats.jsonl").open()]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]  # 0: the evaluation before the first
+    assert all(row["reward/mean"] >= 0 and row["rollout/failed"] == 0 for row in rows[1:])
+    answers = [json.loads(x) for x in (tmp_path / "capitals/first/samples.jsonl").open()]
+    assert {"Athens", "Lisbon", "Tehran", "Vienna"} == {row["answer"] for row in answers}

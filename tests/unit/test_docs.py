@@ -342,3 +342,17 @@ def test_python_blocks_compile_and_their_imports_exist() -> None:
             for node in ast.walk(ast.parse(code)):
                 if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megarl"):
                     exec(ast.unparse(node), {})
+
+
+def test_a_block_that_names_a_file_is_in_it() -> None:
+    """`<!-- path -->` above a block: the page shows a part of that file."""
+    blocks = [
+        (page.name, file, text)
+        for page in (ROOT / "docs").glob("*.md")
+        for file, text in re.findall(
+            r"<!-- ([\w./-]+) -->\n```\w*\n(.*?)```", page.read_text(), flags=re.DOTALL
+        )
+    ]
+    assert {"train.jsonl", "reward.py", "grpo.yaml"} <= {Path(file).name for _, file, _ in blocks}
+    for page, file, text in blocks:
+        assert text in (ROOT / file).read_text(), f"{page}: not in {file}"
