@@ -21,6 +21,7 @@ import yaml
 from examples.close_reward import close_reward
 from examples.tiny_model import make_tokenizer
 from examples.two_turn import TwoTurnWorkflow
+from megarl.config.aliases import aliased
 from megarl.config.dataset import DatasetConfig
 from megarl.config.loader import load_config
 from megarl.config.recipes import RECIPES, GRPOConfig
@@ -356,3 +357,11 @@ def test_a_block_that_names_a_file_is_in_it() -> None:
     assert {"train.jsonl", "reward.py", "grpo.yaml"} <= {Path(file).name for _, file, _ in blocks}
     for page, file, text in blocks:
         assert text in (ROOT / file).read_text(), f"{page}: not in {file}"
+
+
+def test_keys_of_trl_are_answered_with_ours() -> None:
+    text = (ROOT / "docs" / "from_trl.md").read_text().split("## Keys")[1]
+    rows = re.findall(r"^\| `(\w+)` \| `([\w.=]+)` \|$", text, flags=re.MULTILINE)
+    assert len(rows) > 15
+    for theirs, ours in rows:
+        assert aliased(key_table(RECIPES["grpo"]), theirs) == ours
