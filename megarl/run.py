@@ -62,13 +62,13 @@ def _start(argv: Sequence[str] | None) -> int:
         command = parse_command_line(
             sys.argv[1:] if argv is None else argv,
             options=("config", "recipe"),
-            switches=("help", "print-config", "check"),
+            switches=("help", "print-config", "check", "checked"),
         )
         if "help" in command.switches:
             with contextlib.suppress(BrokenPipeError):  # --help | head
                 print(help_text(command.options.get("recipe")), flush=True)
             return 0
-        cfg = load(command)
+        cfg = load_checked(command) if "checked" in command.switches else load(command)
         if "print-config" in command.switches:
             from megarl.config.loader import config_yaml
 
@@ -76,12 +76,10 @@ def _start(argv: Sequence[str] | None) -> int:
             return 0
         only = "check" in command.switches
         world_size = _world_size(cfg, only)
-        check(cfg, world_size)
-        if not only:
-            check_servers(cfg)
-        prepare(cfg)
-        if _rank() == 0:  # the others would read and import the same
-            check_named(cfg, writes=not only)
+        if "checked" in command.switches:
+            prepare(cfg)
+        else:
+            check_all(cfg, world_size, only=only)
     except ConfigError as e:
         return _refuse(e.report(), EXIT_CODE)
     if only:
@@ -127,6 +125,29 @@ def load(command: CommandLine) -> BaseConfig:
 
     recipe = [f"recipe={command.options['recipe']}"] if "recipe" in command.options else []
     return load_config(command.options.get("config"), [*recipe, *command.words, *command.overrides])
+
+
+def load_checked(command: CommandLine) -> BaseConfig:
+    """Returns the configuration that a launcher has checked and put into the environment."""
+    from megarl.config.hub import fetch_hub_models
+    from megarl.config.loader import CHECKED, checked_config
+
+    if (text := os.environ.pop(CHECKED, None)) is None:
+        raise ConfigError([f"--checked: {CHECKED} is not set; a launcher sets it, leave it out"])
+    cfg = checked_config(text, command.overrides)
+    fetch_hub_models(cfg)
+    return cfg
+
+
+def check_all(cfg: BaseConfig, world_size: int, *, only: bool) -> None:
+    """Checks everything, as a launcher does, and sets what has to be set before torch is imported.
+    only: nothing starts afterwards. Raises ConfigError."""
+    check(cfg, world_size)
+    if not only:
+        check_servers(cfg)
+    prepare(cfg)
+    if _rank() == 0:  # the others would read and import the same
+        check_named(cfg, writes=not only)
 
 
 def check(cfg: BaseConfig, world_size: int) -> None:

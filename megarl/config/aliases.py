@@ -144,7 +144,15 @@ _SFT: Mapping[str, str] = {
 # their sections whose keys are those of one of our free dicts
 _SECTIONS = {"sglang": "server.options", "rollout.workflow": "rollout.workflow.options"}
 # their keys for which we need none -> what to do
+_SBATCH = "write it among cluster.slurm.sbatch_args, and of another pool among its own sbatch_args"
 NEEDLESS = {
+    "partition": f"{_SBATCH}: --partition=NAME",
+    "account": f"{_SBATCH}: --account=NAME",
+    "reservation": f"{_SBATCH}: --reservation=NAME",
+    "exclusive": f"{_SBATCH}: --exclusive, --oversubscribe or --mem=... say how nodes are shared",
+    "srun_args": "set variables of srun's (SLURM_..., see man srun) in cluster.slurm.sbatch_args "
+    "by --export, or in the environment",
+    "poll_seconds": "leave it out: the launcher looks twice a second at first, then every 5 s",
     "return_raw_chat": "leave it out: a row keeps its messages",
     "retry_window": "leave it out: a retry names itself, by an idempotency key or a retry count",
 }

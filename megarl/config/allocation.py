@@ -19,11 +19,9 @@ from megarl.config.errors import ConfigError
 
 SERVERS = ("sglang", "embedded")
 TRAINERS = ("megatron",)
-_DEGREES = {"d": "data", "t": "tensor", "p": "pipeline", "c": "context", "e": "expert"}
-_OF_SERVERS = ("d", "t", "p")  # data is their number
-_DEGREE = re.compile(r"([a-zA-Z])([0-9]+)")
-_BACKEND = re.compile(r"[a-zA-Z_]*")
-_DEGREES_ALONE = re.compile(rf"[{''.join(_DEGREES)}][0-9]")
+_DEGREES = {TRAINERS: "dtpce", SERVERS: "dtp"}  # d of servers is their number
+_PART = re.compile(r"(?:(\w+)[.:])?((?:[a-z]\d+)+)")
+_EXAMPLE = "write it as sglang.d4t2+megatron.d2t2p2, with | where both share GPUs, or megatron.d2"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,24 +53,15 @@ class AllocationMode:
 
     @classmethod
     def from_str(cls, text: str) -> AllocationMode:
-        """Returns what `allocation_mode` says. Raises ConfigError that counts to the first
-        character that is wrong."""
-        reader = _Reader(text)
-        first = reader.part()
-        if first.backend in TRAINERS:
-            reader.end(
-                "nothing follows the trainers; servers stand in front, as in sglang.d1+megatron"
-            )
-            return cls(trainers=first)
-        separator = reader.separator()
-        second_at = reader.at
-        second = reader.part()
-        if second.backend not in TRAINERS:
-            raise reader.error(
-                f"the second part is the trainers': {' or '.join(TRAINERS)}", second_at
-            )
-        reader.end("an allocation has two parts, servers and trainers")
-        return cls(trainers=second, servers=first, colocated=separator == "|")
+        """Returns what `allocation_mode` says. Raises ConfigError that names the part that is
+        wrong."""
+        first, *rest = re.split(r"([+|])", text)
+        parts = [_part(text, piece) for piece in (first, *rest[1::2])]
+        if len(parts) == 1 and parts[0].backend in TRAINERS:
+            return cls(trainers=parts[0])
+        if [p.backend in TRAINERS for p in parts] != [False, True]:
+            raise _error(text, "it has servers, then trainers, or trainers alone")
+        return cls(trainers=parts[1], servers=parts[0], colocated=rest[0] == "|")
 
     def keys(self, role: str) -> dict[str, int | str]:
         """Returns the configuration keys that it decides, with their values; `role` is the section
@@ -92,63 +81,24 @@ class AllocationMode:
         return keys
 
 
-class _Reader:
-    """Reads the text from left to right; `at` is the next character."""
+def _part(text: str, piece: str) -> Part:
+    """Returns one side of the allocation `text`."""
+    if (match := _PART.fullmatch(piece)) is None:
+        raise _error(text, f"{piece!r} is no backend with its degrees")
+    backend, degrees = match[1] or TRAINERS[0], re.findall(r"([a-z])(\d+)", match[2])
+    allowed = next((letters for names, letters in _DEGREES.items() if backend in names), None)
+    if allowed is None:
+        raise _error(text, f"{backend} is none of {', '.join((*SERVERS, *TRAINERS))}")
+    for letter, number in degrees:
+        if letter not in allowed or int(number) < 1:
+            known = ", ".join(allowed)
+            raise _error(text, f"{letter}{number} of {backend}: degrees are {known}, from 1")
+    if len(dict(degrees)) < len(degrees):
+        raise _error(text, f"{piece!r} gives a degree twice")
+    if backend in SERVERS and dict(degrees).get("p", "1") != "1":
+        raise _error(text, f"{piece!r}: a server has no pipeline stages; use t instead")
+    return Part(backend=backend, degrees={letter: int(number) for letter, number in degrees})
 
-    def __init__(self, text: str) -> None:
-        self.text, self.at = text, 0
 
-    def error(self, problem: str, at: int | None = None) -> ConfigError:
-        """Returns the error at character `at`, from 0 (None: the next)."""
-        n = 1 + (self.at if at is None else at)
-        return ConfigError([f"allocation_mode={self.text}: at character {n}: {problem}"])
-
-    def part(self) -> Part:
-        known, start = (*SERVERS, *TRAINERS), self.at
-        if _DEGREES_ALONE.match(self.text, start):
-            return Part(backend=TRAINERS[0], degrees=self._degrees(TRAINERS[0]))
-        match = _BACKEND.match(self.text, start)
-        backend = match[0] if match else ""
-        if backend not in known:
-            named = f"{backend!r} is no backend" if backend else "a backend is missing"
-            raise self.error(f"{named}; there are {', '.join(known)}")
-        self.at += len(backend)
-        if self.text[self.at : self.at + 1] not in (".", ":"):
-            raise self.error(f"write . or : behind {backend}, then its degrees, as in {backend}.d2")
-        self.at += 1
-        return Part(backend=backend, degrees=self._degrees(backend))
-
-    def _degrees(self, backend: str) -> dict[str, int]:
-        allowed = _OF_SERVERS if backend in SERVERS else tuple(_DEGREES)
-        degrees: dict[str, int] = {}
-        while self.at < len(self.text) and self.text[self.at] not in "+|":
-            match = _DEGREE.match(self.text, self.at)
-            letter = self.text[self.at]
-            if letter not in allowed:
-                words = ", ".join(f"{n} ({_DEGREES[n]})" for n in allowed)
-                raise self.error(f"{letter!r} is no degree of {backend}; there are {words}")
-            if letter in degrees:
-                raise self.error(f"{letter} is given twice")
-            if match is None or int(match[2]) < 1:
-                raise self.error(f"{letter} needs a number from 1", self.at + 1)
-            if letter == "p" and backend in SERVERS and int(match[2]) != 1:
-                raise self.error("a server has no pipeline stages; use t instead", self.at + 1)
-            degrees[letter] = int(match[2])
-            self.at = match.end()
-        if not degrees:
-            raise self.error(f"{backend} has no degrees; write at least d1")
-        return degrees
-
-    def separator(self) -> str:
-        found = self.text[self.at : self.at + 1]
-        if not found:
-            raise self.error(
-                "the trainers are missing: + for GPUs of their own, | for those of the servers, "
-                "then megatron and its degrees"
-            )
-        self.at += 1
-        return found
-
-    def end(self, problem: str) -> None:
-        if self.at < len(self.text):
-            raise self.error(problem)
+def _error(text: str, problem: str) -> ConfigError:
+    return ConfigError([f"allocation_mode={text}: {problem}; {_EXAMPLE}"])

@@ -119,7 +119,7 @@ def _plain(value: Any) -> Any:
 
 def _allocate(cls: type[BaseConfig], whole: Tree, tree: Tree) -> list[str]:
     """Sets the keys that allocation_mode decides, but for those that `tree` has: the checks
-    (check_cluster.py) compare them. Returns what is wrong with it."""
+    (check_layout.py) compare them. Returns what is wrong with it."""
     try:
         text = whole["allocation_mode"]
         if is_interpolation(text):

@@ -6,12 +6,13 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Iterator
 from dataclasses import fields
 
 from megarl.config.algo import ValueModelConfig
 from megarl.config.check_actor import actor_problems
-from megarl.config.check_cluster import allocation_problems, cluster_problems
 from megarl.config.check_data import (
     batching_problems,
     dataset_problems,
@@ -25,12 +26,15 @@ from megarl.config.check_data import (
 from megarl.config.check_engine import (
     lora_problems,
     optimizer_problems,
-    precision_problems,
-    sharing_problems,
+)
+from megarl.config.check_layout import allocation_problems, cluster_problems, parallel_problems
+from megarl.config.check_learning import (
+    baseline_problems,
+    comparison_problems,
+    dpo_problems,
+    rm_problems,
 )
 from megarl.config.check_names import metric_problems, phase_problems, runs_own_code
-from megarl.config.check_parallel import parallel_problems
-from megarl.config.check_preferences import dpo_problems, rm_problems
 from megarl.config.check_rollout import (
     generation_problems,
     judge_problems,
@@ -38,7 +42,6 @@ from megarl.config.check_rollout import (
     sender_problems,
     server_problems,
 )
-from megarl.config.check_sampling import baseline_problems, comparison_problems
 from megarl.config.engine import TrainEngineConfig
 from megarl.config.errors import raise_if_any
 from megarl.config.recipe_engines import (
@@ -60,10 +63,21 @@ from megarl.config.recipes import (
     main_role,
 )
 from megarl.config.rollout import GenerationConfig
+from megarl.config.rules import (
+    ENGINE,
+    RL,
+    RUN,
+    UNREAD,
+    UNREAD_OF_ACTOR,
+    UNREAD_OF_ENGINE,
+    rule_problems,
+)
 from megarl.config.run import ProfilerConfig
 from megarl.config.schema import choice_problems, number_problems
 from megarl.utils.http import split_address
 from megarl.utils.importing import is_import_path
+
+log = logging.getLogger("megarl.config")
 
 
 def check_config(
@@ -96,12 +110,26 @@ def check_config(
     if ref_is_below_adapters(cfg):
         problems += _shared_ref_problems(cfg)
     raise_if_any(problems)
+    if os.environ.get("RANK", "0") == "0":
+        for line in unread_keys(cfg):
+            log.warning("%s", line)
+
+
+def unread_keys(cfg: BaseConfig) -> Iterator[str]:
+    """Yields a line for each key that is set and that a run does not read, since another is not
+    set."""
+    broken = [*rule_problems(UNREAD, cfg)]
+    for name, engine in engines(cfg).items():
+        broken += rule_problems(UNREAD_OF_ENGINE, engine, f"{name}.")
+    if isinstance(cfg, GRPOConfig):
+        broken += rule_problems(UNREAD_OF_ACTOR, cfg.actor, "actor.")
+    for line in broken:
+        yield f"{line}; it has no effect so"
 
 
 def _engine_problems(name: str, cfg: TrainEngineConfig, world_size: int | None) -> Iterator[str]:
     yield from parallel_problems(cfg.parallel, world_size, f"{name}.parallel")
-    yield from precision_problems(name, cfg)
-    yield from sharing_problems(f"{name}.", cfg)
+    yield from rule_problems(ENGINE, cfg, f"{name}.")
     if cfg.moe.token_dispatcher == "flex" and cfg.parallel.ep * cfg.parallel.etp == 1:
         yield (
             f"{name}.moe.token_dispatcher=flex: sends tokens between the ranks of experts, and "
@@ -125,8 +153,6 @@ def _engine_problems(name: str, cfg: TrainEngineConfig, world_size: int | None) 
         if name in FROZEN:
             yield f"{name}.lora: {FROZEN[name]} is frozen; leave it null"
         yield from lora_problems(f"{name}.lora", cfg.lora)
-        if cfg.moe.expert_bias_update_rate:
-            yield f"{name}.moe.expert_bias_update_rate: routers are frozen under lora; leave it 0"
     if cfg.offload and name not in FROZEN:
         yield (
             f"{name}.offload=true: only frozen models ({', '.join(FROZEN)}) rest in host memory "
@@ -142,14 +168,8 @@ def _run_problems(cfg: BaseConfig) -> Iterator[str]:
         value = getattr(cfg, name)
         if not value or "/" in value or value in (".", "..") or len(value.encode()) > 255:
             yield f"{name}={value!r}: one path component, not empty, without /, at most 255 bytes"
-    if cfg.saver.keep_best and not cfg.saver.keep_last:
-        yield (
-            f"saver.keep_best={cfg.saver.keep_best} with saver.keep_last=0, which keeps all; set "
-            "saver.keep_last to 1 or more"
-        )
+    yield from rule_problems(RUN, cfg)
     yield from _controller_problems(cfg)
-    if cfg.recover.restarts > 0 and cfg.recover.mode != "auto":
-        yield f"recover.restarts={cfg.recover.restarts}: needs recover.mode=auto to continue from"
     yield from _profiler_problems(cfg.profiler)
     yield from dataset_problems("train_dataset", cfg.train_dataset)
     yield from batching_problems("train_dataset", cfg.train_dataset)
@@ -168,9 +188,6 @@ def _run_problems(cfg: BaseConfig) -> Iterator[str]:
 
 def _controller_problems(cfg: BaseConfig) -> Iterator[str]:
     if cfg.trainer.mode != "controller":
-        for key, default in (("workers", None), ("scheduler", "local")):
-            if (value := getattr(cfg.trainer, key)) != default:
-                yield f"trainer.{key}={value}: only with trainer.mode=controller; leave it out"
         return
     mode = "trainer.mode=controller"
     if not isinstance(cfg, GRPOConfig):
@@ -306,21 +323,12 @@ def _minibatch_problems(cfg: GRPOConfig, name: str, parts: int) -> Iterator[str]
 
 
 def _ppo_problems(cfg: GRPOConfig) -> Iterator[str]:
-    a, n = cfg.actor, cfg.gconfig.n_samples
+    a = cfg.actor
     yield from actor_problems(a)
     yield from _minibatch_problems(cfg, "actor", a.ppo_n_minibatches)
     yield from comparison_problems(cfg)
     yield from baseline_problems(cfg)
-    if a.dynamic_sampling and n == 1:
-        yield f"actor.dynamic_sampling=true: needs gconfig.n_samples > 1 (it is {n})"
-    if a.dynamic_sampling and cfg.reward_model is not None:
-        yield (
-            "actor.dynamic_sampling=true: groups are picked by the rewards of the rollout, which "
-            "reward_model replaces; set one of them off"
-        )
-    for key, weight in (("actor.kl_coef", a.kl_coef), ("kl_ctl", cfg.kl_ctl)):
-        if weight > 0 and cfg.ref is None:
-            yield f"{key}={weight}: needs a reference; set ref.path (or ref={{}})"
+    yield from rule_problems(RL, cfg)
     if a.kl_controller is not None and not (a.kl_coef or cfg.kl_ctl):
         yield (
             "actor.kl_controller: adapts actor.kl_coef and kl_ctl, which are 0; set the first "
@@ -329,8 +337,3 @@ def _ppo_problems(cfg: GRPOConfig) -> Iterator[str]:
     yield from reward_problems("train_dataset", cfg.train_dataset)
     for name, data in held_out_sets(cfg).items():
         yield from reward_problems(held_out_key(name), data)
-    if cfg.train_dataset.curriculum is not None and cfg.reward_model is not None:
-        yield (
-            "train_dataset.curriculum: goes by the rewards of the rollout, which reward_model "
-            "replaces; set one of them off"
-        )

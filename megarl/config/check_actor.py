@@ -8,28 +8,14 @@ from typing import Any
 
 from megarl.config.algo import PPOActorConfig, PPOCriticConfig
 from megarl.config.errors import raise_if_any
+from megarl.config.rules import ACTOR, rule_problems
 from megarl.config.schema import choice_problems, number_problems
 from megarl.utils.importing import is_import_path
 
 
 def actor_problems(cfg: PPOActorConfig, key: str = "actor.") -> Iterator[str]:
     """Yields a line for each contradiction in `cfg`; `key` is its section, with a dot."""
-    if cfg.use_decoupled_loss and cfg.recompute_logprob == "false":
-        yield (
-            f"{key}use_decoupled_loss=true: needs the proximal logprobs; set "
-            f"{key}recompute_logprob=true"
-        )
-    if cfg.behav_imp_weight_cap is not None and not cfg.use_decoupled_loss:
-        yield (
-            f"{key}behav_imp_weight_cap={cfg.behav_imp_weight_cap}: acts on the decoupled loss "
-            f"only; set {key}use_decoupled_loss=true, or leave it null"
-        )
-    yield from _correction_problems(cfg, key)
-    if cfg.loss_agg_length != 1 and not cfg.loss_agg.endswith("-sum"):
-        yield (
-            f"{key}loss_agg_length={cfg.loss_agg_length:g}: divides sums over tokens; with "
-            f"{key}loss_agg={cfg.loss_agg} leave it 1"
-        )
+    yield from rule_problems(ACTOR, cfg, key)
     if cfg.adv_std != "sample" and not cfg.reads_adv_std:
         yield (
             f"{key}adv_std={cfg.adv_std}: nothing is divided by such a std with {key}advantages="
@@ -47,25 +33,6 @@ def actor_problems(cfg: PPOActorConfig, key: str = "actor.") -> Iterator[str]:
             f"{key}recompute_logprob=true, or replay the rollout's routes ({key}moe.router_replay="
             "rollout)"
         )
-
-
-def _correction_problems(cfg: PPOActorConfig, key: str) -> Iterator[str]:
-    if (c := cfg.correction) is None:
-        return
-    if cfg.use_decoupled_loss:
-        yield (
-            f"{key}correction and {key}use_decoupled_loss=true are two ways to weigh the same "
-            f"tokens; drop use_decoupled_loss (it is {key}correction.weight=token)"
-        )
-    if cfg.recompute_logprob == "false":
-        yield (
-            f"{key}correction: weighs the trainer's logprobs against the server's; set "
-            f"{key}recompute_logprob=true"
-        )
-    if c.mask == "none" and (c.mask_low or c.mask_high):
-        yield f"{key}correction.mask=none: mask_low and mask_high bound nothing; name a mask"
-    if c.weight == "none" and c.weight_cap is not None:
-        yield f"{key}correction.weight=none: weight_cap={c.weight_cap:g} bounds nothing; drop it"
 
 
 def temperature_problems(temperature: float, key: str = "temperature") -> Iterator[str]:

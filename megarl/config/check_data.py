@@ -37,14 +37,8 @@ def dataset_problems(key: str, cfg: DatasetConfig) -> Iterator[str]:
     if cfg.sampler.type and (cfg.parts or cfg.curriculum):
         what = "parts" if cfg.parts else "curriculum"
         yield f"{key}.sampler={cfg.sampler.type}: decides the order alone; leave {key}.{what} out"
-    if (c := cfg.curriculum) is not None:
-        if c.low > c.high:
-            yield f"{key}.curriculum.low={c.low}: above {key}.curriculum.high={c.high}"
-        if cfg.num_workers:
-            yield (
-                f"{key}.num_workers={cfg.num_workers}: workers would draw rows before the pass "
-                f"rates that {key}.curriculum goes by are known; set it to 0"
-            )
+    if (c := cfg.curriculum) is not None and c.low > c.high:
+        yield f"{key}.curriculum.low={c.low}: above {key}.curriculum.high={c.high}"
 
 
 def held_out_problems(key: str, cfg: DatasetConfig) -> Iterator[str]:

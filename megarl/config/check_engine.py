@@ -10,7 +10,8 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
 
-from megarl.config.engine import ALL_LINEAR, LoRAConfig, OptimizerConfig, TrainEngineConfig
+from megarl.config.engine import ALL_LINEAR, LoRAConfig, OptimizerConfig
+from megarl.config.rules import OPTIMIZER, rule_problems
 from megarl.config.schema import show
 
 _STATE_DTYPES = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
@@ -21,37 +22,6 @@ _SET_BY_KEYS = (
     *("overlap_param_gather", "use_precision_aware_optimizer", "store_param_remainders"),
     *("optimizer_cpu_offload", "optimizer_offload_fraction"),
 )
-
-
-def precision_problems(key: str, cfg: TrainEngineConfig) -> Iterator[str]:
-    """Yields settings of fp8 and of offloading that do not go with the engine's dtype, layers or
-    recomputation."""
-    if cfg.fp8 != "none":
-        if cfg.dtype not in ("auto", "bfloat16"):
-            yield f"{key}.fp8={cfg.fp8}: needs {key}.dtype=bfloat16 (it is {cfg.dtype})"
-        if cfg.attention == "sdpa":
-            yield (
-                f"{key}.fp8={cfg.fp8}: needs Transformer Engine's layers; set {key}.attention=te"
-            )
-    if cfg.offload_activations and cfg.recompute_granularity != "full":
-        yield (
-            f"{key}.offload_activations=true: copies everything that autograd keeps, and waits for "
-            f"it; set {key}.recompute_granularity=full, which leaves the inputs of the layers"
-        )
-    moves = cfg.optimizer is not None and cfg.optimizer.cpu_offload
-    if moves and cfg.dtype not in ("auto", "bfloat16"):
-        yield f"{key}.optimizer.cpu_offload=true: needs {key}.dtype=bfloat16 (it is {cfg.dtype})"
-
-
-def sharing_problems(prefix: str, cfg: TrainEngineConfig) -> Iterator[str]:
-    """Yields settings that mb_spec.share_prefixes does not go with, each named after `prefix`."""
-    if not cfg.mb_spec.share_prefixes:
-        return
-    share = f"{prefix}mb_spec.share_prefixes=true"
-    if cfg.parallel.cp > 1:
-        yield f"{share}: not under context parallelism; set {prefix}parallel.cp=1"
-    if cfg.fp8 != "none":
-        yield f"{share}: not with FP8; set {prefix}fp8=none"
 
 
 def lora_problems(key: str, cfg: LoRAConfig) -> Iterator[str]:
@@ -70,25 +40,16 @@ def lora_problems(key: str, cfg: LoRAConfig) -> Iterator[str]:
 
 def optimizer_problems(key: str, cfg: OptimizerConfig) -> Iterator[str]:
     """Yields options of the optimizer that need others, and loss scales in the wrong order."""
-    yield from _sharding_problems(key, cfg)
+    yield from rule_problems(OPTIMIZER, cfg, f"{key}.")
+    yield from _dtype_problems(key, cfg)
     yield from _option_problems(key, cfg)
 
 
-def _sharding_problems(key: str, cfg: OptimizerConfig) -> Iterator[str]:
-    for name in ("overlap_param_gather", "precision_aware", "cpu_offload"):
-        if getattr(cfg, name) and not cfg.distributed:
-            yield f"{key}.{name}=true: needs {key}.distributed=true"
-    if cfg.overlap_param_gather and not cfg.overlap_grad_reduce:
-        yield f"{key}.overlap_param_gather=true: needs {key}.overlap_grad_reduce=true"
+def _dtype_problems(key: str, cfg: OptimizerConfig) -> Iterator[str]:
     small = [n for n in _STATE_DTYPES if cfg.options.get(n, "float32") != "float32"]
     if small and not cfg.precision_aware:
         shown = f"{key}.options.{small[0]}={cfg.options[small[0]]}"
         yield f"{shown}: needs {key}.precision_aware=true"
-    if cfg.cpu_offload and cfg.precision_aware:
-        yield (
-            f"{key}.cpu_offload=true: keeps main weights and moments in float32 on the CPU; set "
-            f"{key}.precision_aware=false"
-        )
 
 
 def _option_problems(key: str, cfg: OptimizerConfig) -> Iterator[str]:

@@ -44,11 +44,6 @@ def generation_problems(key: str, g: GenerationHyperparameters) -> Iterator[str]
 def rollout_problems(cfg: GRPOConfig) -> Iterator[str]:
     """Yields the problems of training samples, server addresses and a built-in transport."""
     r, sync = cfg.rollout, cfg.weight_sync
-    if cfg.gconfig.greedy and cfg.gconfig.n_samples > 1:
-        yield (
-            f"gconfig.greedy=true: all gconfig.n_samples={cfg.gconfig.n_samples} samples of a "
-            "prompt would be equal; sample while training"
-        )
     if cfg.gconfig.greedy:  # else the temperature has been judged already
         yield from temperature_problems(cfg.gconfig.temperature, "gconfig.temperature")
     if cfg.episodes.entropy and not cfg.actor.recomputes:
@@ -103,12 +98,6 @@ def _in_flight_problems(cfg: GRPOConfig) -> Iterator[str]:
         yield (
             f"rollout.workers={r.workers}: at most {in_flight} episodes are in flight, so the "
             "others would have none to run; use about one worker for each core that is free"
-        )
-    if r.max_queue is not None and r.max_concurrent_rollouts is not None:
-        yield (
-            f"rollout.max_queue={r.max_queue}: adapts the episodes in flight, which "
-            f"rollout.max_concurrent_rollouts={r.max_concurrent_rollouts} fixes; leave one of them "
-            "out"
         )
 
 
@@ -214,8 +203,6 @@ def _less_to_send_problems(cfg: GRPOConfig, needs: Requirements) -> Iterator[str
     if not needs.less and (sync.delta or fp8):
         key = "delta=true" if sync.delta else f"quantization={sync.quantization}"
         yield f"weight_sync.{key}: goes with weight_sync.type=distributed, not with {sync.type}"
-    if sync.delta and fp8:
-        yield f"weight_sync.delta=true: cannot go with weight_sync.quantization={sync.quantization}"
     if sync.delta and sglang and sync.sharded != "on":
         yield (
             f"weight_sync.delta=true: a stock SGLang server takes changes by slices, and "
@@ -262,11 +249,6 @@ def server_problems(cfg: GRPOConfig) -> Iterator[str]:
             "servers, or let the launcher start one (server.count=1)"
         )
     yield from _process_problems(s, "server")
-    if s.restarts and s.count < 2:
-        yield (
-            f"server.restarts={s.restarts}: the run goes on with the other servers meanwhile, and "
-            f"server.count={s.count} leaves none; recover.restarts starts the whole run again"
-        )
     if s.path:
         yield from model_path_problems("server.path", s.path, weights=True)
     yield from _context_problems(cfg)

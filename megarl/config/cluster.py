@@ -37,12 +37,6 @@ class RewardPoolConfig:
 class SlurmConfig:
     """Configures what megarl.launcher.slurm asks Slurm for."""
 
-    partition: str = ""
-    """partition; empty is Slurm's default"""
-    account: str = ""
-    """account to charge; empty is the user's default"""
-    reservation: str = ""
-    """reservation to use; empty is none"""
     minutes: Annotated[int, POSITIVE] | None = None
     """time limit of one attempt; null is the partition's"""
     save_before: Annotated[int, POSITIVE] = 300
@@ -50,14 +44,10 @@ class SlurmConfig:
     requeue: bool = True
     """queue the job again after a time limit, a preemption or the loss of a node; it continues
     from its newest checkpoint"""
-    exclusive: bool = True
-    """whole nodes with all their memory; false leaves that to sbatch_args"""
     sbatch_args: list[str] = field(default_factory=list)
-    """more arguments of sbatch, like --qos=high; not for server_pool's nodes"""
-    srun_args: list[str] = field(default_factory=list)
-    """more arguments of srun"""
-    poll_seconds: Annotated[float, POSITIVE] = 5.0
-    """seconds between looks at the job's state"""
+    """more arguments of sbatch, like [--partition=gpu,--account=us,--qos=high]; not for the nodes
+    of server_pool and reward_pool. Nodes are asked for whole, with all their memory, unless one of
+    them says how they are shared: --exclusive, --oversubscribe, --mem, --mem-per-gpu, ..."""
 
 
 @dataclass(kw_only=True)

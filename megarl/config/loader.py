@@ -39,11 +39,12 @@ from megarl.config.schema import (
 )
 from megarl.config.secrets import written_tree
 from megarl.config.unread import begin_script, note_set
-from megarl.config.words import NOT_YAML, read_override
+from megarl.config.words import NOT_YAML, read_override, read_yaml
 from megarl.utils.collective_timeout import set_collective_timeout
 from megarl.utils.quiet import quiet_libraries
 from megarl.utils.staging import write_whole
 
+CHECKED = "MEGARL_CHECKED_CONFIG"  # the variable with the text of `checked_config`
 Override = tuple[str, str, Any]
 C = TypeVar("C", bound=BaseConfig)
 Source = str | os.PathLike[str] | Sequence[str] | None
@@ -76,6 +77,26 @@ def load_config(
         source = command.options.get("config")
     problems: list[str] = []
     tree, parsed = _read(source, overrides, problems)
+    return _load(tree, parsed, problems, cls, foreign=foreign)
+
+
+def checked_config(text: str, overrides: Sequence[str]) -> BaseConfig:
+    """Returns the configuration that a launcher has checked: `text` is what `config_yaml` made of
+    it, the overrides what the launcher knows only when processes start."""
+    problems: list[str] = []
+    parsed = _parse_overrides(overrides, problems)
+    return _load(read_yaml(text), parsed, problems)
+
+
+def _load(
+    tree: Tree,
+    parsed: Sequence[Override],
+    problems: list[str],
+    cls: type[BaseConfig] | None = None,
+    *,
+    foreign: bool = False,
+) -> BaseConfig:
+    """Returns the configuration of the keys of a file and overrides of them."""
     cls = recipe_class(tree, _values(parsed), cls)
     parsed = [(plus, _type_of_seam(cls, name, value), value) for plus, name, value in parsed]
     for _, name, value in parsed:

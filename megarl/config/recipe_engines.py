@@ -8,7 +8,7 @@ from typing import Any
 
 from megarl.config.algo import RefConfig
 from megarl.config.allocation import AllocationMode
-from megarl.config.check_parallel import dense_ranks, expert_ranks
+from megarl.config.check_layout import dense_ranks, expert_ranks
 from megarl.config.engine import TrainEngineConfig
 from megarl.config.recipes import (
     BaseConfig,

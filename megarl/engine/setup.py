@@ -13,9 +13,9 @@ import torch
 from megarl.api.records import FinetuneSpec
 from megarl.ckpt.hf import load_hf
 from megarl.ckpt.peft import load_peft
-from megarl.config.check_engine import sharing_problems
 from megarl.config.engine import TrainEngineConfig
 from megarl.config.errors import raise_if_any
+from megarl.config.rules import ENGINE, rule_problems
 from megarl.engine import optimizer
 from megarl.engine.lm_head import LMHead, output_widths
 from megarl.engine.routing import Routing
@@ -108,7 +108,7 @@ def resolve(cfg: TrainEngineConfig, world_size: int) -> Resolved:
     check_layout(model, cfg.parallel)
     if cfg.mb_spec.share_prefixes:
         check_share_prefixes(model, cfg.parallel)
-        raise_if_any(sharing_problems("", cfg))
+        raise_if_any(rule_problems(ENGINE, cfg))
     output_widths(model.vocab_size, cfg.lm_head_topk)
     layout = Layout.from_config(cfg.parallel, world_size)
     attention = resolve_attention(cfg.attention, mcore.device())

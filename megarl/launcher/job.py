@@ -59,9 +59,12 @@ class Task:
 class Job:
     """Describes a whole job. pools, gpus_per_node: of each node, 0 where nothing uses GPUs.
     interface: the nodes' own, empty for that of the host name. forwarded: variables that every
-    process gets as they are; the values of `hidden` ones are not shown. Times are in seconds."""
+    process gets as they are; the values of `hidden` ones are not shown. config: the configuration
+    as it was checked, which trainers read in place of a file; empty where they read and check it
+    themselves. Times are in seconds."""
 
     name: str
+    config: str
     directory: str
     working_directory: str
     pools: tuple[str, ...]

@@ -50,13 +50,14 @@ def make_job(plan: Plan, env: Mapping[str, str], *, cluster: bool = False) -> Jo
     nodes have addresses of their own, and every process but rank 0 has a log of its own."""
     cfg, maker = plan.cfg, _Maker(plan, env, cluster)
     moved = re.findall(rf"{MOVED}\w+", " ".join(plan.arguments))
-    read = [*environment_names(cfg), *moved]
+    read = list(dict.fromkeys([*environment_names(cfg), *moved]))
     patience = 0.0
     if isinstance(cfg, GRPOConfig):
         servers = [cfg.server] if cfg.judge is None else [cfg.server, cfg.judge]
         patience = max(s.start_timeout for s in servers)
     return Job(
         name=f"{cfg.experiment_name}/{cfg.trial_name}",
+        config=plan.config,
         directory=str(run_dir(cfg)),
         working_directory=os.getcwd(),
         pools=plan.placement.pools,
@@ -222,7 +223,7 @@ class _Maker:
         addresses = [
             f"@{{address:{endpoint(SERVER, i)}}}" for i in range(len(plan.placement.servers))
         ]
-        arguments = list(plan.arguments)
+        arguments = ["--checked"] if plan.config else list(plan.arguments)
         if addresses:
             arguments.append(f"rollout.addresses=[{','.join(addresses)}]")
             if isinstance(plan.cfg, GRPOConfig) and takes_turns(plan.cfg):

@@ -15,6 +15,7 @@ from megarl.config.command_line import CommandLine
 from megarl.config.earlier_run import check_run_dir
 from megarl.config.errors import ConfigError
 from megarl.config.hub import fetch_hub_models
+from megarl.config.loader import config_yaml, own_class
 from megarl.config.recipe_engines import trainer_processes
 from megarl.config.recipes import BaseConfig, GRPOConfig
 from megarl.config.rollout import ServerConfig
@@ -51,6 +52,9 @@ class Plan:
     nproc: int
     placement: Placement
     keeps_weights: bool = False  # servers' weights are not all brought by a sync: adapters'
+    # what trainers read in place of a file: models as they were named, of the hub or not. Empty
+    # where the launcher has not seen all that they will
+    config: str = ""
 
     @property
     def own(self) -> bool:
@@ -143,11 +147,14 @@ def _read(command: CommandLine) -> tuple[Plan, Requirements]:
         if not script.is_file():
             raise ConfigError([f"{script}: no such script"])
     config, own = command.options.get("config"), script.parent == PACKAGE
-    overrides = [*command.words, *command.overrides]
+    typed = list(_without_secrets(command.overrides))
+    overrides = [*command.words, *typed]
     cfg = read_config(config, overrides, foreign=not own, path=_import_path(script))
     nproc = _nproc(command.options.get("nproc"), cfg)
     if cfg.trainer.mode == "controller":
         cfg.trainer.workers = nproc
+    whole = own and own_class(config, overrides) is None and not cfg.cluster.container
+    text = config_yaml(cfg) if whole else ""
     fetch_hub_models(cfg)
     check_fileroot(cfg)
     checked_from_here(cfg, lambda seen: check_config(seen, nproc, own_script=not own), None)
@@ -156,9 +163,10 @@ def _read(command: CommandLine) -> tuple[Plan, Requirements]:
     plan = Plan(
         cfg=cfg,
         script=script,
-        arguments=(*(["--config", config] if config else []), *_without_secrets(command.overrides)),
+        arguments=(*(["--config", config] if config else []), *typed),
         nproc=nproc,
         placement=Placement(pools=(), trainers=(), servers=()),
+        config=text,
     )
     if not isinstance(cfg, GRPOConfig):
         return plan, Requirements()

@@ -18,6 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
+from megarl.config.loader import CHECKED
 from megarl.config.secrets import masked_override
 from megarl.launcher.job import MASTER, SERVER, SERVERS, TRAINER, Job, Task, endpoints, fill
 from megarl.launcher.names import ForgedName, Names, Superseded
@@ -190,6 +191,8 @@ class _NodeRun:
             return fill(text, address=self.address, gpus=self.gpus, cores=cores())
 
         env = {name: put_in(value) for name, value in task.env.items()}
+        if task.role == TRAINER and self.job.config:
+            env[CHECKED] = self.job.config
         return [put_in(word) for word in task.command], {**os.environ, **env}
 
     def gpus(self, numbers: str) -> str:

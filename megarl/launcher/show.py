@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 
 from megarl.config.errors import ConfigError
-from megarl.config.secrets import MASK, masked_override, masked_text
+from megarl.config.secrets import MASK, masked_override, masked_text, masked_yaml
 from megarl.launcher.job import JUDGE, REWARDS, SERVER, SERVERS, TRAINER, Job, Task
 
 TABLE = "table"
@@ -34,6 +34,7 @@ def show(job: Job, env: Mapping[str, str], format: str = TABLE) -> str:
 
 def _masked(job: Job, env: Mapping[str, str]) -> dict[str, object]:
     tree = asdict(job)
+    tree["config"] = masked_yaml(job.config)
     for task in tree["tasks"]:
         task["command"] = [masked_override(word) for word in task["command"]]
         task["env"] = {k: _value(k, v) for k, v in task["env"].items()}

@@ -45,6 +45,7 @@ from megarl.utils.job_token import ensure_job_token
 log = get_logger("launcher")
 
 COMMAND_TIMEOUT = 60.0  # seconds one command of Slurm may take
+POLL, LONGEST_POLL = 0.5, 5.0  # seconds between looks at the state of a job
 SILENCE = 600.0  # seconds without an answer of Slurm's after which the job is not followed further
 
 
@@ -78,7 +79,7 @@ def _start(plan: Plan, job: Job, command: CommandLine) -> int:
     if "detach" in command.switches:
         print(job_id)
         return 0
-    return follow(job_id, files, plan.cfg.cluster.slurm.poll_seconds)
+    return follow(job_id, files)
 
 
 def submit(plan: Plan, job: Job) -> tuple[str, Files]:
@@ -111,9 +112,11 @@ def _refuse_second(files: Files) -> None:
         )
 
 
-def follow(job_id: str, files: Files, interval: float) -> int:
-    """Shows the job's states and log until it is over; returns the exit status."""
+def follow(job_id: str, files: Files) -> int:
+    """Shows the job's states and log until it is over; returns the exit status. It looks twice a
+    second at first, and every 5 s once the job is 5 minutes old."""
     before, heard, tail = None, time.monotonic(), LogTail(files.log(job_id))
+    began = heard
     try:
         while True:
             state = job_state(job_id)
@@ -131,7 +134,7 @@ def follow(job_id: str, files: Files, interval: float) -> int:
             elif time.monotonic() - heard > SILENCE:
                 log.error("job %s: Slurm says nothing about it for %g s", job_id, SILENCE)
                 return FAILED
-            time.sleep(interval)
+            time.sleep(min(LONGEST_POLL, max(POLL, (time.monotonic() - began) / 60)))
     except KeyboardInterrupt:
         log.warning("job %s goes on; `scancel %s` ends it", job_id, job_id)
         raise

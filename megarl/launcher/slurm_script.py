@@ -18,6 +18,12 @@ from megarl.rpc.nodes import PACKAGE
 END_WAIT = 120  # seconds the other nodes have to end when one has
 IDLE_LIMIT = 3  # attempts without a checkpoint after which a job is not queued again
 _EXPORT = "PATH,HOME,USER,LANG"
+_SHARING = (
+    "--exclusive",
+    "--oversubscribe",
+    "-s",
+    "--mem",
+)  # arguments that say how nodes are shared
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,7 @@ def batch_script(job: Job, cluster: ClusterConfig, files: Files) -> str:
         restarts=job.restarts,
         requeue=int(cluster.slurm.requeue),
         config_error=EXIT_CODE,
-        srun=_srun(job, cluster, files, len(pools)),
+        srun=_srun(job, files, len(pools)),
     )
     return "\n".join(lines) + "\n" + body
 
@@ -91,22 +97,16 @@ def _directives(job: Job, cluster: ClusterConfig, files: Files, pool: str) -> It
 def _pool_directives(job: Job, cluster: ClusterConfig, pool: str) -> Iterator[str]:
     """Yields what each component of a heterogeneous job needs to be told of its own."""
     slurm, gpus = cluster.slurm, job.gpus_per_node[job.pools.index(pool)]
-    yield from _options(
-        {
-            "partition": slurm.partition,
-            "account": slurm.account,
-            "reservation": slurm.reservation,
-            "time": str(slurm.minutes or ""),
-        }
-    )
+    yield from _options({"time": str(slurm.minutes or "")})
     yield f"#SBATCH --{'requeue' if slurm.requeue else 'no-requeue'}"
     yield f"#SBATCH --nodes={job.pools.count(pool)} --ntasks-per-node=1"
-    if slurm.exclusive:
+    other = {SERVER_POOL: cluster.server_pool, REWARD_POOL: cluster.reward_pool}.get(pool)
+    arguments = other.sbatch_args if other else slurm.sbatch_args
+    if not any(argument.startswith(_SHARING) for argument in arguments):
         yield "#SBATCH --exclusive --mem=0"
     if gpus:
         yield f"#SBATCH --gpus-per-node={gpus}"
-    other = {SERVER_POOL: cluster.server_pool, REWARD_POOL: cluster.reward_pool}.get(pool)
-    for argument in other.sbatch_args if other else slurm.sbatch_args:
+    for argument in arguments:
         yield f"#SBATCH {_word(argument)}"
 
 
@@ -121,7 +121,7 @@ def _word(value: str) -> str:
     return f'"{value}"' if " " in value else value
 
 
-def _srun(job: Job, cluster: ClusterConfig, files: Files, components: int) -> str:
+def _srun(job: Job, files: Files, components: int) -> str:
     options = ["--export=ALL", "--label", "--kill-on-bad-exit=0", f"--wait={END_WAIT}"]
     if components > 1:
         options.append(f"--het-group=0-{components - 1}")
@@ -133,7 +133,7 @@ def _srun(job: Job, cluster: ClusterConfig, files: Files, components: int) -> st
         *(job.python, "-m", "megarl.launcher.node", "--job", str(files.job)),
         *("--environment", str(files.environment), "--node-variable", "SLURM_PROCID"),
     ]
-    return shlex.join(["srun", *options, *cluster.slurm.srun_args, *agent])
+    return shlex.join(["srun", *options, *agent])
 
 
 _BODY = """

@@ -18,15 +18,15 @@ MUTANTS = (
         ("tests/unit/test_config_check.py::test_a_sound_ppo_passes",),
     ),
     Mutant(
-        "config/check_engine.py",
-        "if cfg.overlap_param_gather and not cfg.overlap_grad_reduce:",
-        "if False:",
+        "config/rules.py",
+        "overlap_param_gather             | overlap_grad_reduce",
+        "overlap_param_gather             | distributed",
         ("tests/unit/test_config_check.py::test_problem_is_named",),
     ),
     Mutant(
-        "config/check_parallel.py",
-        "if p.vpp > 1 and p.pp < 2:",
-        "if p.vpp > 1 and p.pp < 1:",
+        "config/rules.py",
+        "vpp>1                            | pp>1",
+        "vpp>1                            | pp>0",
         ("tests/unit/test_config_check.py::test_degrees_that_do_not_fit",),
     ),
     Mutant(

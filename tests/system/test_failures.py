@@ -406,16 +406,17 @@ at(RolloutDriver, 'next_batch', await_first, call=3)
 
 
 def test_the_launcher_starts_a_dead_server_again_and_the_run_goes_on(run: Run) -> None:
-    """Killed before the second step, it is there again in the third, gets that step's weights, and
-    serves the last two."""
+    """Killed before the second step, it is there again at the end of that one or of the third, gets
+    the weights of that update, and serves the rest."""
     run.start(REVIVED.format(), "server.count=2", "server.restarts=1", "total_train_steps=5")
     status, output = run.end()
     assert status == 0, output
     assert output.count("server 0: starting it again, 0 restart(s) of it left") == 1, output
-    assert output.count("is back: it gets the weights of this update") == 1, output
+    late, early = "is back: it gets the weights of this update", "started anew"
+    assert output.count(late) + output.count(early) == 1, output
     found = re.search(r"2 server\(s\) healthy: (\S+), (\S+)", output)
     assert found, output
-    assert run.versions_served_at(found[1]) == {"0", "3", "4"}
+    assert {"0", "3", "4"} <= run.versions_served_at(found[1]) <= {"0", "2", "3", "4"}
     assert run.versions_served_at(found[2]) >= {"0", "1", "2"}
 
 

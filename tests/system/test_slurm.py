@@ -17,7 +17,7 @@ from tests.system.test_recover import ROOT
 from tests.system.workers_check import check_abandoned, check_recipe, check_workers
 
 IN_A_JOB = ["salloc", "--quiet", "-N2", "--ntasks=4", "--time=5"]
-ON_SLURM = [*ON_NODES, "cluster.slurm.poll_seconds=0.5"]
+ON_SLURM = ON_NODES
 
 pytestmark = pytest.mark.skipif(
     bool(missing_tools()), reason=f"`make slurm` installs {', '.join(missing_tools())}"

@@ -309,8 +309,10 @@ def test_logp_gap_by_hand():
         (dict(eps_clip=1.5), "eps_clip=1.5"),
         (dict(eps_clip_higher=-0.1), "eps_clip_higher=-0.1"),
         (dict(c_clip=0.9), "c_clip=0.9"),
-        (dict(use_decoupled_loss=True, recompute_logprob=False), "recompute_logprob=true"),
-        (dict(behav_imp_weight_cap=2.0), "use_decoupled_loss=true"),
+        (
+            dict(use_decoupled_loss=True, recompute_logprob=False),
+            "recompute_logprob other than false",
+        ),
         (dict(behav_imp_weight_cap=0.0, use_decoupled_loss=True), "behav_imp_weight_cap=0.0"),
         (dict(reward_clip=0.0), "reward_clip=0.0"),
     ],

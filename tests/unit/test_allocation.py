@@ -1,4 +1,4 @@
-"""allocation_mode: what it means, where its errors are, and how it goes with other keys."""
+"""allocation_mode: what it means, what its errors name, and how it goes with other keys."""
 
 from __future__ import annotations
 
@@ -40,31 +40,32 @@ def test_colons_any_order_and_colocation() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "at", "says"),
+    ("text", "says"),
     [
-        ("sglang.d4x2+megatron.d1", 9, "'x' is no degree of sglang"),
-        ("sglang.d4t2+vllm.d2", 12, "'vllm' is no backend"),
-        ("sglang.d4t2", 11, "the trainers are missing"),
-        ("sglang.d4d2+megatron.d1", 9, "d is given twice"),
-        ("sglang.d0+megatron.d1", 8, "d needs a number from 1"),
-        ("sglang.d4p2+megatron.d1", 10, "no pipeline stages"),
-        ("sglang.d4e2+megatron.d1", 9, "'e' is no degree of sglang"),
-        ("sglang.d4+megatron", 18, "write . or : behind megatron"),
-        ("sglang.d4+megatron.", 19, "megatron has no degrees"),
-        ("megatron.d2+sglang.d4", 11, "servers stand in front"),
-        ("sglang.d4+sglang.d4", 10, "the second part is the trainers"),
-        ("sglang.d4+megatron.d1|megatron.d1", 21, "two parts"),
-        ("sglang.d4 + megatron.d1", 9, "' ' is no degree"),
-        ("+megatron.d1", 0, "a backend is missing"),
-        ("d1+d2", 2, "servers stand in front"),
-        ("sglang.d1+d4x2", 12, "'x' is no degree of megatron"),
+        ("sglang.d4x2+megatron.d1", "x2 of sglang"),
+        ("sglang.d4t2+vllm.d2", "vllm is none of"),
+        ("sglang.d4t2", "servers, then trainers"),
+        ("sglang.d4d2+megatron.d1", "'sglang.d4d2' gives a degree twice"),
+        ("sglang.d0+megatron.d1", "d0 of sglang"),
+        ("sglang.d4p2+megatron.d1", "no pipeline stages"),
+        ("sglang.d4e2+megatron.d1", "e2 of sglang"),
+        ("sglang.d4+megatron", "'megatron' is no backend with its degrees"),
+        ("sglang.d4+megatron.", "'megatron.' is no backend with its degrees"),
+        ("megatron.d2+sglang.d4", "servers, then trainers"),
+        ("sglang.d4+sglang.d4", "servers, then trainers"),
+        ("sglang.d4+megatron.d1|megatron.d1", "servers, then trainers"),
+        ("sglang.d4 + megatron.d1", "'sglang.d4 ' is no backend"),
+        ("+megatron.d1", "'' is no backend"),
+        ("d1+d2", "servers, then trainers"),
+        ("sglang.d1+d4x2", "x2 of megatron"),
     ],
 )
-def test_errors_count_to_the_character(text: str, at: int, says: str) -> None:
+def test_errors_name_the_part_and_show_how_to_write_it(text: str, says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         AllocationMode.from_str(text)
     (line,) = caught.value.report().splitlines()
-    assert f"allocation_mode={text}: at character {at + 1}: " in line and says in line
+    assert f"allocation_mode={text}: " in line and says in line
+    assert "sglang.d4t2+megatron.d2t2p2" in line
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 
 from megarl.config.base import TIMEOUT, SeamConfig
 from megarl.config.check import check_config
-from megarl.config.check_parallel import check_parallel
+from megarl.config.check_layout import check_parallel
 from megarl.config.check_rollout import rollout_problems
 from megarl.config.dataset import PartConfig
 from megarl.config.errors import ConfigError
@@ -89,7 +89,7 @@ def test_a_sound_ppo_passes(model: Path) -> None:
         ("discount=1.1", ["discount=1.1", "0 to 1"]),
         ("gae_lambda=-1", ["gae_lambda=-1", "0 to 1"]),
         ("kl_ctl=-1", ["kl_ctl=-1"]),
-        ("kl_ctl=0.1", ["kl_ctl=0.1", "needs a reference"]),
+        ("kl_ctl=0.1", ["kl_ctl=0.1", "needs ref"]),
         ("actor.adv_norm=group", ["adv_norm=group", "take batch or none"]),
         ("actor.surrogate=gmpo", ["actor.surrogate=gmpo", "rows of one advantage"]),
         ("actor.surrogate=topr", ["actor.surrogate=topr", "rows of one advantage"]),
@@ -179,7 +179,7 @@ def test_sound_configs_pass(model: Path) -> None:
         ),
         (
             ["actor.optimizer.cpu_offload=true", "actor.dtype=float32"],
-            ["actor.optimizer.cpu_offload", "actor.dtype=bfloat16 (it is float32)"],
+            ["actor.optimizer.cpu_offload", "actor.dtype=auto or bfloat16 (it is float32)"],
         ),
         (
             ["actor.offload_activations=true"],
@@ -187,9 +187,12 @@ def test_sound_configs_pass(model: Path) -> None:
         ),
         (["actor.optimizer.cpu_offload_fraction=0"], ["cpu_offload_fraction=0"]),
         (["+actor.optimizer.options.adam_eps=1e-6"], ["options.adam_eps=1e-06", "leave it out"]),
-        (["actor.fp8=delayed", "actor.dtype=float16"], ["actor.fp8=delayed", "dtype=bfloat16"]),
-        (["ref.fp8=mxfp8", "ref.attention=sdpa"], ["ref.fp8=mxfp8", "ref.attention=te"]),
-        (["ref.mb_spec.share_prefixes=true", "ref.fp8=mxfp8"], ["set ref.fp8=none"]),
+        (
+            ["actor.fp8=delayed", "actor.dtype=float16"],
+            ["actor.fp8=delayed", "dtype=auto or bfloat16"],
+        ),
+        (["ref.fp8=mxfp8", "ref.attention=sdpa"], ["ref.fp8=mxfp8", "ref.attention=auto or te"]),
+        (["ref.mb_spec.share_prefixes=true", "ref.fp8=mxfp8"], ["needs ref.fp8=none"]),
         (["actor.moe.token_dispatcher=flex"], ["token_dispatcher=flex", "take alltoall"]),
         (["actor.offload=true"], ["actor.offload=true", "ref, reward_model", "cpu_offload"]),
         (["actor.path="], ["actor.path is empty"]),
@@ -255,7 +258,6 @@ def test_sound_configs_pass(model: Path) -> None:
             ["actor.use_decoupled_loss=true", "actor.recompute_logprob=false"],
             ["actor.use_decoupled_loss", "actor.recompute_logprob"],
         ),
-        (["actor.behav_imp_weight_cap=2"], ["behav_imp_weight_cap=2.0", "use_decoupled_loss=true"]),
         (
             ["episodes.entropy=true", "actor.recompute_logprob=false"],
             ["episodes.entropy=true", "actor.recompute_logprob=true"],
@@ -276,7 +278,11 @@ def test_sound_configs_pass(model: Path) -> None:
         (["gconfig.top_p=0"], ["gconfig.top_p=0"]),
         (["gconfig.top_k=0"], ["gconfig.top_k=0", "-1"]),
         (["gconfig.min_new_tokens=600"], ["gconfig.min_new_tokens=600", "512"]),
-        (["gconfig.greedy=true"], ["gconfig.greedy=true", "n_samples=4"]),
+        (
+            ["actor.loss_agg_length=4"],
+            ["actor.loss_agg_length=4", "needs actor.loss_agg=sequence-sum or token-sum"],
+        ),
+        (["gconfig.greedy=true"], ["gconfig.greedy=true", "gconfig.n_samples=1 (it is 4)"]),
         (["rollout.addresses=[host]"], ["'host' is not host:port"]),
         (["rollout.addresses=[host:99999]"], ["'host:99999'"]),
         (["rollout.max_head_offpolicyness=-1"], ["rollout.max_head_offpolicyness=-1"]),
@@ -308,7 +314,7 @@ def test_sound_configs_pass(model: Path) -> None:
         (["server.extra_args=['--dp=2']"], ["--dp among", "set server.dp"]),
         (["+server.options.api_key=k"], ["--api-key among server.options", "MEGARL_JOB_TOKEN"]),
         (["server.extra_args=[--api-key, k]"], ["--api-key among server.options"]),
-        (["server.restarts=1"], ["server.restarts=1", "server.count=1"]),
+        (["server.restarts=1"], ["server.restarts=1", "server.count > 1 (it is 1)"]),
         (["server.python=/no/python"], ["server.python=/no/python"]),
         (["server.context_length=512"], ["server.context_length=512", "max_new_tokens=512"]),
         (["train_dataset.max_length=2000"], ["server.context_length=2048", "2000+512"]),
@@ -324,7 +330,6 @@ def test_sound_configs_pass(model: Path) -> None:
         (["experiment_name=a/b"], ["experiment_name='a/b'"]),
         (["total_train_steps=-1"], ["total_train_steps=-1"]),
         (["trainer.workers=2"], ["trainer.workers=2", "trainer.mode=controller"]),
-        (["trainer.scheduler=ray"], ["trainer.scheduler=ray", "trainer.mode=controller"]),
         (["trainer.mode=controller", "replay.run=r"], ["replay", "trainer.mode=spmd"]),
     ],
 )
@@ -397,10 +402,9 @@ def test_all_problems_come_together(model: Path) -> None:
         ({"ep": 4}, 2, ["etp*ep*pp = 1*4*1 = 4", "world size 2"]),
         ({"tp": 0}, 1, ["parallel.tp=0"]),
         ({"vpp": 2}, 1, ["parallel.vpp=2", "parallel.pp > 1"]),
-        ({"pipeline_split": [4]}, 1, ["pipeline_split=[4]", "needs", "pp > 1", "leave it null"]),
+        ({"pipeline_split": [4]}, 1, ["pipeline_split=[4]", "needs", "pp > 1 (it is 1)"]),
         ({"pp": 2, "pipeline_split": [3]}, 2, ["pipeline_split=[3]", "pp*vpp = 2*1", "per chunk"]),
         ({"pp": 2, "pipeline_split": [4, 0]}, 2, ["pipeline_split=[4, 0]", "at least one layer"]),
-        ({"cp_comm_type": "p2p"}, 1, ["cp_comm_type=p2p", "parallel.cp > 1"]),
         ({"sequence_parallel": True}, 1, ["parallel.sequence_parallel=true", "parallel.tp > 1"]),
     ],
 )
@@ -545,7 +549,7 @@ def test_messages_about_numbers_name_value_and_range(model: Path) -> None:
 def test_ways_to_the_servers_that_do_not_go_together_are_named(model: Path) -> None:
     both = ("rollout.max_queue=4", "rollout.max_concurrent_rollouts=8")
     (found,) = problems(grpo(model, *both))
-    assert "leave one of them out" in found
+    assert "needs rollout.max_concurrent_rollouts=null (it is 8)" in found
     check_config(grpo(model, both[0], "rollout.router=127.0.0.1:30000"), 1)
     (found,) = problems(grpo(model, "rollout.router=here"))
     assert "rollout.router: 'here' is not host:port" in found
@@ -598,3 +602,25 @@ def test_an_option_that_the_optimizer_lacks_is_named(model: Path) -> None:
     (problem,) = problems(grpo(model, "+actor.optimizer.options.initial_los_scale=2"))
     assert "actor.optimizer.options.initial_los_scale=2: " in problem
     assert "did you mean initial_loss_scale?" in problem
+
+
+@pytest.mark.parametrize(
+    ("override", "needs"),
+    [
+        ("actor.behav_imp_weight_cap=2", "actor.use_decoupled_loss=true"),
+        (
+            "actor.correction={weight: token, mask_low: 0.5}",
+            "actor.correction.mask other than none",
+        ),
+        ("ref={parallel: {cp_comm_type: p2p}}", "ref.parallel.cp > 1"),
+        ("trainer.scheduler=ray", "trainer.mode=controller"),
+    ],
+)
+def test_a_key_that_the_run_does_not_read_is_a_warning(
+    model: Path, warnings: list[str], override: str, needs: str
+) -> None:
+    check_config(grpo(model), 1)
+    assert not warnings
+    check_config(grpo(model, override), 1)
+    (line,) = warnings
+    assert needs in line and "no effect" in line

@@ -211,7 +211,7 @@ valid_datasets:
         ),
         (
             ["train_dataset.curriculum.explore=0.5", "train_dataset.num_workers=1"],
-            "workers would draw rows before",
+            "needs train_dataset.num_workers=0 ",
         ),
         (
             ["train_dataset.curriculum.explore=0.5", "train_dataset.sampler=a.b:c"],

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from megarl.api.records import WeightUpdateMeta
 from megarl.config.check_rollout import rollout_problems
 from megarl.config.loader import load_config
+from megarl.config.rules import RL, rule_problems
 from megarl.server.weights import WeightStore
 from megarl.wire import delta
 from tests.tiny import tiny_hf
@@ -184,7 +185,10 @@ def test_what_does_not_go_together(fields: dict[str, Any], said: str) -> None:
             "goes with .*distributed",
         ),
         (["weight_sync.quantization=fp8_block", "weight_sync.type=disk"], "goes with"),
-        (["weight_sync.delta=true", "weight_sync.quantization=fp8_block"], "cannot go with"),
+        (
+            ["weight_sync.delta=true", "weight_sync.quantization=fp8_block"],
+            "needs weight_sync.quantization=none",
+        ),
         (["weight_sync.delta=true", "server.type=sglang"], "stock SGLang .* use sharded=on, or"),
         (["weight_sync.quantization=fp8_block", "server.type=sglang"], "set server.path to"),
         (["weight_sync.sharded=on", "weight_sync.type=disk"], "goes with weight_sync.type=dist"),
@@ -192,7 +196,8 @@ def test_what_does_not_go_together(fields: dict[str, Any], said: str) -> None:
     ),
 )
 def test_configurations_that_cannot_work(overrides: list[str], said: str) -> None:
-    (found,) = rollout_problems(load_config(None, ["actor.path=m", *overrides]))
+    cfg = load_config(None, ["actor.path=m", *overrides])
+    (found,) = [*rollout_problems(cfg), *rule_problems(RL, cfg)]
     assert re.search(rf"^weight_sync\.(delta|quantization|sharded).*{said}", found)
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from megarl.config.command_line import parse_command_line
 from megarl.config.errors import ConfigError
+from megarl.config.loader import checked_config
 from megarl.config.recipes import GRPOConfig
 from megarl.config.turns import takes_turns
 from megarl.launcher import plan
@@ -139,7 +140,9 @@ def test_servers_on_the_trainers_devices_take_turns_with_them(
     saver = "--enable-memory-saver" in server.command
     assert saver == (taken and gpus > 0)  # on a CPU SGLang would not start with it
     assert ("SGLANG_MEMORY_SAVER_CUDA_GRAPH" in server.env) == saver
-    assert ("server.release_memory=true" in trainer.command) == taken
+    read = checked_config(made.config, [w for w in trainer.command if w.startswith("server.")])
+    assert isinstance(read, GRPOConfig) and takes_turns(read) == taken
+    assert "--checked" in trainer.command
 
 
 def test_a_server_that_takes_turns_leaves_room_for_what_stays_of_the_trainers(

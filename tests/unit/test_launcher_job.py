@@ -12,13 +12,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import yaml
 
 from megarl.config.cluster import ClusterConfig, PoolConfig
 from megarl.config.command_line import parse_command_line
 from megarl.config.errors import ConfigError
-from megarl.config.loader import load_config
+from megarl.config.loader import checked_config
 from megarl.launcher import local, plan
 from megarl.launcher.job import JUDGE, REWARDS, SERVER, TRAINER, Job, endpoints, fill
 from megarl.launcher.make import make_job
@@ -333,12 +334,10 @@ def test_a_secret_typed_as_an_override_is_on_no_command_line(
     assert os.environ[names[0]] == "s3cret-of-mine" and set(names) <= set(job.forwarded)
     env = dict(os.environ)
     assert "s3cret-of-mine" not in show(job, env) + show(job, env, "json")
-    trainer = job.of(TRAINER)[0].command
-    words = [word for word in trainer if word.startswith("+train_dataset")]
-    assert [load_config(None, [w]).train_dataset.options for w in words] == [
-        {"api_key": "s3cret-of-mine"},
-        {"url": "https://me:s3cret-of-mine@host/v1"},
-    ]
+    assert checked_config(job.config, []).train_dataset.options == {
+        "api_key": "s3cret-of-mine",
+        "url": "https://me:s3cret-of-mine@host/v1",
+    }
     with pytest.raises(ConfigError) as caught:
         make(tmp_path, *CASES["70b"], "+train_dataset.options.a={api_key: s3cret-of-mine}")
     assert "train_dataset.options.a" in str(caught.value)
@@ -359,8 +358,32 @@ def test_a_secret_means_in_the_trainers_what_was_typed(
     name = typed.partition("=")[0]
     monkeypatch.setenv(f"MEGARL_SECRET_TRAIN_DATASET_OPTIONS_{name.upper()}", "")
     job = make(tmp_path, *CASES["70b"], f"+train_dataset.options.{typed}")
-    (word,) = (w for w in job.of(TRAINER)[0].command if w.startswith("+train_dataset"))
-    assert load_config(None, [word]).train_dataset.options == {name: value}
+    assert checked_config(job.config, []).train_dataset.options == {name: value}
+
+
+def test_trainers_read_what_was_checked_and_models_as_they_were_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_stub(tmp_path / "snapshot")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **kw: str(model))
+    words = ["actor.path=org/model", "actor.optimizer.lr=1e-6", "gconfig.n_samples=2"]
+    job = make_job(plan_cluster(parse_command_line([*words, f"fileroot={tmp_path}"])), ENV)
+    read = checked_config(job.config, [])
+    assert read.actor.path == "org/model" and read.actor.optimizer.lr == 1e-6
+    assert job.of(SERVER)[0].command.count(str(model)) == 1
+    assert job.of(TRAINER)[0].command[2] == "--checked"
+
+
+def test_what_the_launcher_has_not_seen_whole_is_read_by_the_trainers(tmp_path: Path) -> None:
+    model = write_stub(tmp_path / "model")
+    words = [f"actor.path={model}", "actor.optimizer.lr=1e-6", "gconfig.n_samples=2"]
+    words.append(f"fileroot={tmp_path}/runs")
+    for more in (
+        ["recipe=tests.unit.test_config:OwnConfig", "bonus=2"],
+        ["cluster.container=image"],
+    ):
+        job = make_job(plan_cluster(parse_command_line([*words, *more])), ENV)
+        assert job.config == "" and "--checked" not in job.of(TRAINER)[0].command
 
 
 @pytest.mark.parametrize("value", ["https://bob:of-mine@${oc.env:HOME}/x", "hf_${oc.env:HOME}"])

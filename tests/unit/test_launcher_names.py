@@ -92,7 +92,7 @@ def job(tmp_path: Path, nodes: int) -> Job:
         role=TRAINER, index=0, node=nodes - 1, gpus=None, command=("x",), env={}, ports=()
     )
     return Job(
-        name="e/t", directory=str(tmp_path), working_directory=str(tmp_path),
+        name="e/t", config="", directory=str(tmp_path), working_directory=str(tmp_path),
         pools=("nodes",) * nodes, gpus_per_node=(0,) * nodes, interface="",
         tasks=(trainer,), forwarded=(), hidden=(), python="", container="", container_mounts=(),
         start_timeout=1.0, rendezvous_timeout=0.2, grace=1.0, restarts=0,

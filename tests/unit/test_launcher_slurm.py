@@ -68,8 +68,8 @@ def test_a_job_that_waits_says_for_what() -> None:
 
 def slurm_args(*more: str) -> list[str]:
     return [
-        "cluster.slurm.partition=gpu", "cluster.slurm.account=us", "cluster.slurm.minutes=240",
-        "cluster.slurm.reservation=night", "cluster.slurm.sbatch_args=[--qos=high]",
+        "cluster.slurm.minutes=240",
+        "cluster.slurm.sbatch_args=[--partition=gpu,--account=us,--qos=high]",
         "cluster.server_pool.sbatch_args=[--constraint=big]", *more,
     ]  # fmt: skip
 
@@ -89,6 +89,13 @@ def test_nodes_of_reward_workers_are_asked_for_without_gpus(tmp_path: Path) -> N
     assert "#SBATCH --nodes=2 --ntasks-per-node=1" in asked and "--gpus-per-node" not in asked
     assert "#SBATCH --partition=cpu" in asked and "--constraint=big" not in asked
     assert "--het-group=0-2" in rewards
+
+
+def test_nodes_are_whole_unless_an_argument_says_how_they_are_shared(tmp_path: Path) -> None:
+    shared = script(tmp_path, "cluster.slurm.sbatch_args=[--qos=high,--mem-per-gpu=64G]")
+    trainers, servers = shared.split("#SBATCH hetjob")
+    assert "--exclusive" not in trainers and "#SBATCH --mem-per-gpu=64G" in trainers
+    assert "#SBATCH --exclusive --mem=0" in servers
 
 
 def shown(tmp_path: Path) -> str:
@@ -216,8 +223,9 @@ def test_a_job_is_followed_to_its_end(
     files = Files(tmp_path)
     files.log("12").write_text("0: a step\n")
     files.status.write_text("9\n")
+    monkeypatch.setattr(slurm, "POLL", 0.0)
     with caplog.at_level("INFO"):
-        assert slurm.follow("12", files, 0.0) == status
+        assert slurm.follow("12", files) == status
     assert capsys.readouterr().out == "0: a step\n"
     for state in states:
         assert f"job 12 is {state}" in caplog.text

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megarl.config.check_parallel import dense_ranks, expert_ranks
+from megarl.config.check_layout import dense_ranks, expert_ranks
 from megarl.config.parallel import ParallelConfig
 
 DEGREES = ("tp", "pp", "vpp", "cp", "ep", "etp")

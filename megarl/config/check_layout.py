@@ -1,4 +1,4 @@
-"""Checks allocation_mode against the keys that it decides and the processes there are."""
+"""Checks degrees of parallelism, allocation_mode and nodes against the processes that there are."""
 
 from __future__ import annotations
 
@@ -6,9 +6,56 @@ from collections.abc import Iterator
 from operator import attrgetter
 
 from megarl.config.allocation import AllocationMode
-from megarl.config.errors import ConfigError
+from megarl.config.errors import ConfigError, raise_if_any
+from megarl.config.parallel import ParallelConfig
 from megarl.config.recipes import BaseConfig, GRPOConfig, main_role
+from megarl.config.rules import PARALLEL, rule_problems
 from megarl.config.transports import built_in_transport
+
+
+def dense_ranks(p: ParallelConfig) -> int:
+    """Returns the ranks that hold one copy of the dense weights, times cp: dp divides the rest."""
+    return p.tp * p.pp * p.cp
+
+
+def expert_ranks(p: ParallelConfig) -> int:
+    """Returns the ranks that hold one copy of the experts."""
+    return p.etp * p.ep * p.pp
+
+
+def check_parallel(parallel: ParallelConfig, world_size: int) -> None:
+    """Raises ConfigError that names the degrees that do not fit `world_size`."""
+    raise_if_any(parallel_problems(parallel, world_size))
+
+
+def parallel_problems(
+    p: ParallelConfig, world_size: int | None, key: str = "parallel"
+) -> Iterator[str]:
+    """Yields degrees that do not go together or do not divide `world_size` (None: not known); `key`
+    is the section's name."""
+    small = [n for n in ("tp", "pp", "vpp", "cp", "ep", "etp") if getattr(p, n) < 1]
+    for name in small:
+        yield f"{key}.{name}={getattr(p, name)}: degrees start at 1"
+    if small:
+        return
+    for what, degrees, ranks in (
+        ("tp*pp*cp", f"{p.tp}*{p.pp}*{p.cp}", dense_ranks(p)),
+        ("etp*ep*pp", f"{p.etp}*{p.ep}*{p.pp}", expert_ranks(p)),
+    ):
+        if world_size is not None and world_size % ranks:
+            yield (
+                f"{key}: {what} = {degrees} = {ranks} does not divide the world size "
+                f"{world_size}; start a multiple of {ranks} processes (--nproc, trainer.workers) "
+                "or lower a degree"
+            )
+    yield from rule_problems(PARALLEL, p, f"{key}.")
+    if p.pipeline_split is not None and p.pp > 1 and len(p.pipeline_split) != p.pp * p.vpp:
+        yield (
+            f"{key}.pipeline_split={p.pipeline_split}: {len(p.pipeline_split)} numbers for "
+            f"{key}.pp*vpp = {p.pp}*{p.vpp} chunks; give one per chunk, in the order of the layers"
+        )
+    if p.pipeline_split is not None and any(n < 1 for n in p.pipeline_split):
+        yield f"{key}.pipeline_split={p.pipeline_split}: every chunk needs at least one layer"
 
 
 def allocation_problems(cfg: BaseConfig, world_size: int | None) -> Iterator[str]:
