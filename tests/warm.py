@@ -23,7 +23,6 @@ import importlib
 import inspect
 import io
 import logging
-import multiprocessing.util
 import os
 import pickle
 import runpy
@@ -63,9 +62,7 @@ ROOM = 1 << 16  # bytes for a command line and for an environment, as /proc show
 LARGEST = 1 << 17  # bytes of a request
 _SUBREAPER, _IS_SUBREAPER = 36, 37  # prctl's PR_SET_CHILD_SUBREAPER and PR_GET_CHILD_SUBREAPER
 _cold = subprocess.Popen._execute_child  # type: ignore[attr-defined]
-_cold_spawn = multiprocessing.util.spawnv_passfds  # type: ignore[attr-defined]
 _ARGUMENTS = list(inspect.signature(_cold).parameters)[1:]
-_SPAWNED = "from multiprocessing.spawn import spawn_main; "
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -102,8 +99,10 @@ class Zygote:
             return False
         if any((Path(p) / "sitecustomize.py").exists() for p in _python_path(env)):
             return False
-        rest = [word for word in words[1:] if word != "-u"]
-        return (len(rest) > 1 and rest[0] == "-m") or (bool(rest) and rest[0].endswith(".py"))
+        first, second, *_ = *_words(words), "", ""
+        if first == "-m":
+            return second.startswith(MODULES)
+        return first.endswith(".py") and "site-packages" not in first
 
     def start(self, request: Request, descriptors: Sequence[int]) -> int:
         """Returns the pid of a new process, a child of this one."""
@@ -141,23 +140,23 @@ def warm_starts() -> Iterator[None]:
     try:
         yield
     finally:
-        _set_starters(_cold, _cold_spawn)
+        subprocess.Popen._execute_child = _cold  # type: ignore[attr-defined]
         zygote.close()
 
 
 @contextlib.contextmanager
 def cold_starts() -> Iterator[None]:
     """Has `subprocess` start new interpreters within the block, as it does by itself."""
-    before = subprocess.Popen._execute_child, multiprocessing.util.spawnv_passfds  # type: ignore[attr-defined]
-    _set_starters(_cold, _cold_spawn)
+    before = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+    subprocess.Popen._execute_child = _cold  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        _set_starters(*before)
+        subprocess.Popen._execute_child = before  # type: ignore[attr-defined]
 
 
 def _start_by(zygote: Zygote) -> None:
-    """Has `subprocess`, and multiprocessing's "spawn", start by fork what the zygote can."""
+    """Has `subprocess` start by fork what the zygote can."""
 
     def execute_child(self: subprocess.Popen[Any], *arguments: Any) -> None:
         asked = SimpleNamespace(**dict(zip(_ARGUMENTS, arguments, strict=True)))
@@ -190,20 +189,7 @@ def _start_by(zygote: Zygote) -> None:
             asked.errwrite,
         )  # fmt: skip
 
-    def spawn(path: Any, args: Sequence[Any], descriptors: Sequence[int]) -> int:
-        words = list(map(os.fsdecode, args))
-        env = dict(os.environ)
-        if os.fsdecode(path) != sys.executable or not zygote.can_start(words, env):
-            return _cold_spawn(path, args, descriptors)
-        files = sorted({0, 1, 2, *descriptors})
-        return zygote.start(Request(words, env, os.getcwd(), files, session=False), files)
-
-    _set_starters(execute_child, spawn)
-
-
-def _set_starters(execute_child: Any, spawn: Any) -> None:
     subprocess.Popen._execute_child = execute_child  # type: ignore[attr-defined]
-    multiprocessing.util.spawnv_passfds = spawn  # type: ignore[attr-defined]
 
 
 def _new_zygote(env: Mapping[str, str]) -> tuple[subprocess.Popen[bytes], socket.socket]:
@@ -226,7 +212,7 @@ def _read_once(env: Mapping[str, str]) -> dict[str, str]:
 
 def _words(command: Sequence[str]) -> list[str]:
     """Returns a command line without the interpreter and flags that a fork can follow."""
-    return [word for word in command[1:] if word not in ("-u", "-B")]
+    return [word for word in command[1:] if word != "-u"]
 
 
 def _python_path(env: Mapping[str, str]) -> list[str]:
@@ -383,10 +369,6 @@ def _run(command: Sequence[str]) -> None:
         sys.modules.pop(words[1], None)
         sys.modules.pop(f"{words[1]}.__main__", None)
         runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]
-        return
-    if words[0] == "-c":
-        sys.argv = ["-c", *words[2:]]
-        exec(words[1], program.__dict__)
         return
     script = words[0]
     sys.path[0] = os.path.dirname(os.path.realpath(script))
