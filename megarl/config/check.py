@@ -124,7 +124,7 @@ def unread_keys(cfg: BaseConfig) -> Iterator[str]:
     if isinstance(cfg, GRPOConfig):
         broken += rule_problems(UNREAD_OF_ACTOR, cfg.actor, "actor.")
     for line in broken:
-        yield f"{line}; it has no effect so"
+        yield f"{line}; without it the key has no effect"
 
 
 def _engine_problems(name: str, cfg: TrainEngineConfig, world_size: int | None) -> Iterator[str]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ast
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cache
-from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -64,22 +63,21 @@ def _option_problems(key: str, cfg: OptimizerConfig) -> Iterator[str]:
             yield f"{shown}: megatron-core's OptimizerConfig has no such field{meant}"
         elif name in _STATE_DTYPES and value not in ("float32", "bfloat16", "float16"):
             yield f"{shown}: not one of float32, bfloat16, float16"
+        elif isinstance(value, str) and known.get(name) in ("float", "int", "bool"):
+            yield f"{shown}: not of type {known[name]}"
 
 
 @cache
-def _fields_of_megatron() -> frozenset[str]:
-    """Returns the fields of megatron-core's OptimizerConfig as its source has them, since to import
-    it takes seconds; none where it is not installed."""
+def _fields_of_megatron() -> dict[str, str]:
+    """Returns the type of each field of megatron-core's OptimizerConfig as its source has it, since
+    to import it takes seconds; nothing where it is not installed."""
     spec = find_spec("megatron")
-    files = [Path(p) / "core/optimizer/optimizer_config.py" for p in _places(spec)]
+    places = (spec.submodule_search_locations if spec else None) or ()
+    files = [Path(p) / "core/optimizer/optimizer_config.py" for p in places]
     texts = (f.read_text(encoding="utf-8") for f in files if f.is_file())
-    nodes = (node for text in texts for node in ast.walk(ast.parse(text)))
-    return frozenset(
-        n.target.id
-        for n in nodes
-        if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
-    )
-
-
-def _places(spec: ModuleSpec | None) -> Iterable[str]:
-    return (spec.submodule_search_locations if spec else None) or ()
+    return {
+        ast.unparse(node.target): ast.unparse(node.annotation)
+        for text in texts
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.AnnAssign)
+    }

@@ -602,6 +602,9 @@ def test_an_option_that_the_optimizer_lacks_is_named(model: Path) -> None:
     (problem,) = problems(grpo(model, "+actor.optimizer.options.initial_los_scale=2"))
     assert "actor.optimizer.options.initial_los_scale=2: " in problem
     assert "did you mean initial_loss_scale?" in problem
+    (problem,) = problems(grpo(model, "+actor.optimizer.options.initial_loss_scale=big"))
+    assert problem == "actor.optimizer.options.initial_loss_scale=big: not of type float"
+    check_config(grpo(model, "+actor.optimizer.options.initial_loss_scale=1024"), 1)
 
 
 @pytest.mark.parametrize(
