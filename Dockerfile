@@ -1,4 +1,4 @@
-# An image for GPU nodes: the installation of docs/sglang.md ("On GPUs"), line by line and in its
+# An image for GPU nodes: the installation of docs/servers.md ("On GPUs"), line by line and in its
 # order. We have built no image of it, for want of a builder: take it as a start, not as a product.
 #
 #     docker build -t registry.example/megarl:1 .

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 
-# --8<-- [start:reward]
 def close_reward(
     prompt: str,
     completion: str,
@@ -26,6 +25,3 @@ def close_reward(
         return 0.0  # an answer without a number is the model's fault, not an error
     off, scale = abs(number - int(answer)), max(1, abs(int(answer)))
     return 1.0 - off / scale if off < scale else 0.0
-
-
-# --8<-- [end:reward]

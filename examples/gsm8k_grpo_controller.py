@@ -45,7 +45,6 @@ def main(args: list[str]) -> None:
     evaluator = megarl.Evaluator.for_run(config, rollout, tokenizer, trained=rows)
     saver, logger = megarl.Saver.for_run(config, actor), megarl.StatsLogger.for_run(config)
 
-    # --8<-- [start:loop]
     for global_step in range(ft_spec.total_train_steps):
         epoch, step = divmod(global_step, ft_spec.steps_per_epoch)
         with stats_tracker.record_timing("rollout"):
@@ -69,7 +68,6 @@ def main(args: list[str]) -> None:
         evaluated = evaluator.maybe_evaluate(**ft_spec.where(global_step + 1))
         stats_tracker.scalar(**stats, reward=batch["rewards"].mean())
         logger.commit(epoch, step, global_step, [stats_tracker.export(), evaluated])
-    # --8<-- [end:loop]
 
     saver.save_final()
     logger.close()

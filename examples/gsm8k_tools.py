@@ -28,7 +28,6 @@ RIGHT = "Your response is correct!"
 gsm8k = get_reward_fn("gsm8k")
 
 
-# --8<-- [start:tool]
 def calc_gsm8k_reward(answer: str, row: dict[str, Any]) -> str:
     """Checks an answer to the question, to be called before the final answer.
 
@@ -39,19 +38,12 @@ def calc_gsm8k_reward(answer: str, row: dict[str, Any]) -> str:
     return f"Current parsed answer={answer!r} reward={score}"
 
 
-# --8<-- [end:tool]
-
-
-# --8<-- [start:interaction]
 class Teacher(Interaction):
     """Says of every answer whether it is right, and lets the model try again."""
 
     async def respond(self, messages: list[dict[str, Any]], row: dict[str, Any]) -> Reply:
         score = gsm8k("", messages[-1]["content"], [], [], answer=row["answer"])
         return Reply(text=RIGHT if score else WRONG, done=bool(score))
-
-
-# --8<-- [end:interaction]
 
 
 def rows_of(split: Dataset, name: str) -> Dataset:

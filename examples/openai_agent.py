@@ -15,7 +15,6 @@ from typing import Any
 from openai import AsyncOpenAI
 
 
-# --8<-- [start:agent]
 async def solve(data: dict[str, Any], base_url: str, api_key: str) -> float:
     """Returns the reward of one rollout. data: the row."""
     messages: list[Any] = list(data["messages"])
@@ -28,6 +27,3 @@ async def solve(data: dict[str, Any], base_url: str, api_key: str) -> float:
             messages.append({"role": "assistant", "content": text})
             messages.append({"role": "user", "content": "a number"})
     return 0.0
-
-
-# --8<-- [end:agent]

@@ -18,7 +18,6 @@ from megarl.config.dataset import DatasetConfig
 _seeding = threading.Lock()  # games draw from the one random state of the process
 
 
-# --8<-- [start:env]
 class Game:
     """One player's game. The reward of the last move is the game's, in [-1, 1] or [0, 1]."""
 
@@ -45,9 +44,6 @@ class Game:
         new = text.removeprefix(self._seen)
         self._seen = text
         return new.strip()
-
-
-# --8<-- [end:env]
 
 
 def games(cfg: DatasetConfig, *, seed: int, count: int = 1000) -> Iterator[dict[str, Any]]:

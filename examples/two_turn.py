@@ -20,7 +20,6 @@ from megarl.rollout.trajectory import to_batch
 TOOL_TIMEOUT = 10.0  # seconds
 
 
-# --8<-- [start:tool]
 def look_at(answer: str, truth: str) -> str | None:
     """Runs the tool: returns what it says about a wrong answer, None for a right one."""
     try:
@@ -32,10 +31,6 @@ def look_at(answer: str, truth: str) -> str | None:
     return "more" if number < int(truth) else "less"
 
 
-# --8<-- [end:tool]
-
-
-# --8<-- [start:workflow]
 class TwoTurnWorkflow(ChatWorkflow):
     def __init__(self, *args: Any, second_try: float = 0.5, **kwargs: Any) -> None:
         """second_try: the part of its reward that a second answer gets."""
@@ -62,6 +57,3 @@ class TwoTurnWorkflow(ChatWorkflow):
                 for r, s in zip(rewards, samples, strict=True)
             ],
         )
-
-
-# --8<-- [end:workflow]

@@ -1,11 +1,11 @@
-"""The transport that docs/weight_sync.md shows, as a file outside of the package."""
+"""The transport that docs/servers.md shows, as a file outside of the package."""
 
 from __future__ import annotations
 
 import uuid
 from pathlib import Path
 
-PAGE = Path(__file__).parents[1] / "docs" / "weight_sync.md"
+PAGE = Path(__file__).parents[1] / "docs" / "servers.md"
 
 
 def documented_transport(directory: Path) -> str:

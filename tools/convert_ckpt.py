@@ -6,7 +6,7 @@
     python tools/convert_ckpt.py verify A B
 
 It needs one process, bounded memory and no GPU. A conversion that was killed continues where it
-stopped when it is run again. docs/checkpoints.md has more.
+stopped when it is run again. docs/recovery.md has more.
 """
 
 from __future__ import annotations

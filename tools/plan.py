@@ -9,7 +9,7 @@ With --config the answers are a recipe's, where no option says otherwise: its mo
 and servers. Nothing is loaded, and no GPU is needed.
 
 With --graph the answer is the dataflow graph of an algorithm as Mermaid text: its calls, and on
-which GPUs and in which layout each one runs (docs/dataflow.md).
+which GPUs and in which layout each one runs (docs/controller.md).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ from megarl.planning.traffic import (  # noqa: E402
 from megarl.weight_sync.senders import split_budget, spread_senders  # noqa: E402
 
 GIB = 1 << 30
-# memory in GiB, dense bf16 TFLOP/s, NVLink in GB/s one way: of data sheets that docs/planning.md
+# memory in GiB, dense bf16 TFLOP/s, NVLink in GB/s one way: of data sheets that docs/engine.md
 # names
 GPUS = {
     "a100": (80, 312.0, 300),

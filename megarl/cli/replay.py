@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     status = diff(run, out, steps=(first, step), shown=SHOWN)
     if status and what != TRAIN:
         print(
-            "if the rollouts differ: docs/replay.md says when sampling can be repeated; "
+            "if the rollouts differ: docs/troubleshooting.md says when sampling can be repeated; "
             "--train-only takes the recorded batches"
         )
     return status

@@ -88,7 +88,7 @@ def warn_of_unread() -> None:
     if "load_expr_config" in text and (unread := unread_keys(script[0], text)):
         log.warning(
             "these keys are set and have no effect in this script: %s. The parts that it makes by "
-            "for_run(config) read keys of theirs (docs/loop.md); others are for it to use",
+            "for_run(config) read keys of theirs (docs/extending.md); others are for it to use",
             ", ".join(unread),
         )
 

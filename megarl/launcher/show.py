@@ -21,7 +21,7 @@ def show(job: Job, env: Mapping[str, str], format: str = TABLE) -> str:
     if format == "jobset":
         raise ConfigError(
             [
-                "--format jobset: use --format json, whose records the JobSet of docs/multinode.md "
+                "--format jobset: use --format json, whose records the JobSet of docs/clusters.md "
                 "reads from a ConfigMap"
             ]
         )

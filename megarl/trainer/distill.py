@@ -50,7 +50,6 @@ class DistillTrainer(rl.RLTrainer):
             retry_timeout=teacher.retry_timeout,
         )
 
-    # --8<-- [start:step]
     def step(self, step: int) -> dict[str, float]:
         """Makes step `step` (from 0) of distillation; returns its metrics."""
         with record_timing("rollout"):
@@ -74,8 +73,6 @@ class DistillTrainer(rl.RLTrainer):
         with record_timing("update_weights"):
             stats |= self.publisher.publish(step + 1)
         return stats | self.speed(batch)
-
-    # --8<-- [end:step]
 
     def ask_teacher(self, batch: Batch) -> Batch:
         """Returns the batch with what the teacher says of it, as far as the actor's loss reads it,

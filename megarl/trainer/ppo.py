@@ -28,7 +28,6 @@ class PPOTrainer(rl.RLTrainer):
         self.gae = gae_settings(cfg)
         return {"critic": self.critic}
 
-    # --8<-- [start:step]
     def step(self, step: int) -> dict[str, float]:
         """Makes step `step` (from 0) of PPO; returns its metrics."""
         with record_timing("rollout"):
@@ -57,8 +56,6 @@ class PPOTrainer(rl.RLTrainer):
             stats |= self.publisher.publish(step + 1)
         self.critic.set_version(step + 1)
         return stats | self.speed(batch)
-
-    # --8<-- [end:step]
 
     def destroy(self) -> None:
         """Destroys the critic, then the other roles. Collective."""

@@ -222,7 +222,7 @@ def test_files_for_servers_have_the_dtype_of_every_name(
 def test_a_transport_from_outside_of_the_package(
     world: World, untied: list[Server], tmp_path: Path
 ) -> None:
-    """The one in docs/weight_sync.md: one file, with options; a rank's failure is every rank's."""
+    """The one in docs/servers.md: one file, with options; a rank's failure is every rank's."""
     source, saved = save_tiny(tmp_path / "new", "qwen2", seed=33), tmp_path / "saved"
     meta = replace(
         metas_for(untied, 205, verify="off")[0], path=str(tmp_path / "shared"),

@@ -51,7 +51,7 @@ def stats(run: Path) -> list[dict[str, float]]:
 
 def documented() -> re.Pattern[str]:
     """Matches the metrics that docs/metrics.md names, `<x>` standing for one part of a name, and
-    those of weight syncs, which docs/weight_sync.md has."""
+    those of weight syncs, which docs/servers.md has."""
     named = re.findall(r"`([^`\n]+)`", (ROOT / "docs" / "metrics.md").read_text())
     shapes = [re.sub(r"<\w+>", "[^/]+", re.escape(m)).replace(r"\.\.\.", ".+") for m in named]
     return re.compile(rf"weight_sync/\w+|(?:{'|'.join(shapes)})(?:_lo|_hi)?")

@@ -1,4 +1,4 @@
-"""What a user writes: the scripts examples/gsm8k_grpo_*.py, and the cells of docs/notebook.md."""
+"""What a user writes: the scripts examples/gsm8k_grpo_*.py, and the cells of docs/extending.md."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_the_script_by_torchrun(model: Path, tmp_path: Path) -> None:
 
 
 def test_the_cells_of_the_notebook(model: Path, tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "notebook.md").read_text()
+    page = (ROOT / "docs" / "extending.md").read_text().split("## From a notebook")[1]
     engine, server = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     cells = tmp_path / "cells.py"
     indented = "".join(f"    {line}\n" for line in server.splitlines())

@@ -22,7 +22,7 @@ from tests.tiny_tokenizer import save_tokenizer
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = Path(os.environ.get("MEGARL_SGLANG_PYTHON", ROOT / ".venv-sglang/bin/python"))
 # SGLang without a GPU, and without the kernels that need AMX. An idle scheduler would spin.
-# docs/sglang.md shows users the same command.
+# docs/servers.md shows users the same command.
 FLAGS = [
     "--device", "cpu", "--attention-backend", "torch_native", "--max-total-tokens", "8192",
     "--disable-overlap-schedule", "--sleep-on-idle",

@@ -1,4 +1,4 @@
-"""One installation for GPUs: README, docs/sglang.md and the Dockerfile give the same lines."""
+"""One installation for GPUs: README, docs/servers.md and the Dockerfile give the same lines."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ def installs(text: str) -> list[str]:
 
 def of_page(page: str) -> str:
     """The section of a page about GPUs."""
-    return (ROOT / page).read_text().split("\n## On GPUs\n")[1].split("\n## ")[0]
+    section = re.split(r"\n##+ On GPUs\n", (ROOT / page).read_text())[1]
+    return re.split(r"\n##+ ", section)[0]
 
 
 def test_the_image_is_the_documented_installation() -> None:
-    dockerfile, documented = (ROOT / "Dockerfile").read_text(), of_page("docs/sglang.md")
+    dockerfile, documented = (ROOT / "Dockerfile").read_text(), of_page("docs/servers.md")
     lines = installs(dockerfile)
     bare = [line.replace(" -c constraints/gpu.txt", "") for line in lines]
     assert [line.split()[2].strip('"').partition("==")[0] for line in bare] == [
@@ -34,7 +35,7 @@ def test_the_image_is_the_documented_installation() -> None:
 
 
 def test_its_versions_are_those_of_the_tests() -> None:
-    dockerfile, documented = (ROOT / "Dockerfile").read_text(), of_page("docs/sglang.md")
+    dockerfile, documented = (ROOT / "Dockerfile").read_text(), of_page("docs/servers.md")
     (pinned,) = re.findall(r'"sglang==([\d.]+)"', dockerfile)
     assert f"\nsglang=={pinned}\n" in (ROOT / "constraints" / "sglang-cpu.txt").read_text()
     of_gpus = (ROOT / "constraints" / "gpu.txt").read_text()

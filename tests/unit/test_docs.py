@@ -13,6 +13,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import pytest
@@ -132,10 +133,10 @@ def commands(page: Path) -> Iterator[str]:
 
 
 def test_sglangs_command_for_a_cpu_is_the_tests() -> None:
-    """docs/sglang.md starts SGLang with the environment and the flags of tests/sglang."""
+    """docs/servers.md starts SGLang with the environment and the flags of tests/sglang."""
     launched, alone = [
         shlex.split(c.replace("\\\n", " "))
-        for c in blocks(ROOT / "docs" / "sglang.md", "bash")
+        for c in blocks(ROOT / "docs" / "servers.md", "bash")
         if "SGLANG_USE_CPU_ENGINE" in c
     ]
     for words in (launched, alone):
@@ -211,7 +212,6 @@ def test_figures_in_the_text_are_logged() -> None:
 
 
 def test_example_reward() -> None:
-    # --8<-- [start:reward]
     reward = get_reward_fn("examples.close_reward:close_reward")
     row = {"answer": "125", "task": "sum", "row_id": 0}
     assert reward("57+68=", "125", [], [], **row) == 1.0
@@ -221,7 +221,6 @@ def test_example_reward() -> None:
     with RewardPool(1, timeout=30.0) as pool:  # as in a run: in a process of its own
         score = asyncio.run(pool.score(reward, ("57+68=", "100", [], []), row, row_id=0))
     assert score == 0.8
-    # --8<-- [end:reward]
     assert reward is close_reward
     assert reward("", "9" * 4000, [], [], answer="0") == 0.0
 
@@ -306,7 +305,7 @@ def test_config_names_workflow_and_reward(tokenizer: Any) -> None:
 
 
 def test_example_rows(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (code,) = blocks(ROOT / "docs" / "data.md", "python")
+    (code,) = [b for b in blocks(ROOT / "docs" / "data.md", "python") if "def capitals" in b]
     (tmp_path / "capitals.py").write_text(code)
     monkeypatch.setattr(sys, "path", [*sys.path])
     kind = f"{tmp_path / 'capitals.py'}:capitals"
@@ -338,7 +337,7 @@ def test_own_conversations_as_jsonl(tokenizer: Any, tmp_path: Path) -> None:
 def test_python_blocks_compile_and_their_imports_exist() -> None:
     for page in TEXTS:
         for code in blocks(page, "python"):
-            if "--8<--" in code or re.search(r"^(async def|response = await)", code, re.M):
+            if re.search(r"^(async def|response = await)", code, re.M):
                 continue
             for node in ast.walk(ast.parse(code)):
                 if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megarl"):
@@ -346,7 +345,7 @@ def test_python_blocks_compile_and_their_imports_exist() -> None:
 
 
 def test_a_block_that_names_a_file_is_in_it() -> None:
-    """`<!-- path -->` above a block: the page shows a part of that file."""
+    """`<!-- path -->` above a block: the page shows a part of that file, indented or not."""
     blocks = [
         (page.name, file, text)
         for page in (ROOT / "docs").glob("*.md")
@@ -356,7 +355,8 @@ def test_a_block_that_names_a_file_is_in_it() -> None:
     ]
     assert {"train.jsonl", "reward.py", "grpo.yaml"} <= {Path(file).name for _, file, _ in blocks}
     for page, file, text in blocks:
-        assert text in (ROOT / file).read_text(), f"{page}: not in {file}"
+        source = (ROOT / file).read_text()
+        assert any(indent(text, n * " ") in source for n in (0, 4)), f"{page}: not in {file}"
 
 
 def test_keys_of_trl_are_answered_with_ours() -> None:

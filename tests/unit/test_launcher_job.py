@@ -32,7 +32,7 @@ from megarl.utils.env import CONTROLS
 from tests.hf_stub import write_stub
 
 GOLDEN = Path(__file__).parent / "golden"
-MULTINODE = Path(__file__).parents[2] / "docs" / "multinode.md"
+MULTINODE = Path(__file__).parents[2] / "docs" / "clusters.md"
 LLAMA_70B = dict(
     architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=8192, head_dim=128,
     intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8,

@@ -24,7 +24,6 @@ from megarl.models.ops import ColumnParallel, Op, Replicated, hidden, query
 from megarl.models.shapes import Attention, ModelConfig, MoEShape, RopeScaling
 
 
-# --8<-- [start:latent]
 @dataclass(frozen=True, kw_only=True)
 class Latent(Attention):
     """Multi-head latent attention (DeepSeek-V2, 2024, arXiv 2405.04434, section 2.1): keys and
@@ -46,8 +45,6 @@ class Latent(Attention):
     def kv_up(self) -> int:
         """Returns the size of every head's value and key without its rotated part."""
         return self.heads * (self.nope_dim + self.v_head_dim)
-
-    # --8<-- [end:latent]
 
     def weights(self, hidden: int) -> int:
         """Returns how many numbers a layer's attention matrices have, latents' projections too."""
@@ -102,7 +99,6 @@ def _param(name: str, hf: str, op: Op) -> Param:
     return Param(f"self_attention.{name}.weight", (f"self_attn.{hf}.weight",), op)
 
 
-# --8<-- [start:params]
 _QUERIES = (_param("linear_q_proj", "q_proj", ColumnParallel(query, hidden)),)
 _LATENT_QUERIES = (
     _param("linear_q_down_proj", "q_a_proj", Replicated(_q_rank, hidden, linear=True)),
@@ -115,7 +111,6 @@ _KEYS_AND_VALUES = (
     _param("linear_kv_up_proj", "kv_b_proj", ColumnParallel(_kv_up, _kv_rank)),
     PROJ,
 )
-# --8<-- [end:params]
 
 
 def _yarn(params: Mapping[str, Any], source: str) -> RopeScaling:
@@ -246,7 +241,6 @@ _V2 = DeepSeek(
     rope_scalings={"yarn": _yarn},
     defaults={"q_lora_rank": 1536, "topk_method": "greedy"},
 )
-# --8<-- [start:deepseek_v3]
 V3 = DeepSeek(
     name="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
@@ -264,5 +258,4 @@ V3 = DeepSeek(
         "num_nextn_predict_layers": 1,
     },
 )
-# --8<-- [end:deepseek_v3]
 FAMILIES = (_V2, V3)

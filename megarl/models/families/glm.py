@@ -39,7 +39,6 @@ class Glm4(Glm):
             layer.module, layer.params = SandwichLayer, {"norm": spec.layer_norm}
 
 
-# --8<-- [start:glm4_moe]
 @dataclass(frozen=True, kw_only=True)
 class Glm4Moe(Glm):
     """GLM-4.5, which turns pairs of halves, and may normalise queries and keys."""
@@ -52,7 +51,6 @@ class Glm4Moe(Glm):
         return replace(found, qk_norm=bool(raw.get("use_qk_norm")), interleaved=False)
 
 
-# --8<-- [end:glm4_moe]
 _IGNORED = ("attention_bias", "mlp_bias", "partial_rotary_factor")
 _DENSE: dict[str, Any] = dict(
     mlp=FUSED_MLP,
@@ -66,7 +64,6 @@ _DENSE: dict[str, Any] = dict(
     },
     ignored_fields=_IGNORED,
 )
-# --8<-- [start:glm4_moe_entry]
 _GLM4_MOE = Glm4Moe(
     name="glm4_moe",
     architecture="Glm4MoeForCausalLM",
@@ -85,7 +82,6 @@ _GLM4_MOE = Glm4Moe(
     },
     ignored_fields=_IGNORED,
 )
-# --8<-- [end:glm4_moe_entry]
 FAMILIES = (
     Glm(name="glm", architecture="GlmForCausalLM", **_DENSE),
     Glm4(name="glm4", architecture="Glm4ForCausalLM", norms=(*NORMS, *POST_NORMS), **_DENSE),

@@ -14,7 +14,7 @@ from megarl.rollout.closing import closing
 
 class ToolFailure(RuntimeError):
     """Says that a tool is broken: its process died, its server is gone, it could not be started. It
-    says nothing about the answer, so the sample leaves the batch (docs/workflows.md). What is the
+    says nothing about the answer, so the sample leaves the batch (docs/agents.md). What is the
     model's fault, such as wrong arguments, is told to the model as text."""
 
 
