@@ -8,11 +8,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 from megarl.config.errors import ConfigError
 from megarl.config.recipes import GRPOConfig
 from megarl.config.transports import Requirements
 from megarl.config.turns import takes_turns
+from megarl.launcher.job import SERVER
 from megarl.launcher.placement import Placement
 
 ASK_TIMEOUT = 180.0  # seconds an interpreter may take to import torch
@@ -45,7 +47,7 @@ def check_devices(cfg: GRPOConfig, placement: Placement, needs: Requirements) ->
         )
     if cfg.cluster.container:  # whose interpreters are not here
         return
-    on_gpus = placement.trainers[0].gpus is not None and bool(placement.servers)
+    on_gpus = placement.trainers[0].gpus is not None and bool(placement.servers[SERVER])
     python = os.path.abspath(cfg.server.python) if cfg.server.python else sys.executable
     if on_gpus and streamed and sglang and python != os.path.abspath(sys.executable):
         check_nccl(sys.executable, cfg.server.python)
@@ -53,23 +55,8 @@ def check_devices(cfg: GRPOConfig, placement: Placement, needs: Requirements) ->
 
 def check_nccl(ours: str, theirs: str) -> None:
     """Raises ConfigError unless torch has one NCCL version in both interpreters."""
-    pipe = subprocess.PIPE
-    asked = [
-        subprocess.Popen(
-            [python, "-c", _ASK_NCCL],
-            stdin=subprocess.DEVNULL,
-            stdout=pipe,
-            stderr=pipe,
-            text=True,
-        )
-        for python in (ours, theirs)
-    ]
-    try:
-        own, other = (_answer(*pair) for pair in zip((ours, theirs), asked, strict=True))
-    finally:
-        for process in asked:
-            process.kill()
-            process.wait()
+    with ThreadPoolExecutor() as pool:
+        own, other = pool.map(_nccl_version, (ours, theirs))
     if own != other:
         raise ConfigError(
             [
@@ -80,12 +67,18 @@ def check_nccl(ours: str, theirs: str) -> None:
         )
 
 
-def _answer(python: str, process: subprocess.Popen[str]) -> str:
+def _nccl_version(python: str) -> str:
+    command = [python, "-c", _ASK_NCCL]
     try:
-        out, error = process.communicate(timeout=ASK_TIMEOUT)
-    except subprocess.TimeoutExpired:
-        out, error = "", f"no answer within {ASK_TIMEOUT:g} s"
-    if process.returncode != 0 or not out.strip():
-        why = (error.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
-        raise ConfigError([f"{python}: cannot tell the NCCL version of its torch: {why}"])
-    return out.strip().splitlines()[-1]
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=ASK_TIMEOUT,
+            check=True,
+        )
+        return done.stdout.strip().splitlines()[-1]
+    except (OSError, subprocess.SubprocessError, IndexError) as e:
+        why = (str(getattr(e, "stderr", None) or e).strip().splitlines() or ["no output"])[-1]
+        raise ConfigError([f"{python}: cannot tell the NCCL version of its torch: {why}"]) from e

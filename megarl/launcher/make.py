@@ -28,7 +28,7 @@ from megarl.launcher.job import (
     endpoint,
 )
 from megarl.launcher.placement import REWARD_POOL, SERVER_POOL, Seat
-from megarl.launcher.plan import MOVED, Plan
+from megarl.launcher.plan import MOVED, Plan, server_sections
 from megarl.rollout.server_process import python_path, release_flags, server_command
 from megarl.rpc.nodes import LOOPBACK, MEETING, PACKAGE, TRAINERS, forwarded
 from megarl.utils.env import (
@@ -51,10 +51,7 @@ def make_job(plan: Plan, env: Mapping[str, str], *, cluster: bool = False) -> Jo
     cfg, maker = plan.cfg, _Maker(plan, env, cluster)
     moved = re.findall(rf"{MOVED}\w+", " ".join(plan.arguments))
     read = list(dict.fromkeys([*environment_names(cfg), *moved]))
-    patience = 0.0
-    if isinstance(cfg, GRPOConfig):
-        servers = [cfg.server] if cfg.judge is None else [cfg.server, cfg.judge]
-        patience = max(s.start_timeout for s in servers)
+    patience = max((s.start_timeout for s in server_sections(cfg).values()), default=0.0)
     return Job(
         name=f"{cfg.experiment_name}/{cfg.trial_name}",
         config=plan.config,
@@ -63,7 +60,7 @@ def make_job(plan: Plan, env: Mapping[str, str], *, cluster: bool = False) -> Jo
         pools=plan.placement.pools,
         gpus_per_node=tuple(_gpus_of(plan, pool) for pool in plan.placement.pools),
         interface=cfg.cluster.interface if cluster else "",
-        tasks=(*maker.servers(), *maker.judges(), *maker.rewards(), *maker.trainers()),
+        tasks=(*maker.servers(), *maker.rewards(), *maker.trainers()),
         forwarded=tuple(
             sorted({*forwarded(env, [*cfg.cluster.forward_env, *read]), *moved, TOKEN})
         ),
@@ -111,7 +108,7 @@ class _Maker:
         cfg, placed = plan.cfg, plan.placement
         self.run = run_dir(cfg)
         asynchronous = isinstance(cfg, GRPOConfig) and cfg.rollout.max_head_offpolicyness > 0
-        seats = [s for server in (*placed.servers, *placed.judges) for s in server]
+        seats = [s for servers in placed.servers.values() for server in servers for s in server]
         of_servers = Counter(s.node for s in seats)
         of_trainers = Counter(s.node for s in placed.trainers)
         # servers and trainers of a synchronous run take turns with the cores
@@ -123,44 +120,39 @@ class _Maker:
         self.local_ranks = of_trainers
 
     def servers(self) -> Iterable[Task]:
-        cfg = self.plan.cfg
-        if not isinstance(cfg, GRPOConfig):
-            return
-        for index, seats in enumerate(self.plan.placement.servers):
-            for part, seat in enumerate(seats):
-                yield self._server(SERVER, cfg.server, index, part, len(seats), seat)
-
-    def judges(self) -> Iterable[Task]:
-        cfg = self.plan.cfg
-        if not isinstance(cfg, GRPOConfig) or cfg.judge is None:
-            return
-        for index, seats in enumerate(self.plan.placement.judges):
-            for part, seat in enumerate(seats):
-                yield self._server(JUDGE, cfg.judge, index, part, len(seats), seat)
+        for key, server in server_sections(self.plan.cfg).items():
+            for index, seats in enumerate(self.plan.placement.servers[key]):
+                for part, seat in enumerate(seats):
+                    yield self._server(key, server, index, part, len(seats), seat)
 
     def _server(
-        self, role: str, server: ServerConfig, index: int, part: int, parts: int, seat: Seat
+        self, key: str, server: ServerConfig, index: int, part: int, parts: int, seat: Seat
     ) -> Task:
-        own, init = endpoint(role, index, part), f"{endpoint(role, index)}.init"
-        dtype, actor = "bfloat16" if seat.gpus is not None else "float32", self._actor(role)
-        releases = self._releases(role, server, seat)
+        own, init = endpoint(key, index, part), f"{endpoint(key, index)}.init"
+        cfg, on_gpus = self.plan.cfg, seat.gpus is not None
+        model, releases = TrainEngineConfig(), []  # a judge has a model of its own
+        if key == SERVER and isinstance(cfg, GRPOConfig):
+            model = cfg.actor
+            if takes_turns(cfg):
+                keeps = self.plan.keeps_weights
+                releases = release_flags(server, on_gpus=on_gpus, keeps_weights=keeps)
+        dtype = model.dtype if model.dtype != "auto" else "bfloat16" if on_gpus else "float32"
         command = server_command(
             server,
-            model_path=actor.path,
-            override_config=actor.override_config,
-            dtype=dtype if actor.dtype == "auto" else actor.dtype,
+            model_path=model.path,
+            override_config=model.override_config,
+            dtype=dtype,
             host=f"@{{host:{own}}}",
             port=f"@{{port:{own}}}",
             with_key=True,
             python=self.python,
-            routes=actor.moe.router_replay == "rollout",
+            routes=model.moe.router_replay == "rollout",
             releases=releases,
         )
         if parts > 1:
             command += ["--nnodes", str(parts), "--node-rank", str(part)]
             command += ["--dist-init-addr", f"@{{address:{init}}}"]
-        env = {**self.env, **self._common()}
-        env |= self._threads(SERVER, seat.node, server.threads)
+        env = {**self.env, **self._common(), **self._threads(SERVER, seat.node, server.threads)}
         env |= server_env(seat.gpus, env, here=not self.cluster)
         if server.type == "sglang":
             set_sglang_defaults(env)
@@ -168,7 +160,7 @@ class _Maker:
             set_memory_saver_defaults(env)
         env["PYTHONPATH"] = python_path(server, self.env.get("PYTHONPATH"), PACKAGE)
         return Task(
-            role=role,
+            role=key,
             index=index,
             part=part,
             node=seat.node,
@@ -176,22 +168,9 @@ class _Maker:
             command=tuple(command),
             env=_new(env, self.env),
             ports=(own, *((init,) if parts > 1 and part == 0 else ())),
-            log=str(self.run / (f"{role}_{index}" + (f"_node{part}" if part else "") + ".log")),
+            log=str(self.run / (f"{key}_{index}" + (f"_node{part}" if part else "") + ".log")),
             restarts=server.restarts,
         )
-
-    def _releases(self, role: str, server: ServerConfig, seat: Seat) -> list[str]:
-        """Returns the flags of a server that releases its memory in the trainers' turn."""
-        plan = self.plan
-        if role != SERVER or not isinstance(plan.cfg, GRPOConfig) or not takes_turns(plan.cfg):
-            return []
-        keeps = plan.keeps_weights
-        return release_flags(server, on_gpus=seat.gpus is not None, keeps_weights=keeps)
-
-    def _actor(self, role: str) -> TrainEngineConfig:
-        """Returns the model that servers of a role have for want of one of their own."""
-        cfg = self.plan.cfg
-        return cfg.actor if role == SERVER and isinstance(cfg, GRPOConfig) else TrainEngineConfig()
 
     def rewards(self) -> Iterable[Task]:
         cfg = self.plan.cfg
@@ -221,7 +200,8 @@ class _Maker:
     def trainers(self) -> Iterable[Task]:
         plan = self.plan
         addresses = [
-            f"@{{address:{endpoint(SERVER, i)}}}" for i in range(len(plan.placement.servers))
+            f"@{{address:{endpoint(SERVER, i)}}}"
+            for i in range(len(plan.placement.servers.get(SERVER, ())))
         ]
         arguments = ["--checked"] if plan.config else list(plan.arguments)
         if addresses:
@@ -299,7 +279,7 @@ class _Maker:
         env = {**self.env, **self._common(), **self._threads(TRAINER, seat.node), **own}
         if addresses:
             env[ADDRESSES_ENV] = ",".join(addresses)
-        if judges := self.plan.placement.judges:
+        if judges := self.plan.placement.servers.get(JUDGE):
             found = (f"@{{address:{endpoint(JUDGE, i)}}}" for i in range(len(judges)))
             env[JUDGES_ENV] = ",".join(found)
         if seat.gpus is not None:

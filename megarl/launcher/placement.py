@@ -1,12 +1,16 @@
-"""Gives each process of a job its node and GPUs; nothing is asked of the nodes.
+"""Gives each process of a job its node and GPUs, as a pure function: nothing is asked of the nodes.
 
-`share_out` does so for the GPUs that are visible on this machine, `place` for a cluster's nodes.
+With nodes of 4 GPUs, 4 trainers and 3 servers of 2 GPUs:
+
+    node 0  | trainers 0 to 3     |        where servers share    | trainers 0 to 3       |
+    node 1  | server 0 | server 1 |        the trainers' GPUs:    | servers 0, 2 | server 1 |
+    node 2  | server 2 |
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from megarl.config.cluster import ClusterConfig
 from megarl.config.errors import ConfigError
@@ -16,72 +20,121 @@ NODES, TRAINER_POOL, SERVER_POOL, REWARD_POOL = "nodes", "trainers", "servers", 
 
 @dataclass(frozen=True, kw_only=True)
 class Seat:
-    """Places a process: on node `node`, with `gpus` for CUDA_VISIBLE_DEVICES; None has no GPUs."""
+    """Places a process: on node `node`, with `gpus` for CUDA_VISIBLE_DEVICES, a mark that the node
+    replaces by the names of its GPUs; None has no GPUs."""
 
     node: int
     gpus: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placement:
-    """Holds the pool of each node, the seat of each rank and those of each server, one per node
-    that it spans, that of the reward worker on each node without GPUs, and those of the judge's
-    servers. `shared` says that servers and trainers have GPUs in common."""
+class Servers:
+    """Asks for the servers of section `key` of the configuration: `count` servers of `gpus` GPUs,
+    each on `nnodes` nodes (None: on as few as have so many). around: they go round this many GPUs,
+    the trainers' first; 0 for GPUs of their own."""
 
-    pools: tuple[str, ...]
-    trainers: tuple[Seat, ...]
-    servers: tuple[tuple[Seat, ...], ...]
+    key: str
+    count: int
+    gpus: int = 1
+    nnodes: int | None = None
+    around: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Holds the pool of each node, the seat of each rank, the seats of each section's servers, one
+    for each node that a server spans, and the seat of the reward worker on each node without GPUs.
+    `shared` says that servers and trainers have GPUs in common."""
+
+    pools: tuple[str, ...] = ()
+    trainers: tuple[Seat, ...] = ()
+    servers: Mapping[str, tuple[tuple[Seat, ...], ...]] = field(default_factory=dict)
     rewards: tuple[Seat, ...] = ()
-    judges: tuple[tuple[Seat, ...], ...] = ()
     shared: bool = False
 
 
-def set_aside(
-    gpus: Sequence[str], *, judges: int, judge_gpus: int
-) -> tuple[Sequence[str], tuple[tuple[Seat, ...], ...]]:
-    """Gives the last GPUs to the judge's servers, `judge_gpus` to each; returns the other GPUs, and
-    the seats. Raises ConfigError where no others are left."""
-    if not gpus or not judges:
-        return gpus, ((Seat(node=0, gpus=None),),) * judges
-    left = len(gpus) - judges * judge_gpus
-    if left < 1:
-        raise ConfigError(
-            [f"judge.count={judges} of judge.tp*dp={judge_gpus}: {len(gpus)} GPUs are visible"]
-        )
-    own = [gpus[left + i * judge_gpus :][:judge_gpus] for i in range(judges)]
-    return gpus[:left], tuple((Seat(node=0, gpus=",".join(names)),) for names in own)
+def place_here(gpus: int, *, trainers: int, servers: Sequence[Servers]) -> Placement:
+    """Fills this machine, which has `gpus` GPUs, as one node of a cluster. Where it has too few for
+    all, the first section's servers go round the GPUs that the other sections leave. With 0 GPUs
+    there is room for every process.
 
-
-def share_out(gpus: Sequence[str], *, trainers: int, servers: int, server_gpus: int) -> Placement:
-    """Gives the first GPUs to the trainers and `server_gpus` further ones to each server.
-
-    Where there are too few for both, servers go round the trainers' GPUs. Raises ConfigError where
-    the trainers alone, or a server alone, need more than there are.
+    Raises ConfigError where the trainers and the other sections need more GPUs than there are.
     """
     if not gpus:
-        seat = Seat(node=0, gpus=None)
-        return Placement(pools=(NODES,), trainers=(seat,) * trainers, servers=((seat,),) * servers)
-    if trainers > len(gpus):
+        cluster = ClusterConfig(n_gpus_per_node=trainers + sum(s.count * s.gpus for s in servers))
+        servers = [replace(s, around=0) for s in servers]
+        return place(cluster, trainers=trainers, servers=servers, on_gpus=False)
+    policy, others = list(servers[:1]), servers[1:]
+    room = gpus - sum(s.count * s.gpus for s in others)
+    if trainers > room:
+        beside = (f" and {s.key}.count={s.count} of {s.key}.tp*dp={s.gpus}" for s in others)
+        needed = trainers + gpus - room
         raise ConfigError(
-            [f"{trainers} trainer processes need as many GPUs and {len(gpus)} are visible"]
+            [
+                f"{trainers} trainer processes{''.join(beside)} need {needed} GPUs and {gpus} are "
+                "visible"
+            ]
         )
-    if server_gpus > len(gpus):
-        raise ConfigError([f"server.tp*dp={server_gpus}: {len(gpus)} GPUs are visible"])
-    first = [trainers + i * server_gpus for i in range(servers)]
+    for s in policy:
+        if not s.around and trainers + s.count * s.gpus > room:
+            policy = [replace(s, around=room)]
+    cluster = ClusterConfig(n_gpus_per_node=gpus)
+    return place(cluster, trainers=trainers, servers=[*policy, *others])
+
+
+def place(
+    cluster: ClusterConfig,
+    *,
+    trainers: int,
+    servers: Sequence[Servers] = (),
+    reward_nodes: int = 0,
+    on_gpus: bool = True,
+) -> Placement:
+    """Fills nodes with the trainers, then with each section's servers: beside the trainers where
+    one node has room for both, else on further nodes. A reward worker is alone on each of the last
+    `reward_nodes` nodes.
+
+    Raises ConfigError for processes that do not fill nodes evenly, and where cluster.n_nodes is
+    another number than they need.
+    """
+    pool, size = cluster.server_pool, cluster.n_gpus_per_node
+    if trainers > size and trainers % size:
+        raise ConfigError(
+            [
+                f"{trainers} trainer processes do not fill nodes of cluster.n_gpus_per_node={size}:"
+                f" start a multiple of {size}, or change cluster.n_gpus_per_node"
+            ]
+        )
+    nodes = _Nodes(size=size, on_gpus=on_gpus)
+    each, ours = min(trainers, size), _Node(pool=TRAINER_POOL if pool else NODES, size=size)
+    ranks = [seat for seat in nodes.take(ours, each, trainers // each) for _ in range(each)]
+    theirs = _Node(pool=SERVER_POOL, size=pool.n_gpus_per_node) if pool else ours
+    seats: dict[str, tuple[tuple[Seat, ...], ...]] = {}
+    for s in servers:
+        parts = _parts(s, theirs.size, pooled=pool is not None) if s.count else 1
+        seats[s.key] = tuple(
+            nodes.go_round(s, trainers + i * s.gpus, s.gpus // parts)
+            if s.around
+            else nodes.take(theirs, s.gpus // parts, parts)
+            for i in range(s.count)
+        )
+    alone = _Node(pool=REWARD_POOL, size=1)
+    rewards = tuple(nodes.take(alone, 1, 1)[0] for _ in range(reward_nodes))
+    if cluster.n_nodes not in (None, len(nodes.nodes)):
+        raise ConfigError(
+            [
+                f"cluster.n_nodes={cluster.n_nodes}: the job takes {len(nodes.nodes)} node(s) of "
+                f"cluster.n_gpus_per_node={size}; correct allocation_mode, or leave "
+                "cluster.n_nodes null"
+            ]
+        )
     return Placement(
-        pools=(NODES,),
-        trainers=(Seat(node=0, gpus=",".join(gpus[:trainers])),) * trainers,
-        servers=tuple(
-            (Seat(node=0, gpus=",".join(gpus[(at + j) % len(gpus)] for j in range(server_gpus))),)
-            for at in first
-        ),
-        shared=trainers + servers * server_gpus > len(gpus),
+        pools=tuple(n.pool for n in nodes.nodes),
+        trainers=tuple(ranks),
+        servers=seats,
+        rewards=tuple(replace(seat, gpus=None) for seat in rewards),
+        shared=on_gpus and any(s.around and s.count for s in servers),
     )
-
-
-def gpu_slots(first: int, count: int) -> str:
-    """Returns the mark that a node replaces by so many of its GPUs, from its `first`."""
-    return f"@{{gpus:{','.join(map(str, range(first, first + count)))}}}"
 
 
 @dataclass(kw_only=True)
@@ -92,147 +145,64 @@ class _Node:
 
 
 @dataclass(kw_only=True)
-class _Rooms:
-    """Holds the nodes that are in use so far, in their order."""
+class _Nodes:
+    """Holds the nodes in use so far, in their order. size: GPUs of a trainers' node."""
 
+    size: int
     on_gpus: bool
     nodes: list[_Node] = field(default_factory=list)
 
-    def seat(self, node: int, first: int, count: int) -> Seat:
-        return Seat(node=node, gpus=gpu_slots(first, count) if self.on_gpus else None)
-
-    def take(self, pool: str, size: int, count: int, *, parts: int) -> tuple[Seat, ...]:
-        """Takes `count` GPUs of each of `parts` nodes that follow each other, new ones where
-        needed."""
-        for start in range(len(self.nodes) + 1):
-            run = self.nodes[start : start + parts]
-            if all(n.pool == pool and n.taken + count <= n.size for n in run):
+    def take(self, kind: _Node, count: int, parts: int) -> tuple[Seat, ...]:
+        """Takes `count` GPUs of each of `parts` nodes in a row, new ones where needed."""
+        for first in range(len(self.nodes) + 1):
+            row = self.nodes[first : first + parts]
+            if all(n.pool == kind.pool and n.taken + count <= n.size for n in row):
                 break
-        while len(self.nodes) < start + parts:
-            self.nodes.append(_Node(pool=pool, size=size))
+        while len(self.nodes) < first + parts:
+            self.nodes.append(replace(kind))
         seats = []
-        for i in range(start, start + parts):
-            seats.append(self.seat(i, self.nodes[i].taken, count))
-            self.nodes[i].taken += count
+        for i, node in enumerate(self.nodes[first : first + parts], first):
+            seats.append(self._seat(i, range(node.taken, node.taken + count)))
+            node.taken += count
         return tuple(seats)
 
+    def go_round(self, servers: Servers, first: int, count: int) -> tuple[Seat, ...]:
+        """Returns the seats of a server that has GPUs `first` and following ones of the first
+        `around`, `count` on each node."""
+        seats = []
+        for at in range(first, first + servers.gpus, count):
+            slots = [(at + i) % servers.around for i in range(count)]
+            seats.append(self._seat(slots[0] // self.size, (slot % self.size for slot in slots)))
+        self.nodes[0].taken = max(self.nodes[0].taken, min(servers.around, self.size))
+        return tuple(seats)
 
-def place(
-    cluster: ClusterConfig,
-    *,
-    trainers: int,
-    servers: int = 0,
-    server_gpus: int = 1,
-    server_nnodes: int | None = None,
-    reward_nodes: int = 0,
-    judges: int = 0,
-    judge_gpus: int = 1,
-    judge_nnodes: int | None = None,
-    colocated: bool = False,
-    on_gpus: bool = True,
-) -> Placement:
-    """Fills nodes with the trainers, then with the servers: beside the trainers where one node has
-    room for both, else on further nodes; with `colocated`, on the trainers' GPUs in turn. The
-    judge's servers follow, on GPUs of their own. A reward worker is alone on each of the last
-    `reward_nodes` nodes.
+    def _seat(self, node: int, slots: Iterable[int]) -> Seat:
+        gpus = f"@{{gpus:{','.join(map(str, slots))}}}" if self.on_gpus else None
+        return Seat(node=node, gpus=gpus)
 
-    Raises ConfigError for processes that do not fill nodes evenly, and where cluster.n_nodes is
-    another number than they need.
-    """
-    pool, size = cluster.server_pool, cluster.n_gpus_per_node
-    if colocated and pool is not None:
+
+def _parts(servers: Servers, size: int, *, pooled: bool) -> int:
+    """Returns how many nodes of `size` GPUs one server spans. Raises ConfigError where its GPUs do
+    not divide evenly. pooled: servers have nodes of another kind."""
+    key, gpus, around = servers.key, servers.gpus, servers.around
+    if around and pooled:
         raise ConfigError(
             ["cluster.server_pool: colocated servers are on the trainers' nodes; leave it null"]
         )
-    rooms = _Rooms(on_gpus=on_gpus)
-    ranks = _trainer_seats(rooms, trainers, size, NODES if pool is None else TRAINER_POOL)
-    below = trainers if colocated else 0
-    found = _server_seats(rooms, cluster, servers, server_gpus, server_nnodes, below)
-    judging = _server_seats(rooms, cluster, judges, judge_gpus, judge_nnodes, 0, key="judge")
-    rewards = [rooms.take(REWARD_POOL, 1, 1, parts=1)[0].node for _ in range(reward_nodes)]
-    if cluster.n_nodes not in (None, len(rooms.nodes)):
-        others = f" and {servers} server(s) of {server_gpus}" if servers else ""
-        others += f" and {judges} of {judge_gpus} for the judge" if judges else ""
-        others += f" and {reward_nodes} reward worker(s)" if reward_nodes else ""
-        raise ConfigError([_wrong_number(cluster, trainers, others, len(rooms.nodes))])
-    return Placement(
-        pools=tuple(n.pool for n in rooms.nodes),
-        trainers=ranks,
-        servers=found,
-        judges=judging,
-        rewards=tuple(Seat(node=node, gpus=None) for node in rewards),
-        shared=colocated and on_gpus,
-    )
-
-
-def _trainer_seats(rooms: _Rooms, trainers: int, size: int, pool: str) -> tuple[Seat, ...]:
-    if trainers > size and trainers % size:
+    parts = servers.nnodes or -(-gpus // size)
+    if gpus % parts or gpus // parts > size:
         raise ConfigError(
             [
-                f"{trainers} trainer processes do not fill nodes of cluster.n_gpus_per_node={size}:"
-                f" start a multiple of {size}, or change cluster.n_gpus_per_node"
-            ]
-        )
-    each, nodes = min(trainers, size), max(1, trainers // size)
-    seats = rooms.take(pool, size, each, parts=nodes)
-    return tuple(seat for seat in seats for _ in range(each))
-
-
-def _server_seats(
-    rooms: _Rooms,
-    cluster: ClusterConfig,
-    servers: int,
-    gpus: int,
-    nnodes: int | None,
-    below: int,
-    key: str = "server",
-) -> tuple[tuple[Seat, ...], ...]:
-    """Returns the seats of each server. below: the trainers whose GPUs servers share, 0 for GPUs of
-    their own. key: the section that configures them."""
-    if not servers:
-        return ()
-    pool = cluster.server_pool
-    room = pool.n_gpus_per_node if pool else cluster.n_gpus_per_node
-    parts = _server_parts(gpus, nnodes, room, key)
-    each, name = gpus // parts, SERVER_POOL if pool else NODES
-    if below:
-        return tuple(_colocated(rooms, i, each, parts, below) for i in range(servers))
-    return tuple(rooms.take(name, room, each, parts=parts) for _ in range(servers))
-
-
-def _server_parts(gpus: int, nnodes: int | None, room: int, key: str) -> int:
-    """Returns how many nodes one server spans."""
-    parts = nnodes or -(-gpus // room)
-    if gpus % parts or gpus // parts > room:
-        raise ConfigError(
-            [
-                f"{key}.tp*dp={gpus}: does not divide evenly over {parts} node(s) of {room} GPUs; "
+                f"{key}.tp*dp={gpus}: does not divide evenly over {parts} node(s) of {size} GPUs; "
                 f"set {key}.tp, {key}.dp or {key}.nnodes so that it does"
             ]
         )
-    return parts
-
-
-def _colocated(rooms: _Rooms, index: int, each: int, parts: int, trainers: int) -> tuple[Seat, ...]:
-    """Returns the seats of server `index` on the trainers' GPUs, going round them."""
-    per_node = rooms.nodes[0].taken
-    if per_node % each or each * parts > trainers:
+    if around and (gpus > around or (around > size and size % (gpus // parts))):
         raise ConfigError(
             [
-                f"server.tp*dp={each * parts}: colocated servers take equal shares of the "
-                f"{per_node} trainer GPUs of a node; choose a degree that divides them"
+                f"{key}.tp*dp={gpus}: servers on the trainers' GPUs take equal shares of them, and "
+                f"there are {around}, {min(around, size)} on a node; choose a degree that divides "
+                "them"
             ]
         )
-    seats = []
-    for part in range(parts):
-        slot = (index * parts + part) * each % trainers
-        seats.append(rooms.seat(slot // per_node, slot % per_node, each))
-    return tuple(seats)
-
-
-def _wrong_number(cluster: ClusterConfig, trainers: int, others: str, needed: int) -> str:
-    return (
-        f"cluster.n_nodes={cluster.n_nodes}: {trainers} trainer processes{others} take {needed} "
-        f"node(s) of cluster.n_gpus_per_node={cluster.n_gpus_per_node}; correct allocation_mode, "
-        "or leave cluster.n_nodes null"
-    )
+    return parts

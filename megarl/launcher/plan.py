@@ -26,7 +26,8 @@ from megarl.config.turns import settle_turns
 from megarl.config.words import Word, read_override
 from megarl.launcher.container import check_fileroot, checked_from_here, seen_from_here
 from megarl.launcher.devices import check_devices
-from megarl.launcher.placement import Placement, place, set_aside, share_out
+from megarl.launcher.job import JUDGE, SERVER
+from megarl.launcher.placement import Placement, Servers, place, place_here
 from megarl.rpc.nodes import PACKAGE
 from megarl.trainer.named import (
     check_code,
@@ -70,57 +71,44 @@ class Plan:
 def plan_here(command: CommandLine) -> Plan:
     """Returns the plan for this machine's GPUs. Raises ConfigError for what is wrong."""
     plan, needs = _read(command)
-    if plan.cfg.cluster.n_nodes not in (None, 1):
-        raise ConfigError(
-            [
-                f"cluster.n_nodes={plan.cfg.cluster.n_nodes}: the local launcher has this machine "
-                "alone; use megarl.launcher.slurm, or cluster.n_nodes=1"
-            ]
-        )
+    sections = server_sections(plan.cfg)
+    nodes = {"cluster.n_nodes": plan.cfg.cluster.n_nodes}
+    nodes |= {f"{key}.nnodes": server.nnodes for key, server in sections.items()}
+    further = [f"{key}={count}" for key, count in nodes.items() if count not in (None, 1)]
     if _reward_nodes(plan.cfg):
+        further.append("cluster.reward_pool")
+    if further:
         raise ConfigError(
             [
-                "cluster.reward_pool: the local launcher has this machine alone, where rewards are "
-                "computed beside rank 0; leave it null"
+                f"{key}: the local launcher has this machine alone; leave it out, or use "
+                "megarl.launcher.slurm or ray"
+                for key in further
             ]
         )
-    judge = _judge(plan.cfg)
-    if isinstance(plan.cfg, GRPOConfig):
-        for key, server in (("server", plan.cfg.server), ("judge", judge)):
-            if server.nnodes not in (None, 1):
-                said = f"{key}.nnodes={server.nnodes}"
-                raise ConfigError([f"{said}: the local launcher has one node; leave it out"])
-    gpus, judges = set_aside(visible_gpus(os.environ), judges=judge.count, judge_gpus=judge.gpus)
-    servers, server_gpus = _servers(plan.cfg)
-    placement = share_out(
-        gpus[: plan.nproc] if _colocated(plan.cfg, needs) else gpus,
-        trainers=plan.nproc,
-        servers=servers,
-        server_gpus=server_gpus,
-    )
-    return _placed(plan, replace(placement, judges=judges), needs)
+    gpus = len(visible_gpus(os.environ))
+    placement = place_here(gpus, trainers=plan.nproc, servers=_wanted(plan, needs))
+    return _placed(plan, placement, needs)
 
 
 def plan_cluster(command: CommandLine) -> Plan:
     """Returns the plan for the nodes that `cluster` describes. Raises ConfigError for what is
     wrong."""
     plan, needs = _read(command)
-    cfg, judge = plan.cfg, _judge(plan.cfg)
-    servers, server_gpus = _servers(cfg)
     placement = place(
-        cfg.cluster,
+        plan.cfg.cluster,
         trainers=plan.nproc,
-        servers=servers,
-        server_gpus=server_gpus,
-        server_nnodes=_nodes_of(cfg.server) if isinstance(cfg, GRPOConfig) else None,
-        reward_nodes=_reward_nodes(cfg),
-        judges=judge.count,
-        judge_gpus=judge.gpus,
-        judge_nnodes=_nodes_of(judge),
-        colocated=_colocated(cfg, needs),
+        servers=_wanted(plan, needs),
+        reward_nodes=_reward_nodes(plan.cfg),
         on_gpus=uses_gpus(os.environ),
     )
     return _placed(plan, placement, needs)
+
+
+def server_sections(cfg: BaseConfig) -> dict[str, ServerConfig]:
+    """Returns the sections of servers that a launcher starts, by key, the policy's first."""
+    if not isinstance(cfg, GRPOConfig):
+        return {}
+    return {SERVER: cfg.server} | ({JUDGE: cfg.judge} if cfg.judge else {})
 
 
 def check_named(plan: Plan, *, writes: bool) -> None:
@@ -165,7 +153,7 @@ def _read(command: CommandLine) -> tuple[Plan, Requirements]:
         script=script,
         arguments=(*(["--config", config] if config else []), *typed),
         nproc=nproc,
-        placement=Placement(pools=(), trainers=(), servers=()),
+        placement=Placement(),
         config=text,
     )
     if not isinstance(cfg, GRPOConfig):
@@ -208,12 +196,23 @@ def _nproc(given: str | None, cfg: BaseConfig) -> int:
     return int(given)
 
 
-def _servers(cfg: BaseConfig) -> tuple[int, int]:
-    """Returns how many servers the launcher starts, and the GPUs of each."""
-    if not isinstance(cfg, GRPOConfig):
-        return 0, 1
-    started = needs_servers(cfg) and not cfg.rollout.addresses
-    return cfg.server.count if started else 0, cfg.server.gpus
+def _wanted(plan: Plan, needs: Requirements) -> list[Servers]:
+    """Returns the servers that the launcher starts."""
+    wanted = {
+        key: Servers(
+            key=key,
+            count=server.count,
+            gpus=server.gpus,
+            nnodes=server.nnodes if server.dp == 1 else 1,  # SGLang's replicas share a node
+        )
+        for key, server in server_sections(plan.cfg).items()
+    }
+    if isinstance(plan.cfg, GRPOConfig):
+        if plan.cfg.rollout.addresses or not needs_servers(plan.cfg):
+            wanted[SERVER] = replace(wanted[SERVER], count=0)
+        if _colocated(plan.cfg, needs):
+            wanted[SERVER] = replace(wanted[SERVER], around=plan.nproc)
+    return list(wanted.values())
 
 
 def _reward_nodes(cfg: BaseConfig) -> int:
@@ -222,18 +221,6 @@ def _reward_nodes(cfg: BaseConfig) -> int:
     if pool is None or not isinstance(cfg, GRPOConfig) or cfg.rollout.reward_addresses:
         return 0
     return pool.n_nodes
-
-
-def _judge(cfg: BaseConfig) -> ServerConfig:
-    """Returns the configuration of the judge's servers, of none where there is none."""
-    judge = cfg.judge if isinstance(cfg, GRPOConfig) else None
-    return ServerConfig(count=0) if judge is None else judge
-
-
-def _nodes_of(server: ServerConfig) -> int | None:
-    """Returns how many nodes one server spans, None for as few as it needs. SGLang has replicas on
-    one node alone."""
-    return server.nnodes if server.dp == 1 else 1
 
 
 def _colocated(cfg: BaseConfig, needs: Requirements) -> bool:
@@ -247,7 +234,7 @@ def _placed(plan: Plan, placement: Placement, needs: Requirements) -> Plan:
         _check_controller(plan)
     if isinstance(cfg, GRPOConfig):
         shared = plan.own and (placement.shared or _colocated(cfg, needs))
-        settle_turns(cfg, shared=shared and bool(placement.servers) and needs_servers(cfg))
+        settle_turns(cfg, shared=shared and bool(placement.servers[SERVER]) and needs_servers(cfg))
         check_devices(cfg, placement, needs)
     return replace(plan, placement=placement, keeps_weights=needs.adapters)
 

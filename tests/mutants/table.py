@@ -73,8 +73,8 @@ MUTANTS = (
     ),
     Mutant(
         "launcher/placement.py",
-        "shared=trainers + servers * server_gpus > len(gpus),",
-        "shared=trainers + servers * server_gpus >= len(gpus),",
+        "if not s.around and trainers + s.count * s.gpus > room:",
+        "if not s.around and trainers + s.count * s.gpus >= room:",
         ("tests/unit/test_launcher_devices.py::test_trainers_first_then_servers",),
     ),
     Mutant(

@@ -1,4 +1,4 @@
-"""Which GPUs go to whom, by plain names."""
+"""Which of a machine's GPUs go to whom."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megarl.config.turns import takes_turns
 from megarl.launcher import plan
 from megarl.launcher.job import SERVER, TRAINER
 from megarl.launcher.make import make_job
-from megarl.launcher.placement import Placement, share_out
+from megarl.launcher.placement import Placement, Servers, place_here
 from megarl.launcher.plan import Plan, plan_here
 from megarl.utils.env import visible_gpus
 from tests.hf_stub import write_stub
@@ -39,32 +39,39 @@ def test_visible_gpus(tmp_path: Path) -> None:
 def gpus_of(placed: Placement) -> tuple[set[str | None], list[str | None]]:
     """Those of the trainers, which all see the same, and of each server."""
     assert {seat.node for seat in placed.trainers} == {0}
-    return {seat.gpus for seat in placed.trainers}, [seat.gpus for (seat,) in placed.servers]
+    return {seat.gpus for seat in placed.trainers}, [
+        seat.gpus for (seat,) in placed.servers[SERVER]
+    ]
+
+
+def share_out(gpus: int, *, trainers: int, servers: int, server_gpus: int) -> Placement:
+    wanted = [Servers(key=SERVER, count=servers, gpus=server_gpus)]
+    return place_here(gpus, trainers=trainers, servers=wanted)
 
 
 def test_trainers_first_then_servers() -> None:
-    placed = share_out([*"abcdefgh"], trainers=4, servers=2, server_gpus=2)
-    assert gpus_of(placed) == ({"a,b,c,d"}, ["e,f", "g,h"])
+    placed = share_out(8, trainers=4, servers=2, server_gpus=2)
+    assert gpus_of(placed) == ({"@{gpus:0,1,2,3}"}, ["@{gpus:4,5}", "@{gpus:6,7}"])
     assert len(placed.trainers) == 4 and not placed.shared
 
 
 def test_too_few_gpus_are_shared() -> None:
-    placed = share_out(["0", "1"], trainers=2, servers=2, server_gpus=1)
-    assert gpus_of(placed) == ({"0,1"}, ["0", "1"]) and placed.shared
-    placed = share_out(["0"], trainers=1, servers=1, server_gpus=1)
-    assert gpus_of(placed) == ({"0"}, ["0"]) and placed.shared
+    placed = share_out(2, trainers=2, servers=2, server_gpus=1)
+    assert gpus_of(placed) == ({"@{gpus:0,1}"}, ["@{gpus:0}", "@{gpus:1}"]) and placed.shared
+    placed = share_out(1, trainers=1, servers=1, server_gpus=1)
+    assert gpus_of(placed) == ({"@{gpus:0}"}, ["@{gpus:0}"]) and placed.shared
 
 
 def test_no_gpus() -> None:
-    placed = share_out([], trainers=2, servers=1, server_gpus=1)
+    placed = share_out(0, trainers=2, servers=1, server_gpus=1)
     assert gpus_of(placed) == ({None}, [None]) and not placed.shared
 
 
 def test_more_trainers_than_gpus_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"4 trainer processes .* 2 are visible"):
-        share_out(["0", "1"], trainers=4, servers=0, server_gpus=1)
-    with pytest.raises(ConfigError, match=r"server\.tp\*dp=2: 1 GPU"):
-        share_out(["0"], trainers=1, servers=1, server_gpus=2)
+        share_out(2, trainers=4, servers=0, server_gpus=1)
+    with pytest.raises(ConfigError, match=r"server\.tp\*dp=2:"):
+        share_out(1, trainers=1, servers=1, server_gpus=2)
 
 
 # ---- what the launcher's plan refuses before anything starts
@@ -188,7 +195,7 @@ def test_nccl_versions_of_trainers_and_servers_are_compared(
     same = interpreter(tmp_path / "same", "echo a warning; echo 2.27.5")
     other = interpreter(tmp_path / "other", "echo 2.30.7")
     broken = interpreter(tmp_path / "broken", "echo No module named torch >&2; exit 1")
-    assert planned(4, *SGLANG, f"server.python={same}").servers
+    assert planned(4, *SGLANG, f"server.python={same}").servers[SERVER]
     with pytest.raises(ConfigError, match=f"{other} has NCCL 2.30.7 and .*ours has NCCL 2.27.5"):
         planned(4, *SGLANG, f"server.python={other}")
     with pytest.raises(ConfigError, match=f"{broken}: cannot tell .*No module named torch"):

@@ -24,7 +24,7 @@ from megarl.launcher import local, plan
 from megarl.launcher.job import JUDGE, REWARDS, SERVER, TRAINER, Job, endpoints, fill
 from megarl.launcher.make import make_job
 from megarl.launcher.node import OPTIONS, node_number
-from megarl.launcher.placement import Placement, Seat, place, set_aside
+from megarl.launcher.placement import Placement, Seat, Servers, place, place_here
 from megarl.launcher.plan import plan_cluster
 from megarl.launcher.show import show
 from megarl.rpc.nodes import forwarded
@@ -54,42 +54,48 @@ POOLS = [
 # placement
 
 
+def servers(count: int, gpus: int, key: str = SERVER, **more: int) -> Servers:
+    return Servers(key=key, count=count, gpus=gpus, **more)
+
+
 def nodes(placed: Placement) -> tuple[list[int], list[list[int]]]:
-    return [s.node for s in placed.trainers], [[p.node for p in s] for s in placed.servers]
+    return [s.node for s in placed.trainers], [[p.node for p in s] for s in placed.servers[SERVER]]
 
 
 def test_trainers_fill_nodes_and_servers_follow() -> None:
-    placed = place(ClusterConfig(n_gpus_per_node=2), trainers=4, servers=3, server_gpus=1)
+    placed = place(ClusterConfig(n_gpus_per_node=2), trainers=4, servers=[servers(3, 1)])
     assert nodes(placed) == ([0, 0, 1, 1], [[2], [2], [3]])
-    assert [p.gpus for s in placed.servers for p in s] == ["@{gpus:0}", "@{gpus:1}", "@{gpus:0}"]
+    assert [p.gpus for s in placed.servers[SERVER] for p in s] == [
+        "@{gpus:0}",
+        "@{gpus:1}",
+        "@{gpus:0}",
+    ]
     assert placed.trainers[3].gpus == "@{gpus:0,1}" and not placed.shared
 
 
 def test_one_node_has_room_for_both() -> None:
-    placed = place(ClusterConfig(n_nodes=1), trainers=4, servers=2, server_gpus=2)
+    placed = place(ClusterConfig(n_nodes=1), trainers=4, servers=[servers(2, 2)])
     assert nodes(placed) == ([0] * 4, [[0], [0]])
-    assert [s[0].gpus for s in placed.servers] == ["@{gpus:4,5}", "@{gpus:6,7}"]
+    assert [s[0].gpus for s in placed.servers[SERVER]] == ["@{gpus:4,5}", "@{gpus:6,7}"]
 
 
 def test_a_server_of_16_gpus_takes_two_whole_nodes() -> None:
-    placed = place(ClusterConfig(), trainers=4, servers=2, server_gpus=16)
+    placed = place(ClusterConfig(), trainers=4, servers=[servers(2, 16)])
     assert nodes(placed) == ([0] * 4, [[1, 2], [3, 4]])
-    wide = place(ClusterConfig(), trainers=8, servers=1, server_gpus=8, server_nnodes=2)
-    assert nodes(wide)[1] == [[1, 2]] and wide.servers[0][1].gpus == "@{gpus:0,1,2,3}"
+    wide = place(ClusterConfig(), trainers=8, servers=[servers(1, 8, nnodes=2)])
+    assert nodes(wide)[1] == [[1, 2]] and wide.servers[SERVER][0][1].gpus == "@{gpus:0,1,2,3}"
 
 
 def test_colocated_servers_go_round_the_trainers_gpus() -> None:
-    placed = place(
-        ClusterConfig(n_gpus_per_node=4), trainers=8, servers=5, server_gpus=2, colocated=True
-    )
+    placed = place(ClusterConfig(n_gpus_per_node=4), trainers=8, servers=[servers(5, 2, around=8)])
     assert nodes(placed)[1] == [[0], [0], [1], [1], [0]] and placed.shared
-    assert placed.servers[4][0].gpus == "@{gpus:0,1}"
+    assert placed.servers[SERVER][4][0].gpus == "@{gpus:0,1}"
     assert len(placed.pools) == 2
 
 
 def test_servers_on_nodes_of_another_kind() -> None:
     cluster = ClusterConfig(n_gpus_per_node=8, server_pool=PoolConfig(n_gpus_per_node=2))
-    placed = place(cluster, trainers=4, servers=3, server_gpus=1)
+    placed = place(cluster, trainers=4, servers=[servers(3, 1)])
     assert placed.pools == ("trainers", "servers", "servers")
     assert nodes(placed) == ([0] * 4, [[1], [1], [2]])
 
@@ -97,15 +103,15 @@ def test_servers_on_nodes_of_another_kind() -> None:
 @pytest.mark.parametrize(
     ("cluster", "args", "says"),
     [
-        ({"n_nodes": 2}, {"trainers": 8, "servers": 2, "server_gpus": 8}, "take 3 node"),
-        ({"n_nodes": 4}, {"trainers": 8, "servers": 2, "server_gpus": 8}, "take 3 node"),
-        ({"n_nodes": 1}, {"trainers": 8, "reward_nodes": 2}, r"2 reward worker\(s\) take 3 node"),
+        ({"n_nodes": 2}, {"trainers": 8, "servers": [servers(2, 8)]}, "takes 3 node"),
+        ({"n_nodes": 4}, {"trainers": 8, "servers": [servers(2, 8)]}, "takes 3 node"),
+        ({"n_nodes": 1}, {"trainers": 8, "reward_nodes": 2}, "takes 3 node"),
         ({}, {"trainers": 12}, "do not fill nodes of cluster.n_gpus_per_node=8"),
-        ({}, {"trainers": 8, "servers": 1, "server_gpus": 9}, r"server\.tp\*dp=9: does not divide"),
-        ({}, {"trainers": 8, "servers": 1, "server_gpus": 16, "server_nnodes": 1}, "over 1 node"),
+        ({}, {"trainers": 8, "servers": [servers(1, 9)]}, r"server\.tp\*dp=9: does not divide"),
+        ({}, {"trainers": 8, "servers": [servers(1, 16, nnodes=1)]}, "over 1 node"),
         (
             {"n_gpus_per_node": 4},
-            {"trainers": 4, "servers": 1, "server_gpus": 3, "colocated": True},
+            {"trainers": 8, "servers": [servers(1, 3, around=8)]},
             "equal shares",
         ),
     ],
@@ -266,12 +272,15 @@ def test_a_judge_has_servers_and_gpus_of_its_own(tmp_path: Path) -> None:
         make(tmp_path, *ways, "judge.type=embedded")
 
 
-def test_the_judge_has_the_last_gpus_of_one_machine() -> None:
-    left, seats = set_aside(["0", "1", "2", "3"], judges=1, judge_gpus=2)
-    assert list(left) == ["0", "1"] and [[s.gpus for s in seat] for seat in seats] == [["2,3"]]
-    assert set_aside([], judges=1, judge_gpus=2)[1] == ((Seat(node=0, gpus=None),),)
-    with pytest.raises(ConfigError, match=r"judge\.count=2 of judge\.tp\*dp=2: 4 GPUs"):
-        set_aside(["0", "1", "2", "3"], judges=2, judge_gpus=2)
+def test_the_judge_has_gpus_of_its_own_on_one_machine() -> None:
+    both = [servers(2, 1), servers(1, 2, JUDGE)]
+    placed = place_here(4, trainers=1, servers=both)
+    assert [[s.gpus for s in seats] for seats in placed.servers[JUDGE]] == [["@{gpus:2,3}"]]
+    assert [s.gpus for (s,) in placed.servers[SERVER]] == ["@{gpus:1}", "@{gpus:0}"]
+    assert placed.shared and not place_here(5, trainers=1, servers=both).shared
+    assert place_here(0, trainers=1, servers=both).servers[JUDGE] == ((Seat(node=0, gpus=None),),)
+    with pytest.raises(ConfigError, match=r"judge\.count=2 of judge\.tp\*dp=2 need 5 GPUs"):
+        place_here(4, trainers=1, servers=[servers(1, 1), servers(2, 2, JUDGE)])
 
 
 @pytest.mark.parametrize("name", CASES)
