@@ -1,11 +1,5 @@
 """Names the first step, phase and tensor in which two runs differ, by their recorded fingerprints.
 
-    megarl diff RUN_A RUN_B [--steps A-B] [--all]
-
-    RUN_A, RUN_B   run directories, <fileroot>/<experiment_name>/<trial_name>
-    --steps        compare only these steps, such as 10-12 or 7
-    --all          show every tensor of that phase that differs, not only the first ten
-
 Steps and phases that both runs recorded (record.fingerprints) are compared, bit by bit, in the
 order of a step: rollout, batch (what a filter or a reward model changed of it), logp, ref, values,
 advantages, the updates, weights, servers. The exit status is 0 where nothing differs, 1 where
@@ -14,12 +8,10 @@ something does, 2 where there is nothing to compare.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megarl.cli import main as command_line
-from megarl.config.command_line import help_or_command_line, step_range
+from megarl.cli.command import RUN, CommandParser, step_range
 from megarl.config.earlier_run import configs_apart
 from megarl.config.errors import ConfigError
 from megarl.observability.fingerprints import (
@@ -37,14 +29,13 @@ SHOWN = 10  # tensors, and keys of the configuration
 def main(argv: Sequence[str] | None = None) -> int:
     """Compares the two runs that `argv` names; returns 0 where nothing differs, else 1. Raises
     ConfigError for a wrong command line, or runs with nothing to compare."""
-    command = help_or_command_line(argv, __doc__ or "", options=("steps",), switches=("all",))
-    if command is None:
-        return 0
-    if len(command.words) != 2 or command.overrides:
-        raise ConfigError(["give two run directories: megarl diff RUN_A RUN_B"])
-    a, b = map(Path, command.words)
-    steps = step_range(command.options["steps"]) if "steps" in command.options else None
-    return diff(a, b, steps=steps, shown=None if "all" in command.switches else SHOWN)
+    parser = CommandParser("diff", __doc__)
+    parser.path("RUN_A", RUN)
+    parser.path("RUN_B", RUN)
+    parser.option("steps", step_range, "compare only these steps, such as 10-12 or 7")
+    parser.switch("all", "show every tensor that differs in that phase, not only the first ten")
+    args = parser.read(argv)
+    return diff(args.run_a, args.run_b, steps=args.steps, shown=None if args.all else SHOWN)
 
 
 def diff(a: Path, b: Path, *, steps: tuple[int, int] | None, shown: int | None) -> int:
@@ -112,7 +103,3 @@ def _steps(steps: Sequence[int]) -> str:
     if not steps:
         return "no step"
     return f"step {steps[0]}" if len(steps) == 1 else f"steps {min(steps)}-{max(steps)}"
-
-
-if __name__ == "__main__":
-    sys.exit(command_line(["diff", *sys.argv[1:]]))

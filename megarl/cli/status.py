@@ -1,11 +1,5 @@
 """Says how a run is doing, from the files that it writes; it may run elsewhere, or be over.
 
-    megarl status RUN [--json] [--follow]
-
-    RUN        the run's directory, <fileroot>/<experiment_name>/<trial_name>
-    --json     one object instead of lines
-    --follow   say it again whenever something changes, until the run ends
-
 Steps, reward, throughput and staleness are those of stats.jsonl. A trainer process is alive while
 it says so every few seconds, silent where it has not for half a minute; where it ran on this host,
 stopped (SIGSTOP) or dead. A run is restarting while its launcher, on this host, starts it again.
@@ -18,26 +12,24 @@ from __future__ import annotations
 import json
 import socket
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.text import Text
-
-from megarl.config.command_line import help_or_command_line
+from megarl.cli.command import RUN, CommandParser
 from megarl.config.errors import ConfigError
 from megarl.observability.console import duration
 from megarl.observability.presence import BEAT, ENDED, FAILED, RUNNING, read_launcher, read_presence
 from megarl.observability.report.runs import Run, load_run
 from megarl.utils.env import is_loopback
 from megarl.utils.http import HttpError, call_json
-from megarl.utils.stacks import state as state_of
+from megarl.utils.stacks import state as letter_of
 
+Record = Mapping[str, Any]
 SILENT = 6 * BEAT  # seconds without a word
+SHOWN = 8  # processes of a line that are named
 RECENT = 20  # steps that the pace is taken from
 HEALTH_TIMEOUT = 3.0  # seconds a server may take to answer
 POLL = 2.0  # seconds between two looks with --follow
@@ -45,153 +37,140 @@ OVER = ("finished", "stopped", "failed", "dead")
 BAD = ("failed", "dead")
 _GOING = {"alive", "silent", "stopped"}  # health of a process that may go on
 _METRICS = {
-    "reward": ("reward/mean",),
-    "loss": ("loss",),
-    "staleness": ("staleness/max",),
-    "eval": ("eval/accuracy",),
-    "eval_failed": ("eval/failed",),
-    "tflops_per_gpu": ("perf/tflops_per_gpu",),
+    "reward": "reward/mean",
+    "loss": "loss",
+    "staleness": "staleness/max",
+    "eval": "eval/accuracy",
+    "eval_failed": "eval/failed",
+    "tflops_per_gpu": "perf/tflops_per_gpu",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Says how the run that `argv` names is doing and returns the exit status. Raises ConfigError
     for a wrong command line or a directory that holds no run."""
-    command = help_or_command_line(argv, __doc__ or "", switches=("json", "follow"))
-    if command is None:
-        return 0
-    if len(command.words) != 1 or command.overrides:
-        raise ConfigError(["give one run directory: megarl status RUN"])
-    directory = Path(command.words[0])
-    said: dict[str, Any] = {}
+    parser = CommandParser("status", __doc__)
+    parser.path("RUN", RUN)
+    parser.switch("json", "one object instead of lines")
+    parser.switch("follow", "say it again at every change, until the run ends")
+    args = parser.read(argv)
+    shown: dict[str, Any] = {}
     while True:
-        found = status(directory)
-        if _told(found) != said:
-            said = _told(found)
-            _print(found, as_json="json" in command.switches)
-        if "follow" not in command.switches or found["state"] in OVER:
-            return int(found["state"] in BAD)
+        now = status(args.run)
+        if (summary := _summary(now)) != shown:
+            shown = summary
+            print(json.dumps(now) if args.json else "\n".join(_lines(now)), flush=True)
+        if not args.follow or now["state"] in OVER:
+            return int(now["state"] in BAD)
         time.sleep(POLL)
 
 
 def status(directory: Path) -> dict[str, Any]:
     """Returns how the run in `directory` is doing, as plain data. Raises ConfigError where there is
     no run."""
-    people = read_presence(directory)
-    if not people and not (directory / "stats.jsonl").exists():
-        raise ConfigError(
-            [f"{directory}: no run has begun there; name <fileroot>/.../<trial_name>"]
-        )
-    run = _run(directory)
-    processes = [_process(p) for p in people]
+    records = read_presence(directory)
+    try:
+        run = load_run(directory)
+    except FileNotFoundError:  # before the first step
+        if not records:
+            why = "no run has begun there; name <fileroot>/.../<trial_name>"
+            raise ConfigError([f"{directory}: {why}"]) from None
+        run = Run(label="", rows=[])
+    processes = [_process(record) for record in records]
     rows = [row for row in run.rows if row["step"] > 0]
     last = rows[-1] if rows else {}
-    summary = run.summary if _is_current(directory, people) else {}
-    launcher = _launcher(directory, people)
+    summary = run.summary if _is_current(directory, records) else {}
+    launcher = _launcher(directory, records)
     state = _state(summary, processes)
-    if state in BAD and _there(launcher):
+    error = _last_error(summary, processes, launcher, bad=state in BAD)
+    if state in BAD and launcher and _is_there(launcher):
         state = "restarting"
     return {
         "run": "/".join(directory.resolve().parts[-2:]),
         "state": state,
         "step": int(last.get("step", 0)),
-        "total_steps": people[0].get("total_steps") if people else run.summary.get("total_steps"),
+        "total_steps": (records[0] if records else run.summary).get("total_steps"),
         "elapsed_s": run.elapsed,
         "last_step_s_ago": round(time.time() - last["time"], 1) if "time" in last else None,
-        **{name: _last(rows, keys) for name, keys in _METRICS.items()},
+        **{name: _last(rows, key) for name, key in _METRICS.items()},
         "eval_by_dataset": {
-            name: _last(run.rows, (f"eval/{name}/accuracy",)) for name in run.datasets
+            name: _last(run.rows, f"eval/{name}/accuracy") for name in run.datasets
         },
         **_pace(rows),
         "processes": processes,
-        "servers": _servers(people) if state not in OVER else [],
-        "last_error": _last_error(summary, processes, launcher, bad=state in BAD),
+        "servers": _servers(records[0]) if records and state not in OVER else [],
+        "last_error": error,
     }
 
 
-def _run(directory: Path) -> Run:
-    try:
-        return load_run(directory)
-    except FileNotFoundError:  # before the first step
-        return Run(label="", rows=[])
-
-
-def _is_current(directory: Path, people: Sequence[Mapping[str, Any]]) -> bool:
+def _is_current(directory: Path, records: Sequence[Record]) -> bool:
     """Returns whether summary.json is of the newest start, not of one before it."""
     summary = directory / "summary.json"
     if not summary.exists():
         return False
-    return not people or summary.stat().st_mtime >= people[0]["started"]
+    return not records or summary.stat().st_mtime >= records[0]["started"]
 
 
-def _process(said: Mapping[str, Any]) -> dict[str, Any]:
+def _process(record: Record) -> dict[str, Any]:
     """Returns a trainer process by what it last said, and whether it is still there."""
-    health = "alive"
-    if said["state"] in (ENDED, FAILED):
-        health = said["state"]
-    elif said["host"] == socket.gethostname() and (found := _found(said["pid"])) != "alive":
-        health = found
-    elif time.time() - said["beat"] > SILENT:
+    silent_s, since = time.time() - record["beat"], record["phase_since"]
+    if record["state"] in (ENDED, FAILED):
+        health = record["state"]
+    elif (health := _health_here(record)) == "alive" and silent_s > SILENT:
         health = "silent"
-    since = said["phase_since"]
     return {
-        "name": said.get("name") or f"trainer {said['rank']}",
-        "host": said["host"],
-        "pid": said["pid"],
+        "name": record.get("name") or f"trainer {record['rank']}",
+        "host": record["host"],
+        "pid": record["pid"],
         "health": health,
-        "phase": said["phase"],
-        "phase_s": round(said["beat"] - since, 1) if since else None,
-        "said_s_ago": round(time.time() - said["beat"], 1),
-        "error": said["error"],
+        "phase": record["phase"],
+        "phase_s": round(record["beat"] - since, 1) if since else None,
+        "said_s_ago": round(silent_s, 1),
+        "error": record["error"],
     }
 
 
-def _found(pid: int) -> str:
-    """Returns alive, stopped or dead, as the system of this host sees the process."""
-    return {"": "dead", "Z": "dead", "T": "stopped", "t": "stopped"}.get(state_of(pid), "alive")
+def _health_here(record: Record) -> str:
+    """Returns alive, stopped or dead, as the system sees a process; alive on another host."""
+    if not _is_here(record):
+        return "alive"
+    letter = letter_of(record["pid"])
+    return {"": "dead", "Z": "dead", "T": "stopped", "t": "stopped"}.get(letter, "alive")
 
 
-def _launcher(directory: Path, people: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+def _is_here(record: Record) -> bool:
+    return record["host"] == socket.gethostname()
+
+
+def _is_there(launcher: Record) -> bool:
+    return _is_here(launcher) and _health_here(launcher) != "dead"
+
+
+def _launcher(directory: Path, records: Sequence[Record]) -> Record | None:
     """Returns what the launcher of the newest start said; None where another way started it."""
-    said = read_launcher(directory)
-    if said is None or (people and said["beat"] < people[0]["started"] and not _there(said)):
-        return None
-    return said
+    launcher = read_launcher(directory)
+    if launcher is None or _is_there(launcher):
+        return launcher
+    return None if records and launcher["beat"] < records[0]["started"] else launcher
 
 
-def _there(launcher: Mapping[str, Any] | None) -> bool:
-    if launcher is None or launcher["host"] != socket.gethostname():
-        return False
-    return _found(launcher["pid"]) != "dead"
-
-
-def _is_gone(launcher: Mapping[str, Any]) -> bool:
-    """Returns whether a launcher of this host has ended without a word about its start."""
-    here = launcher["host"] == socket.gethostname()
-    return here and launcher["state"] == RUNNING and not _there(launcher)
-
-
-def _state(summary: Mapping[str, Any], processes: Sequence[Mapping[str, Any]]) -> str:
+def _state(summary: Record, processes: Sequence[Record]) -> str:
     """Returns running, finished, stopped (early), failed or dead, as the processes are."""
     health = {p["health"] for p in processes}
     if "dead" in health:
         return "dead"
-    if (said := summary.get("status")) and not health & _GOING:
-        return str(said).split(":")[0].split()[0]
+    if (end := summary.get("status")) and not health & _GOING:
+        return str(end).split(":")[0].split()[0]
     if "failed" in health:
         return "failed"
     return "running" if health & _GOING else "stopped"
 
 
-def _last(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> float | None:
-    for row in reversed(rows):
-        for key in keys:
-            if row.get(key) is not None:
-                return float(row[key])
-    return None
+def _last(rows: Sequence[Record], key: str) -> float | None:
+    return next((float(row[key]) for row in reversed(rows) if row.get(key) is not None), None)
 
 
-def _pace(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+def _pace(rows: Sequence[Record]) -> dict[str, float | None]:
     """Returns the seconds of a step, the median of the last ones, and their trained tokens/s."""
     recent = [row for row in rows[-RECENT:] if row.get("timing/step_s")]
     if not recent:
@@ -204,126 +183,100 @@ def _pace(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
     }
 
 
-def _servers(people: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Asks every server that the run generates with for its health. One that listens on another
-    machine's loopback cannot be asked from here."""
-    if not people or not people[0]["servers"]:
-        return []
-    here = people[0]["host"] == socket.gethostname()
+def _servers(record: Record) -> list[dict[str, str]]:
+    """Returns the health of every server that the first process generates with. One that listens on
+    another machine's loopback cannot be asked from here."""
 
-    def ask(address: str) -> dict[str, Any]:
-        if is_loopback(address) and not here:
-            return {"address": address, "health": f"not asked: on {people[0]['host']}'s loopback"}
+    def health(address: str) -> str:
+        if is_loopback(address) and not _is_here(record):
+            return f"not asked: on {record['host']}'s loopback"
         try:
             call_json("GET", address, "/health", timeout=HEALTH_TIMEOUT)
         except (HttpError, OSError, ValueError) as e:
-            return {"address": address, "health": f"no answer: {e}"}
-        return {"address": address, "health": "alive"}
+            return f"no answer: {e}"
+        return "alive"
 
+    addresses = record["servers"]
     with ThreadPoolExecutor(max_workers=16) as pool:
-        return list(pool.map(ask, people[0]["servers"]))
+        answers = zip(addresses, pool.map(health, addresses))
+        return [{"address": address, "health": answer} for address, answer in answers]
 
 
 def _last_error(
-    summary: Mapping[str, Any],
-    processes: Sequence[Mapping[str, Any]],
-    launcher: Mapping[str, Any] | None,
-    *,
-    bad: bool,
+    summary: Record, processes: Sequence[Record], launcher: Record | None, *, bad: bool
 ) -> str | None:
     """Returns why the run failed, or why it is started again: the launcher's word, which saw the
     first process end, then that of a process."""
-    why = launcher and (launcher["error"] or (_there(launcher) and launcher["before"]))
-    if bad and not why and launcher and _is_gone(launcher):
-        why = f"the launcher (pid {launcher['pid']} on {launcher['host']}) is gone"
-    return "; ".join(cause for cause in (why, _said(summary, processes)) if cause) or None
-
-
-def _said(summary: Mapping[str, Any], processes: Sequence[Mapping[str, Any]]) -> str | None:
-    for p in processes:
-        if p["error"]:
-            return f"{p['name']}: {p['error']}"
-    said = str(summary.get("status", ""))
-    if said.startswith("failed"):
-        return said.removeprefix("failed: ")
-    gone = [
-        f"{p['name']} (pid {p['pid']} on {p['host']})" for p in processes if p["health"] == "dead"
-    ]
-    return f"ended without a word: {', '.join(gone)}" if gone else None
+    reasons: list[str | None] = []
+    if launcher:
+        there = _is_there(launcher)
+        reasons.append(launcher["error"] or (launcher["before"] if there else None))
+        gone = _is_here(launcher) and launcher["state"] == RUNNING and not there
+        if bad and gone and not reasons[0]:
+            reasons = [f"the launcher (pid {launcher['pid']} on {launcher['host']}) is gone"]
+    errors = [f"{p['name']}: {p['error']}" for p in processes if p["error"]]
+    end = str(summary.get("status", ""))
+    if end.startswith("failed"):
+        errors.append(end.removeprefix("failed: "))
+    dead = [p for p in processes if p["health"] == "dead"]
+    if dead:
+        names = (f"{p['name']} (pid {p['pid']} on {p['host']})" for p in dead)
+        errors.append(f"ended without a word: {', '.join(names)}")
+    return "; ".join(filter(None, [*reasons, *errors[:1]])) or None
 
 
 # showing it
 
 
-def _told(found: Mapping[str, Any]) -> dict[str, Any]:
+def _summary(now: Record) -> dict[str, Any]:
     """Returns what --follow says again when it changes."""
-    health = [(p["name"], p["health"]) for p in found["processes"]]
-    health += [(s["address"], s["health"]) for s in found["servers"]]
-    return {k: found[k] for k in ("state", "step", "last_error")} | {"health": health}
+    health = [(p["name"], p["health"]) for p in now["processes"]]
+    health += [(s["address"], s["health"]) for s in now["servers"]]
+    return {k: now[k] for k in ("state", "step", "last_error")} | {"health": health}
 
 
-def _print(found: Mapping[str, Any], *, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(found), flush=True)
-        return
-    console = Console(highlight=False)
-    for name, text, style in _lines(found):
-        line = Text.assemble((f"{name:11}", "bold cyan"), (text, style))
-        console.print(line, soft_wrap=True)
-    sys.stdout.flush()
+def _lines(now: Record) -> Iterator[str]:
+    """Yields what people read: a name and a text."""
+    yield _line("run", f"{now['run']}: {now['state']}")
+    step = f"{now['step']}"
+    if now["total_steps"]:
+        step += f" of {now['total_steps']}"
+    if now["elapsed_s"]:
+        step += f" in {duration(now['elapsed_s'])}"
+    if now["last_step_s_ago"] is not None:
+        step += f", {now['last_step_s_ago']:.0f} s ago"
+    yield _line("step", step)
+    numbers = {name: now[name] for name in _METRICS}
+    for title, values in ("numbers", numbers), ("eval", now["eval_by_dataset"]):
+        if texts := [f"{name} {v:.4g}" for name, v in values.items() if v is not None]:
+            yield _line(title, ", ".join(texts))
+    if now["seconds_per_step"] is not None:
+        pace = f"{now['seconds_per_step']:.3g} s a step, {now['tokens_per_s']:,.0f} tokens/s"
+        yield _line("pace", f"{pace} trained")
+    yield from _process_lines(now["processes"])
+    for server in now["servers"]:
+        yield _line("server", f"{server['address']}: {server['health']}")
+    if now["last_error"]:
+        yield _line("last error", now["last_error"])
 
 
-def _lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Yields (name, text, style) for people."""
-    bad = found["state"] in BAD
-    yield "run", f"{found['run']}: {found['state']}", "bold red" if bad else "bold green"
-    of = f" of {found['total_steps']}" if found["total_steps"] else ""
-    took = f" in {duration(found['elapsed_s'])}" if found["elapsed_s"] else ""
-    ago = found["last_step_s_ago"]
-    yield (
-        "step",
-        f"{found['step']}{of}{took}" + (f", {ago:.0f} s ago" if ago is not None else ""),
-        "",
-    )
-    values = {name: found[name] for name in _METRICS if found[name] is not None}
-    if values:
-        yield "numbers", ", ".join(f"{n} {v:.4g}" for n, v in values.items()), ""
-    if sets := {name: v for name, v in found["eval_by_dataset"].items() if v is not None}:
-        yield "eval", ", ".join(f"{name} {value:.4g}" for name, value in sets.items()), ""
-    if found["seconds_per_step"] is not None:
-        pace = f"{found['seconds_per_step']:.3g} s a step, {found['tokens_per_s']:,.0f} tokens/s"
-        yield "pace", f"{pace} trained", ""
-    yield from _process_lines(found["processes"])
-    for server in found["servers"]:
-        yield "server", f"{server['address']}: {server['health']}", _style(server["health"])
-    if found["last_error"]:
-        yield "last error", found["last_error"], "red"
-
-
-def _process_lines(processes: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, str]]:
-    """Yields a line for each process that is not as the others are, and one for the others."""
-    groups: dict[tuple[str, str, str | None], list[Mapping[str, Any]]] = {}
+def _process_lines(processes: Sequence[Record]) -> Iterator[str]:
+    """Yields a line for the processes of one kind, health and phase."""
+    groups: dict[tuple[str, str, str | None], list[Record]] = {}
     for p in processes:
         kind = p["name"].split()[0]
         groups.setdefault((kind, p["health"], p["phase"]), []).append(p)
     for (kind, health, phase), members in groups.items():
-        names = [p["name"].split()[-1] for p in members]
-        who = (
-            f"{names[0]} to {names[-1]}" if len(names) > 1 and _gapless(names) else ", ".join(names)
-        )
-        where = ", ".join(dict.fromkeys(f"{p['host']}" for p in members[:4]))
-        pids = f", pid {members[0]['pid']}" if len(members) == 1 else ""
-        text = f"{who}: " if who != kind else ""
-        text += f"{health}, on {where}{pids}"
+        numbers = ", ".join(p["name"].split()[-1] for p in members[:SHOWN])
+        more = f" and {len(members) - SHOWN} more" if len(members) > SHOWN else ""
+        hosts = ", ".join(dict.fromkeys(p["host"] for p in members[:SHOWN]))
+        text = f"{numbers}{more}: {health}, on {hosts}"
+        if len(members) == 1:
+            text += f", pid {members[0]['pid']}"
         if phase and health not in (ENDED, FAILED):
             text += f", in {phase} for {max(p['phase_s'] or 0 for p in members):.0f} s"
-        yield kind, text, _style(health)
+        yield _line(kind, text)
 
 
-def _gapless(names: Sequence[str]) -> bool:
-    numbers = [int(n) for n in names]
-    return numbers == list(range(numbers[0], numbers[0] + len(numbers)))
-
-
-def _style(health: str) -> str:
-    return {"alive": "green", ENDED: "", "silent": "yellow", "stopped": "yellow"}.get(health, "red")
+def _line(name: str, text: str) -> str:
+    return f"{name:11}{text}"

@@ -1,14 +1,9 @@
 """Makes one Chrome trace of a run: phases, weight syncs and episodes on one time axis.
 
-    megarl trace RUN [--out FILE] [--steps A-B]
-
-    RUN        the run's directory; it may still be running
-    --out      the file to write (RUN/trace.json.gz; without .gz it is not packed)
-    --steps    only what lies in these steps, such as 10-12
-
-Open the file in ui.perfetto.dev or chrome://tracing. Each trainer process has its phases and its
-part of syncs; rank 0 has the episodes below, in as many lanes as ran at once, and the calls of a
-dataflow graph, a lane for each mesh. Times are those of each host's own clock.
+The run may still be running. Open the file in ui.perfetto.dev or chrome://tracing. Each trainer
+process has its phases and its part of syncs; rank 0 has the episodes below, in as many lanes as ran
+at once, and the calls of a dataflow graph, a lane for each mesh. Times are those of each host's own
+clock.
 """
 
 from __future__ import annotations
@@ -20,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.config.command_line import help_or_command_line, step_range
+from megarl.cli.command import RUN, CommandParser, step_range
 from megarl.config.errors import ConfigError
 from megarl.observability.presence import read_presence
 from megarl.observability.timeline import (
@@ -40,19 +35,18 @@ _STEP = "step"
 def main(argv: Sequence[str] | None = None) -> int:
     """Writes the trace of the run that `argv` names and returns 0. Raises ConfigError for a wrong
     command line or a run without a timeline."""
-    command = help_or_command_line(argv, __doc__ or "", options=("out", "steps"))
-    if command is None:
-        return 0
-    if len(command.words) != 1 or command.overrides:
-        raise ConfigError(["give one run directory: megarl trace RUN"])
-    run = Path(command.words[0])
+    parser = CommandParser("trace", __doc__)
+    parser.path("RUN", RUN)
+    parser.option("out", Path, "file to write (RUN/trace.json.gz); .gz is packed")
+    parser.option("steps", step_range, "only these steps, such as 10-12 or 7")
+    args = parser.read(argv)
+    run, out = args.run, args.out or args.run / "trace.json.gz"
     spans = read_timeline(run)
     if not any(spans.values()):
         why = "it has not begun, or ran with profiler.timeline=false"
         raise ConfigError([f"{run / FOLDER}: no timeline; {why}"])
-    if "steps" in command.options:
-        spans = within(spans, step_range(command.options["steps"]))
-    out = Path(command.options.get("out", run / "trace.json.gz"))
+    if args.steps:
+        spans = within(spans, args.steps)
     names = {p["rank"]: f"{p.get('name', '')} {p['host']}".strip() for p in read_presence(run)}
     events = list(trace_events(spans, names))
     text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})

@@ -125,7 +125,7 @@ def test_a_run_that_has_finished(job: Job) -> None:
         f"{STEPS} of {STEPS}",
         "reward ",
         "s a step",
-        "0 to 1: ended",
+        "0, 1: ended",
     ):
         assert words in said, said
     followed = megarl("status", str(job.run), "--follow", "--json").stdout

@@ -238,7 +238,7 @@ def test_what_cannot_be_compared_is_told(right, tmp_path):
         diff([str(right.dir), str(tmp_path)])
     with pytest.raises(ConfigError, match="no step of 7-9 that both runs recorded"):
         diff([str(right.dir), str(right.dir), "--steps", "7-9"])
-    with pytest.raises(ConfigError, match="give two run directories"):
+    with pytest.raises(ConfigError, match="required: RUN_B"):
         diff([str(right.dir)])
 
 

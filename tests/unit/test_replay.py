@@ -87,7 +87,7 @@ def test_runs_under_a_controller_are_replayed_without_one(run, tmp_path, capsys,
         (["--step", "9", "--train-only"], "begins at step 5, and the batch of step 6 is not in"),
         (["--step", "4", "--train-only", "--rollout-only"], "give one of them, or none"),
         (["--step", "0"], "use a whole number of at least 1"),
-        ([], "give one run directory and a step"),
+        ([], "required: --step"),
     ],
 )
 def test_what_cannot_be_replayed_is_told(run, words, message):
@@ -105,8 +105,9 @@ def test_no_run_directory_and_a_directory_that_is_taken(run, tmp_path):
 
 @pytest.mark.parametrize("command", ("diff", "replay"))
 def test_help(command, capsys):
-    assert megarl([command, "--help"]) == 0
-    assert f"megarl {command} RUN" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as end:
+        megarl([command, "--help"])
+    assert end.value.code == 0 and f"usage: megarl {command}" in capsys.readouterr().out
 
 
 def a_session(run: Path) -> RecordedSession:

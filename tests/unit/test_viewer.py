@@ -120,9 +120,9 @@ def test_the_command_names_what_is_wrong(
 ) -> None:
     for words, why in (
         ([str(tmp_path)], "no episodes; no step has begun"),
-        ([], "give one run directory"),
-        ([str(tmp_path), "--steps", "3-1"], "--steps 3-1: give the first and the last step"),
-        ([str(tmp_path), "--groups", "0"], "--groups 0: use a whole number of at least 1"),
+        ([], "required: RUN"),
+        ([str(tmp_path), "--steps", "3-1"], "--steps: 3-1: give the first and the last step"),
+        ([str(tmp_path), "--groups", "0"], "--groups: 0: use a whole number of at least 1"),
     ):
         with pytest.raises(ConfigError, match=why):
             main(words)
