@@ -12,9 +12,21 @@ from pathlib import Path
 import pytest
 
 from megarl.cli import main as megarl
-from megarl.cli.doctor.finding import FAIL, OK, WARN, Finding, from_json, merged, to_json
 from megarl.cli.doctor.host import environment_findings
-from megarl.cli.doctor.peers import Place, gather, node_names, tell, this_place
+from megarl.cli.doctor.peers import (
+    FAIL,
+    OK,
+    WARN,
+    Finding,
+    Place,
+    from_json,
+    gather,
+    merged,
+    node_names,
+    tell,
+    this_place,
+    to_json,
+)
 from megarl.cli.doctor.versions import TESTED
 from megarl.cli.rehearse.model import VOCAB, write_model
 from megarl.cli.rehearse.sizes import Degrees, shrink_model

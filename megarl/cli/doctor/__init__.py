@@ -19,7 +19,6 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megarl.cli.doctor.finding import FAIL, OK, WARN, Finding, merged, print_findings
 from megarl.cli.doctor.host import (
     credential_findings,
     environment_findings,
@@ -28,7 +27,18 @@ from megarl.cli.doctor.host import (
     place_findings,
     port_findings,
 )
-from megarl.cli.doctor.peers import Place, gather, tell, this_place
+from megarl.cli.doctor.peers import (
+    FAIL,
+    OK,
+    WARN,
+    Finding,
+    Place,
+    gather,
+    merged,
+    print_findings,
+    tell,
+    this_place,
+)
 from megarl.cli.doctor.versions import version_findings
 from megarl.config.check import check_config
 from megarl.config.command_line import help_or_command_line, one_config

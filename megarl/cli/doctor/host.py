@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from megarl.cli.doctor.finding import FAIL, OK, WARN, Finding
+from megarl.cli.doctor.peers import FAIL, OK, WARN, Finding
 from megarl.config.check_data import looks_like_hub_name
 from megarl.config.recipe_engines import engines, model_path, smallest_world_size, trained_engines
 from megarl.config.recipes import BaseConfig, GRPOConfig, sources

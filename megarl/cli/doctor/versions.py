@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from megarl.cli.doctor.finding import FAIL, OK, WARN, Finding
+from megarl.cli.doctor.peers import FAIL, OK, WARN, Finding
 from megarl.config.recipes import BaseConfig, GRPOConfig
 
 # oldest and newest version in CI, by package: those of constraints/ and the Makefile
