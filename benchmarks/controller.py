@@ -182,7 +182,7 @@ class Side:
     def step(self, samples: int) -> list[float]:
         """Makes a step; returns its seconds, the controller's calls, a number of the weights.
         Raises RuntimeError with the end of rank 0's log where that has ended."""
-        from megarl.utils.processes import log_tail
+        from megarl.utils.child import log_tail
 
         first = self.processes[0]
         assert first.stdin and first.stdout
@@ -216,7 +216,7 @@ def main() -> None:
     if args.work:
         return work(args.work, args.folder, args.trainers)
     from megarl.utils.job_token import ensure_job_token
-    from megarl.utils.processes import free_port
+    from megarl.utils.listening import free_port
     from tests.tiny import save_tiny
     from tests.tiny_tokenizer import save_tokenizer
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.utils.http import authorization
-from megarl.utils.processes import free_port
+from megarl.utils.listening import free_port
 
 START_TIMEOUT, STOP_TIMEOUT = 90.0, 10.0
 

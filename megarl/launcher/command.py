@@ -18,8 +18,8 @@ from megarl.launcher.make import make_job
 from megarl.launcher.plan import Plan, check_named
 from megarl.launcher.show import TABLE, show
 from megarl.observability.logging import get_logger
+from megarl.utils.child import Signals
 from megarl.utils.importing import add_working_directory
-from megarl.utils.processes import Signals
 from megarl.utils.stacks import dump_on_signal
 
 log = get_logger("launcher")

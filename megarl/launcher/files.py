@@ -1,8 +1,7 @@
-"""Names and writes the files that a launcher leaves for a job's nodes, and shows their logs."""
+"""Names and writes the files that a launcher leaves for a job's nodes."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,24 +39,3 @@ class JobFiles:
         write_environment(
             self.environment, {name: env[name] for name in job.forwarded if name in env}
         )
-
-
-class LogTail:
-    """Prints what a log file gets, each line behind `label`."""
-
-    def __init__(self, path: Path, label: str = "") -> None:
-        self._path, self._label, self._at = path, label, 0
-
-    def show(self, *, rest: bool = False) -> None:
-        """Prints the lines that came since the last call. rest: a line without an end, too."""
-        if not self._path.exists():
-            return
-        with self._path.open("rb") as f:
-            f.seek(self._at)
-            more = f.read()
-        if not rest:
-            more = more[: more.rfind(b"\n") + 1]
-        self._at += len(more)
-        for line in more.decode(errors="replace").splitlines():
-            print(f"{self._label}{line}")
-        sys.stdout.flush()

@@ -15,7 +15,7 @@ rollout.addresses already names some; their logs are <run>/server_<i>.log. They 
 from this job alone, by the token MEGARL_JOB_TOKEN, which is made where there is none.
 
 SIGINT, SIGTERM and SIGHUP are passed on to the trainers, which then have recover.grace seconds to
-save a checkpoint and end, and servers 20 s more; a second signal ends all of them at once. A server
+save a checkpoint and end, and servers 30 s more; a second signal ends all of them at once. A server
 or a trainer that fails ends everything, even where other servers are left; recover.restarts has it
 started again, to continue. (Servers named in rollout.addresses are not the launcher's: of several,
 a lost one is left out.)
@@ -35,8 +35,8 @@ from megarl.launcher.names import LocalNames
 from megarl.launcher.plan import Plan, plan_here
 from megarl.launcher.running import run_node
 from megarl.rpc.nodes import LOOPBACK
+from megarl.utils.child import Signals
 from megarl.utils.job_token import ensure_job_token
-from megarl.utils.processes import Signals
 
 
 def main(argv: Sequence[str] | None = None) -> int:

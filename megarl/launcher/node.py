@@ -25,9 +25,9 @@ from megarl.launcher.names import FileNames, Superseded
 from megarl.launcher.running import NODE_FAILED, run_node
 from megarl.observability.logging import get_logger
 from megarl.rpc.nodes import LOOPBACK, node_address, take_environment
+from megarl.utils.child import Signals
 from megarl.utils.job_token import ENV as TOKEN
 from megarl.utils.job_token import job_token
-from megarl.utils.processes import Signals
 from megarl.utils.stopping import SETTLE
 
 log = get_logger("launcher")

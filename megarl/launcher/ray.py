@@ -44,8 +44,8 @@ from megarl.launcher.plan import Plan, plan_cluster
 from megarl.launcher.running import NODE_FAILED
 from megarl.observability.logging import get_logger
 from megarl.rpc.nodes import Resources, described
+from megarl.utils.child import Signals
 from megarl.utils.job_token import ensure_job_token
-from megarl.utils.processes import Signals
 
 log = get_logger("launcher")
 

@@ -21,7 +21,7 @@ from ray.util import placement_group_table
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from megarl.launcher.files import JobFiles, LogTail
+from megarl.launcher.files import JobFiles
 from megarl.launcher.job import Job
 from megarl.launcher.names import FileNames
 from megarl.launcher.node import NAMES
@@ -29,8 +29,8 @@ from megarl.launcher.running import NODE_FAILED
 from megarl.observability.logging import get_logger
 from megarl.rpc.nodes import Resources
 from megarl.rpc.ray_nodes import KINDS, Keeper, NoRoom, cluster_has, counted, import_path, one_line
+from megarl.utils.child import LogTail, Signals
 from megarl.utils.job_token import ensure_job_token
-from megarl.utils.processes import Signals
 
 log = get_logger("launcher")
 

@@ -8,7 +8,6 @@ launcher that has lost a node says so in its place: `lost.<node>`, with the reas
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import time
@@ -26,23 +25,20 @@ from megarl.observability.logging import get_logger
 from megarl.observability.presence import LauncherPresence
 from megarl.rollout.server_process import ServerProcess
 from megarl.utils import stacks
-from megarl.utils.env import cores, visible_gpus
-from megarl.utils.http import in_thread
-from megarl.utils.job_token import job_token
-from megarl.utils.processes import (
+from megarl.utils.child import (
     POLL_INTERVAL,
-    TERM_TIMEOUT,
     Child,
-    Reaper,
     Signals,
     deaf_to,
-    free_port,
-    log_tail,
     signal_group,
     spelled,
     stop_all,
     wait_until,
 )
+from megarl.utils.env import cores, visible_gpus
+from megarl.utils.http import in_thread
+from megarl.utils.job_token import job_token
+from megarl.utils.listening import free_port
 
 log = get_logger("launcher")
 
@@ -75,12 +71,9 @@ def run_node(job: Job, node: int, *, host: str, names: Names, signals: Signals) 
     """Runs node `node` of the job to its end and ends everything it started; returns the exit
     status. host: the address at which the other nodes reach this one."""
     with ExitStack() as stack:  # it ends things in reverse order
-        with deaf_to(signal.SIGUSR1):
-            reaper = Reaper()
-        stack.callback(reaper.close)
-        run = _NodeRun(job, node, host, names, signals, reaper)
-        stack.callback(end_servers, run.servers, signals, reaper)
-        stack.callback(end_trainers, run.trainers, signals, reaper)
+        run = _NodeRun(job, node, host, names, signals)
+        stack.callback(stop_all, run.servers, signals, whole=True)
+        stack.callback(stop_all, run.trainers, signals, timeout=FAIL_GRACE)
         try:
             status = run.to_the_end()
         except NodeFailed as e:
@@ -98,32 +91,12 @@ def run_node(job: Job, node: int, *, host: str, names: Names, signals: Signals) 
         return status
 
 
-def end_servers(servers: Sequence[ServerProcess], signals: Signals, reaper: Reaper) -> None:
-    """Stops all servers at once. `stop` bounds its own waits; a second signal cuts them short."""
-    stops = [in_thread(server.stop) for server in servers]
-    wait_until(lambda: len(signals.received) > 1 or all(s.done() for s in stops), timeout=math.inf)
-    for server, stop in zip(servers, stops, strict=True):
-        if not stop.done():
-            signal_group(server.pid, signal.SIGKILL)
-        stop.result(2 * TERM_TIMEOUT)
-        reaper.forget(server.pid)
-
-
-def end_trainers(trainers: Sequence[Child], signals: Signals, reaper: Reaper) -> None:
-    """Stops the trainers, which have FAIL_GRACE seconds before they are killed."""
-    stop_all(trainers, signals, timeout=FAIL_GRACE)
-    for trainer in trainers:
-        reaper.forget(trainer.pid)
-
-
 class _NodeRun:
     """Holds the state of run_node; `servers` and `trainers` are what runs here."""
 
-    def __init__(
-        self, job: Job, node: int, host: str, names: Names, signals: Signals, reaper: Reaper
-    ) -> None:
+    def __init__(self, job: Job, node: int, host: str, names: Names, signals: Signals) -> None:
         self.job, self.node, self.host = job, node, host
-        self.names, self.signals, self.reaper = names, signals, reaper
+        self.names, self.signals = names, signals
         self.servers: list[ServerProcess] = []
         self.trainers: list[Child] = []
         self.presence = LauncherPresence(Path(job.directory), node)
@@ -228,12 +201,10 @@ class _NodeRun:
                 port=int(port),
                 log_path=Path(task.log),
                 env=env,
-                tether=self.reaper.tether,
                 # SGLang logs its arguments, of which the key is one
                 private_log=job_token() is not None and "sglang" in " ".join(command),
             )
         log.info("server %s: pid %d, log %s", server.address, server.pid, server.log_path)
-        self.reaper.watch(server.pid)
         return server
 
     def wait_for_servers(self) -> bool:
@@ -277,7 +248,6 @@ class _NodeRun:
             log.error("%s", obituary)
             log.warning("%s: starting it again, %d restart(s) of it left", task.name, left)
             server.stop()  # what it left in its group
-            self.reaper.forget(server.pid)
             self.servers[i] = self.start_server(task)
 
     def obituaries(self) -> Iterator[str]:
@@ -306,10 +276,8 @@ class _NodeRun:
         for task in tasks:
             command, env = self.filled(task)
             with deaf_to(signal.SIGUSR1):
-                tether = self.reaper.tether
-                child = Child(task.name, command, env=env, tether=tether, log_path=task.log)
+                child = Child(task.name, command, env=env, log_path=task.log)
             self.trainers.append(child)
-            self.reaper.watch(child.pid)
         command, _ = self.filled(tasks[0])
         shown = " ".join(masked_override(a) for a in command[2:])
         what = tasks[0].name if tasks[0].workers else f"{len(tasks)} trainer process(es)"
@@ -339,10 +307,8 @@ class _NodeRun:
 
     def _failed(self, trainer: Child, status: int) -> int:
         why = f"{trainer.name} exited with status {spelled(status)}"
-        log.error("%s; ending the run", why)
+        log.error("%s; ending the run%s", why, trainer.tail())
         self.presence.failed(why)
-        if trainer.log_path:
-            log.error("end of %s:\n%s", trainer.log_path, log_tail(Path(trainer.log_path)))
         for obituary in self.obituaries():  # which may be why
             log.error("%s", obituary)
         self.await_trainers()
@@ -397,7 +363,6 @@ class _NodeRun:
 
 def _obituary(server: ServerProcess) -> str | None:
     """Returns the status of a server that has died and the end of its log; None while it runs."""
-    if (code := server.poll()) is None:
+    if (status := server.poll()) is None:
         return None
-    end = f"end of {server.log_path}:\n{log_tail(server.log_path)}"
-    return f"server {server.address} exited with {code}; {end}"
+    return f"{server.name} exited with {spelled(status)}{server.tail()}"

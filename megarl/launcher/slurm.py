@@ -34,12 +34,12 @@ from collections.abc import Sequence
 from megarl.config.command_line import CommandLine
 from megarl.config.errors import ConfigError
 from megarl.launcher.command import Launcher, run_launcher
-from megarl.launcher.files import LogTail
 from megarl.launcher.job import Job
 from megarl.launcher.plan import Plan, plan_cluster
 from megarl.launcher.slurm_script import Files, batch_script
 from megarl.launcher.slurm_states import FAILED, JobState, parse_job
 from megarl.observability.logging import get_logger
+from megarl.utils.child import LogTail
 from megarl.utils.job_token import ensure_job_token
 
 log = get_logger("launcher")

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import json
 import os
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from megarl.config.rollout import ServerConfig
 from megarl.observability.logging import get_logger
+from megarl.utils.child import TERM_TIMEOUT, Child, Signals, spelled, stop_all
 from megarl.utils.env import set_threads_default
 from megarl.utils.http import HttpError, call_json
 from megarl.utils.job_token import ENV, job_token
-from megarl.utils.listening import strangers_at
-from megarl.utils.processes import free_port, log_tail
-from megarl.utils.tether import Tether
+from megarl.utils.listening import free_port, strangers_at
 from megarl.weight_sync.slices import LOADER, RECEIVER
 
 log = get_logger(__name__)
@@ -30,7 +24,6 @@ log = get_logger(__name__)
 _PACKAGE = Path(__file__).resolve().parents[1]
 POLL_INTERVAL = 0.2
 PROBE_TIMEOUT = 30.0  # of one /health: SGLang's generates a token
-TERM_TIMEOUT = 20.0  # seconds between SIGTERM and SIGKILL
 # SGLang takes its key as an argument alone, and arguments are everybody's to read: this adds it
 # inside the process, before those of the command line, which may hold another one
 _SGLANG_WITH_KEY = (
@@ -39,8 +32,8 @@ _SGLANG_WITH_KEY = (
 )
 
 
-class ServerProcess:
-    """Runs a server in a process group of its own, at most until the interpreter exits."""
+class ServerProcess(Child):
+    """Runs a server in a process group of its own, at most as long as this process."""
 
     def __init__(
         self,
@@ -50,36 +43,17 @@ class ServerProcess:
         port: int,
         log_path: Path,
         env: Mapping[str, str] | None = None,
-        tether: Tether | None = None,
         private_log: bool = False,
     ) -> None:
-        """Starts the command. tether: ends the server's group, beside this object's own `stop`.
-        private_log: nobody else may read the log."""
-        self.address, self.port, self.log_path = f"{host}:{port}", port, Path(log_path)
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with self.log_path.open("ab") as out, tether.end() if tether else nullcontext(()) as fds:
-            if private_log:
-                os.fchmod(out.fileno(), 0o600)
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **(env or {})},
-                start_new_session=True,
-                pass_fds=fds,
-            )
-            Tether.tie(fds, self.pid)
-        atexit.register(self.stop)
-
-    @property
-    def pid(self) -> int:
-        """Returns the process id, which is the id of its group, too."""
-        return self._process.pid
-
-    def poll(self) -> int | None:
-        """Returns the exit status, None while the server runs."""
-        return self._process.poll()
+        """Starts the command. private_log: nobody else may read the log."""
+        self.address, self.port = f"{host}:{port}", port
+        super().__init__(
+            f"server {self.address}",
+            command,
+            env={**os.environ, **(env or {})},
+            log_path=log_path,
+            private_log=private_log,
+        )
 
     def wait_healthy(self, timeout: float) -> None:
         """Returns once /health answers 200. Ends a server that dies, is not healthy within
@@ -89,7 +63,7 @@ class ServerProcess:
         while (left := deadline - time.monotonic()) > 0:
             if (status := self.poll()) is not None:
                 self.stop()
-                raise RuntimeError(f"server {self.address} exited with {status}\n{self._tail()}")
+                raise RuntimeError(f"{self.name} exited with {spelled(status)}{self.tail()}")
             patience = max(1.0, min(left, PROBE_TIMEOUT))
             try:
                 call_json("GET", self.address, "/health", timeout=patience)
@@ -100,8 +74,7 @@ class ServerProcess:
                 return
         self.stop()
         raise TimeoutError(
-            f"server {self.address} was not healthy within server.start_timeout={timeout:g} s\n"
-            f"{self._tail()}"
+            f"{self.name} was not healthy within server.start_timeout={timeout:g} s{self.tail()}"
         )
 
     def _check_own(self) -> None:
@@ -109,26 +82,14 @@ class ServerProcess:
         if others := strangers_at(self.port, self.pid):
             self.stop()
             raise RuntimeError(
-                f"server {self.address}: another process has port {self.port} and answers in its "
-                f"place: {', '.join(others)}; end that one, or start again with another port\n"
-                f"{self._tail()}"
+                f"{self.name}: another process has port {self.port} and answers in its place: "
+                f"{', '.join(others)}; end that one, or start again with another port{self.tail()}"
             )
 
-    def stop(self) -> None:
-        """Sends SIGTERM to the group, and SIGKILL to what is left of it. May be called twice."""
-        atexit.unregister(self.stop)
-        self._signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(TERM_TIMEOUT)
-        self._signal(signal.SIGKILL)
-        self._process.wait(TERM_TIMEOUT)
-
-    def _signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):  # the whole group has ended
-            os.killpg(self.pid, number)
-
-    def _tail(self) -> str:
-        return f"--- end of {self.log_path} ---\n{log_tail(self.log_path)}"
+    def stop(self, timeout: float = TERM_TIMEOUT) -> None:
+        """Sends SIGTERM to the group, and SIGKILL to what is left of it after `timeout` seconds.
+        May be called twice."""
+        stop_all([self], Signals(), whole=True, timeout=timeout)
 
 
 def start_server(
@@ -142,7 +103,6 @@ def start_server(
     host: str = "127.0.0.1",
     env: Mapping[str, str] | None = None,
     wait: bool = True,
-    tether: Tether | None = None,
 ) -> ServerProcess:
     """Starts one server of `server.type` on `port` (default: a free one).
 
@@ -166,7 +126,6 @@ def start_server(
         port=port,
         log_path=Path(log_path),
         env={**_environment(server), **(env or {})},
-        tether=tether,
         private_log=with_key and server.type == "sglang",  # it logs its arguments
     )
     log.info("server %s: pid %d, log %s", process.address, process.pid, process.log_path)

@@ -17,7 +17,7 @@ from megarl.rpc.errors import WorkerDied
 from megarl.rpc.gathering import Gathering
 from megarl.rpc.nodes import forwarded
 from megarl.rpc.worker import WorkerStart
-from megarl.utils.processes import TERM_TIMEOUT, LogEcho, log_tail, spelled, wait_until
+from megarl.utils.child import TERM_TIMEOUT, LogTail, log_tail, spelled, wait_until
 
 log = get_logger(__name__)
 
@@ -83,7 +83,7 @@ class WatchedGroup:
         self._ended: dict[int, Ended] = {}
         self._closed, self._lock = threading.Event(), threading.Lock()
         log_of_first = worker_log(spec, 0) if spec.echo else ""
-        self._echo = LogEcho(Path(log_of_first)) if log_of_first else None
+        self._echo = LogTail(Path(log_of_first), stderr=True, whole=False) if log_of_first else None
         try:
             self.workers = self._gather(gathering)
             gathering.close()

@@ -11,7 +11,7 @@ from megarl.rpc.gathering import Gathering
 from megarl.rpc.group import WatchedGroup, worker_env
 from megarl.rpc.local import LocalScheduler
 from megarl.rpc.nodes import MEETING, TRAINERS
-from megarl.utils.processes import TERM_TIMEOUT
+from megarl.utils.child import TERM_TIMEOUT
 
 
 class LaunchedScheduler:

@@ -10,10 +10,9 @@ from megarl.api.scheduler import GroupSpec
 from megarl.rpc.gathering import Gathering
 from megarl.rpc.group import WatchedGroup, worker_env, worker_log
 from megarl.rpc.nodes import LOOPBACK, MEETING
+from megarl.utils.child import Child, Signals, stop_all
 from megarl.utils.env import memory_bytes, uses_gpus, visible_gpus
 from megarl.utils.job_token import ensure_job_token
-from megarl.utils.processes import Child, Signals, stop_all
-from megarl.utils.tether import Tether
 
 
 class LocalScheduler:
@@ -34,10 +33,8 @@ class LocalScheduler:
             )
         ensure_job_token()
         self._host = host
-        self._tether = Tether()
         self._free = visible_gpus(os.environ)
         self._stack = contextlib.ExitStack()  # ends what is left, whatever one end raises
-        self._stack.callback(self._tether.close)
 
     def start(self, spec: GroupSpec) -> WatchedGroup:
         """Returns a group whose workers serve. Raises RuntimeError where too few GPUs are free, or
@@ -85,7 +82,6 @@ class LocalScheduler:
             f"{spec.name}/{index}",
             [spec.python, "-m", "megarl.rpc.worker"],
             env=env,
-            tether=self._tether,
             log_path=worker_log(spec, index),
         )
 

@@ -14,8 +14,7 @@ from ray.job_config import JobConfig
 
 from megarl.config.errors import ConfigError
 from megarl.rpc.nodes import PACKAGE, Resources, described
-from megarl.utils.processes import Child, wait_until
-from megarl.utils.tether import Tether
+from megarl.utils.child import Child, wait_until
 
 KINDS = ("GPU", "CPU")
 CONNECT = 10.0  # seconds to reach the head
@@ -32,10 +31,7 @@ class Keeper:
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], log_path: str) -> None:
         """Starts the command. env: variables besides those of the worker."""
-        self._tether = Tether()
-        self._agent = Child(
-            "agent", command, env={**os.environ, **env}, tether=self._tether, log_path=log_path
-        )
+        self._agent = Child("agent", command, env={**os.environ, **env}, log_path=log_path)
 
     def wait(self, seconds: float) -> int | None:
         """Returns the agent's exit status, None where it still runs after so many seconds."""

@@ -36,12 +36,12 @@ from megarl.rpc.client import RpcClient
 from megarl.rpc.main_thread import MAIN_THREAD
 from megarl.rpc.nodes import take_environment
 from megarl.rpc.server import Handler, RpcServer
+from megarl.utils.child import POLL_INTERVAL, Child, Signals, stop_all
 from megarl.utils.env import address_towards, set_trainer_defaults
 from megarl.utils.importing import add_working_directory, load_object
-from megarl.utils.processes import POLL_INTERVAL, Child, Signals, free_port, stop_all
+from megarl.utils.listening import free_port
 from megarl.utils.quiet import quiet_libraries
 from megarl.utils.stacks import dump_on_signal
-from megarl.utils.tether import Tether
 
 ENV = "MEGARL_WORKER"
 SILENCE_ENV = "MEGARL_WORKER_SILENCE"
@@ -143,7 +143,7 @@ def keep(argv: Sequence[str]) -> int:
     this process ends."""
     command = [sys.executable, "-m", "megarl.rpc.worker", *argv]
     with Signals() as signals:
-        child = Child("worker", command, env=os.environ, tether=Tether())
+        child = Child("worker", command, env=os.environ)
         told = 0
         while (status := child.poll()) is None:
             for number in signals.received[told:]:

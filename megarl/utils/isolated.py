@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import multiprocessing as mp
-import os
 import signal
-import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
+
+from megarl.utils.child import end_with_parent, signal_group
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -46,20 +46,14 @@ def _call(fn: Callable[..., T], args: tuple[Any, ...], timeout: float) -> T:
             raise _Killed("the process was killed (SIGKILL), as for want of memory") from e
         raise ChildProcessError(f"the process ended with status {process.exitcode}") from e
     finally:
-        process.kill()
+        assert process.pid is not None
+        signal_group(process.pid, signal.SIGKILL)
+        process.kill()  # it may not lead its group yet
         process.join()
         ours.close()
 
 
 def _answer(pipe: Connection, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to answer, who then ends us
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     pipe.send(fn(*args))
-
-
-def _end_with_parent() -> None:
-    """Ends this process when the parent has ended, whatever ended it."""
-    parent = mp.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)

@@ -1,12 +1,32 @@
-"""Finds the processes that listen at a TCP port, where the system has /proc."""
+"""Finds a TCP port that is free, and the processes that listen at one, where there is /proc."""
 
 from __future__ import annotations
 
 import os
+import random
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 _LISTEN = "0A"  # a socket's state in /proc/net/tcp
+
+
+def free_port(host: str = "127.0.0.1", port: int = 0) -> int:
+    """Returns a TCP port that was free a moment ago: `port`, or any for 0. Raises RuntimeError
+    where it is taken: another server at our port would pass for ours."""
+    # a server listens only when it has imported everything; until then the system would give a port
+    # of its own range, which begins here, to any socket
+    candidates = [port] if port else random.SystemRandom().sample(range(20000, 32768), k=20)
+    for candidate in candidates:
+        with socket.socket() as s:
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
+            try:
+                s.bind((host, candidate))
+            except OSError as e:
+                error = e
+                continue
+            return candidate
+    raise RuntimeError(f"port {candidate} of {host} cannot be listened at: {error}") from error
 
 
 def strangers_at(port: int, session: int) -> list[str]:

@@ -12,7 +12,7 @@ import pytest
 from megarl.config.rollout import RolloutConfig
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.rollout.local import SGLangEngine
-from megarl.rollout.server_process import TERM_TIMEOUT
+from megarl.utils.child import TERM_TIMEOUT
 from megarl.utils.http import in_thread
 from tests.dist.world import World
 from tests.sglang import servers

@@ -13,7 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megarl.config.rollout import ServerConfig
-from megarl.rollout.server_process import TERM_TIMEOUT, ServerProcess, start_server
+from megarl.rollout.server_process import ServerProcess, start_server
+from megarl.utils.child import TERM_TIMEOUT
 from megarl.utils.http import in_thread
 from tests.embedded_server import Client
 from tests.tiny import save_tiny

@@ -16,7 +16,7 @@ from megarl.config.base import SeamConfig
 from megarl.config.engine import OptimizerConfig, TrainEngineConfig
 from megarl.config.parallel import ParallelConfig
 from megarl.trainer.roles import MegatronActor, MegatronCritic, MegatronRef, MegatronSFT
-from megarl.utils.processes import wait_until
+from megarl.utils.child import wait_until
 from tests.dist.engine_jobs import state
 from tests.tiny import random_batch
 

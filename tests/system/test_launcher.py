@@ -281,7 +281,7 @@ def test_a_server_that_dies_ends_the_run_with_its_log(stage: Stage) -> None:
     os.kill(stage.server_pids()[0], signal.SIGKILL)
     status, output = stage.finish()
     assert status == 3
-    assert "exited with -9" in output and "the server speaks" in output
+    assert "exited with 137 (SIGKILL" in output and "the server speaks" in output
     stage.all_gone()
 
 
@@ -295,33 +295,13 @@ def test_a_server_that_cannot_start_ends_the_run_with_its_log(stage: Stage) -> N
 
 
 def test_nothing_is_left_when_the_launcher_is_killed(stage: Stage) -> None:
-    process = stage.start(WAIT, *stage.grpo)
-    stage.trainers(1)
-    process.kill()
-    stage.finish()
-    stage.all_gone()
-
-
-def test_nothing_is_left_when_the_launcher_and_its_reaper_are_killed(stage: Stage) -> None:
     """Nobody is there to end the others: not the helpers of trainers, nor what ignores SIGTERM."""
     stubborn = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     process = stage.start(stubborn + WAIT, *stage.grpo, "actor.parallel.tp=2")
     stage.trainers(2)
-    (reaper,) = (p for p in children(process.pid) if "killpg" in command_line(p))
-    assert set(stage.pids()) & set(children(process.pid))
-    os.kill(reaper, signal.SIGKILL)
     process.kill()
     stage.finish()
     stage.all_gone()
-
-
-def children(pid: int) -> list[int]:
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return [int(n) for task in tasks for n in (task / "children").read_text().split()]
-
-
-def command_line(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_text()
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from megarl.api.records import ModelRequest, WeightUpdateMeta
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
 from megarl.config.weight_sync import WeightSyncConfig
 from megarl.rollout.client import RemoteSGLangEngine
+from megarl.utils.listening import free_port
 from megarl.utils.liveness import Deadline
-from megarl.utils.processes import free_port
 from megarl.weight_sync.channel import UpdateChannel
 from megarl.weight_sync.servers import Servers
 from tests.embedded_server import Server, addresses, embedded_server, two_servers

@@ -15,7 +15,7 @@ from megarl.launcher.names import FileNames, ForgedName, Superseded
 from megarl.launcher.node import node_number
 from megarl.launcher.running import NODE_FAILED, run_node
 from megarl.rpc.nodes import node_address, take_environment
-from megarl.utils.processes import Signals
+from megarl.utils.child import Signals
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from megarl.launcher import command, ray
 from megarl.launcher.job import TRAINER
 from megarl.launcher.names import LocalNames
 from megarl.launcher.running import NODE_FAILED, run_node
-from megarl.utils.processes import Signals
+from megarl.utils.child import Signals
 from tests.hf_stub import write_stub
 from tests.unit.test_launcher_job import CASES, make
 

@@ -22,7 +22,7 @@ from megarl.rollout.rewards.parts import Scored
 from megarl.rollout.server_process import ServerProcess
 from megarl.utils.http import HttpError, call_json
 from megarl.utils.job_token import ENV
-from megarl.utils.processes import free_port
+from megarl.utils.listening import free_port
 
 ROOT = Path(__file__).parents[2]
 TOKEN = "the-tests-secret"

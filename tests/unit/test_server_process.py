@@ -9,10 +9,9 @@ import time
 import pytest
 
 from megarl.config.rollout import ServerConfig
-from megarl.rollout import server_process
 from megarl.rollout.server_process import ServerProcess, server_command, start_server
 from megarl.server.args import parse_args
-from megarl.utils.processes import free_port
+from megarl.utils.listening import free_port
 
 HEALTHY = """
 import http.server, sys
@@ -94,13 +93,12 @@ def test_a_server_whose_child_listens_is_the_own_one(start):
     process.wait_healthy(30)
 
 
-def test_what_ignores_sigterm_is_killed_with_its_children(start, monkeypatch):
-    monkeypatch.setattr(server_process, "TERM_TIMEOUT", 0.5)
+def test_what_ignores_sigterm_is_killed_with_its_children(start):
     process = start(STUBBORN)
     deadline = time.monotonic() + 30
     while not (text := process.log_path.read_text()) and time.monotonic() < deadline:
         time.sleep(0.02)
-    process.stop()
+    process.stop(0.5)
     assert gone(process.pid) and gone(int(text))
 
 

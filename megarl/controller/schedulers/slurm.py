@@ -18,10 +18,9 @@ from megarl.rpc.gathering import Gathering
 from megarl.rpc.group import WatchedGroup, node_env
 from megarl.rpc.nodes import PACKAGE, node_address, write_environment
 from megarl.rpc.worker import KEEP
+from megarl.utils.child import KILL_TIMEOUT, Child, Signals, log_tail, stop_all, wait_until
 from megarl.utils.job_token import ENV as TOKEN
 from megarl.utils.job_token import ensure_job_token
-from megarl.utils.processes import KILL_TIMEOUT, Child, Signals, log_tail, stop_all, wait_until
-from megarl.utils.tether import Tether
 
 ASK_TIMEOUT = 30.0  # seconds that squeue or scancel may take
 FAILED = 1  # status of a worker of which srun says no number
@@ -47,9 +46,7 @@ class SlurmScheduler:
             )
         ensure_job_token()
         self._host = node_address(interface)
-        self._tether = Tether()
         self._stack = contextlib.ExitStack()  # ends what is left, whatever one end raises
-        self._stack.callback(self._tether.close)
 
     def start(self, spec: GroupSpec) -> WatchedGroup:
         """Returns a group whose workers serve. Raises ValueError without a log directory,
@@ -72,7 +69,6 @@ class SlurmScheduler:
                 srun_command(spec, step, environment),
                 env={k: v for k, v in os.environ.items() if k != TOKEN}
                 | {"PYTHONPATH": str(PACKAGE.parent)},
-                tether=self._tether,
                 log_path=str(log),
             )
         except BaseException:

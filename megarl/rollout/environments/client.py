@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 from megarl.observability.logging import get_logger
 from megarl.rollout.environments.config import EnvironmentConfig
+from megarl.utils.child import signal_group
 
 log = get_logger(__name__)
 
@@ -170,8 +171,7 @@ class Worker:
         running.stdin.close()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), STOP_TIMEOUT)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        signal_group(process.pid, signal.SIGKILL)
         status = await process.wait()
         await asyncio.wait({printing}, timeout=1.0)
         printing.cancel()

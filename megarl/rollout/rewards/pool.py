@@ -9,10 +9,7 @@ overruns; when the trainer ends, however it ends, so do they.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import fcntl
 import multiprocessing as mp
-import os
 import pickle
 import queue
 import signal
@@ -38,6 +35,7 @@ from megarl.rollout.rewards.errors import (
 )
 from megarl.rollout.rewards.parts import MixedReward, finite, is_asynchronous
 from megarl.rollout.rewards.remote import RemoteWorker
+from megarl.utils.child import end_with_parent, signal_group
 from megarl.utils.stacks import dump_on_signal
 
 log = get_logger(__name__)
@@ -60,7 +58,7 @@ _END = {
 def _serve(pipe: Connection) -> None:
     """Runs a worker: answers ("begun", None) once the job is unpickled, then ("ok" | "error" |
     "unavailable", value)."""
-    _end_with_parent()
+    end_with_parent()
     dump_on_signal()
     end_process_when_late()
     while True:
@@ -84,21 +82,6 @@ def _described(error: Exception) -> str:
 
 def _late(what: str, timeout: float) -> str:
     return f"{what} took longer than rollout.reward_timeout={timeout:g} s"
-
-
-def _end_with_parent() -> None:
-    """Leads a process group, which a reward's own processes join, and has the kernel end it when
-    the parent does, even while a C extension holds the GIL: by SIGIO, which nothing handles (on
-    Linux; elsewhere SIGIO does nothing, and a worker ends with the reward it is busy with).
-    """
-    os.setpgid(0, 0)
-    parent = mp.parent_process()
-    assert parent is not None
-    pipe = parent.sentinel  # only ever closed, by the parent's end
-    fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpid())
-    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
-    if not parent.is_alive():  # it was too early for the signal
-        raise SystemExit
 
 
 class _Worker:
@@ -205,9 +188,8 @@ class _Worker:
                 self._kill()
 
     def _kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):  # it does not lead its group yet
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.kill()
+        signal_group(self._process.pid, signal.SIGKILL)
+        self._process.kill()  # it may not lead its group yet
 
 
 class RewardPool:
