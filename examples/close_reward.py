@@ -1,6 +1,6 @@
 """A reward with partial credit: an answer nearer to the sum gets more.
 
-    python -m megarl.launcher.local --config configs/quickstart_grpo.yaml \\
+    megarl launch --config configs/quickstart_grpo.yaml \\
         train_dataset.reward=examples.close_reward:close_reward
 """
 

@@ -1,6 +1,6 @@
 """Advantages of one's own: prompts of medium difficulty count most, late tokens more than early.
 
-    python -m megarl.launcher.local --config configs/quickstart_grpo.yaml \\
+    megarl launch --config configs/quickstart_grpo.yaml \\
         actor.advantages=examples.custom_advantage:by_difficulty actor.advantages.options.decay=0.99
 """
 

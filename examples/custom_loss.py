@@ -1,12 +1,12 @@
 """A loss of one's own: learn from the good answers alone, as RAFT does (arXiv 2304.06767).
 
-    python -m megarl.launcher.local --config configs/quickstart_grpo.yaml \\
+    megarl launch --config configs/quickstart_grpo.yaml \\
         actor.loss=examples.custom_loss:raft actor.loss.options.floor=0.5
 
 A surrogate is the smaller part: it says what a token's loss is, and leaves the correction, the KL,
 the entropy and the mean to the built-in loss.
 
-    python -m megarl.launcher.local --config configs/quickstart_grpo.yaml \\
+    megarl launch --config configs/quickstart_grpo.yaml \\
         actor.surrogate=examples.custom_loss:square_root
 """
 

@@ -1,7 +1,7 @@
 """A training loop of one's own: the KL's weight falls to zero over the run, and a step whose batch
 has nothing to compare is told in the log.
 
-    python -m megarl.launcher.local --config configs/quickstart_grpo.yaml \\
+    megarl launch --config configs/quickstart_grpo.yaml \\
         trainer=examples.custom_trainer:Annealed kl_start=0.05 ref.path=
 """
 

@@ -1,6 +1,6 @@
 r"""GRPO as your own script, run by one process: the loop is that of gsm8k_grpo_spmd.py.
 
-    python -m megarl.launcher.local examples/gsm8k_grpo_controller.py \
+    megarl launch examples/gsm8k_grpo_controller.py \
         --config configs/script_grpo.yaml trainer.mode=controller
 
 The launcher also starts the generation servers; with servers of your own (rollout.addresses), start

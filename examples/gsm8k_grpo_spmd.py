@@ -1,6 +1,6 @@
 """GRPO as your own script: the whole training loop is in this file.
 
-    python -m megarl.launcher.local examples/gsm8k_grpo_spmd.py --config configs/script_grpo.yaml
+    megarl launch examples/gsm8k_grpo_spmd.py --config configs/script_grpo.yaml
 
 The launcher also starts the generation servers; with servers of your own, use torchrun. Every rank
 runs the whole script: rank 0 talks to the servers, and the engine distributes the batches.

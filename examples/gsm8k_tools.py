@@ -1,7 +1,7 @@
 """GSM8K with a tool, or with a teacher who answers the model: verl's multi-turn walkthrough.
 
     python examples/gsm8k_tools.py --out data/gsm8k [--source openai/gsm8k]
-    python -m megarl.launcher.local --config configs/gsm8k_tools_grpo.yaml actor.path=MODEL
+    megarl launch --config configs/gsm8k_tools_grpo.yaml actor.path=MODEL
 
 The first command writes train.parquet and test.parquet in verl's columns; files that verl's own
 script wrote do as well.

@@ -1,6 +1,6 @@
 """An agent written for the OpenAI client, trained as it is.
 
-    python -m megarl.launcher.local --config configs/quickstart_grpo.yaml \\
+    megarl launch --config configs/quickstart_grpo.yaml \\
         rollout.workflow=megarl.rollout.workflows.agent:AgentWorkflow \\
         rollout.workflow.options.agent=examples.openai_agent:solve
 

@@ -1,6 +1,6 @@
 """A game of TextArena (pip install megarl[textarena]) as an environment, and its rows of data.
 
-    python -m megarl.launcher.local --config configs/textarena_grpo.yaml actor.path=MODEL
+    megarl launch --config configs/textarena_grpo.yaml actor.path=MODEL
 
 A row is a seed: all samples of a row play the same game.
 """

@@ -1,6 +1,6 @@
 """A workflow that has two turns, with a tool between them.
 
-    python -m megarl.launcher.local --config configs/quickstart_grpo.yaml \\
+    megarl launch --config configs/quickstart_grpo.yaml \\
         rollout.workflow=examples.two_turn:TwoTurnWorkflow rollout.workflow.options.second_try=0.5
 
 The model answers and a tool checks the answer. Where the tool objects, its words become the user's
