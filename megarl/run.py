@@ -3,7 +3,8 @@
     torchrun --nproc-per-node N megarl/run.py --config X.yaml [key=value ...] [+new.key=value ...]
     python -m megarl.run --config X.yaml ...        (one process)
 
-    --help            every key with type, default, choices and meaning; --recipe NAME for one
+    --help [SECTION]  every key, or one section's (--help rollout), with type, default, choices and
+                      meaning; --recipe NAME for one recipe's
     --print-config    the configuration after all overrides, as YAML
     --check           check the configuration, models, data and code it names, then stop: for
                       WORLD_SIZE processes where that is set, else for the fewest that fit
@@ -66,7 +67,7 @@ def _start(argv: Sequence[str] | None) -> int:
         )
         if "help" in command.switches:
             with contextlib.suppress(BrokenPipeError):  # --help | head
-                print(help_text(command.options.get("recipe")), flush=True)
+                print(help_text(command), flush=True)
             return 0
         cfg = load_checked(command) if "checked" in command.switches else load(command)
         if "print-config" in command.switches:
@@ -111,12 +112,16 @@ def _run_whole(cfg: BaseConfig) -> int:
     return 0
 
 
-def help_text(recipe: str | None) -> str:
-    """Returns the text of --help, with the keys of one recipe or (None) of all."""
-    from megarl.config.help import render_help
+def help_text(command: CommandLine) -> str:
+    """Returns the text of --help, with the keys of --recipe or of all recipes; where words name
+    sections, only their keys."""
+    from megarl.config.help import render_help, render_section
 
-    keys = render_help([recipe] if recipe else tuple(RECIPES))
-    return f"{(__doc__ or '').strip()}\n\n{keys}"
+    recipe = command.options.get("recipe")
+    recipes = [recipe] if recipe else tuple(RECIPES)
+    if command.words:
+        return "\n\n".join(render_section(word, recipes) for word in command.words)
+    return f"{(__doc__ or '').strip()}\n\n{render_help(recipes)}"
 
 
 def load(command: CommandLine) -> BaseConfig:

@@ -6,12 +6,15 @@ Options and overrides may come in any order. A word with a / before its = is no 
 from __future__ import annotations
 
 import difflib
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from megarl.config.errors import ConfigError
+
+SECTION = re.compile(r"\w+(\.\w+)*")  # the name of a section or key
 
 
 @dataclass(kw_only=True)
@@ -57,13 +60,21 @@ def help_or_command_line(
     options: Sequence[str] = (),
     switches: Sequence[str] = (),
 ) -> CommandLine | None:
-    """Prints `text` and returns None where `argv` (None: this process's) asks for help, else
-    returns what `parse_command_line` reads."""
-    argv = sys.argv[1:] if argv is None else argv
-    if "--help" in argv or "-h" in argv:
-        print(text.strip())
-        return None
+    """Prints `text`, or for `--help SECTION` that section's keys, and returns None where `argv`
+    (None: this process's) asks for help; else returns what `parse_command_line` reads."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    for flag in ("--help", "-h"):
+        if flag in argv:
+            after = argv[argv.index(flag) + 1 :]
+            print(_section(after[0]) if after and SECTION.fullmatch(after[0]) else text.strip())
+            return None
     return parse_command_line(argv, options=options, switches=(*switches, "help"))
+
+
+def _section(name: str) -> str:
+    from megarl.config.help import render_section  # here, as most command lines need no help
+
+    return render_section(name)
 
 
 def one_config(command: CommandLine, usage: str) -> Path:

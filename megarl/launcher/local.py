@@ -3,6 +3,7 @@
     python -m megarl.launcher.local [script.py] --config X.yaml [--nproc N] [key=value ...]
 
     --check           check the configuration, models, data and code it names, then stop
+    --help SECTION    the configuration keys of one section, such as rollout
     --dry-run         print every process with its GPUs, command, environment, ports and log, then
                       stop; --format json prints all of it for programs
 

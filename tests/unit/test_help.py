@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from megarl.config.help import render_help
+from megarl.config.help import render_help, render_section
 from megarl.config.loader import load_config
 from megarl.config.recipes import RECIPES
 from megarl.config.schema import all_keys
@@ -46,6 +47,28 @@ def test_help_of_one_recipe() -> None:
     assert run("--help", "--recipe", "xyz").stderr == (
         f"config error: recipe=xyz: not one of {', '.join(RECIPES)} (or pkg.module:name)\n"
     )
+
+
+@pytest.mark.parametrize("command", [["megarl.run"], ["megarl.cli", "launch"]])
+def test_help_of_one_section(command: list[str]) -> None:
+    def ask(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", *command, *words], capture_output=True, text=True, timeout=60
+        )
+
+    answer = ask("--help", "rollout")
+    assert answer.returncode == 0
+    keys = re.findall(r"^  ([\w.]+)", answer.stdout, re.MULTILINE)
+    assert "rollout.max_head_offpolicyness" in keys
+    assert all(key.partition(".")[0] == "rollout" for key in keys)
+    assert "actor.optimizer.lr" in ask("--help", "actor.optimizer").stdout
+    wrong = ask("--help", "rollot")
+    assert wrong.returncode == 2 and "rollout" in wrong.stderr
+
+
+def test_a_section_that_recipes_share_is_shown_once() -> None:
+    text = render_section("gconfig")
+    assert text.count("gconfig.n_samples") == 1 and "recipe=" not in text
 
 
 @pytest.mark.parametrize("args", [["--help"], ["--print-config", "seed=3"]])
