@@ -39,7 +39,7 @@ from megarl.api.batch import Batch, Padded, Tokens
 from megarl.api.engine import NoGradient, TrainEngine
 from megarl.api.failures import on_every_rank
 from megarl.config.algo import PPOActorConfig
-from megarl.config.check_actor import check_actor
+from megarl.config.check_engine import check_actor
 from megarl.observability.logging import get_logger
 from megarl.parallel.placement import split_minibatches
 

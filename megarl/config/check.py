@@ -10,74 +10,48 @@ import logging
 import os
 from collections.abc import Iterator
 from dataclasses import fields
+from operator import attrgetter
 
+from megarl.config import rules
 from megarl.config.algo import ValueModelConfig
-from megarl.config.check_actor import actor_problems
-from megarl.config.check_data import (
-    batching_problems,
-    dataset_problems,
-    held_out_problems,
-    model_path_problems,
-    name_problems,
-    reward_problems,
-    template_problems,
-    tokenizer_problems,
-)
+from megarl.config.allocation import AllocationMode
+from megarl.config.check_data import data_problems, model_path_problems, reward_problems
 from megarl.config.check_engine import (
+    actor_problems,
     lora_problems,
     optimizer_problems,
-)
-from megarl.config.check_layout import allocation_problems, cluster_problems, parallel_problems
-from megarl.config.check_learning import (
-    baseline_problems,
-    comparison_problems,
-    dpo_problems,
-    rm_problems,
+    parallel_problems,
 )
 from megarl.config.check_names import metric_problems, phase_problems, runs_own_code
-from megarl.config.check_rollout import (
-    generation_problems,
-    judge_problems,
-    rollout_problems,
-    sender_problems,
-    server_problems,
-)
+from megarl.config.check_rollout import generation_problems, rollout_problems
 from megarl.config.engine import TrainEngineConfig
-from megarl.config.errors import raise_if_any
-from megarl.config.recipe_engines import (
-    FROZEN,
-    engines,
-    model_path,
-    ref_is_below_adapters,
-)
+from megarl.config.errors import ConfigError, raise_if_any
+from megarl.config.recipe_engines import FROZEN, engines, model_path, ref_is_below_adapters
 from megarl.config.recipes import (
     BaseConfig,
     DistillConfig,
     DPOConfig,
     GRPOConfig,
+    OfflineConfig,
     PPOConfig,
     RMConfig,
     SFTConfig,
+    datasets,
     held_out_key,
     held_out_sets,
     main_role,
+    sources,
 )
 from megarl.config.rollout import GenerationConfig
-from megarl.config.rules import (
-    ENGINE,
-    RL,
-    RUN,
-    UNREAD,
-    UNREAD_OF_ACTOR,
-    UNREAD_OF_ENGINE,
-    rule_problems,
-)
-from megarl.config.run import ProfilerConfig
+from megarl.config.rules import rule_problems
 from megarl.config.schema import choice_problems, number_problems
+from megarl.config.transports import built_in_transport
 from megarl.utils.http import split_address
 from megarl.utils.importing import is_import_path
 
 log = logging.getLogger("megarl.config")
+_OURS = "megarl.rollout.workflows."
+_WITH_BASELINE = f"{_OURS}rlvr:RLVRWorkflow"
 
 
 def check_config(
@@ -89,24 +63,21 @@ def check_config(
     problems = [*choice_problems(cfg), *number_problems(cfg), *_run_problems(cfg)]
     if not own_script and not runs_own_code(cfg):
         problems += [*metric_problems(cfg), *phase_problems(cfg.profiler)]
-    problems += [*allocation_problems(cfg, world_size), *cluster_problems(cfg)]
+    problems += _allocation_problems(cfg, world_size)
     for name, engine in engines(cfg).items():
-        problems += _engine_problems(name, engine, world_size)
-    if isinstance(cfg, PPOConfig):
-        problems += _critic_problems(cfg)
-    if isinstance(cfg, DistillConfig):
-        problems += _distill_problems(cfg)
-    elif isinstance(cfg, GRPOConfig) and not cfg.trainer.type:
-        problems += _no_teacher_problems(cfg)
-    if isinstance(cfg, GRPOConfig):
-        problems += _grpo_problems(cfg)
-        problems += sender_problems(cfg, world_size)
-    elif isinstance(cfg, SFTConfig):
+        problems += _engine_problems(cfg, name, engine, world_size)
+    if isinstance(cfg, OfflineConfig):
+        problems += rule_problems(rules.OFFLINE, cfg)
+    if isinstance(cfg, SFTConfig):
         problems += _sft_problems(cfg)
-    elif isinstance(cfg, DPOConfig):
-        problems += dpo_problems(cfg)
-    elif isinstance(cfg, RMConfig):
-        problems += rm_problems(cfg)
+    if isinstance(cfg, DPOConfig):
+        problems += _dpo_problems(cfg)
+    if isinstance(cfg, DPOConfig | RMConfig):
+        for key, source in sources(cfg).items():
+            problems += rule_problems(rules.PAIRS, source, f"{key}.")
+    if isinstance(cfg, GRPOConfig):
+        problems += _rl_problems(cfg)
+        problems += rollout_problems(cfg, world_size)
     if ref_is_below_adapters(cfg):
         problems += _shared_ref_problems(cfg)
     raise_if_any(problems)
@@ -118,49 +89,16 @@ def check_config(
 def unread_keys(cfg: BaseConfig) -> Iterator[str]:
     """Yields a line for each key that is set and that a run does not read, since another is not
     set."""
-    broken = [*rule_problems(UNREAD, cfg)]
+    broken = [*rule_problems(rules.UNREAD, cfg)]
     for name, engine in engines(cfg).items():
-        broken += rule_problems(UNREAD_OF_ENGINE, engine, f"{name}.")
+        broken += rule_problems(rules.UNREAD_OF_ENGINE, engine, f"{name}.")
     if isinstance(cfg, GRPOConfig):
-        broken += rule_problems(UNREAD_OF_ACTOR, cfg.actor, "actor.")
+        broken += rule_problems(rules.UNREAD_OF_ACTOR, cfg.actor, "actor.")
     for line in broken:
         yield f"{line}; without it the key has no effect"
 
 
-def _engine_problems(name: str, cfg: TrainEngineConfig, world_size: int | None) -> Iterator[str]:
-    yield from parallel_problems(cfg.parallel, world_size, f"{name}.parallel")
-    yield from rule_problems(ENGINE, cfg, f"{name}.")
-    if cfg.moe.token_dispatcher == "flex" and cfg.parallel.ep * cfg.parallel.etp == 1:
-        yield (
-            f"{name}.moe.token_dispatcher=flex: sends tokens between the ranks of experts, and "
-            f"{name}.parallel.ep=1 and etp=1 have one; take alltoall"
-        )
-    if cfg.head == "value" and not isinstance(cfg, ValueModelConfig):
-        yield f"{name}.head=value: only a critic or a reward model has one; leave it lm"
-    if cfg.moe.replays and name != "actor":
-        yield (
-            f"{name}.moe.router_replay={cfg.moe.router_replay}: nothing records the routing of "
-            f"{name}; only the actor's is. Leave it off"
-        )
-    if name in FROZEN:
-        if cfg.optimizer is not None:
-            yield f"{name}.optimizer: {FROZEN[name]} is frozen; leave it null"
-    elif cfg.optimizer is None:
-        yield f"{name}.optimizer=null: training needs one; set {name}.optimizer.lr"
-    else:
-        yield from optimizer_problems(f"{name}.optimizer", cfg.optimizer)
-    if cfg.lora is not None:
-        if name in FROZEN:
-            yield f"{name}.lora: {FROZEN[name]} is frozen; leave it null"
-        yield from lora_problems(f"{name}.lora", cfg.lora)
-    if cfg.offload and name not in FROZEN:
-        yield (
-            f"{name}.offload=true: only frozen models ({', '.join(FROZEN)}) rest in host memory "
-            f"between passes; for a trained one see {name}.optimizer.cpu_offload"
-        )
-
-
-# the run
+# the run and its engines
 
 
 def _run_problems(cfg: BaseConfig) -> Iterator[str]:
@@ -168,64 +106,112 @@ def _run_problems(cfg: BaseConfig) -> Iterator[str]:
         value = getattr(cfg, name)
         if not value or "/" in value or value in (".", "..") or len(value.encode()) > 255:
             yield f"{name}={value!r}: one path component, not empty, without /, at most 255 bytes"
-    yield from rule_problems(RUN, cfg)
-    yield from _controller_problems(cfg)
-    yield from _profiler_problems(cfg.profiler)
-    yield from dataset_problems("train_dataset", cfg.train_dataset)
-    yield from batching_problems("train_dataset", cfg.train_dataset)
-    yield from name_problems("valid_datasets", cfg.valid_datasets)
-    for name, data in held_out_sets(cfg).items():
-        yield from held_out_problems(held_out_key(name), data)
-    for name in engines(cfg):
-        yield from model_path_problems(
-            f"{name}.path",
-            model_path(cfg, name),
-            weights=not engines(cfg)[name].init_from_scratch,
-        )
-    yield from tokenizer_problems(cfg.tokenizer_path)
-    yield from template_problems(cfg.tokenizer.chat_template)
-
-
-def _controller_problems(cfg: BaseConfig) -> Iterator[str]:
-    if cfg.trainer.mode != "controller":
-        return
-    mode = "trainer.mode=controller"
-    if not isinstance(cfg, GRPOConfig):
+    yield from rule_problems(rules.RUN, cfg)
+    if cfg.profiler.start_step is not None and not cfg.profiler.ranks:
+        yield "profiler.ranks=[]: name ranks from 0"
+    slurm = cfg.cluster.slurm
+    if slurm.minutes is not None and slurm.save_before >= 60 * slurm.minutes:
         yield (
-            f"{mode} with recipe={cfg.recipe}: a controller is for recipes with rollouts; set "
-            "trainer.mode=spmd, where every trainer process runs the loop"
+            f"cluster.slurm.save_before={slurm.save_before}: must be shorter than the time limit, "
+            f"cluster.slurm.minutes={slurm.minutes}"
         )
-    elif cfg.replay is not None:
-        yield f"{mode} with replay: a replay runs with trainer.mode=spmd, and gives the same bits"
+    yield from data_problems(cfg)
+    for name, engine in engines(cfg).items():
+        path = model_path(cfg, name)
+        weights = not engine.init_from_scratch
+        yield from model_path_problems(f"{name}.path", path, weights=weights)
 
 
-def _profiler_problems(cfg: ProfilerConfig) -> Iterator[str]:
-    if cfg.start_step is not None and (not cfg.ranks or min(cfg.ranks) < 0):
-        yield f"profiler.ranks={cfg.ranks}: name ranks from 0"
+def _engine_problems(
+    cfg: BaseConfig, name: str, engine: TrainEngineConfig, world_size: int | None
+) -> Iterator[str]:
+    key = f"{name}."
+    yield from parallel_problems(engine.parallel, world_size, f"{key}parallel")
+    yield from rule_problems(rules.ENGINE, engine, key)
+    yield from rule_problems(rules.FROZEN if name in FROZEN else rules.TRAINED, engine, key)
+    if not isinstance(engine, ValueModelConfig):
+        yield from rule_problems(rules.LANGUAGE_MODEL, engine, key)
+    if name != "actor":
+        yield from rule_problems(rules.NOT_ACTOR, engine, key)
+    if name not in FROZEN and engine.optimizer is not None:
+        yield from optimizer_problems(f"{key}optimizer", engine.optimizer)
+    if engine.lora is not None:
+        yield from lora_problems(f"{key}lora", engine.lora)
+    parts = getattr(engine, "ppo_n_minibatches", 1)
+    if isinstance(cfg, GRPOConfig):
+        size, n = cfg.train_dataset.batch_size, cfg.gconfig.n_samples
+        if 0 < size * n < parts:
+            yield (
+                f"{key}ppo_n_minibatches={parts}: exceeds the train_dataset.batch_size * "
+                f"gconfig.n_samples = {size}*{n} = {size * n} sequences of a step"
+            )
 
 
-# recipes
+def _shared_ref_problems(cfg: BaseConfig) -> Iterator[str]:
+    """Yields the settings of `ref` that would have no effect, as its engine is not built: all that
+    differ from the default and from the trained policy's."""
+    default, frozen = TrainEngineConfig(), ("optimizer", "lora")  # those are refused anyway
+    main, by_name = main_role(type(cfg)), engines(cfg)
+    for name in (f.name for f in fields(default) if f.name not in frozen):
+        same = (getattr(default, name), getattr(by_name[main], name))
+        if getattr(by_name["ref"], name) not in same:
+            yield (
+                f"ref.{name}: with {main}.lora on the same model the reference is the {main}'s "
+                f"engine without its adapters; leave ref.{name} out, or name another ref.path"
+            )
+
+
+def _allocation_problems(cfg: BaseConfig, world_size: int | None) -> Iterator[str]:
+    """Yields where the configuration says otherwise than its allocation_mode, or `world_size` is
+    another one (None: not known)."""
+    if not cfg.allocation_mode:
+        return
+    try:
+        allocation = AllocationMode.from_str(cfg.allocation_mode)
+    except ConfigError as e:
+        yield from e.problems
+        return
+    mode, wanted = f"allocation_mode={cfg.allocation_mode}", allocation.trainers.gpus
+    if allocation.servers is not None and not isinstance(cfg, GRPOConfig):
+        yield f"{mode}: recipe={cfg.recipe} has no servers; leave the trainers' part alone"
+        return
+    for key, value in allocation.keys(main_role(type(cfg))).items():
+        if (other := attrgetter(key)(cfg)) != value:
+            yield f"{mode} means {key}={value}, and {key}={other} is set: correct one of them"
+    if world_size is not None and world_size != wanted:
+        yield (
+            f"{mode}: its trainers are {wanted} processes, and {world_size} would be started; "
+            "correct it, or start as many"
+        )
+    if isinstance(cfg, GRPOConfig) and allocation.servers is not None:
+        transport = built_in_transport(cfg.weight_sync.type)
+        shares = transport is not None and transport.requirements.shares_devices
+        if shares and not allocation.colocated:
+            yield (
+                f"weight_sync.type={cfg.weight_sync.type}: needs servers on the trainers' GPUs; "
+                f"write | instead of + in {mode}"
+            )
+
+
+# recipes without rollouts
 
 
 def _sft_problems(cfg: SFTConfig) -> Iterator[str]:
-    bound = cfg.stop_at_exact_match
-    if bound is not None and not held_out_sets(cfg):
+    yield from rule_problems(rules.SFT, cfg)
+    if cfg.stop_at_exact_match is not None and not held_out_sets(cfg):
+        bound = cfg.stop_at_exact_match
         yield f"stop_at_exact_match={bound}: needs held-out data; set valid_dataset.type"
-    if cfg.train_dataset.curriculum is not None:
-        yield "train_dataset.curriculum: goes by rewards, which SFT has none of; leave it out"
     if cfg.generation is not None:
         yield from _sft_generation_problems(cfg, cfg.generation)
 
 
 def _sft_generation_problems(cfg: SFTConfig, g: GenerationConfig) -> Iterator[str]:
-    key, bound = "generation", cfg.stop_at_exact_match
+    key = "generation"
     yield from generation_problems(f"{key}.gconfig", g.gconfig)
     if not held_out_sets(cfg):
         yield f"{key}: needs held-out data to answer; set valid_dataset.type"
     for name, data in held_out_sets(cfg).items():
         yield from reward_problems(held_out_key(name), data)
-    if bound is not None and not g.loss:
-        yield f"stop_at_exact_match={bound}: goes by the loss; leave {key}.loss true"
     if g.server.context_length <= g.gconfig.max_new_tokens:
         yield (
             f"{key}.server.context_length={g.server.context_length}: leaves no room for a prompt "
@@ -236,45 +222,79 @@ def _sft_generation_problems(cfg: SFTConfig, g: GenerationConfig) -> Iterator[st
         yield f"{key}: rank 0 starts no server with {why}; set {key}.rollout.addresses"
 
 
-def _grpo_problems(cfg: GRPOConfig) -> Iterator[str]:
-    yield from _ppo_problems(cfg)
-    yield from generation_problems("gconfig", cfg.gconfig)
-    yield from generation_problems("eval_gconfig", cfg.eval_gconfig)
-    yield from rollout_problems(cfg)
-    yield from server_problems(cfg)
-    yield from judge_problems(cfg)
+def _dpo_problems(cfg: DPOConfig) -> Iterator[str]:
+    yield from rule_problems(rules.PREFERENCE, cfg.preference, "preference.")
+    loss = f"preference.loss={cfg.preference.loss}"
+    if cfg.ref.path and not cfg.preference.needs_reference:
+        yield f"ref.path={cfg.ref.path}: {loss} measures against no reference; leave it out"
+    for key, data in datasets(cfg).items() if not cfg.preference.paired else ():
+        name = "batch_size" if key == "train_dataset" else "size"
+        if getattr(data, name) == 1:
+            yield f"{key}.{name}=1: {loss} needs answers to other prompts beside each; take 2"
 
 
-def _shared_ref_problems(cfg: BaseConfig) -> Iterator[str]:
-    """Yields the settings of `ref` that would have no effect, as its engine is not built: all that
-    differ from the default and from the trained policy's."""
-    default, frozen = TrainEngineConfig(), ("optimizer", "lora")  # those are refused anyway
-    main, found = main_role(type(cfg)), engines(cfg)
-    for name in (f.name for f in fields(default) if f.name not in frozen):
-        if getattr(found["ref"], name) not in (getattr(default, name), getattr(found[main], name)):
+# recipes with rollouts
+
+
+def _rl_problems(cfg: GRPOConfig) -> Iterator[str]:
+    yield from rule_problems(rules.RL, cfg)
+    yield from actor_problems(cfg.actor)
+    yield from _comparison_problems(cfg)
+    yield from _baseline_problems(cfg)
+    if isinstance(cfg, PPOConfig):
+        yield from rule_problems(rules.CRITIC, cfg)
+    if isinstance(cfg, DistillConfig):
+        yield from _distill_problems(cfg)
+    elif not cfg.trainer.type:
+        yield from rule_problems(rules.NO_TEACHER, cfg)
+    for key, data in datasets(cfg).items():
+        yield from reward_problems(key, data)
+
+
+def _comparison_problems(cfg: GRPOConfig) -> Iterator[str]:
+    """Yields a line where the samples of a prompt are too few to be compared."""
+    a, n = cfg.actor, cfg.gconfig.n_samples
+    if a.advantages.type == "pass_at_k":
+        k, least = a.advantages.options.get("k"), cfg.rollout.min_rollouts
+        if isinstance(k, int) and 1 <= n <= k:
             yield (
-                f"ref.{name}: with {main}.lora on the same model the reference is the {main}'s "
-                f"engine without its adapters; leave ref.{name} out, or name another ref.path"
+                f"gconfig.n_samples={n}: actor.advantages=pass_at_k compares draws of k={k} of the "
+                f"samples of a prompt, which are all alike; take {k + 1} or more, or lower "
+                "actor.advantages.options.k"
             )
+        if isinstance(k, int) and least < k <= n:
+            yield (
+                f"rollout.min_rollouts={least}: actor.advantages=pass_at_k draws k={k} of the "
+                f"samples of a prompt, and failures may leave fewer; set rollout.min_rollouts={k}"
+            )
+    elif n == 1 and (by := a.compares_by):
+        other = ", or actor.adv_norm=none" if by.startswith("actor.adv_norm") else ""
+        yield f"gconfig.n_samples={n}: {by} compares the samples of a prompt; take 2 or more{other}"
 
 
-def _critic_problems(cfg: PPOConfig) -> Iterator[str]:
-    yield from _minibatch_problems(cfg, "critic", cfg.critic.ppo_n_minibatches)
-    if cfg.actor.adv_norm.startswith("group"):
-        yield (
-            f"actor.adv_norm={cfg.actor.adv_norm}: with a critic, samples are not compared by "
-            "prompt; take batch or none"
-        )
-    if cfg.actor.advantages.type != "group":
-        yield (
-            f"actor.advantages={cfg.actor.advantages.type}: with a critic, advantages are GAE's; "
-            "leave it out, or take recipe=grpo"
-        )
-    if cfg.actor.surrogate.type in ("gmpo", "topr"):
-        yield (
-            f"actor.surrogate={cfg.actor.surrogate.type}: takes rows of one advantage, and with a "
-            "critic every token has its own; take another surrogate, or recipe=grpo"
-        )
+def _baseline_problems(cfg: GRPOConfig) -> Iterator[str]:
+    """Yields a line for each workflow of megarl's that lacks the baseline which ReMax subtracts;
+    what a user's own workflow brings is not known. A part's workflow is its own, else all's."""
+    if cfg.actor.advantages.type != "remax":
+        return
+    workflows = {"rollout.workflow": cfg.rollout.workflow}
+    parts = cfg.train_dataset.parts
+    own = {name: part.workflow for name, part in parts.items() if part.workflow.type}
+    if parts and len(own) == len(parts):
+        workflows = {}
+    workflows |= {f"train_dataset.parts.{name}.workflow": seam for name, seam in own.items()}
+    for key, workflow in workflows.items():
+        if workflow.type == _WITH_BASELINE and not workflow.options.get("greedy_baseline"):
+            yield (
+                "actor.advantages=remax: subtracts the reward of the greedy answer; set "
+                f"{key}.options.greedy_baseline=true"
+            )
+        elif workflow.type.startswith(_OURS) and workflow.type != _WITH_BASELINE:
+            yield (
+                f"actor.advantages=remax: {key}={workflow.type} has no greedy answer written; take "
+                f"{_WITH_BASELINE} with greedy_baseline, or a workflow of your own that returns "
+                "'baseline'"
+            )
 
 
 def _distill_problems(cfg: DistillConfig) -> Iterator[str]:
@@ -284,56 +304,10 @@ def _distill_problems(cfg: DistillConfig) -> Iterator[str]:
             f"actor.loss=policy with actor.advantages={advantages}: neither asks the teacher; take "
             "actor.loss=distill, or actor.advantages=teacher"
         )
-    if not cfg.teacher.addresses:
-        return
     for address in cfg.teacher.addresses:
         try:
             split_address(address)
         except ValueError as e:
             yield f"teacher.addresses: {e}"
-    if cfg.teacher.path:
-        yield (
-            f"teacher.path={cfg.teacher.path}: the servers of teacher.addresses hold the teacher; "
-            "leave one of them out"
-        )
-    if cfg.gconfig.temperature != 1:
-        yield (
-            f"gconfig.temperature={cfg.gconfig.temperature:g}: servers give a prompt's logprobs at "
-            "temperature 1, at which a student of theirs has to write; set it to 1, or have an "
-            "engine for a teacher (teacher.path)"
-        )
-
-
-def _no_teacher_problems(cfg: GRPOConfig) -> Iterator[str]:
-    for key, seam, asks in (
-        ("loss", cfg.actor.loss, "distill"),
-        ("advantages", cfg.actor.advantages, "teacher"),
-    ):
-        if seam.type == asks:
-            yield f"actor.{key}={asks}: needs a teacher, and only recipe=distill has one; take it"
-
-
-def _minibatch_problems(cfg: GRPOConfig, name: str, parts: int) -> Iterator[str]:
-    size, n = cfg.train_dataset.batch_size, cfg.gconfig.n_samples
-    if 0 < size * n < parts:
-        yield (
-            f"{name}.ppo_n_minibatches={parts}: exceeds the train_dataset.batch_size * "
-            f"gconfig.n_samples = {size}*{n} = {size * n} sequences of a step"
-        )
-
-
-def _ppo_problems(cfg: GRPOConfig) -> Iterator[str]:
-    a = cfg.actor
-    yield from actor_problems(a)
-    yield from _minibatch_problems(cfg, "actor", a.ppo_n_minibatches)
-    yield from comparison_problems(cfg)
-    yield from baseline_problems(cfg)
-    yield from rule_problems(RL, cfg)
-    if a.kl_controller is not None and not (a.kl_coef or cfg.kl_ctl):
-        yield (
-            "actor.kl_controller: adapts actor.kl_coef and kl_ctl, which are 0; set the first "
-            "value of one of them, or leave it null"
-        )
-    yield from reward_problems("train_dataset", cfg.train_dataset)
-    for name, data in held_out_sets(cfg).items():
-        yield from reward_problems(held_out_key(name), data)
+    if cfg.teacher.addresses:
+        yield from rule_problems(rules.TEACHER_SERVERS, cfg)

@@ -8,6 +8,8 @@ from dataclasses import fields
 from pathlib import Path
 
 from megarl.config.dataset import GENERATED, MIX, WITH_REWARD, DatasetConfig, SourceConfig
+from megarl.config.recipes import BaseConfig, held_out_key, held_out_sets
+from megarl.config.rules import DATASET, HELD_OUT, SOURCE, rule_problems
 from megarl.utils.importing import is_import_path
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -16,72 +18,60 @@ _PLAIN = re.compile(r"\w[\w-]*")
 HUB = "hub://"
 
 
-def name_problems(key: str, names: Iterable[str]) -> Iterator[str]:
+def data_problems(cfg: BaseConfig) -> Iterator[str]:
+    """Yields the problems of a recipe's data sets and of its tokenizer."""
+    yield from _training_problems("train_dataset", cfg.train_dataset)
+    yield from _name_problems("valid_datasets", cfg.valid_datasets)
+    for name, data in held_out_sets(cfg).items():
+        key = held_out_key(name)
+        yield from rule_problems(HELD_OUT, data, f"{key}.")
+        yield from _source_problems(key, data) if data.type != MIX else ()
+    path = cfg.tokenizer_path
+    if path and not Path(path).is_dir() and not looks_like_hub_name(path):
+        yield f"tokenizer_path={path}: no such directory"
+    if template := cfg.tokenizer.chat_template:
+        try:
+            Path(template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as e:
+            why = e.strerror if isinstance(e, OSError) else "not UTF-8"
+            yield f"tokenizer.chat_template={template}: {why}; name a Jinja file"
+
+
+def _name_problems(key: str, names: Iterable[str]) -> Iterator[str]:
     """Yields a line for each name of a data set that cannot be part of a metric's name."""
     for name in names:
         if not _PLAIN.fullmatch(name):
             yield f"{key}.{name}: name data sets in letters, digits, '_' and '-'"
 
 
-def dataset_problems(key: str, cfg: DatasetConfig) -> Iterator[str]:
-    """Yields the problems of a data set for training: its sources, and how rows are drawn."""
+def _training_problems(key: str, cfg: DatasetConfig) -> Iterator[str]:
+    yield from rule_problems(DATASET, cfg, f"{key}.")
     if (cfg.type == MIX) != bool(cfg.parts):
         yield (
             f"{key}.type={cfg.type} with {len(cfg.parts)} {key}.parts: type=mix draws from its "
             "parts, name each there with its type and weight; any other type has none"
         )
-    elif cfg.parts:
-        yield from _mix_problems(key, cfg)
+    elif not cfg.parts:
+        yield from _source_problems(key, cfg)
     else:
-        yield from source_problems(key, cfg)
-    if cfg.sampler.type and (cfg.parts or cfg.curriculum):
-        what = "parts" if cfg.parts else "curriculum"
-        yield f"{key}.sampler={cfg.sampler.type}: decides the order alone; leave {key}.{what} out"
-    if (c := cfg.curriculum) is not None and c.low > c.high:
-        yield f"{key}.curriculum.low={c.low}: above {key}.curriculum.high={c.high}"
+        yield from _name_problems(f"{key}.parts", cfg.parts)
+        plain = SourceConfig(type=MIX)
+        for field in fields(SourceConfig):  # keys of the whole would do nothing
+            if getattr(cfg, field.name) != getattr(plain, field.name):
+                yield f"{key}.{field.name}: with type=mix set it in each of {key}.parts"
+        for name, part in cfg.parts.items():
+            yield from _source_problems(f"{key}.parts.{name}", part)
 
 
-def held_out_problems(key: str, cfg: DatasetConfig) -> Iterator[str]:
-    """Yields the problems of a data set for validation, which is taken whole."""
-    if cfg.type == MIX or cfg.parts:
-        yield f"{key}.type=mix: evaluate on each by itself; name them in valid_datasets"
-        return
-    yield from source_problems(key, cfg)
-    if cfg.curriculum is not None:
-        yield f"{key}.curriculum: only training draws rows; leave it out"
-    if cfg.sampler.type:
-        yield f"{key}.sampler={cfg.sampler.type}: held-out rows are all taken; leave it out"
-
-
-def _mix_problems(key: str, cfg: DatasetConfig) -> Iterator[str]:
-    """Yields the problems of a mixture; keys of the whole that its parts have would do nothing."""
-    plain = SourceConfig(type=MIX)
-    for field in fields(SourceConfig):
-        if getattr(cfg, field.name) != getattr(plain, field.name):
-            yield f"{key}.{field.name}: with type=mix set it in each of {key}.parts"
-    yield from name_problems(f"{key}.parts", cfg.parts)
-    for name, part in cfg.parts.items():
-        yield from source_problems(f"{key}.parts.{name}", part)
-
-
-def source_problems(key: str, cfg: SourceConfig) -> Iterator[str]:
+def _source_problems(key: str, cfg: SourceConfig) -> Iterator[str]:
     """Yields the problems of the path, the files and the split of a data set."""
-    if cfg.path and cfg.files:
-        yield f"{key}.files: beside {key}.path={cfg.path}; set one of them"
+    yield from rule_problems(SOURCE, cfg, f"{key}.")
     for file in cfg.files:
         if not Path(file).is_file():
             yield f"{key}.files: {file}: no such file"
-    if cfg.type in GENERATED:
-        if where := cfg.path or ", ".join(cfg.files):
-            yield (
-                f"{key}.path={where}: {key}.type={cfg.type} makes its own problems and reads no "
-                f"file; set {key}.type to chat or gsm8k, or leave the path out"
-            )
-        if cfg.split not in ("train", "test"):
-            yield f"{key}.split={cfg.split}: {key}.type={cfg.type} has train and test"
-    elif is_import_path(cfg.type) or cfg.files:
+    if cfg.type in GENERATED or is_import_path(cfg.type) or cfg.files:
         return
-    elif not cfg.path:
+    if not cfg.path:
         yield (
             f"{key}.path is empty: {key}.type={cfg.type} needs a hub name (openai/gsm8k), a path "
             f"or {key}.files"
@@ -99,15 +89,6 @@ def reward_problems(key: str, cfg: SourceConfig) -> Iterator[str]:
         yield (
             f"{key}.reward is empty: {key}.type={cfg.type} has none of its own; name "
             "pkg.module:function, or none where a reward model or the workflow judges"
-        )
-
-
-def batching_problems(key: str, cfg: DatasetConfig) -> Iterator[str]:
-    """Yields a line where a data set is smaller than a batch and its rest would be dropped."""
-    if cfg.size is not None and cfg.drop_last and 0 < cfg.size < cfg.batch_size:
-        yield (
-            f"{key}.size={cfg.size}: smaller than {key}.batch_size={cfg.batch_size}, so no batch "
-            f"is ever full; lower the batch size or set {key}.drop_last=false"
         )
 
 
@@ -139,20 +120,3 @@ def model_path_problems(key: str, path: str, *, weights: bool) -> Iterator[str]:
             f"{key}={path}: has no *.safetensors; convert the weights, or set "
             f"{key.removesuffix('path')}init_from_scratch=true"
         )
-
-
-def tokenizer_problems(path: str) -> Iterator[str]:
-    """Yields a line where `path` is neither empty, a directory nor a hub name."""
-    if path and not Path(path).is_dir() and not looks_like_hub_name(path):
-        yield f"tokenizer_path={path}: no such directory"
-
-
-def template_problems(path: str) -> Iterator[str]:
-    """Yields a line where the chat template's file cannot be read."""
-    if not path:
-        return
-    try:
-        Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as e:
-        why = e.strerror if isinstance(e, OSError) else "not UTF-8"
-        yield f"tokenizer.chat_template={path}: {why}; name a Jinja file"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -22,16 +22,6 @@ BETAS: Mapping[str, float] = {
 PREFERENCE_LOSSES = tuple(BETAS)
 WITHOUT_REFERENCE = ("simpo", "orpo")  # losses that measure against no frozen model
 UNPAIRED = ("kto",)  # losses of single answers, each with a label
-_DPO = ("dpo", "cdpo", "robust", "ipo", "hinge")
-# keys that only some losses read
-_READERS: Mapping[str, tuple[str, ...]] = {
-    "label_smoothing": ("cdpo", "robust"),
-    "gamma": ("simpo",),
-    "length_normalized": _DPO,
-    "sft_coef": _DPO,
-    "desirable_weight": ("kto",),
-    "undesirable_weight": ("kto",),
-}
 
 
 @dataclass(kw_only=True)
@@ -70,22 +60,3 @@ class PreferenceConfig:
     def scale(self) -> float:
         """Returns beta, or what the loss has where none is set."""
         return BETAS[self.loss] if self.beta is None else self.beta
-
-
-def preference_problems(key: str, cfg: PreferenceConfig) -> Iterator[str]:
-    """Yields a line for each key that the loss does not read, or misses; `key` is the section."""
-    if cfg.loss not in BETAS:
-        return  # not a choice, which is said elsewhere
-    plain = PreferenceConfig()
-    for name, readers in _READERS.items():
-        value = getattr(cfg, name)
-        if value != getattr(plain, name) and cfg.loss not in readers:
-            yield (
-                f"{key}.{name}={value}: {key}.loss={cfg.loss} does not read it; leave it out, or "
-                f"take {key}.loss={' or '.join(readers)}"
-            )
-    if cfg.loss in _READERS["label_smoothing"] and not cfg.label_smoothing:
-        yield (
-            f"{key}.label_smoothing=0: {key}.loss={cfg.loss} is about flipped preferences; say how "
-            f"many are, or take {key}.loss=dpo"
-        )

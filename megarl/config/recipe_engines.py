@@ -8,7 +8,6 @@ from typing import Any
 
 from megarl.config.algo import RefConfig
 from megarl.config.allocation import AllocationMode
-from megarl.config.check_layout import dense_ranks, expert_ranks
 from megarl.config.engine import TrainEngineConfig
 from megarl.config.recipes import (
     BaseConfig,
@@ -20,7 +19,7 @@ from megarl.config.recipes import (
     main_role,
 )
 
-FROZEN = {"ref": "the reference", "reward_model": "the reward model", "teacher": "the teacher"}
+FROZEN = ("ref", "reward_model", "teacher")  # engines that never train
 
 
 def engines(cfg: BaseConfig) -> dict[str, TrainEngineConfig]:
@@ -99,7 +98,7 @@ def smallest_world_size(cfg: BaseConfig) -> int:
         *(
             degree
             for e in engines(cfg).values()
-            for degree in (dense_ranks(e.parallel), expert_ranks(e.parallel))
+            for degree in (e.parallel.dense_ranks, e.parallel.expert_ranks)
         )
     )
 

@@ -28,7 +28,7 @@ class GenerationHyperparameters:
     """samples per prompt (the group size G)"""
     max_new_tokens: Annotated[int, POSITIVE] = 512
     """token bound of one response"""
-    min_new_tokens: int = 0
+    min_new_tokens: Annotated[int, NOT_NEGATIVE] = 0
     """no stop before this many tokens"""
     greedy: bool = False
     """take the argmax (temperature 0)"""
@@ -38,7 +38,7 @@ class GenerationHyperparameters:
     """nucleus bound"""
     top_k: int = -1
     """sample among the k most likely; -1 is all"""
-    stop_token_ids: list[int] = field(default_factory=list)
+    stop_token_ids: list[Annotated[int, Bounds(ge=0, lt=1 << 31)]] = field(default_factory=list)
     """extra stop tokens beside the model's EOS"""
     stop: list[str] = field(default_factory=list)
     """stop strings"""

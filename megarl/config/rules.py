@@ -1,34 +1,151 @@
-"""Says what must hold between keys, one line a rule: what asks | what it needs | why.
+"""Says what must hold between keys, one rule a line: what asks | what it needs | why, or the fix.
 
-A condition is `key` (not null, false, 0 or empty), `key=a,b` (one of these), `key!=a` or `key>n`. A
-table is for one section, whose keys it names.
+A table is for one section, whose keys it names. A condition is `key` (not null, false, 0 or empty),
+`!key`, `key=a,b` (one of these), `key!=a`, or `key>n` and alike, where n is a number or another
+key. Conditions joined by & hold together. A rule that needs nothing says what must not be. In the
+text behind it @ stands for the section. A line that begins with a space continues the one before.
 """
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Iterator
 from dataclasses import is_dataclass
 from typing import Any
 
+from megarl.config.base import SeamConfig
 from megarl.config.schema import show
 
+# a whole configuration: of every recipe, of those without rollouts, with rollouts, with a critic
 RUN = """
 saver.keep_best>0                | saver.keep_last>0 | which keeps all otherwise
 recover.restarts>0               | recover.mode=auto | a checkpoint to continue from
 train_dataset.curriculum         | train_dataset.num_workers=0 | else rows are drawn too early
 trainer.workers                  | trainer.mode=controller
 """
+OFFLINE = """
+trainer.mode=controller          | | is for recipes with rollouts; set trainer.mode=spmd
+cluster.reward_pool              | | this recipe computes no rewards; leave it null
+train_dataset.curriculum         | | goes by rewards, which this recipe has none of; leave it out
+"""
 RL = """
+replay                           | trainer.mode=spmd | which gives the same bits
 gconfig.greedy                   | gconfig.n_samples=1 | samples of a prompt would be equal
+gconfig.temperature<=0 & gconfig.greedy | | training needs sampled tokens; set it above 0
 actor.dynamic_sampling           | gconfig.n_samples>1
 actor.dynamic_sampling           | reward_model=null | it picks groups by the rewards of the rollout
 train_dataset.curriculum         | reward_model=null | it goes by the rewards of the rollout
 actor.kl_coef>0                  | ref | set ref.path, or ref={}
 kl_ctl>0                         | ref | set ref.path, or ref={}
+actor.kl_controller & !actor.kl_coef & !kl_ctl |
+    | adapts actor.kl_coef and kl_ctl, which are 0; set the first value of one of them
+episodes.entropy                 | actor.recompute_logprob=true,auto | it comes of that pass
+actor.moe.router_replay=rollout  | !rollout.router | which passes no request for routes on
 server.restarts>0                | server.count>1 | the run goes on with the others meanwhile
+server.count=0 & !rollout.addresses & !rollout.addresses_file |
+    | name running servers in one of these, or have one started by server.count=1
+judge.count=0                    | | leave judge null, and name servers in the reward's base_url
 weight_sync.delta                | weight_sync.quantization=none
 rollout.max_queue                | rollout.max_concurrent_rollouts=null | which fixes what it adapts
+"""
+CRITIC = """
+actor.adv_norm=group,group_mean,group_batch |
+    | with a critic, samples are not compared by prompt; take batch or none
+actor.advantages.type!=group     | | with a critic, advantages are GAE's; take recipe=grpo
+actor.surrogate.type=gmpo,topr   |
+    | takes rows of one advantage, and with a critic every token has its own; take another
+"""
+NO_TEACHER = """
+actor.loss.type=distill          | | needs a teacher; take recipe=distill
+actor.advantages.type=teacher    | | needs a teacher; take recipe=distill
+"""
+TEACHER_SERVERS = """
+teacher.path                     | !teacher.addresses | whose servers hold the teacher
+gconfig.temperature!=1           |
+    | servers of teacher.addresses give logprobs at temperature 1; set it to 1, or teacher.path
+"""
+SFT = """
+stop_at_exact_match & generation | generation.loss | it goes by the loss
+"""
+PREFERENCE = """
+label_smoothing>0                | loss=cdpo,robust
+gamma!=null                      | loss=simpo
+length_normalized                | loss=dpo,cdpo,robust,ipo,hinge
+sft_coef>0                       | loss=dpo,cdpo,robust,ipo,hinge
+desirable_weight!=1              | loss=kto
+undesirable_weight!=1            | loss=kto
+loss=cdpo,robust                 | label_smoothing>0 | which says how many preferences are flipped
+"""
+# why servers cannot release their memory while the trainers work
+TURNS = """
+rollout.max_head_offpolicyness>0 |
+    | servers generate while the trainers work; set it to 0, or leave server.release_memory false
+rollout.kv_after_sync!=flush     | | keeps KV that is released with the rest; set it to flush
+rollout.addresses_file           |
+    | its servers come and go, and may be others' as well; leave server.release_memory false
+rollout.router                   | | takes servers that rest for broken ones; leave one of both out
+"""
+KV = """
+rollout.kv_after_sync!=keep & weight_sync.pause_mode=in_place |
+    | requests hold their KV through the update; use pause_mode=abort, or kv_after_sync=keep
+rollout.kv_after_sync=recompute & weight_sync.pause_mode=retract |
+    | requests find KV of their old version again; use pause_mode=abort, or kv_after_sync=flush
+rollout.kv_after_sync=keep & weight_sync.pause_mode=retract |
+    | takes KV away from requests in flight; use weight_sync.pause_mode=in_place or abort
+rollout.kv_after_sync=keep & weight_sync.pause_mode=abort,drain
+    & server.type=embedded & server.count>0 |
+    | such a server has no cache beyond a request; use pause_mode=in_place, or kv_after_sync=flush
+"""
+SYNC = """
+weight_sync.delta & weight_sync.sharded!=on & server.type=sglang & server.count>0 |
+    | stock SGLang takes changes by slices alone; use sharded=on, or server.type=embedded
+weight_sync.quantization!=none & server.type=sglang & server.count>0 |
+    server.path | the model's FP8 checkpoint, whose layout SGLang must start with
+weight_sync.sharded=on & server.type=embedded & server.count>0 |
+    | such servers take whole tensors; use server.type=sglang, or weight_sync.sharded=auto
+"""
+ADAPTERS = """
+weight_sync.type                 | actor.lora | set actor.lora.r, or weight_sync.type=distributed
+weight_sync.type & weight_sync.pause_mode=retract,in_place |
+    | requests would go on with an adapter that is unloaded; use pause_mode=abort or drain
+weight_sync.type & rollout.kv_after_sync=keep |
+    | servers keep KV by adapter, and each update brings a new one; use kv_after_sync=flush
+"""
+# sections
+SERVER = """
+tp>1                             | type=sglang | the embedded server is one process
+dp>1                             | type=sglang | the embedded server is one process
+dp>1 & nnodes>1                  | | SGLang has replicas on one node alone
+"""
+GENERATION = """
+min_new_tokens                   | max_new_tokens>=min_new_tokens
+temperature<0.001                | greedy | below 0.001 sampling is argmax
+temperature>0 & temperature<0.001 | | must be 0 or >= 0.001
+top_k<1                          | top_k=-1 | which is all tokens
+"""
+DATASET = """
+sampler.type & parts             | | decides the order alone; leave @parts out
+sampler.type & curriculum        | | decides the order alone; leave @curriculum out
+curriculum.low>curriculum.high   | | lower it
+size & drop_last                 | batch_size<=size | no batch is full; or set drop_last=false
+"""
+HELD_OUT = """
+parts                            | | evaluate on each by itself; name them in valid_datasets
+curriculum                       | | only training draws rows; leave it out
+sampler.type                     | | held-out rows are all taken; leave it out
+"""
+SOURCE = """
+files & path                     | | set one of them
+path & type=arithmetic,reasoning_gym |
+    | makes its own problems and reads no file; set @type=chat or gsm8k, or leave the path out
+files & type=arithmetic,reasoning_gym |
+    | makes its own problems and reads no file; set @type=chat or gsm8k, or leave them out
+split!=train,test & type=arithmetic,reasoning_gym | | generated rows have train and test
+"""
+PAIRS = """
+type=chat,gsm8k,reasoning_gym    |
+    | has no pairs of answers; take preference, arithmetic, or a function of yours
 """
 ENGINE = """
 fp8!=none                        | dtype=auto,bfloat16
@@ -37,7 +154,23 @@ offload_activations              | recompute_granularity=full | else all of auto
 optimizer.cpu_offload            | dtype=auto,bfloat16
 mb_spec.share_prefixes           | parallel.cp=1
 mb_spec.share_prefixes           | fp8=none
+moe.token_dispatcher=flex & parallel.etp=1 | parallel.ep>1 | take alltoall
 lora                             | moe.expert_bias_update_rate=0 | routers are frozen under lora
+"""
+FROZEN = """
+optimizer                        | | a frozen model has none; leave it null
+lora                             | | a frozen model has none; leave it null
+"""
+TRAINED = """
+optimizer=null                   | | training needs one; set @optimizer.lr
+offload                          |
+    | is for frozen models (ref, reward_model, teacher); see @optimizer.cpu_offload
+"""
+LANGUAGE_MODEL = """
+head=value                       | | only a critic or a reward model has one; leave it lm
+"""
+NOT_ACTOR = """
+moe.router_replay!=off           | | nothing records these routes, only the actor's; leave it off
 """
 PARALLEL = """
 vpp>1                            | pp>1
@@ -56,6 +189,9 @@ use_decoupled_loss               | recompute_logprob!=false | it needs the proxi
 correction                       | use_decoupled_loss=false | both weigh the same tokens
 correction                       | recompute_logprob!=false | it weighs the trainer's logprobs
 loss_agg_length!=1               | loss_agg=sequence-sum,token-sum | it divides sums over tokens
+moe.router_replay=trainer        | recompute_logprob=true,auto | it replays that pass
+c_clip & surrogate.type=cispo,sapo,gmpo,topr,clip_cov,kl_cov,unclipped,log_likelihood |
+    | is the dual clip of surrogate=clip; leave it null
 """
 # what is not read without something else, which is worth a warning
 UNREAD = """
@@ -70,38 +206,44 @@ correction.mask_low              | correction.mask!=none
 correction.mask_high             | correction.mask!=none
 correction.weight_cap            | correction.weight!=none
 """
-_CONDITION = re.compile(r"([\w.]+)(!=|=|>)?(.*)")
+_CONDITION = re.compile(r"(!?)([\w.]+)(?:(!=|[<>]=|=|<|>)(.*))?")
+_ORDER = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 
 
 def rule_problems(table: str, section: Any, prefix: str = "") -> Iterator[str]:
     """Yields a line for each rule of `table` that `section` breaks; `prefix` is its name, with a
     dot."""
-    for row in table.strip().splitlines():
+    for row in re.sub(r"\n +", " ", table).strip().splitlines():
         asks, needs, *why = (part.strip() for part in row.split("|"))
-        if _holds(section, asks) and not _holds(section, needs):
-            key, value = prefix + _key(asks), _value(section, _key(asks))
-            said = key if is_dataclass(value) else f"{key}={show(value)}"
-            other = _value(section, _key(needs))
-            found = "set" if is_dataclass(other) else show(other)
-            reason = f": {why[0]}" if why else ""
-            yield f"{said}: needs {prefix}{_spelled(needs)} (it is {found}){reason}"
+        conditions = [condition.strip() for condition in asks.split("&")]
+        if not all(_holds(section, condition) for condition in conditions):
+            continue
+        if needs and _holds(section, needs):
+            continue
+        subject, *others = (_shown(section, condition, prefix) for condition in conditions)
+        beside = f" with {' and '.join(others)}" if others else ""
+        wanted = f": needs {_needs(section, needs, prefix)}" if needs else ""
+        reason = f": {why[0].replace('@', prefix)}" if why else ""
+        yield f"{subject}{beside}{wanted}{reason}"
+
+
+def _parts(condition: str) -> tuple[str, str, str, str]:
+    match = _CONDITION.fullmatch(condition)
+    assert match is not None, condition
+    negation, key, sign, wanted = match.groups("")
+    return negation, key, sign, wanted
 
 
 def _holds(section: Any, condition: str) -> bool:
-    match = _CONDITION.fullmatch(condition)
-    assert match is not None, condition
-    key, sign, wanted = match.groups()
+    negation, key, sign, wanted = _parts(condition)
     value = _value(section, key)
-    if sign is None:
-        return bool(value)
-    if sign == ">":
-        return value is not None and value > float(wanted)
+    if not sign:
+        return bool(value) != bool(negation)
+    if sign in _ORDER:
+        bound = _value(section, wanted) if wanted[0].isalpha() else float(wanted)
+        return value is not None and bound is not None and _ORDER[sign](value, bound)
     text = f"{value:g}" if isinstance(value, float) else show(value)
     return (text in wanted.split(",")) == (sign == "=")
-
-
-def _key(condition: str) -> str:
-    return re.split("!=|=|>", condition)[0]
 
 
 def _value(section: Any, key: str) -> Any:
@@ -110,9 +252,28 @@ def _value(section: Any, key: str) -> Any:
     return section
 
 
-def _spelled(condition: str) -> str:
-    """Returns a condition as a message has it: a key alone means that it is true, or not null."""
-    if not re.search("[=>]", condition):
-        return condition if condition == "ref" else f"{condition}=true"
-    words = {",": " or ", ">": " > ", "!=": " other than "}
-    return re.sub(",|>|!=", lambda sign: words[sign[0]], condition)
+def _shown(section: Any, condition: str, prefix: str) -> str:
+    """Returns the key of a condition with its value; of a section and of long values the key."""
+    _, key, _, _ = _parts(condition)
+    value, name = _value(section, key), prefix + key
+    if isinstance(_value(section, key.removesuffix(".type")), SeamConfig):
+        name = name.removesuffix(".type")
+    if is_dataclass(value) or (isinstance(value, dict) and value):
+        return name
+    return f"{name}={show(value)}"
+
+
+def _needs(section: Any, condition: str, prefix: str) -> str:
+    """Returns a condition in words, with the value that there is."""
+    negation, key, sign, wanted = _parts(condition)
+    value = _value(section, key)
+    there = "set" if is_dataclass(value) else show(value)
+    words = {"=": "=", "!=": " other than "}.get(sign, f" {sign} ")
+    if sign:
+        other = prefix if sign in _ORDER and wanted[0].isalpha() else ""
+        text = f"{prefix}{key}{words}{other}{wanted.replace(',', ' or ')}"
+    elif negation:
+        text = f"no {prefix}{key}"
+    else:
+        text = f"{prefix}{key}" + ("=true" if isinstance(value, bool) else "")
+    return f"{text} (it is {there})"

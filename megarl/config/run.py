@@ -105,7 +105,7 @@ class ProfilerConfig:
     first steps; null is never"""
     steps: Annotated[int, POSITIVE] = 1
     """trace so many steps"""
-    ranks: list[int] = field(default_factory=lambda: [0])
+    ranks: list[Annotated[int, NOT_NEGATIVE]] = field(default_factory=lambda: [0])
     """trace these trainer processes"""
     phases: list[str] = field(default_factory=list)
     """trace only these phases of the steps, as metrics timing/<phase>_s name them, each in a

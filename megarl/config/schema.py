@@ -120,7 +120,7 @@ def _annotations(cls: type) -> dict[str, tuple[Any, list[Any]]]:
 def _said(annotation: Any) -> list[Any]:
     if typing.get_origin(annotation) is typing.Annotated:
         return list(annotation.__metadata__)
-    if typing.get_origin(annotation) in (types.UnionType, typing.Union):
+    if typing.get_origin(annotation) in (types.UnionType, typing.Union, list):
         return [x for part in typing.get_args(annotation) for x in _said(part)]
     return []
 
@@ -265,21 +265,23 @@ def number_problems(cfg: Any, prefix: str = "") -> Iterator[str]:
     """Yields a line for each number of the dataclass `cfg` that is not finite, or outside the
     bounds of its key; `prefix` is the section that `cfg` is, with its dot."""
     for key in all_keys(type(cfg), parent=cfg):
-        value = key.default  # the instance's own value
-        if isinstance(value, bool) or not isinstance(value, int | float) or absent(cfg, key.name):
-            continue
-        largest = ANY_INT if isinstance(value, int) else ANY_FLOAT
-        for bounds in (key.bounds, largest):
-            if bounds is not None and not bounds.allow(value):
-                yield _out_of(bounds, prefix + key.name, value, nullable=key.nullable)
+        values = key.default if isinstance(key.default, list) else [key.default]
+        for value in values if not absent(cfg, key.name) else ():
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                continue
+            largest = ANY_INT if isinstance(value, int) else ANY_FLOAT
+            wrong = [b for b in (key.bounds, largest) if b is not None and not b.allow(value)]
+            if wrong:
+                yield _out_of(wrong[0], prefix, key, finite=is_finite(value))
                 break
 
 
-def _out_of(bounds: Bounds, name: str, value: float, *, nullable: bool) -> str:
-    finite = "" if is_finite(value) else "a finite number "
-    null = ", or null" if nullable else ""
+def _out_of(bounds: Bounds, prefix: str, key: Key, *, finite: bool) -> str:
+    each = "each " if isinstance(key.default, list) else ""
+    kind = "" if finite else "a finite number "
+    null = ", or null" if key.nullable else ""
     note = f" ({bounds.note})" if bounds.note else ""
-    return f"{name}={show(value)}: must be {finite}{bounds}{null}{note}"
+    return f"{prefix}{key.name}={show(key.default)}: {each}must be {kind}{bounds}{null}{note}"
 
 
 def absent(cfg: Any, name: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megarl.config.recipes import DistillConfig, GRPOConfig
+from megarl.config.rules import TURNS, rule_problems
 
 
 def takes_turns(cfg: GRPOConfig) -> bool:
@@ -17,41 +18,20 @@ def settle_turns(cfg: GRPOConfig, *, shared: bool) -> None:
     """Says true or false where server.release_memory is auto. shared: servers that the launcher
     starts have the trainers' devices."""
     if cfg.server.release_memory == "auto":
-        able = shared and cfg.server.count > 0 and not any(obstacles(cfg))
+        able = shared and cfg.server.count > 0 and not any(_obstacles(cfg))
         cfg.server.release_memory = "true" if able else "false"
 
 
 def turn_problems(cfg: GRPOConfig) -> Iterator[str]:
     """Yields what does not go with server.release_memory=true."""
-    if takes_turns(cfg):
-        for why in obstacles(cfg):
-            yield f"server.release_memory=true: {why}"
+    for why in _obstacles(cfg) if takes_turns(cfg) else ():
+        yield f"server.release_memory=true: {why}"
 
 
-def obstacles(cfg: GRPOConfig) -> Iterator[str]:
+def _obstacles(cfg: GRPOConfig) -> Iterator[str]:
     """Yields why servers cannot release their memory while the trainers work."""
-    r = cfg.rollout
-    if r.max_head_offpolicyness > 0:
-        yield (
-            f"rollout.max_head_offpolicyness={r.max_head_offpolicyness} has the servers generate "
-            "while the trainers work; set it to 0, or leave release_memory false"
-        )
-    if r.kv_after_sync != "flush":
-        yield (
-            f"rollout.kv_after_sync={r.kv_after_sync} keeps KV that is released with the rest; set "
-            "it to flush"
-        )
-    if r.addresses_file:
-        yield (
-            "servers of rollout.addresses_file come and go, and may be others' as well; leave "
-            "release_memory false"
-        )
-    if r.router:
-        yield (
-            f"rollout.router={r.router} takes servers that rest for broken ones; leave one of the "
-            "two out"
-        )
-    both = isinstance(cfg, DistillConfig) and {*cfg.teacher.addresses} & {*r.addresses}
+    yield from rule_problems(TURNS, cfg)
+    both = isinstance(cfg, DistillConfig) and {*cfg.teacher.addresses} & {*cfg.rollout.addresses}
     if both:
         yield (
             f"the teacher answers at {min(both)}, which rests in the trainers' turn; give the "

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from megarl.config.check_layout import check_parallel
+from megarl.config.check_engine import check_parallel
 from megarl.config.parallel import ParallelConfig
 
 

@@ -71,7 +71,7 @@ class RemoteSGLangEngine(Requester):
         tokenizer: Any = None,
     ) -> None:
         super().__init__(config, weight_sync or WeightSyncConfig(), seed=seed, tokenizer=tokenizer)
-        for problem in kv_problems(config.kv_after_sync, self._sync.pause_mode):
+        for problem in kv_problems(config, self._sync):
             raise ValueError(problem)
         self._updated: int | None = None  # the last version that update_weights saw arrive
         self._driving: _Driving | None = None

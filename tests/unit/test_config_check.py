@@ -12,7 +12,7 @@ import pytest
 
 from megarl.config.base import TIMEOUT, SeamConfig
 from megarl.config.check import check_config
-from megarl.config.check_layout import check_parallel
+from megarl.config.check_engine import check_parallel
 from megarl.config.check_rollout import rollout_problems
 from megarl.config.dataset import PartConfig
 from megarl.config.errors import ConfigError
@@ -94,7 +94,7 @@ def test_a_sound_ppo_passes(model: Path) -> None:
         ("actor.surrogate=gmpo", ["actor.surrogate=gmpo", "rows of one advantage"]),
         ("actor.surrogate=topr", ["actor.surrogate=topr", "rows of one advantage"]),
         ("actor.head=value", ["actor.head=value", "leave it lm"]),
-        ("critic.moe.router_replay=true", ["critic.moe.router_replay", "only the actor's is"]),
+        ("critic.moe.router_replay=true", ["critic.moe.router_replay", "only the actor's"]),
         ("critic.lm_head_keep_mb=-1", ["critic.lm_head_keep_mb=-1", "0 keeps none"]),
         ("actor.lm_head_topk=0", ["actor.lm_head_topk=0"]),
         ("profiler.start_step=0", ["profiler.start_step=0", "count from 1"]),
@@ -114,7 +114,7 @@ def test_routes_are_replayed_from_what_there_is(model: Path) -> None:
         return ppo(model, "actor.recompute_logprob=false", f"actor.moe.router_replay={replay}")
 
     (problem,) = problems(given("true"))
-    assert "actor.moe.router_replay=trainer: needs a pass to replay from" in problem
+    assert "actor.moe.router_replay=trainer: needs actor.recompute_logprob=true" in problem
     check_config(given("rollout"), 1)
 
 
@@ -124,7 +124,7 @@ def test_a_reward_model_is_frozen_and_leaves_no_groups_to_pick(model: Path) -> N
         "actor.dynamic_sampling=true", "gconfig.n_samples=2",
     )  # fmt: skip
     frozen, dynamic = problems(cfg)
-    assert "reward_model.optimizer: the reward model is frozen" in frozen
+    assert frozen.startswith("reward_model.optimizer: ") and "frozen" in frozen
     assert "dynamic_sampling" in dynamic and "reward_model" in dynamic
 
 
@@ -321,7 +321,7 @@ def test_sound_configs_pass(model: Path) -> None:
         (["weight_sync.bucket_mb=0"], ["weight_sync.bucket_mb=0"]),
         (["saver.freq_steps=0"], ["saver.freq_steps=0", "null"]),
         (["train_dataset.batch_size=0"], ["train_dataset.batch_size=0"]),
-        (["train_dataset.size=4"], ["train_dataset.size=4", "batch_size=8"]),
+        (["train_dataset.size=4"], ["train_dataset.size=4", "train_dataset.batch_size", "8"]),
         (["train_dataset.type=gsm8k"], ["train_dataset.path is empty", "openai/gsm8k"]),
         (
             ["train_dataset.type=gsm8k", "train_dataset.path=./no.parquet"],
@@ -404,7 +404,7 @@ def test_all_problems_come_together(model: Path) -> None:
         ({"vpp": 2}, 1, ["parallel.vpp=2", "parallel.pp > 1"]),
         ({"pipeline_split": [4]}, 1, ["pipeline_split=[4]", "needs", "pp > 1 (it is 1)"]),
         ({"pp": 2, "pipeline_split": [3]}, 2, ["pipeline_split=[3]", "pp*vpp = 2*1", "per chunk"]),
-        ({"pp": 2, "pipeline_split": [4, 0]}, 2, ["pipeline_split=[4, 0]", "at least one layer"]),
+        ({"pp": 2, "pipeline_split": [4, 0]}, 2, ["pipeline_split=[4, 0]", "each must be > 0"]),
         ({"sequence_parallel": True}, 1, ["parallel.sequence_parallel=true", "parallel.tp > 1"]),
     ],
 )
@@ -449,7 +449,7 @@ def test_adapters_alone_need_adapters_and_a_server_that_takes_them(model: Path) 
     (found,) = problems(grpo(model, *lora, "weight_sync.pause_mode=retract"))
     assert "use pause_mode=abort" in found
     (found,) = problems(grpo(model, *lora, "server.type=sglang"))
-    assert "--enable-lora,--max-lora-rank,'4'" in found
+    assert "server.options={enable_lora: true, max_lora_rank: 4" in found
     taught = "server.extra_args=[--enable-lora,--max-lora-rank,'4',--lora-target-modules,q_proj]"
     check_config(grpo(model, *lora, "server.type=sglang", taught), 1)
     check_config(grpo(model, *lora, "server.type=sglang", "+server.options.enable_lora=true"), 1)
@@ -473,7 +473,7 @@ def test_kv_caches_and_pauses_that_do_not_go_together_are_named(model: Path, kv:
                 assert found == []
             else:
                 (problem,) = found
-                assert problem.startswith(f"rollout.kv_after_sync={kv}: ")
+                assert problem.startswith(f"rollout.kv_after_sync={kv} with ")
                 assert f"pause_mode={mode}" in problem and "; use " in problem
     (found,) = problems(
         grpo(
@@ -582,13 +582,13 @@ def test_a_recipe_that_does_not_ask_its_teacher_is_refused():
         ),
         (
             ["recipe=distill", "teacher.addresses=[a:1]", "teacher.path=b"],
-            "teacher.path=b: the servers of teacher.addresses hold the teacher",
+            "teacher.path=b: needs no teacher.addresses",
         ),
         (
             ["recipe=distill", "teacher.addresses=[a:1]", "gconfig.temperature=0.7"],
-            "gconfig.temperature=0.7: servers give a prompt's logprobs at temperature 1",
+            "gconfig.temperature=0.7: servers of teacher.addresses",
         ),
-        (["recipe=distill", "teacher.optimizer.lr=1"], "teacher.optimizer: the teacher is frozen"),
+        (["recipe=distill", "teacher.optimizer.lr=1"], "teacher.optimizer: a frozen model"),
     ],
 )
 def test_a_teacher_that_cannot_be_asked_is_refused(words, problem):

@@ -190,9 +190,9 @@ def test_what_does_not_go_together(fields: dict[str, Any], said: str) -> None:
             "needs weight_sync.quantization=none",
         ),
         (["weight_sync.delta=true", "server.type=sglang"], "stock SGLang .* use sharded=on, or"),
-        (["weight_sync.quantization=fp8_block", "server.type=sglang"], "set server.path to"),
+        (["weight_sync.quantization=fp8_block", "server.type=sglang"], "needs server.path"),
         (["weight_sync.sharded=on", "weight_sync.type=disk"], "goes with weight_sync.type=dist"),
-        (["weight_sync.sharded=on", "server.type=embedded"], "takes whole tensors; use"),
+        (["weight_sync.sharded=on", "server.type=embedded"], "use server.type=sglang"),
     ),
 )
 def test_configurations_that_cannot_work(overrides: list[str], said: str) -> None:

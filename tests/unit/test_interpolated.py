@@ -11,7 +11,7 @@ import torch
 from megarl.algos import Actor, PolicyLoss
 from megarl.algos.correction import Correction
 from megarl.algos.surrogates import Clip
-from megarl.config.check_actor import actor_problems
+from megarl.config.check_engine import actor_problems
 from megarl.config.loader import load_config
 from tests.unit.bigram import BigramEngine, rollout
 from tests.unit.test_losses import make_batch
@@ -107,4 +107,4 @@ def test_what_needs_a_pass_refuses_to_go_without():
     assert list(actor_problems(config)) == []
     config.moe.router_replay = "trainer"
     (problem,) = actor_problems(config)
-    assert "router_replay=trainer: needs a pass to replay from" in problem
+    assert "router_replay=trainer: needs actor.recompute_logprob=true" in problem

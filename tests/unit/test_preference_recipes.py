@@ -79,11 +79,14 @@ def test_the_section_makes_the_loss_of_its_name() -> None:
         (
             "dpo",
             ["preference.label_smoothing=0.1"],
-            "preference.label_smoothing=0.1: preference.loss=dpo does not read it; leave it out, "
-            "or take preference.loss=cdpo or robust",
+            "preference.label_smoothing=0.1: needs preference.loss=cdpo or robust (it is dpo)",
         ),
-        ("dpo", ["preference.loss=cdpo"], "preference.label_smoothing=0: preference.loss=cdpo is"),
-        ("dpo", ["preference.gamma=1"], "preference.gamma=1.0: preference.loss=dpo does not read"),
+        (
+            "dpo",
+            ["preference.loss=cdpo"],
+            "preference.loss=cdpo: needs preference.label_smoothing > 0",
+        ),
+        ("dpo", ["preference.gamma=1"], "preference.gamma=1.0: needs preference.loss=simpo"),
         (
             "dpo",
             ["preference.loss=kto", "train_dataset.batch_size=1"],
@@ -94,14 +97,14 @@ def test_the_section_makes_the_loss_of_its_name() -> None:
             ["preference.loss=simpo", "ref.path=/elsewhere"],
             "ref.path=/elsewhere: preference.loss=simpo measures against no reference",
         ),
-        ("dpo", ["ref.optimizer.lr=1"], "ref.optimizer: the reference is frozen"),
+        ("dpo", ["ref.optimizer.lr=1"], "ref.optimizer: a frozen model"),
         (
             "dpo",
             ["model.lora.r=4", "ref.parallel.tp=2"],
             "ref.parallel: with model.lora on the same model the reference is the model's engine",
         ),
         ("rm", ["train_dataset.type=chat", "train_dataset.path=x"], "has no pairs of answers; ta"),
-        ("rm", ["train_dataset.curriculum.low=0.2"], "which recipe=rm has none of; leave it out"),
+        ("rm", ["train_dataset.curriculum.low=0.2"], "train_dataset.curriculum: goes by rewards"),
         ("rm", ["model.head=lm"], "model.head=lm: not one of value"),
         ("sft", ["model.head=value"], "only a critic or a reward model has one"),
     ],

@@ -10,7 +10,7 @@ from megarl.algos.specs import advantages_of, loss_of
 from megarl.algos.surrogates import CISPO, GMPO, Clip
 from megarl.config.algo import PPOActorConfig
 from megarl.config.base import SeamConfig
-from megarl.config.check_actor import actor_problems
+from megarl.config.check_engine import actor_problems
 from megarl.config.errors import ConfigError
 from megarl.config.loader import config_yaml, load_config
 from megarl.config.presets import PRESETS

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megarl.config.check_layout import dense_ranks, expert_ranks
 from megarl.config.parallel import ParallelConfig
 
 DEGREES = ("tp", "pp", "vpp", "cp", "ep", "etp")
@@ -69,7 +68,7 @@ def small_split(split: Sequence[int], chunks: int, layers: int) -> list[int] | N
 
 
 def _world(layouts: Iterable[ParallelConfig]) -> int:
-    return math.lcm(*(n for p in layouts for n in (dense_ranks(p), expert_ranks(p))))
+    return math.lcm(*(n for p in layouts for n in (p.dense_ranks, p.expert_ranks)))
 
 
 def _at_most(p: ParallelConfig, degrees: Iterable[str], most: int) -> ParallelConfig:
