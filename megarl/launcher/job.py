@@ -43,10 +43,15 @@ class Task:
     workers: int | None = None
 
     @property
+    def kind(self) -> str:
+        """Returns what the process is: its role, or a controller."""
+        return self.role if self.workers is None else "controller"
+
+    @property
     def name(self) -> str:
         """Returns how messages call the process."""
         if self.workers is not None:
-            return "controller"
+            return self.kind
         return f"{self.role} {self.index}" + (f" (node {self.part} of it)" if self.part else "")
 
     @property

@@ -4,8 +4,8 @@
 
     --check           check the configuration, models, data and code it names, then stop
     --help SECTION    the configuration keys of one section, such as rollout
-    --dry-run         print every process with its GPUs, command, environment, ports and log, then
-                      stop; --format json prints all of it for programs
+    --dry-run         print the nodes, the processes with their commands, variables, ports and logs,
+                      then stop; --format json has every process in full
 
 `script` defaults to megarl/run.py. It is started N times (default: the fewest processes the
 parallel layout fits) with torchrun's environment, the same command line, and the addresses of the

@@ -64,7 +64,7 @@ def make_job(plan: Plan, env: Mapping[str, str], *, cluster: bool = False) -> Jo
         forwarded=tuple(
             sorted({*forwarded(env, [*cfg.cluster.forward_env, *read]), *moved, TOKEN})
         ),
-        hidden=tuple(read),
+        hidden=(*read, TOKEN),
         python=maker.python,
         container=cfg.cluster.container,
         container_mounts=tuple(cfg.cluster.container_mounts),
@@ -107,17 +107,19 @@ class _Maker:
         self.python = (plan.cfg.cluster.python if cluster else "") or sys.executable
         cfg, placed = plan.cfg, plan.placement
         self.run = run_dir(cfg)
-        asynchronous = isinstance(cfg, GRPOConfig) and cfg.rollout.max_head_offpolicyness > 0
-        seats = [s for servers in placed.servers.values() for server in servers for s in server]
-        of_servers = Counter(s.node for s in seats)
-        of_trainers = Counter(s.node for s in placed.trainers)
-        # servers and trainers of a synchronous run take turns with the cores
-        both = of_servers + of_trainers
-        self.sharing = {
-            SERVER: both if asynchronous else of_servers,
-            TRAINER: both if asynchronous else of_trainers,
+        self.ranks = Counter(seat.node for seat in placed.trainers)
+        self.processes = {
+            SERVER: Counter(s.node for key in placed.servers.values() for row in key for s in row),
+            TRAINER: self.ranks,
         }
-        self.local_ranks = of_trainers
+        # servers and trainers of a synchronous run take turns with the cores
+        if isinstance(cfg, GRPOConfig) and cfg.rollout.max_head_offpolicyness > 0:
+            both = self.processes[SERVER] + self.processes[TRAINER]
+            self.processes = {SERVER: both, TRAINER: both}
+        self.addresses = {
+            key: [f"@{{address:{endpoint(key, i)}}}" for i, _ in enumerate(seats)]
+            for key, seats in {**placed.servers, REWARDS: placed.rewards}.items()
+        }
 
     def servers(self) -> Iterable[Task]:
         for key, server in server_sections(self.plan.cfg).items():
@@ -199,100 +201,87 @@ class _Maker:
 
     def trainers(self) -> Iterable[Task]:
         plan = self.plan
-        addresses = [
-            f"@{{address:{endpoint(SERVER, i)}}}"
-            for i in range(len(plan.placement.servers.get(SERVER, ())))
-        ]
-        arguments = ["--checked"] if plan.config else list(plan.arguments)
-        if addresses:
-            arguments.append(f"rollout.addresses=[{','.join(addresses)}]")
-            if isinstance(plan.cfg, GRPOConfig) and takes_turns(plan.cfg):
-                arguments.append("server.release_memory=true")
-        if rewards := [f"@{{address:{task.endpoint}}}" for task in self.rewards()]:
-            arguments.append(f"rollout.reward_addresses=[{','.join(rewards)}]")
-        controlled, apart = plan.cfg.trainer.mode == "controller", len(self.local_ranks) > 1
-        if controlled:
-            yield self._controller(arguments, addresses, meets=apart)
-            if not apart:  # it starts them itself
-                return
+        words = ["--checked"] if plan.config else list(plan.arguments)
+        keys = {SERVER: "rollout.addresses", REWARDS: "rollout.reward_addresses"}
+        words += [f"{k}=[{','.join(found)}]" for r, k in keys.items() if (found := self.at(r))]
+        if self.at(SERVER) and isinstance(plan.cfg, GRPOConfig) and takes_turns(plan.cfg):
+            words.append("server.release_memory=true")
+        script = (self.python, str(plan.script), *words)
+        controlled, apart = plan.cfg.trainer.mode == "controller", len(self.ranks) > 1
         first: dict[int, int] = {}  # rank on each node
+        if controlled:  # it starts the trainers of its own node itself, and meets those of several
+            env = {CONTROLS: "1"} | ({MEETING: f"@{{address:{MASTER}}}"} if apart else {})
+            yield self._trainer(
+                0,
+                (*script, f"trainer.workers={plan.nproc}"),
+                env,
+                ports=(MASTER,) if apart else (),
+                workers=plan.nproc,
+            )
+            if not apart:
+                return
         for rank, seat in enumerate(plan.placement.trainers):
             local = rank - first.setdefault(seat.node, rank)
-            command = (self.python, str(plan.script), *arguments)
-            log = f"trainer_{rank}.log" if self.cluster and rank else ""
+            env = {  # what torchrun would set
+                "RANK": str(rank),
+                "LOCAL_RANK": str(local),
+                "WORLD_SIZE": str(plan.nproc),
+                "LOCAL_WORLD_SIZE": str(self.ranks[seat.node]),
+                "GROUP_RANK": str(len(first) - 1),
+                "MASTER_ADDR": f"@{{host:{MASTER}}}",
+                "MASTER_PORT": f"@{{port:{MASTER}}}",
+            }
             if controlled:
                 meet = ("--meet", f"@{{address:{MASTER}}}", "--index", str(rank))
                 command = (self.python, "-m", "megarl.rpc.worker", *meet)
-                log = f"{TRAINERS}_{rank}.log"
-            yield Task(
-                role=TRAINER,
-                index=rank,
-                node=seat.node,
-                gpus=seat.gpus,
-                command=command,
-                env=self._trainer_env(
-                    self._rank_env(rank, local, len(first) - 1, seat), seat, addresses
-                ),
-                ports=(MASTER,) if rank == 0 and not controlled else (),
-                log=str(self.run / "logs" / log) if log else "",
-            )
+                yield self._trainer(rank, command, env, log=f"{TRAINERS}_{rank}.log")
+            else:
+                log = f"trainer_{rank}.log" if self.cluster and rank else ""
+                ports = (MASTER,) if rank == 0 else ()
+                yield self._trainer(rank, script, env, log=log, ports=ports)
 
-    def _controller(self, arguments: list[str], addresses: list[str], *, meets: bool) -> Task:
-        """Returns the process that has the GPUs of all trainers, and starts them; or meets them,
-        where each is a process of the job."""
-        seat, count = self.plan.placement.trainers[0], self.plan.nproc
-        return Task(
-            role=TRAINER,
-            index=0,
-            node=seat.node,
-            gpus=seat.gpus,
-            command=(
-                *(self.python, str(self.plan.script), *arguments),
-                f"trainer.workers={count}",
-            ),
-            env=self._trainer_env(
-                {CONTROLS: "1", **({MEETING: f"@{{address:{MASTER}}}"} if meets else {})},
-                seat,
-                addresses,
-            ),
-            ports=(MASTER,) if meets else (),
-            workers=count,
-        )
-
-    def _rank_env(self, rank: int, local: int, group: int, seat: Seat) -> dict[str, str]:
-        """Returns what torchrun would set."""
-        return {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(local),
-            "WORLD_SIZE": str(self.plan.nproc),
-            "LOCAL_WORLD_SIZE": str(self.local_ranks[seat.node]),
-            "GROUP_RANK": str(group),
-            "MASTER_ADDR": f"@{{host:{MASTER}}}",
-            "MASTER_PORT": f"@{{port:{MASTER}}}",
-        }
-
-    def _trainer_env(
-        self, own: Mapping[str, str], seat: Seat, addresses: list[str]
-    ) -> dict[str, str]:
-        """Returns `own`, the servers' addresses, its GPUs and its import path."""
-        cfg = self.plan.cfg
+    def _trainer(
+        self,
+        rank: int,
+        command: tuple[str, ...],
+        own: Mapping[str, str],
+        *,
+        log: str = "",
+        ports: tuple[str, ...] = (),
+        workers: int | None = None,
+    ) -> Task:
+        """Returns a process that has the GPUs of rank `rank`. own: its own variables, beside the
+        servers' addresses, its GPUs and its import path."""
+        cfg, seat = self.plan.cfg, self.plan.placement.trainers[rank]
         env = {**self.env, **self._common(), **self._threads(TRAINER, seat.node), **own}
-        if addresses:
-            env[ADDRESSES_ENV] = ",".join(addresses)
-        if judges := self.plan.placement.servers.get(JUDGE):
-            found = (f"@{{address:{endpoint(JUDGE, i)}}}" for i in range(len(judges)))
-            env[JUDGES_ENV] = ",".join(found)
+        for key, name in ((SERVER, ADDRESSES_ENV), (JUDGE, JUDGES_ENV)):
+            if addresses := self.at(key):
+                env[name] = ",".join(addresses)
         if seat.gpus is not None:
             env["CUDA_VISIBLE_DEVICES"] = seat.gpus
         known = list(cfg.rollout.addresses) if isinstance(cfg, GRPOConfig) else []
         host = "elsewhere" if self.cluster else LOOPBACK
         set_trainer_defaults(
             env,
-            servers=[*known, *(f"{host}:1" for _ in addresses)],
+            servers=[*known, *(f"{host}:1" for _ in self.at(SERVER))],
             block_fp8=uses_block_fp8(cfg),
         )
         env["PYTHONPATH"] = self._import_path()
-        return _new(env, self.env)
+        return Task(
+            role=TRAINER,
+            index=rank,
+            node=seat.node,
+            gpus=seat.gpus,
+            command=command,
+            env=_new(env, self.env),
+            ports=ports,
+            log=str(self.run / "logs" / log) if log else "",
+            workers=workers,
+        )
+
+    def at(self, role: str) -> list[str]:
+        """Returns the addresses of a role's processes, [] where the launcher starts none."""
+        return self.addresses.get(role, [])
 
     def _import_path(self) -> str:
         """Returns PYTHONPATH for scripts outside the package, and for the user's rewards."""
@@ -304,7 +293,7 @@ class _Maker:
 
     def _threads(self, role: str, node: int, own: int = 0) -> dict[str, str]:
         """Returns a process's share of its node's cores, `own` where that is not 0."""
-        processes = self.sharing[role][node]
+        processes = self.processes[role][node]
         if own:
             return {THREADS: str(own)}
         if THREADS in self.env or processes < 2:

@@ -4,9 +4,8 @@
     ray job submit -- python -m megarl.launcher.ray ...
 
     --check           check the configuration, models, data and code it names, then stop
-    --dry-run         print every process with its node, GPUs, command, environment, ports and log,
-                      and what Ray is asked for, then stop; --format json prints the processes for
-                      programs
+    --dry-run         print the nodes, the processes with their commands, variables, ports and logs,
+                      and what Ray is asked for, then stop; --format json has every process in full
 
 RAY_ADDRESS names the cluster, host:port; without it, it is the one that this machine belongs to.
 allocation_mode and `cluster` say what the job needs. Every node is a bundle of a placement group

@@ -3,9 +3,8 @@
     python -m megarl.launcher.slurm [script.py] --config X.yaml [--nproc N] [key=value ...]
 
     --check           check the configuration, models, data and code it names, then stop
-    --dry-run         print every process with its node, GPUs, command, environment, ports and log,
-                      and the batch script, then stop; --format json prints the processes for
-                      programs
+    --dry-run         print the nodes, the processes with their commands, variables, ports and logs,
+                      and the batch script, then stop; --format json has every process in full
     --detach          submit, print the job's number, and do not follow it
     --container IMAGE short for cluster.container=IMAGE
 

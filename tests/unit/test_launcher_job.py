@@ -166,7 +166,7 @@ def test_a_controller_has_the_gpus_of_its_trainers(tmp_path: Path) -> None:
     assert (controller.name, controller.workers, controller.ports) == ("controller", 4, ())
     assert controller.gpus == controller.env["CUDA_VISIBLE_DEVICES"] == "@{gpus:0,1,2,3}"
     assert "trainer.workers=4" in controller.command and "WORLD_SIZE" not in controller.env
-    assert "a controller that starts 4 trainer process(es)" in text(tmp_path, *CONTROLLER)
+    assert "1 controller" in text(tmp_path, *CONTROLLER)
 
 
 def test_an_engine_is_refused_in_a_launched_controller(tmp_path: Path, monkeypatch) -> None:
@@ -193,7 +193,7 @@ def test_a_controller_meets_trainers_of_two_nodes(tmp_path: Path) -> None:
     assert last.command[2:] == ("megarl.rpc.worker", "--meet", "@{address:master}", "--index", "15")
     assert last.log.endswith("/logs/trainers_15.log") and last.gpus == "@{gpus:0,1,2,3,4,5,6,7}"
     said = text(tmp_path, *ways)
-    assert "controller, trainers 0 to 7" in said and "nodes  8     trainers 8 to 15" in said
+    assert "controller, trainer 0 to trainer 7" in said and "trainer 8 to trainer 15" in said
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_reward_workers_are_on_nodes_without_gpus(tmp_path: Path) -> None:
     assert first.command[-4:] == ("--workers", "32", "--timeout", "60")
     given = "rollout.reward_addresses=[@{address:rewards.0},@{address:rewards.1}]"
     assert all(trainer.command[-1] == given for trainer in job.of(TRAINER))
-    assert "2 reward worker(s)" in text(tmp_path, *ways, "rollout.reward_workers=32")
+    assert "2 rewards" in text(tmp_path, *ways, "rollout.reward_workers=32")
     (tmp_path / "mine.py").write_text("def close(*args, **row):\n    return 0.0\n")
     named = make(tmp_path, *ways, f"train_dataset.reward={tmp_path / 'mine.py'}:close")
     assert named.of(REWARDS)[0].env["PYTHONPATH"].endswith(f":{tmp_path}")
@@ -265,7 +265,7 @@ def test_a_judge_has_servers_and_gpus_of_its_own(tmp_path: Path) -> None:
     assert command[command.index("--model-path") + 1] == str(path) and "bfloat16" in command
     addresses = "@{address:judge.0},@{address:judge.1}"
     assert all(t.env["MEGARL_JUDGE_ADDRS"] == addresses for t in job.of(TRAINER))
-    assert "1 server(s), 2 for the judge" in text(tmp_path, *ways)
+    assert "1 server, 2 judge" in text(tmp_path, *ways)
     with pytest.raises(ConfigError, match=r"judge\.path is empty.*"):
         make(tmp_path, ways[0], "judge.count=1")
     with pytest.raises(ConfigError, match=r"judge\.tp=2: the embedded server is one process"):
@@ -326,7 +326,7 @@ def test_secrets_are_masked_everywhere(tmp_path: Path) -> None:
     assert "WANDB_API_KEY=***" in text(tmp_path, *POOLS)
     with pytest.raises(ConfigError, match="--format xml: not one of table, json"):
         text(tmp_path, *POOLS, format="xml")
-    with pytest.raises(ConfigError, match="--format jobset: use --format json"):
+    with pytest.raises(ConfigError, match=r"--format jobset: .*JobSet .* reads json"):
         text(tmp_path, *POOLS, format="jobset")
 
 
@@ -440,8 +440,8 @@ def test_the_local_launcher_shows_its_job_and_starts_nothing(
     ]  # fmt: skip
     assert local.main(line) == 0
     shown = capsys.readouterr().out
-    assert "2 trainer process(es), 1 server(s)" in shown and "hush" not in shown
-    assert "trainer 1: node 0" in shown and "RANK=1" in shown and "server_0.log" in shown
+    assert "1 server, 2 trainer" in shown and "hush" not in shown
+    assert "trainer 1: node 0" in shown and "WORLD_SIZE=2" in shown and "server_0.log" in shown
     assert local.main([*line, "--format", "json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["tasks"]) == 3
     assert local.main([*line, "cluster.n_nodes=2"]) == 2
