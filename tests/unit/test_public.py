@@ -13,11 +13,16 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_every_name_is_there_and_an_editor_finds_it() -> None:
-    tree = ast.parse(Path(megarl.__file__).read_text())
-    (block,) = (n for n in tree.body if isinstance(n, ast.If))  # if TYPE_CHECKING
-    found = {a.name: n.module for n in block.body if isinstance(n, ast.ImportFrom) for a in n.names}
-    assert sorted(found) == sorted(megarl.__all__)
-    for name, module in found.items():
+    stub = ast.parse((ROOT / "megarl" / "__init__.pyi").read_text())
+    modules: dict[str, str] = {}
+    for statement in stub.body:
+        assert isinstance(statement, ast.ImportFrom)
+        for alias in statement.names:
+            assert alias.asname == alias.name  # a stub's other imports are its own
+            modules[alias.name] = str(statement.module)
+    assert sorted(modules) == megarl.__all__
+    assert set(megarl.__all__) <= set(dir(megarl))
+    for name, module in modules.items():
         scope: dict[str, object] = {}
         exec(f"from {module} import {name}", scope)
         assert getattr(megarl, name) is scope[name], name
