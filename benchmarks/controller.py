@@ -215,8 +215,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.work:
         return work(args.work, args.folder, args.trainers)
+    from megarl.utils.env import free_port
     from megarl.utils.job_token import ensure_job_token
-    from megarl.utils.listening import free_port
     from tests.tiny import save_tiny
     from tests.tiny_tokenizer import save_tokenizer
 

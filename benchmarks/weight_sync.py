@@ -42,8 +42,8 @@ from megarl.models.hf_config import read_hf_config
 from megarl.models.piece_table import build_piece_table
 from megarl.parallel.layout import Layout
 from megarl.rollout.server_process import start_server
+from megarl.utils.env import free_port
 from megarl.utils.http import call_json
-from megarl.utils.listening import free_port
 from megarl.weight_sync.plan import plan_sync
 from megarl.weight_sync.sender import WeightSender
 from megarl.weight_sync.senders import split_budget

@@ -39,10 +39,9 @@ from megarl.config.recipes import (
 )
 from megarl.config.servers import ADDRESSES_ENV, needs_servers, server_addresses
 from megarl.utils import stopping
-from megarl.utils.disk import DiskFull, full_disk_named
-from megarl.utils.importing import add_working_directory, load_object
+from megarl.utils.files import DiskFull, full_disk_named
+from megarl.utils.importing import add_working_directory, in_users_lines, load_object
 from megarl.utils.stacks import dump_on_signal
-from megarl.utils.user_errors import in_users_lines
 
 FAILED = 1  # exit status of a run that an error ended
 OTHERS_WAIT = 2.0  # seconds a rank stays quiet after a config error, so that rank 0 is heard
@@ -195,8 +194,7 @@ def check_named(cfg: BaseConfig, *, writes: bool) -> None:
 def prepare(cfg: BaseConfig) -> None:
     """Sets what has to be set before torch is imported."""
     from megarl.config.recipe_engines import uses_block_fp8
-    from megarl.utils.env import set_trainer_defaults
-    from megarl.utils.quiet import quiet_libraries
+    from megarl.utils.env import quiet_libraries, set_trainer_defaults
 
     quiet_libraries()
     set_trainer_defaults(os.environ, servers=_servers(cfg), block_fp8=uses_block_fp8(cfg))

@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from megarl.utils.env import free_port
 from megarl.utils.http import authorization
-from megarl.utils.listening import free_port
 
 START_TIMEOUT, STOP_TIMEOUT = 90.0, 10.0
 

@@ -15,7 +15,7 @@ import torch
 
 from megarl.api.records import ServersLost
 from megarl.api.tokens import Comm
-from megarl.utils.disk import DiskFull
+from megarl.utils.files import DiskFull
 
 T = TypeVar("T")
 

@@ -34,8 +34,7 @@ from rich.progress import (
 from rich.progress import Progress as Bar
 from torch import Tensor
 
-from megarl.utils.disk import human
-from megarl.utils.staging import clean_up, put_in_place, sync, write_whole
+from megarl.utils.files import clean_up, human, put_in_place, sync, write_whole
 
 log = logging.getLogger(__name__)
 

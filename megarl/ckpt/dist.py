@@ -43,8 +43,7 @@ from megarl.models.hf_config import ModelConfig
 from megarl.parallel import mcore
 from megarl.parallel.agreement import from_zero, together
 from megarl.parallel.worlds import PerWorld, inside
-from megarl.utils.disk import check_room, full_disk_named
-from megarl.utils.staging import put_in_place
+from megarl.utils.files import check_room, full_disk_named, put_in_place
 
 from megatron.core import dist_checkpointing as mcore_ckpt  # isort: skip
 from megatron.core.dist_checkpointing import ShardedTensor  # isort: skip

@@ -26,7 +26,7 @@ from megarl.models.piece_table import HfTensor, PieceTable
 from megarl.observability.logging import get_logger
 from megarl.parallel.agreement import together
 from megarl.parallel.layout import Layout
-from megarl.utils.staging import put_in_place
+from megarl.utils.files import put_in_place
 
 log = get_logger(__name__)
 

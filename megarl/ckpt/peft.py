@@ -22,7 +22,7 @@ from megarl.models.piece_table import HfTensor, PieceTable
 from megarl.parallel import mcore
 from megarl.parallel.agreement import together
 from megarl.parallel.layout import Layout
-from megarl.utils.staging import put_in_place
+from megarl.utils.files import put_in_place
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _BUCKET_BYTES = 64 << 20

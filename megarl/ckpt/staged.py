@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.parallel.agreement import from_zero, together
-from megarl.utils.staging import stage
+from megarl.utils.files import stage
 
 
 @contextmanager

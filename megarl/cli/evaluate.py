@@ -38,7 +38,7 @@ from megarl.config.loader import load_config
 from megarl.config.recipes import GRPOConfig, held_out_sets
 from megarl.config.secrets import keep_written, public_tree
 from megarl.models.hf_config import read_hf_config
-from megarl.utils.staging import write_whole
+from megarl.utils.files import write_whole
 
 RESULTS = "results.json"
 Figures = dict[str, float]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megarl.cli.command import RUN, CommandParser, positive, step_range
 from megarl.config.errors import ConfigError
-from megarl.utils.disk import human
+from megarl.utils.files import human
 
 MIB = 1 << 20
 

@@ -2,7 +2,7 @@
 
 <run>/recover/step_000123/ is a checkpoint: trainer.pt and a directory for each trained engine
 (actor, critic, ...) hold the state; trainer.json describes it and is written last. The directory is
-renamed into place when it is whole (utils/staging.py), so a name without its trainer.json was not
+renamed into place when it is whole (utils/files.py), so a name without its trainer.json was not
 written by us, or damaged since.
 """
 

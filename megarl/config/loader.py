@@ -40,9 +40,8 @@ from megarl.config.schema import (
 from megarl.config.secrets import written_tree
 from megarl.config.unread import begin_script, note_set
 from megarl.config.words import NOT_YAML, read_override, read_yaml
-from megarl.utils.collective_timeout import set_collective_timeout
-from megarl.utils.quiet import quiet_libraries
-from megarl.utils.staging import write_whole
+from megarl.utils.env import quiet_libraries, set_collective_timeout
+from megarl.utils.files import write_whole
 
 CHECKED = "MEGARL_CHECKED_CONFIG"  # the variable with the text of `checked_config`
 Override = tuple[str, str, Any]

@@ -26,7 +26,7 @@ from megarl.controller.messages import BatchState, Call, Field, Raised, Ref, Rep
 from megarl.controller.remote import invoke
 from megarl.controller.shelf import Fetch, Shelf
 from megarl.observability.timers import shown
-from megarl.utils.disk import DiskFull
+from megarl.utils.files import DiskFull
 from megarl.utils.stopping import StopRequested
 from megarl.utils.unanswered import is_unanswered
 

@@ -19,7 +19,7 @@ from megarl.controller.worker import SERVE
 from megarl.engine import MegatronEngine
 from megarl.observability.logging import get_logger
 from megarl.rpc.nodes import TRAINERS
-from megarl.utils.collective_timeout import set_collective_timeout
+from megarl.utils.env import set_collective_timeout
 
 log = get_logger(__name__)
 

@@ -13,8 +13,13 @@ from megarl.data.gsm8k import gsm8k
 from megarl.data.preference import preference
 from megarl.data.problem import Problem, Row
 from megarl.data.reasoning_gym import reasoning_gym
-from megarl.utils.importing import in_one_line, is_import_path, load_object
-from megarl.utils.signatures import call_problem, option_problems
+from megarl.utils.importing import (
+    call_problem,
+    in_one_line,
+    is_import_path,
+    load_object,
+    option_problems,
+)
 
 # (cfg, *, seed, **options) -> rows or problems, as a function of the user's is called, too
 SOURCES: dict[str, Callable[..., Iterable[Row | Problem]]] = {

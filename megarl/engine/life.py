@@ -16,11 +16,10 @@ from megarl.config.engine import TrainEngineConfig
 from megarl.engine.copying import Inflow
 from megarl.engine.offload import Memory
 from megarl.engine.setup import EngineState, Resolved, build, release, resolve
-from megarl.parallel import mcore
+from megarl.parallel import cpu_memory, mcore
 from megarl.parallel.exchange import world_comm
 from megarl.parallel.groups import ProcessGroups, init_distributed, model_scope, waiting_for
 from megarl.parallel.worlds import World, inside, this_rank
-from megarl.utils import host_memory
 from megarl.weight_sync.sender import WeightSender
 
 T = TypeVar("T")
@@ -100,7 +99,7 @@ class EngineLife(TrainEngine):
         self._sender = self._memory = self._built = None
         gc.collect()
         torch.cuda.empty_cache()
-        host_memory.give_back()
+        cpu_memory.give_back()
         groups, self._groups = self._groups, None
         with inside(groups.world), waiting_for(groups, "destroy"):
             groups.barrier()

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Protocol
 
-from megarl.utils.staging import write_whole
+from megarl.utils.files import write_whole
 
 LOOK_INTERVAL = 1.0  # seconds between looks at the shared directory
 NEWEST = "newest"

@@ -35,10 +35,9 @@ from megarl.utils.child import (
     stop_all,
     wait_until,
 )
-from megarl.utils.env import cores, visible_gpus
+from megarl.utils.env import cores, free_port, visible_gpus
 from megarl.utils.http import in_thread
 from megarl.utils.job_token import job_token
-from megarl.utils.listening import free_port
 
 log = get_logger("launcher")
 

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.record import RECORD_DIR
-from megarl.utils.digests import Digest
-from megarl.utils.fingerprint import Fingerprint
+from megarl.utils.digests import Digest, Fingerprint
 
 FILE = "fingerprints.jsonl"
 DETAIL_BYTES = 64 << 20

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.observability.timeline import timeline
-from megarl.utils.staging import write_whole
+from megarl.utils.files import write_whole
 
 FOLDER = "processes"
 BEAT = 5.0  # seconds

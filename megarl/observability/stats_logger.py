@@ -25,8 +25,7 @@ from megarl.config.secrets import public_tree
 from megarl.config.unread import note_read, warn_of_unread
 from megarl.observability.console import ConsoleSink
 from megarl.observability.logging import env_rank, get_logger
-from megarl.utils.disk import DiskFull, full_disk_named
-from megarl.utils.staging import write_whole
+from megarl.utils.files import DiskFull, full_disk_named, write_whole
 
 log = get_logger(__name__)
 

@@ -51,10 +51,10 @@ from megarl.parallel import (
     packed_rotary,
     pipeline_shapes,
 )
+from megarl.parallel import cpu_products as products
 from megarl.parallel.cpu_adam import CpuFusedAdam
 from megarl.parallel.cpu_torch import nothing, patch
 from megarl.parallel.worlds import PerWorld
-from megarl.utils import products
 
 _SHAPES = 64  # of products that stay known: all of a micro-batch, which the next one seldom has
 
@@ -311,7 +311,7 @@ def p16_no_whole_weights() -> None:
 
 def p17_matrix_products() -> None:
     """The parallel layers' own forward and backward call torch.matmul and Tensor.matmul, with
-    gradients off, where nearly all of a pass goes; see megarl.utils.products."""
+    gradients off, where nearly all of a pass goes; see megarl.parallel.cpu_products."""
     if products.by_onednn():
         products.remember_shapes(_SHAPES)
         patch(torch, matmul=cpu_kernels.product)

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megarl.parallel import cpu_products as products
 from megarl.parallel.vocab_parallel import accumulate
-from megarl.utils import products
 
 
 class _Rotate(torch.autograd.Function):
@@ -105,7 +105,7 @@ def wgrad_accumulate(x: Tensor, g: Tensor, main_grad: Tensor) -> None:
 
 def product(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Returns a times b as torch.matmul does; that of a [...,n,K] and a matrix b [K,N] without
-    gradients by the faster library (megarl.utils.products)."""
+    gradients by the faster library (megarl.parallel.cpu_products)."""
     if out is None and b.ndim == 2 and a.ndim > 1 and products.takes(a, b):
         return products.linear(a, b.t())
     return _matmul(a, b, out=out)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._device import _device_constructors
 
-from megarl.utils import host_memory
+from megarl.parallel import cpu_memory
 
 _CPU = torch.device("cpu")
 
@@ -165,4 +165,4 @@ def p14_large_tensors() -> None:
     """Faulting a large tensor in page by page costs more than a pass over it. torch reads the
     variable before it allocates the first tensor."""
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    host_memory.keep_freed()
+    cpu_memory.keep_freed()

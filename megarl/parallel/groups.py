@@ -25,8 +25,7 @@ from torch.distributed import distributed_c10d as c10d
 from megarl.parallel import mcore
 from megarl.parallel.layout import Coords, Layout
 from megarl.parallel.worlds import PerWorld, inside, this_rank
-from megarl.utils.collective_timeout import collective_timeout, set_collective_timeout
-from megarl.utils.env import CONTROLS, set_nccl_default
+from megarl.utils.env import CONTROLS, collective_timeout, set_collective_timeout, set_nccl_default
 from megarl.utils.http import split_address
 from megarl.utils.rendezvous import meet
 

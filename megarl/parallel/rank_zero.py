@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from megarl.parallel.roll_call import RollCall
 from megarl.parallel.worlds import PerWorld
-from megarl.utils.disk import DiskFull
+from megarl.utils.files import DiskFull
 from megarl.utils.stopping import StopRequested
 
 T = TypeVar("T")

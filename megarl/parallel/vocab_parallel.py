@@ -27,10 +27,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from megarl.parallel import cpu_products as products
 from megarl.parallel import vocab_given
 from megarl.parallel.vocab_given import GivenGrad
 from megarl.parallel.vocab_shard import VocabShard, local_target, rows_in_cache, top_k
-from megarl.utils import products
 
 # k numbers a token, n, all others one
 TOP_LOGPROBS, TOP_IDS, TOP_TAIL = "topk_logprobs", "topk_ids", "topk_tail"

@@ -24,7 +24,7 @@ from megarl.rollout.rewards import (
 )
 from megarl.rollout.rewards.errors import RewardError, fails_sample
 from megarl.rollout.trajectory import Trajectory
-from megarl.utils.signatures import option_problems
+from megarl.utils.importing import option_problems
 
 log = get_logger(__name__)
 

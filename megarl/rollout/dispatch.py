@@ -11,8 +11,7 @@ from megarl.observability.logging import get_logger
 from megarl.rollout.router import Router, single_body
 from megarl.rollout.server_choice import Home, Server, ServerChoice
 from megarl.rollout.server_pool import ServerPool
-from megarl.utils.http import STRANGER, HttpError, shown
-from megarl.utils.retries import MAX_REST, is_final
+from megarl.utils.http import MAX_REST, STRANGER, HttpError, is_final, shown
 
 log = get_logger(__name__)
 

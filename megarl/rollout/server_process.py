@@ -13,10 +13,10 @@ from typing import Any
 from megarl.config.rollout import ServerConfig
 from megarl.observability.logging import get_logger
 from megarl.utils.child import TERM_TIMEOUT, Child, Signals, spelled, stop_all
-from megarl.utils.env import set_threads_default
+from megarl.utils.env import free_port, set_threads_default
 from megarl.utils.http import HttpError, call_json
 from megarl.utils.job_token import ENV, job_token
-from megarl.utils.listening import free_port, strangers_at
+from megarl.utils.stacks import strangers_at
 from megarl.weight_sync.slices import LOADER, RECEIVER
 
 log = get_logger(__name__)

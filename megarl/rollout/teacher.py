@@ -18,8 +18,7 @@ from torch import Tensor
 from megarl.api.batch import Batch, Tokens
 from megarl.api.failures import on_every_rank
 from megarl.observability.logging import get_logger, warn_once_per_world
-from megarl.utils.http import HttpError, call_json, shown
-from megarl.utils.retries import MAX_REST, Retries, is_final
+from megarl.utils.http import MAX_REST, HttpError, Retries, call_json, is_final, shown
 
 log = get_logger(__name__)
 

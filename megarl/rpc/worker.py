@@ -37,10 +37,8 @@ from megarl.rpc.main_thread import MAIN_THREAD
 from megarl.rpc.nodes import take_environment
 from megarl.rpc.server import Handler, RpcServer
 from megarl.utils.child import POLL_INTERVAL, Child, Signals, stop_all
-from megarl.utils.env import address_towards, set_trainer_defaults
+from megarl.utils.env import address_towards, free_port, quiet_libraries, set_trainer_defaults
 from megarl.utils.importing import add_working_directory, load_object
-from megarl.utils.listening import free_port
-from megarl.utils.quiet import quiet_libraries
 from megarl.utils.stacks import dump_on_signal
 
 ENV = "MEGARL_WORKER"

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megarl.utils.products import linear
+from megarl.parallel.cpu_products import linear
 
 # attention whose heads are turned whole, and optionally normed one by one
 _ATTENTION = ("LlamaAttention", "Qwen2Attention", "Qwen3Attention", "Qwen3MoeAttention")

@@ -16,13 +16,13 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
+from megarl.parallel import cpu_products as products
 from megarl.server.args import ServerArgs
 from megarl.server.joined import join_layers
 from megarl.server.kv_cache import ATTENTION, Decode, KVCache, Prefill, kv_shape
 from megarl.server.prompt_logprobs import prompt_logprobs
 from megarl.server.routes import RouteRecorder
 from megarl.server.sequence import ServedSequence
-from megarl.utils import products
 from megarl.utils.transformers_config import transformers_config
 
 logger = logging.getLogger(__name__)

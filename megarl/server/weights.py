@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
 from megarl.server.errors import ControlError
-from megarl.utils.checksum import tensor_checksum
+from megarl.wire.checksums import tensor_checksum
 
 Spec = tuple[tuple[int, ...], torch.dtype]
 ALIGNMENT = 64  # bytes, that of torch's host allocator

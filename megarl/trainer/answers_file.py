@@ -11,8 +11,7 @@ import torch
 from megarl.observability.logging import get_logger
 from megarl.rollout.answers import Kept
 from megarl.rollout.client import RemoteSGLangEngine
-from megarl.utils.disk import DiskFull, full_disk_named
-from megarl.utils.staging import write_whole
+from megarl.utils.files import DiskFull, full_disk_named, write_whole
 
 log = get_logger(__name__)
 

@@ -145,7 +145,7 @@ def _rendered(cfg: BaseConfig, first: First) -> list[str]:
     """Returns a line for each source of whose row the run's tokenizer cannot make tokens."""
     from megarl.data.encoding import encode_rows
     from megarl.data.tokenizer import run_tokenizer
-    from megarl.utils.quiet import quiet_libraries
+    from megarl.utils.env import quiet_libraries
 
     quiet_libraries()
     key = "tokenizer_path" if cfg.tokenizer_path else f"{next(iter(engines(cfg)))}.path"

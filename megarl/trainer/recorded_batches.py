@@ -22,8 +22,7 @@ from megarl.api.batch import Batch, Padded, Tokens
 from megarl.config.errors import ConfigError
 from megarl.config.record import batch_path, recorded_steps
 from megarl.observability.logging import get_logger
-from megarl.utils.disk import full_disk_named
-from megarl.utils.staging import write_whole
+from megarl.utils.files import full_disk_named, write_whole
 
 log = get_logger(__name__)
 

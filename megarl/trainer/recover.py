@@ -3,7 +3,7 @@
 <run>/recover/step_000123/ holds the state of every trained engine (weights, optimizer, schedule,
 random states) by its name, the weights of a reference that follows the policy, and the trainer's
 state (place in the data, prompts in flight, counters, clocks). All are written beside it and
-renamed into place together, see utils/staging.py. At the end of a step the servers have its
+renamed into place together, see utils/files.py. At the end of a step the servers have its
 weights, so that the version is the step and a start only has to send them again.
 """
 
@@ -34,8 +34,7 @@ from megarl.trainer.frequency import Frequency
 from megarl.trainer.saver import Saver
 from megarl.trainer.state_file import CHECKSUM, State, read_state, write_state
 from megarl.utils.digests import seal
-from megarl.utils.disk import full_disk_named
-from megarl.utils.staging import put_in_place, remove, stage
+from megarl.utils.files import full_disk_named, put_in_place, remove, stage
 
 log = get_logger(__name__)
 

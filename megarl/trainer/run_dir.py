@@ -29,7 +29,7 @@ from megarl.observability.logging import get_logger
 from megarl.observability.report.runs import EVAL_REWARDS_FILE
 from megarl.observability.stats_logger import supersede
 from megarl.trainer.state_file import check_state
-from megarl.utils.staging import clean_up, remove
+from megarl.utils.files import clean_up, remove
 
 log = get_logger(__name__)
 

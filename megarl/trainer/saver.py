@@ -23,8 +23,7 @@ from megarl.data.tokenizer import tokenizer_to_save
 from megarl.observability.logging import env_rank, get_logger
 from megarl.parallel.rank_zero import on_rank_zero
 from megarl.trainer.frequency import Frequency
-from megarl.utils.disk import full_disk_named
-from megarl.utils.staging import remove
+from megarl.utils.files import full_disk_named, remove
 
 log = get_logger(__name__)
 

@@ -43,7 +43,7 @@ from megarl.trainer.roles import (
     MegatronLoRARef,
     MegatronRef,
 )
-from megarl.utils.disk import DiskFull, full_disk_named
+from megarl.utils.files import DiskFull, full_disk_named
 from megarl.utils.unanswered import unanswered
 
 log = get_logger(__name__)

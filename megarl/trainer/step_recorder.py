@@ -32,7 +32,7 @@ from megarl.parallel import mcore
 from megarl.trainer.batch_fingerprints import field_fingerprints
 from megarl.trainer.context import ProcessContext
 from megarl.trainer.recorded_batches import BatchWriter, as_tensors, whole
-from megarl.utils.fingerprint import Fingerprint
+from megarl.utils.digests import Fingerprint
 from megarl.utils.liveness import Deadline
 from megarl.utils.unanswered import unanswered
 from megarl.weight_sync.verify import held_checksums

@@ -23,8 +23,7 @@ from megarl.rollout.rewards import (
     reward_problems,
 )
 from megarl.rollout.rewards.parts import MixedReward, is_asynchronous
-from megarl.utils.importing import in_one_line, load_object
-from megarl.utils.signatures import call_problem, option_problems
+from megarl.utils.importing import call_problem, in_one_line, load_object, option_problems
 
 REWARD = f"reward({', '.join(OWN_ARGUMENTS)}, **row)"
 EPISODE = "async def arun_episode(self, engine, data)"

@@ -1,6 +1,7 @@
-"""Reads what a process has to compute with, and sets environment variables it wants before torch.
+"""Reads what a process has to compute with, and sets what it wants before torch is imported:
+environment variables, the timeout of collectives, warnings.
 
-Everything is a default: what the user has set stays.
+Every variable is a default: what the user has set stays.
 """
 
 from __future__ import annotations
@@ -8,8 +9,10 @@ from __future__ import annotations
 import ipaddress
 import logging
 import os
+import random
 import re
 import socket
+import warnings
 from collections.abc import Mapping, MutableMapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -18,6 +21,9 @@ log = logging.getLogger(__name__)
 
 CGROUPS = Path("/sys/fs/cgroup")
 CONTROLS = "MEGARL_CONTROLLER"  # set where a launcher has a process start the trainers
+# whose warnings a user of megarl can do nothing about
+_LIBRARIES = ("megatron", "torchdata", r"torch\.distributed")
+_collective_seconds = 1800.0
 
 
 def set_trainer_defaults(
@@ -165,6 +171,24 @@ def address_towards(host: str) -> str:
         return str(s.getsockname()[0])
 
 
+def free_port(host: str = "127.0.0.1", port: int = 0) -> int:
+    """Returns a TCP port that was free a moment ago: `port`, or any for 0. Raises RuntimeError
+    where it is taken: another server at our port would pass for ours."""
+    # a server listens only when it has imported everything; until then the system would give a port
+    # of its own range, which begins here, to any socket
+    candidates = [port] if port else random.SystemRandom().sample(range(20000, 32768), k=20)
+    for candidate in candidates:
+        with socket.socket() as s:
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
+            try:
+                s.bind((host, candidate))
+            except OSError as e:
+                error = e
+                continue
+            return candidate
+    raise RuntimeError(f"port {candidate} of {host} cannot be listened at: {error}") from error
+
+
 def has_interface(name: str) -> bool:
     """Tells whether this machine has a network interface of this name."""
     return name in [interface for _, interface in socket.if_nameindex()]
@@ -186,3 +210,25 @@ def visible_gpus(
     if "CUDA_VISIBLE_DEVICES" in env:
         return [d for d in env["CUDA_VISIBLE_DEVICES"].split(",") if d not in ("", "-1")]
     return [str(i) for i, _ in enumerate(devices.glob("nvidia[0-9]*"))]
+
+
+def collective_timeout() -> float:
+    """Returns the seconds that a collective may wait for its peers."""
+    return _collective_seconds
+
+
+def set_collective_timeout(seconds: float) -> None:
+    """Bounds the collectives of groups that are made from now on, those of torch.distributed's
+    world with them."""
+    global _collective_seconds
+    _collective_seconds = seconds
+
+
+def quiet_libraries() -> None:
+    """Hides UserWarning, FutureWarning and DeprecationWarning raised in those libraries' code.
+
+    Entry points call it, never an import: in a user's own program warnings are the user's to set.
+    """
+    for library in _LIBRARIES:
+        for kind in (UserWarning, FutureWarning, DeprecationWarning):
+            warnings.filterwarnings("ignore", category=kind, module=library)

@@ -1,5 +1,5 @@
-"""Calls servers: a small synchronous JSON-over-HTTP client for control calls, and threads to make
-several at once.
+"""Calls a server: a small synchronous JSON-over-HTTP client for control calls, and the rules of all
+clients: what an answer means, and when a call is made again.
 
 Generation requests go through aiohttp; this is for the few calls that block anyway.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +24,11 @@ STRANGER = (
     "listens there"
 )
 _SHOWN = 200  # characters of an answer in an error
+RETRY_DELAY = 0.2  # seconds before the first retry; doubles up to MAX_RETRY_DELAY
+MAX_RETRY_DELAY = 10.0
+MAX_REST = 60.0  # seconds of a server's Retry-After that are honoured
+TOO_MANY = 429  # the one refusal that asks for another try
+_jitter = random.Random()  # apart from the generator that a run seeds
 
 
 class HttpError(RuntimeError):
@@ -173,3 +179,33 @@ def in_thread(fn: Callable[..., T], *args: Any, **kw: Any) -> Future[T]:
 
     threading.Thread(target=work, name=getattr(fn, "__name__", "call"), daemon=True).start()
     return future
+
+
+class Retries:
+    """Counts the failures of one call. It is made again until `timeout` seconds after the first,
+    so that a server has the time to come back."""
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self._first: float | None = None
+        self.failures = 0
+
+    def rest(self) -> float | None:
+        """Notes a failure, and returns the seconds before the next try; None where there is none.
+        The last try is at the end of the timeout."""
+        now = time.monotonic()
+        self._first = now if self._first is None else self._first
+        self.failures += 1
+        left = self._first + self._timeout - now
+        return min(backoff(self.failures - 1), left) if left > 0 else None
+
+
+def is_final(error: HttpError) -> bool:
+    """Tells whether another try would fail as well: the server refuses the call (4xx but 429)."""
+    return error.status is not None and error.status < 500 and error.status != TOO_MANY
+
+
+def backoff(attempt: int) -> float:
+    """Returns the seconds before the next try: they double, and a random part of up to a half is
+    left out, so that clients that failed together do not come back together."""
+    return min(RETRY_DELAY * 2**attempt, MAX_RETRY_DELAY) * _jitter.uniform(0.5, 1.0)

@@ -1,15 +1,28 @@
-"""Loads objects that a configuration names by "package.module:name" or "path/to/file.py:name"."""
+"""Loads objects that a configuration names by "package.module:name" or "path/to/file.py:name",
+compares the calls that megarl is going to make with their signatures, and shows their errors by the
+user's own lines.
+"""
 
 from __future__ import annotations
 
 import difflib
 import importlib
 import importlib.util
+import inspect
+import json
 import os
 import sys
+import sysconfig
 import traceback
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+_PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
+_STDLIB = sysconfig.get_path("stdlib") + os.sep
 
 
 def add_working_directory() -> None:
@@ -91,3 +104,159 @@ def in_one_line(error: BaseException) -> str:
     if isinstance(error, SyntaxError) or not own:
         return message
     return f"{message} ({own[-1].filename}, line {own[-1].lineno})"
+
+
+def call_problem(
+    fn: Callable[..., Any], positional: Sequence[str], by_name: Sequence[str]
+) -> str | None:
+    """Says why `fn` cannot be called with these arguments, named by what they are; None where it
+    can, or where nothing is known of its signature."""
+    signature = _signature(fn)
+    if signature is None:
+        return None
+    try:
+        signature.bind(*positional, **dict.fromkeys(by_name))
+    except TypeError as e:
+        return f"{_name(fn)}{signature}: {e}"
+    return None
+
+
+def option_problems(
+    fn: Callable[..., Any],
+    options: Mapping[str, Any],
+    *,
+    key: str,
+    positional: int = 0,
+    by_name: Sequence[str] = (),
+) -> Iterator[str]:
+    """Yields one line for each option that `fn` does not take, takes from megarl, or declares with
+    another type, and for each argument without a default that `options` lacks.
+
+    key: the dotted name of the options in the configuration. positional, by_name: the arguments
+    that megarl gives.
+    """
+    signature = _signature(fn)
+    if signature is None:
+        return
+    parameters = list(signature.parameters.values())
+    placed = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    given = {p.name for p in placed[:positional]} | set(by_name)
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    takes = {p.name: p for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+    own = [name for name in takes if name not in given]
+    hints = _hints(fn)
+    for name, value in options.items():
+        if name in given:
+            yield f"{key}.{name}={value!r}: megarl gives {_name(fn)} this argument; leave it out"
+        elif name in takes and not _fits(value, hints.get(name, Any)):
+            yield f"{key}.{name}={value!r}: not of type {_spelled(hints[name])}"
+        elif name not in takes and not open_ended:
+            known = f"it takes {', '.join(own)}" if own else "it takes none"
+            yield f"{key}.{name}={value!r}: {_name(fn)} has no such option; {known}"
+    for name in own:
+        if takes[name].default is inspect.Parameter.empty and name not in options:
+            yield f"{key}.{name}: {_name(fn)} needs it; set it"
+
+
+def _signature(fn: Callable[..., Any]) -> inspect.Signature | None:
+    """Returns the signature, with the keys of **options: Unpack[SomeTypedDict] as parameters by
+    name; None where nothing is known of it."""
+    try:
+        signature = inspect.signature(fn)
+    except (ValueError, TypeError):  # one that is not written in Python
+        return None
+    parameters = list(signature.parameters.values())
+    if not parameters or parameters[-1].kind is not inspect.Parameter.VAR_KEYWORD:
+        return signature
+    if (declared := _unpacked(_written_hints(fn).get(parameters[-1].name))) is None:
+        return signature
+    for name in declared.__annotations__:
+        default = inspect.Parameter.empty if name in declared.__required_keys__ else None
+        parameters.insert(
+            -1, inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
+        )
+    return signature.replace(parameters=parameters[:-1])
+
+
+def _unpacked(hint: Any) -> Any:
+    """Returns the TypedDict of Unpack[TypedDict], None for another hint."""
+    return typing.get_args(hint)[0] if typing.get_origin(hint) is typing.Unpack else None
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
+def _hints(fn: Callable[..., Any]) -> dict[str, Any]:
+    """Returns the types of parameters by name, as far as they can be read."""
+    hints = _written_hints(fn)
+    for declared in filter(None, map(_unpacked, hints.values())):
+        hints = hints | typing.get_type_hints(declared)
+    return hints
+
+
+def _written_hints(fn: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(fn.__init__ if inspect.isclass(fn) else fn)
+    except Exception:  # an annotation may name anything; then the value is not judged
+        return {}
+
+
+def _fits(value: Any, annotation: Any) -> bool:
+    """Judges a value of Python or of YAML, where a list may stand for a tuple. An annotation that
+    pydantic cannot read lets every value pass."""
+    try:
+        adapter = TypeAdapter(annotation)
+        adapter.validate_python(value, strict=True)
+        return True
+    except ValidationError:
+        pass
+    except Exception:  # an annotation may name anything
+        return True
+    try:
+        adapter.validate_json(json.dumps(value), strict=True)
+    except (ValidationError, TypeError):
+        return False
+    return True
+
+
+def _spelled(annotation: Any) -> str:
+    plain = isinstance(annotation, type) and not typing.get_args(annotation)
+    return annotation.__name__ if plain else str(annotation).replace("typing.", "")
+
+
+def user_lines(error: BaseException) -> list[traceback.FrameSummary]:
+    """Returns the frames of the user's files in the traces of an error and of its causes, the
+    innermost error first; none where only megarl's and libraries' were on the way."""
+    return [
+        frame
+        for each in _causes(error)
+        for frame in traceback.extract_tb(each.__traceback__)
+        if not frame.filename.startswith((_PACKAGE, _STDLIB, "<"))
+        and "site-packages" not in frame.filename
+        and Path(frame.filename).is_file()  # compiled libraries name files of where they were built
+    ]
+
+
+def in_users_lines(error: BaseException, file: Path) -> str | None:
+    """Returns an error as the user's lines and its message, and writes the whole trace to `file`;
+    None, and writes nothing, where no line is the user's or there is no room for the file."""
+    if not (lines := user_lines(error)):
+        return None
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+    except OSError:
+        return None
+    shown = "".join([*traceback.format_list(lines), *traceback.format_exception_only(error)])
+    return f"Traceback, your own lines (the whole is in {file}):\n{shown.rstrip()}"
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yields an error's first cause, what came of it, and so on up to the error."""
+    chain: list[BaseException] = []
+    at: BaseException | None = error
+    while at is not None and at not in chain:
+        chain.append(at)
+        at = at.__cause__ or (None if at.__suppress_context__ else at.__context__)
+    yield from reversed(chain)

@@ -79,7 +79,7 @@ def wait_for(
     """Waits like `cf.wait` for the calls and `also`, but not for lost servers. Returns the lost
     ones with the reasons.
     """
-    asked: dict[str, Future[Any]] = {}
+    probes: dict[str, Future[Any]] = {}
     while not deadline.over:
         sides, left = [*calls.values(), *also], min(LOOK_EVERY, deadline.left)
         done, pending = cf.wait(sides, left, return_when=return_when)
@@ -87,9 +87,9 @@ def wait_for(
         if not pending or (failed and return_when == cf.FIRST_EXCEPTION):
             break
         for server in _silent(calls):
-            if server not in asked or (asked[server].done() and not _unanswered(asked[server])):
-                asked[server] = in_thread(sign_of_life, server, deadline.patience)
-        if lost := _failed({s: asked[s] for s in _silent(calls)}):
+            if server not in probes or (probes[server].done() and not _unanswered(probes[server])):
+                probes[server] = in_thread(sign_of_life, server, deadline.patience)
+        if lost := _failed({s: probes[s] for s in _silent(calls)}):
             return lost
     return broken(calls)
 
@@ -112,9 +112,9 @@ def absent(calls: Calls, deadline: Deadline) -> dict[str, HttpError]:
     with the reasons.
     """
     patience = max(1.0, min(deadline.patience, deadline.left))
-    asked = {s: in_thread(sign_of_life, s, patience) for s in _silent(calls)}
-    cf.wait(asked.values(), patience + LINGER)
-    return broken(calls) | _failed(asked)
+    probes = {s: in_thread(sign_of_life, s, patience) for s in _silent(calls)}
+    cf.wait(probes.values(), patience + LINGER)
+    return broken(calls) | _failed(probes)
 
 
 def broken(calls: Calls) -> dict[str, HttpError]:

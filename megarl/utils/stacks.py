@@ -3,7 +3,7 @@ threads, and `show` says of any process where it stands, also of one that does n
 
 py-spy reads the stacks of another process from outside, where it is installed (`megarl[stacks]`)
 and the system allows it: to root, and where kernel.yama.ptrace_scope is 0. Else the process is
-asked by SIGUSR2.
+asked by SIGUSR2. `strangers_at` finds who listens at a port, where the system has /proc.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 STDERR = 2
 SPY_TIMEOUT = 10.0  # seconds py-spy may take for a process
 SETTLE = 0.5  # seconds a process has to write its stacks
 _STOPPED = ("T", "t")  # states of a process that does not run until SIGCONT
+_LISTEN = "0A"  # a socket's state in /proc/net/tcp
 
 
 def dump_on_signal() -> None:
@@ -69,6 +71,37 @@ def show(pid: int) -> str:
     return f"{head}; its stacks are in its own log"
 
 
+def strangers_at(port: int, leader: int) -> list[str]:
+    """Returns the processes that listen at `port`, as "PID (command)", where none of the session of
+    `leader` does; [] where one does, or nothing is known of the port."""
+    sockets = set(_sockets(port))
+    if not sockets:
+        return []
+    pids = [int(p.name) for p in Path("/proc").glob("[0-9]*") if _holds(p / "fd", sockets)]
+    if set(pids) & set(session(leader)):
+        return []
+    return [f"{pid} ({_program(pid)})" for pid in pids] or ["a process of another user"]
+
+
+def _sockets(port: int) -> Iterator[str]:
+    """Yields what the descriptors of the sockets that listen at `port` are links to."""
+    for table in ("tcp", "tcp6"):
+        for fields in map(str.split, _read("net", table).splitlines()[1:]):
+            if fields[3] == _LISTEN and int(fields[1].rpartition(":")[2], 16) == port:
+                yield f"socket:[{fields[9]}]"
+
+
+def _holds(descriptors: Path, sockets: set[str]) -> bool:
+    """Returns whether a process has one of the sockets open; False where it has ended, or is
+    another user's."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(descriptors):
+            with contextlib.suppress(OSError):  # it was closed meanwhile
+                if os.readlink(descriptors / name) in sockets:
+                    return True
+    return False
+
+
 def _spied(pid: int) -> str | None:
     """Returns the stacks that py-spy reads, None where it cannot."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
@@ -97,7 +130,7 @@ def _status(pid: int) -> dict[str, str]:
     return {name: value.strip() for name, _, value in lines}
 
 
-def _read(pid: int, name: str) -> str:
+def _read(pid: int | str, name: str) -> str:
     try:
         return Path(f"/proc/{pid}/{name}").read_text(errors="replace")
     except OSError:

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from megarl.api.records import WeightUpdateMeta
-from megarl.utils.checksum import tensor_checksum
 from megarl.utils.liveness import Deadline
 from megarl.weight_sync.servers import ServerInfo, Servers
 from megarl.wire import block_fp8
+from megarl.wire.checksums import tensor_checksum
 
 log = logging.getLogger(__name__)
 

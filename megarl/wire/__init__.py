@@ -1,5 +1,6 @@
 """Defines formats that a trainer and a generation server share; no trainer, no server.
 
+checksums      whether two holders of a tensor have the same bits
 buckets        HF tensors in one flat buffer
 handles        memory of this machine as text that another process can map
 shared_memory  host memory without a name that processes of one machine share

@@ -21,12 +21,12 @@ from safetensors.torch import load_file, save_file
 import tests.embedded_server as embedded
 from megarl.api.records import WeightUpdateMeta
 from megarl.ckpt.hf import load_hf
-from megarl.utils.checksum import tensor_checksum
 from megarl.weight_sync.channel import UpdateChannel
 from megarl.weight_sync.sender import WeightSender
 from megarl.weight_sync.servers import ServerInfo, Servers
 from megarl.weight_sync.transports import WeightSource
 from megarl.wire import block_fp8
+from megarl.wire.checksums import tensor_checksum
 from tests.dist.uploads import SOME, sharded
 from tests.dist.world import World
 from tests.embedded_server import (

@@ -94,7 +94,7 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "utils/disk.py",
+        "utils/files.py",
         "error = error.__cause__ or error.__context__",
         "error = error.__cause__",
         ("tests/unit/test_disk.py::test_a_full_disk_is_seen_through_an_error_of_the_clean_up",),
@@ -128,7 +128,7 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "utils/retries.py",
+        "utils/http.py",
         "return error.status is not None and error.status < 500 and error.status != TOO_MANY",
         "return error.status is not None and error.status < 500",
         ("tests/unit/test_client.py::test_a_server_that_asks_for_time_gets_it",),

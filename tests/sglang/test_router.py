@@ -15,8 +15,8 @@ import torch
 from megarl.api.records import ModelRequest
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
 from megarl.rollout.client import RemoteSGLangEngine
+from megarl.utils.env import free_port
 from megarl.utils.http import HttpError, call_json
-from megarl.utils.listening import free_port
 from tests.sglang.conftest import Pair
 from tests.sglang.servers import PYTHON, hf_logprobs
 

@@ -16,7 +16,7 @@ from megarl.api.records import ModelRequest, WeightUpdateMeta
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
 from megarl.config.weight_sync import WeightSyncConfig
 from megarl.rollout.client import RemoteSGLangEngine
-from megarl.utils.checksum import tensor_checksum
+from megarl.wire.checksums import tensor_checksum
 from megarl.wire.process_group import destroy_update_group, init_update_group
 from tests.dist.world import free_port
 from tests.embedded_server import address, checksums, embedded_server

@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from megarl.utils.env import free_port
 from megarl.utils.http import in_thread
-from megarl.utils.listening import free_port
 from tests.embedded_server import embedded_server
 from tests.tiny import VOCAB, save_tiny
 from tests.tiny_tokenizer import save_tokenizer

@@ -19,7 +19,7 @@ from megarl.api.records import ModelRequest, WeightUpdateMeta
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
 from megarl.config.weight_sync import WeightSyncConfig
 from megarl.rollout.client import RemoteSGLangEngine
-from megarl.utils.listening import free_port
+from megarl.utils.env import free_port
 from megarl.utils.liveness import Deadline
 from megarl.weight_sync.channel import UpdateChannel
 from megarl.weight_sync.servers import Servers

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from megarl.utils.listening import free_port
+from megarl.utils.env import free_port
 from tests.system.test_recover import COMMON, ROOT, SFT
 from tests.tiny import save_tiny
 from tests.tiny_tokenizer import save_tokenizer

@@ -352,7 +352,7 @@ def test_a_disk_that_is_full_costs_the_answers_not_the_run(tmp_path, monkeypatch
     def full(path):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("megarl.utils.staging.sync", full)
+    monkeypatch.setattr("megarl.utils.files.sync", full)
     client.version = 4
     file.write_if_due()
     assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == [path.name]

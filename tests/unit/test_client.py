@@ -20,8 +20,7 @@ from megarl.rollout.cache_keys import began
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.rollout.generation import stable_seed
 from megarl.rollout.server_choice import Home, current_home
-from megarl.utils.http import call_json, retry_after
-from megarl.utils.retries import MAX_RETRY_DELAY, RETRY_DELAY, backoff
+from megarl.utils.http import MAX_RETRY_DELAY, RETRY_DELAY, backoff, call_json, retry_after
 from tests.dist.world import free_port
 from tests.unit.rollout_fakes import trajectory
 
@@ -179,7 +178,7 @@ def test_something_that_keeps_aborting_is_an_error(servers, connect, monkeypatch
 
 
 def test_connection_errors_are_retried_on_another_server(servers, connect, monkeypatch):
-    monkeypatch.setattr("megarl.utils.retries.RETRY_DELAY", 0.01)
+    monkeypatch.setattr("megarl.utils.http.RETRY_DELAY", 0.01)
     servers[0].fail = ["drop"]
     client = connect(*(s.address for s in servers))
     assert generate(client, request())[0].output_len == 6
@@ -187,7 +186,7 @@ def test_connection_errors_are_retried_on_another_server(servers, connect, monke
 
 
 def test_a_silent_server_is_warned_of_once_and_asked_last(servers, connect, monkeypatch, capsys):
-    monkeypatch.setattr("megarl.utils.retries.RETRY_DELAY", 0.01)
+    monkeypatch.setattr("megarl.utils.http.RETRY_DELAY", 0.01)
     client = connect(*(s.address for s in servers))
     servers[0].fail = ["drop"] * 9
     for _ in range(4):
@@ -310,7 +309,7 @@ def test_servers_join_and_leave_as_the_file_of_addresses_says(servers, connect, 
 
 
 def test_what_a_dropped_server_was_asked_is_asked_of_another(servers, connect, monkeypatch):
-    monkeypatch.setattr("megarl.utils.retries.RETRY_DELAY", 0.01)
+    monkeypatch.setattr("megarl.utils.http.RETRY_DELAY", 0.01)
     client = connect(*(s.address for s in servers), request_timeout=600.0)
     lost, other = servers
     lost.delay = 600.0
@@ -330,7 +329,7 @@ def test_a_server_that_was_started_again_gets_no_more_requests(
     servers, connect, monkeypatch, capsys
 ):
     """Its first weights are of no version; what it answers with them is asked of another one."""
-    monkeypatch.setattr("megarl.utils.retries.RETRY_DELAY", 0.01)
+    monkeypatch.setattr("megarl.utils.http.RETRY_DELAY", 0.01)
     client = connect(*(s.address for s in servers))
     for server in servers:
         server.weight_version = "1"
@@ -464,7 +463,7 @@ def test_a_treatment_of_kv_that_the_pause_undoes_is_refused(connect):
 
 
 def test_a_server_that_fails_for_too_long_is_a_failed_rollout(servers, connect, monkeypatch):
-    monkeypatch.setattr("megarl.utils.retries.RETRY_DELAY", 0.01)
+    monkeypatch.setattr("megarl.utils.http.RETRY_DELAY", 0.01)
     servers[0].fail = [(500, {"error": {"message": "out of memory"}})] * 1000
     client = connect(servers[0].address, retry_timeout=0.2)
     with pytest.raises(RolloutFailed) as failed:
@@ -477,7 +476,7 @@ def test_a_server_that_fails_for_too_long_is_a_failed_rollout(servers, connect, 
 
 def test_where_no_server_answers_none_is_left(servers, connect, monkeypatch):
     """It is an error of the run, not of a rollout."""
-    monkeypatch.setattr("megarl.utils.retries.RETRY_DELAY", 0.01)
+    monkeypatch.setattr("megarl.utils.http.RETRY_DELAY", 0.01)
     client = connect(*(s.address for s in servers), retry_timeout=0.2)
     for server in servers:
         server.close()
@@ -491,7 +490,7 @@ def test_where_no_server_answers_none_is_left(servers, connect, monkeypatch):
 @pytest.mark.parametrize("failure", ["drop", (503, {"message": "starting"})])
 def test_a_server_that_comes_back_goes_on_under_new_ids(servers, connect, monkeypatch, failure):
     """SGLang knows the ids of a lost connection for seconds, and refuses them meanwhile."""
-    monkeypatch.setattr("megarl.utils.retries.RETRY_DELAY", 0.01)
+    monkeypatch.setattr("megarl.utils.http.RETRY_DELAY", 0.01)
     servers[0].fail = [failure] * 6
     client = connect(servers[0].address)
     assert [a.output_len for a in generate(client, request(), request())] == [6, 6]
@@ -546,7 +545,7 @@ def turns(client, count, home):
 
 
 def test_an_episodes_requests_stay_with_one_server_until_it_fails(servers, connect, monkeypatch):
-    monkeypatch.setattr("megarl.utils.retries.RETRY_DELAY", 0.01)
+    monkeypatch.setattr("megarl.utils.http.RETRY_DELAY", 0.01)
     client, homes = connect(*(s.address for s in servers)), [Home() for _ in range(4)]
     for _ in range(3):
         for home in homes:
@@ -626,7 +625,7 @@ def test_what_a_drain_waits_for_too_long_is_interrupted(servers, connect, capsys
 
 
 def test_a_drain_does_not_wait_for_a_server_that_is_gone(servers, connect, monkeypatch):
-    monkeypatch.setattr("megarl.utils.retries.RETRY_DELAY", 0.01)
+    monkeypatch.setattr("megarl.utils.http.RETRY_DELAY", 0.01)
     sync = WeightSyncConfig(pause_mode="drain", server_timeout=0.5)
     client = connect(*(s.address for s in servers), sync=sync, request_timeout=600.0)
     silent, other = servers

@@ -31,7 +31,7 @@ from megarl.controller.rollout import RolloutController
 from megarl.controller.shelf import shares
 from megarl.rpc.errors import RemoteError, WorkerDied
 from megarl.rpc.local import LocalScheduler
-from megarl.utils.disk import DiskFull
+from megarl.utils.files import DiskFull
 from megarl.utils.stopping import StopRequested
 from megarl.utils.unanswered import unanswered
 from tests.unit.controlled import workers

@@ -36,7 +36,7 @@ from megarl.trainer import step_recorder
 from megarl.trainer.batch_fingerprints import field_fingerprints
 from megarl.trainer.recorded_batches import read_batch
 from megarl.trainer.step_recorder import StepRecorder
-from megarl.utils.checksum import tensor_checksum
+from megarl.wire.checksums import tensor_checksum
 from tests.full_disk import files_below
 from tests.unit.bigram import BigramEngine, rollout
 from tests.unit.family_configs import config as family

@@ -16,7 +16,7 @@ import pytest
 from megarl.rollout.tools.env import ToolFailure, opened
 from megarl.rollout.tools.listed import ToolList
 from megarl.rollout.tools.mcp import MCPToolingEnv, MCPToolingEnvConfig
-from megarl.utils.listening import free_port
+from megarl.utils.env import free_port
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "tests.mcp_server", "stdio"]

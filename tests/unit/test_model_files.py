@@ -17,7 +17,7 @@ from megarl.ckpt.safetensors_files import INDEX, SINGLE, SafetensorsDir
 from megarl.models.hf_config import read_hf_config
 from megarl.models.piece_table import build_piece_table
 from megarl.parallel.layout import Layout
-from megarl.utils.staging import put_in_place, stage
+from megarl.utils.files import put_in_place, stage
 from tests.tiny import save_tiny
 
 

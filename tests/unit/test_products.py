@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megarl.parallel import cpu_kernels
+from megarl.parallel import cpu_products as products
 from megarl.parallel.vocab_parallel import accumulate
-from megarl.utils import products
 
 # sums of up to 96 products of normal numbers: some tens of fp32 roundings of values around ten
 CLOSE = dict(atol=2e-5, rtol=1e-5)
@@ -103,7 +103,7 @@ def test_a_capacity_that_torch_crashes_on_is_refused(monkeypatch, given):
 # prints the memory that products of 60 new shapes took, and then that of 300 more
 GROWTH = """
 import os, pathlib, torch
-from megarl.utils import products
+from megarl.parallel import cpu_products as products
 
 def resident():
     return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -32,9 +32,9 @@ from megarl.trainer.recover import Recovery, data_of, same_data
 from megarl.trainer.run_dir import claim, newest_checkpoint
 from megarl.trainer.saver import Saved, Saver
 from megarl.trainer.state_file import CHECKSUM
-from megarl.utils import staging
+from megarl.utils import files
 from megarl.utils.digests import file_digest, seal
-from megarl.utils.disk import DiskFull
+from megarl.utils.files import DiskFull
 from tests.hf_stub import write_stub
 from tests.hostile import Hostile
 
@@ -81,10 +81,10 @@ def test_a_directory_is_replaced_whole_or_not_at_all(tmp_path, replaces):
     new = {"a": "new", "c": "new"}
 
     def write() -> None:
-        place = staging.stage(tmp_path / "x")
+        place = files.stage(tmp_path / "x")
         for name, text in new.items():
             (place / name).write_text(text)
-        staging.put_in_place(place, tmp_path / "x")
+        files.put_in_place(place, tmp_path / "x")
 
     for at in range(20):
         shutil.rmtree(tmp_path / "x", ignore_errors=True)
@@ -93,7 +93,7 @@ def test_a_directory_is_replaced_whole_or_not_at_all(tmp_path, replaces):
             for name, text in old.items():
                 (tmp_path / "x" / name).write_text(text)
         status = killed(at, write)
-        staging.clean_up(tmp_path)
+        files.clean_up(tmp_path)
         assert content(tmp_path / "x") in ((new,) if status == 0 else (old, new))
         assert [p.name for p in tmp_path.iterdir()] == (["x"] if content(tmp_path / "x") else [])
         if status == 0:
@@ -104,12 +104,12 @@ def test_a_directory_is_replaced_whole_or_not_at_all(tmp_path, replaces):
 def test_a_directory_that_cannot_be_replaced_stays(tmp_path):
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "old").touch()
-    place = staging.stage(tmp_path / "x")
+    place = files.stage(tmp_path / "x")
     with (
         mock.patch.object(Path, "rename", autospec=True, side_effect=renamed_but(place)),
         pytest.raises(OSError, match="in use"),
     ):
-        staging.put_in_place(place, tmp_path / "x")
+        files.put_in_place(place, tmp_path / "x")
     assert content(tmp_path / "x") == {"old": ""}
 
 
@@ -127,7 +127,7 @@ def renamed_but(stuck: Path):
 
 def test_a_directory_is_removed_whole_or_not_at_all(tmp_path):
     def remove() -> None:
-        staging.remove(tmp_path / "x")
+        files.remove(tmp_path / "x")
 
     for at in range(20):
         (tmp_path / "x").mkdir(exist_ok=True)
@@ -135,7 +135,7 @@ def test_a_directory_is_removed_whole_or_not_at_all(tmp_path):
             (tmp_path / "x" / name).write_text(name)
         status = killed(at, remove)
         assert not (tmp_path / "x").exists() or len(content(tmp_path / "x")) == 3
-        staging.clean_up(tmp_path)
+        files.clean_up(tmp_path)
         assert [p.name for p in tmp_path.iterdir()] in ([], ["x"])
         if status == 0:
             break
@@ -145,18 +145,18 @@ def test_a_directory_is_removed_whole_or_not_at_all(tmp_path):
 def test_a_file_is_rewritten_whole_or_not_at_all(tmp_path):
     file = tmp_path / "f"
     file.write_text("old")
-    assert killed(0, lambda: staging.write_whole(file, "new")) == 9
+    assert killed(0, lambda: files.write_whole(file, "new")) == 9
     assert file.read_text() == "old" and len(list(tmp_path.iterdir())) == 2
-    staging.clean_up(tmp_path)
-    staging.write_whole(file, "new")
+    files.clean_up(tmp_path)
+    files.write_whole(file, "new")
     assert content(tmp_path) == {"f": "new"}
 
 
 def test_clean_up_leaves_what_is_not_ours(tmp_path):
     for name in (".git", "x.tmp-12345678", ".x.tmp-1234", ".x.tmp-1234567g"):
         (tmp_path / name).mkdir()
-    assert staging.clean_up(tmp_path) == [] and len(list(tmp_path.iterdir())) == 4
-    assert staging.clean_up(tmp_path / "nowhere") == []
+    assert files.clean_up(tmp_path) == [] and len(list(tmp_path.iterdir())) == 4
+    assert files.clean_up(tmp_path / "nowhere") == []
 
 
 # ---- a run directory and the configuration that wants it

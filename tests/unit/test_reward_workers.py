@@ -20,9 +20,9 @@ from megarl.rollout.rewards import RewardError, RewardPool, RewardTimeout, get_r
 from megarl.rollout.rewards.errors import RewardUnavailable
 from megarl.rollout.rewards.parts import Scored
 from megarl.rollout.server_process import ServerProcess
+from megarl.utils.env import free_port
 from megarl.utils.http import HttpError, call_json
 from megarl.utils.job_token import ENV
-from megarl.utils.listening import free_port
 
 ROOT = Path(__file__).parents[2]
 TOKEN = "the-tests-secret"

@@ -31,8 +31,8 @@ from megarl.rpc.local import LocalScheduler
 from megarl.rpc.nodes import MEETING, TRAINERS
 from megarl.rpc.worker import SILENCE_ENV
 from megarl.utils.child import wait_until
+from megarl.utils.env import free_port
 from megarl.utils.job_token import ENV as TOKEN
-from megarl.utils.listening import free_port
 from tests.leftovers import Mark
 
 ROOT = Path(__file__).parents[2]

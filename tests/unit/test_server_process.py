@@ -11,7 +11,7 @@ import pytest
 from megarl.config.rollout import ServerConfig
 from megarl.rollout.server_process import ServerProcess, server_command, start_server
 from megarl.server.args import parse_args
-from megarl.utils.listening import free_port
+from megarl.utils.env import free_port
 
 HEALTHY = """
 import http.server, sys

@@ -14,7 +14,7 @@ from megarl.server.sampling_params import SamplingParams
 from megarl.server.sequence import ServedSequence
 from megarl.server.text import TextTools
 from megarl.server.weights import WeightStore
-from megarl.utils.checksum import tensor_checksum
+from megarl.wire.checksums import tensor_checksum
 from tests.dist.moe_routing import hf_routers
 from tests.tiny import KINDS, MLA_KINDS, MOE_KINDS, VOCAB, save_tiny, tiny_hf
 

@@ -23,7 +23,7 @@ from megarl.observability.console import (
 )
 from megarl.observability.stats_logger import StatsLogger, throughput
 from megarl.observability.timers import Timers
-from megarl.utils.disk import DiskFull
+from megarl.utils.files import DiskFull
 from tests.full_disk import files_below
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import megarl
 from megarl.config.words import read_yaml
-from megarl.utils.user_errors import in_users_lines, user_lines
+from megarl.utils.importing import in_users_lines, user_lines
 
 
 def test_the_users_lines_come_with_the_message_and_the_rest_goes_to_a_file(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from megarl.api.records import WeightUpdateMeta
 from megarl.models.hf_config import read_hf_config
 from megarl.models.piece_table import PieceTable, build_piece_table
 from megarl.parallel.layout import Layout
-from megarl.utils.checksum import tensor_checksum
 from megarl.weight_sync.plan import (
     difference,
     plan_sync,
@@ -24,6 +23,7 @@ from megarl.weight_sync.senders import spread_senders
 from megarl.weight_sync.servers import ServerInfo
 from megarl.weight_sync.transports import WeightSource
 from megarl.weight_sync.verify import by_replica, compare_with_each_other, differences
+from megarl.wire.checksums import tensor_checksum
 from tests.tiny import save_tiny
 
 NORM = "model.norm.weight"

@@ -16,7 +16,6 @@ import torch
 
 from megarl.api.records import WeightUpdateMeta
 from megarl.parallel.agreement import Agreement
-from megarl.utils.checksum import tensor_checksum
 from megarl.utils.env import address_towards
 from megarl.utils.http import HttpError, call_json, in_thread, split_address
 from megarl.utils.liveness import Answer, Deadline
@@ -24,6 +23,7 @@ from megarl.weight_sync.phases import Phases
 from megarl.weight_sync.servers import BucketTransfer, ServerInfo, Servers
 from megarl.weight_sync.slices.fingerprints import Fingerprints
 from megarl.weight_sync.verify import Verifier, sample
+from megarl.wire.checksums import tensor_checksum
 
 SILENCE = "silence"  # an answer that never comes
 

@@ -20,9 +20,8 @@ from megarl.models.hf_config import parse_hf_config
 from megarl.models.value_model import language_model
 from megarl.planning.memory import parameters
 from megarl.planning.shapes import find_shapes
-from megarl.utils.env import attention_problems
+from megarl.utils.env import attention_problems, free_port
 from megarl.utils.http import HttpError, call_json, split_address
-from megarl.utils.listening import free_port
 
 GB = 1e9
 PROBE = 128 << 20  # bytes that are written and read

@@ -33,7 +33,7 @@ from megarl.config.earlier_run import CONFIG_FILE, checkpoints
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
 from megarl.config.recipes import BaseConfig, GRPOConfig, main_role
-from megarl.utils.quiet import quiet_libraries
+from megarl.utils.env import quiet_libraries
 
 if TYPE_CHECKING:
     from megarl.cli.gap.passes import Sample

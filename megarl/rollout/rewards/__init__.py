@@ -24,8 +24,7 @@ from megarl.config.rollout import RolloutConfig
 from megarl.rollout.rewards.errors import RewardError, RewardTimeout
 from megarl.rollout.rewards.parts import MixedReward, weighted_reward
 from megarl.rollout.rewards.pool import RewardPool
-from megarl.utils.importing import is_import_path, load_object
-from megarl.utils.signatures import option_problems
+from megarl.utils.importing import is_import_path, load_object, option_problems
 
 # a module with rewards may have a function of this name, called with every row at the start
 CHECK = "check_row"

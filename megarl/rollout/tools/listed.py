@@ -16,8 +16,7 @@ from megarl.rollout.tools.mcp import (
     SharedMCPToolingEnv,
     SharedServer,
 )
-from megarl.utils.importing import load_object
-from megarl.utils.signatures import option_problems
+from megarl.utils.importing import load_object, option_problems
 
 Make = Callable[[], ToolingEnv]
 _FORMS = (

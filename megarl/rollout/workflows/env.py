@@ -18,8 +18,7 @@ from megarl.rollout.workflows.multi_turn import (
     Reply,
 )
 from megarl.rollout.workflows.turns import Row, TurnOptions
-from megarl.utils.importing import load_object
-from megarl.utils.signatures import call_problem, option_problems
+from megarl.utils.importing import call_problem, load_object, option_problems
 
 
 class EnvWorkflow(MultiTurnWorkflow):

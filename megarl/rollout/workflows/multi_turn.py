@@ -17,8 +17,7 @@ from megarl.rollout.closing import closing
 from megarl.rollout.trajectory import Trajectory
 from megarl.rollout.user_calls import ThreadsExhausted, call
 from megarl.rollout.workflows.turns import Row, TurnOptions, TurnsWorkflow
-from megarl.utils.importing import load_object
-from megarl.utils.signatures import option_problems
+from megarl.utils.importing import load_object, option_problems
 
 FEEDBACK = "That is not right. Try again."
 INTERACTION_TIMEOUT = 60.0  # seconds

@@ -15,7 +15,6 @@ def tensor_checksum(t: torch.Tensor) -> str:
     The shape is not part of it: compare tensors by their HF names, and cast to the dtype of the
     other side first.
     """
-    raw = t.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+    raw = t.detach().to("cpu").contiguous()
     # numpy() would make the storage one that cannot be resized, so memory could not be given back
-    view = (ctypes.c_ubyte * raw.numel()).from_address(raw.data_ptr())
-    return hashlib.sha256(view).hexdigest()
+    return hashlib.sha256((ctypes.c_ubyte * raw.nbytes).from_address(raw.data_ptr())).hexdigest()
