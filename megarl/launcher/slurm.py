@@ -25,10 +25,12 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from megarl.config.command_line import CommandLine
 from megarl.config.errors import ConfigError
@@ -36,16 +38,73 @@ from megarl.launcher.command import Launcher, run_launcher
 from megarl.launcher.job import Job
 from megarl.launcher.plan import Plan, plan_cluster
 from megarl.launcher.slurm_script import Files, batch_script
-from megarl.launcher.slurm_states import FAILED, JobState, parse_job
 from megarl.observability.logging import get_logger
 from megarl.utils.child import LogTail
 from megarl.utils.job_token import ensure_job_token
 
 log = get_logger("launcher")
 
+FAILED = 1  # exit status of a job that Slurm ended
 COMMAND_TIMEOUT = 60.0  # seconds one command of Slurm may take
-POLL, LONGEST_POLL = 0.5, 5.0  # seconds between looks at the state of a job
+POLL = 2.0  # seconds between looks at the state of a job
 SILENCE = 600.0  # seconds without an answer of Slurm's after which the job is not followed further
+# states that a job does not leave by itself
+_TERMINAL = """
+COMPLETED FAILED CANCELLED TIMEOUT NODE_FAIL PREEMPTED OUT_OF_MEMORY BOOT_FAIL DEADLINE REVOKED
+LAUNCH_FAILED RECONFIG_FAIL
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobState:
+    """Holds what Slurm says of a job. exit_code and signal are those of its batch script; nodes is
+    empty before it has some."""
+
+    state: str
+    reason: str = ""
+    exit_code: int = 0
+    signal: int = 0
+    nodes: str = ""
+
+    @property
+    def over(self) -> bool:
+        """Returns whether the job has ended for good."""
+        return self.state in _TERMINAL.split()
+
+    @property
+    def status(self) -> int:
+        """Returns the exit status of a job that is over, as a shell gives it."""
+        if self.state == "COMPLETED":
+            return self.exit_code
+        failed = self.exit_code or (128 + self.signal if self.signal else FAILED)
+        return failed if self.state == "FAILED" else FAILED
+
+    def sentence(self) -> str:
+        """Says where the job stands, in Slurm's words, and of one that failed how to go on."""
+        if self.state == "RUNNING":
+            return f"RUNNING on {self.nodes}"
+        reason = f" ({self.reason})" if self.reason else ""
+        failed = self.over and self.status
+        more = "; start the same command again, to continue from the newest checkpoint"
+        return f"{self.state}{reason}{more if failed else ''}"
+
+
+def parse_job(text: str) -> JobState | None:
+    """Reads a line of `scontrol -o show job`, the first one of a heterogeneous job's; None for
+    another text."""
+    pairs = re.findall(r"(?:^| )([A-Za-z]+)=(\S*)", text.strip().partition("\n")[0])
+    fields = dict(reversed(pairs))  # of a name that comes twice the first holds
+    if "JobState" not in fields:
+        return None
+    code, _, number = fields.get("ExitCode", "").partition(":")
+    reason, nodes = fields.get("Reason", ""), fields.get("NodeList", "")
+    return JobState(
+        state=fields["JobState"],
+        reason="" if reason == "None" else reason,
+        exit_code=int(code or 0),
+        signal=int(number or 0),
+        nodes="" if nodes == "(null)" else nodes,
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,9 +144,20 @@ def submit(plan: Plan, job: Job) -> tuple[str, Files]:
     """Writes the job's files and submits it; returns its number. Raises ConfigError where Slurm
     refuses it, or a job of this run is there already."""
     files = Files.of(job)
-    _refuse_second(files)
+    earlier = files.id.read_text(encoding="utf-8").strip() if files.id.exists() else ""
+    state = job_state(earlier) if earlier else None
+    if state is not None and not state.over:
+        raise ConfigError(
+            [
+                f"job {earlier} of this run is {state.state}: scancel {earlier}, or choose another "
+                "trial_name"
+            ]
+        )
     ensure_job_token()
-    files.write(job, batch_script(job, plan.cfg.cluster, files), os.environ)
+    files.write_records(job, os.environ)
+    for old in (files.status, files.idle):
+        old.unlink(missing_ok=True)
+    files.script.write_text(batch_script(job, plan.cfg.cluster, files), encoding="utf-8")
     done = _slurm("sbatch", "--parsable", str(files.script))
     if done.returncode:
         raise ConfigError([f"sbatch refuses the job: {done.stderr.strip()}; see {files.script}"])
@@ -97,25 +167,9 @@ def submit(plan: Plan, job: Job) -> tuple[str, Files]:
     return job_id, files
 
 
-def _refuse_second(files: Files) -> None:
-    if not files.id.exists():
-        return
-    job_id = files.id.read_text(encoding="utf-8").strip()
-    state = job_state(job_id)
-    if state is not None and not state.over:
-        raise ConfigError(
-            [
-                f"job {job_id} of this run is {state.state}: scancel {job_id}, or choose another "
-                "trial_name"
-            ]
-        )
-
-
 def follow(job_id: str, files: Files) -> int:
-    """Shows the job's states and log until it is over; returns the exit status. It looks twice a
-    second at first, and every 5 s once the job is 5 minutes old."""
+    """Shows the job's states and log until it is over; returns the exit status."""
     before, heard, tail = None, time.monotonic(), LogTail(files.log(job_id))
-    began = heard
     try:
         while True:
             state = job_state(job_id)
@@ -133,7 +187,7 @@ def follow(job_id: str, files: Files) -> int:
             elif time.monotonic() - heard > SILENCE:
                 log.error("job %s: Slurm says nothing about it for %g s", job_id, SILENCE)
                 return FAILED
-            time.sleep(min(LONGEST_POLL, max(POLL, (time.monotonic() - began) / 60)))
+            time.sleep(POLL)
     except KeyboardInterrupt:
         log.warning("job %s goes on; `scancel %s` ends it", job_id, job_id)
         raise
@@ -158,9 +212,9 @@ def _slurm(*command: str) -> subprocess.CompletedProcess[str]:
         )
     except FileNotFoundError as e:
         raise ConfigError([f"{command[0]}: no such command; start on a machine with Slurm"]) from e
-    except subprocess.TimeoutExpired as e:
-        why = f"no answer within {COMMAND_TIMEOUT:g} s"
-        return subprocess.CompletedProcess(command, 1, stdout="", stderr=f"{e.cmd[0]}: {why}")
+    except subprocess.TimeoutExpired:
+        why = f"{command[0]}: no answer within {COMMAND_TIMEOUT:g} s"
+        return subprocess.CompletedProcess(command, 1, stdout="", stderr=why)
 
 
 if __name__ == "__main__":

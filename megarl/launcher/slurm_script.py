@@ -1,10 +1,9 @@
-"""Writes the batch script of a job for Slurm, and the files that it reads."""
+"""Writes the batch script of a job for Slurm, and names the files that it leaves."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 from megarl.config.cluster import ClusterConfig
@@ -17,18 +16,13 @@ from megarl.rpc.nodes import PACKAGE
 
 END_WAIT = 120  # seconds the other nodes have to end when one has
 IDLE_LIMIT = 3  # attempts without a checkpoint after which a job is not queued again
-_EXPORT = "PATH,HOME,USER,LANG"
-_SHARING = (
-    "--exclusive",
-    "--oversubscribe",
-    "-s",
-    "--mem",
-)  # arguments that say how nodes are shared
+# arguments that say how nodes are shared
+_SHARING = ("--exclusive", "--oversubscribe", "-s", "--mem")
 
 
-@dataclass(frozen=True)
 class Files(JobFiles):
-    """Names the files of a job that Slurm runs."""
+    """Names the files of a job that Slurm runs. status: the job's exit status, written at its end.
+    idle: a line for each attempt in a row that ended without a new checkpoint."""
 
     @property
     def script(self) -> Path:
@@ -50,21 +44,11 @@ class Files(JobFiles):
         """Returns the file that the job's output goes to."""
         return self.directory / f"slurm-{job_id}.log"
 
-    def write(self, job: Job, script: str, env: Mapping[str, str]) -> None:
-        """Writes the records, the script and the variables that processes get."""
-        self.write_records(job, env)
-        self.status.unlink(missing_ok=True)
-        self.idle.unlink(missing_ok=True)
-        self.script.write_text(script, encoding="utf-8")
-
 
 def batch_script(job: Job, cluster: ClusterConfig, files: Files) -> str:
     """Returns the script. It starts one agent on every node, again as recover.restarts allows, and
     queues the job again when it is told to end before it is done."""
-    pools = list(dict.fromkeys(job.pools))
-    lines = ["#!/bin/bash", *_directives(job, cluster, files, pools[0])]
-    for pool in pools[1:]:
-        lines += ["#SBATCH hetjob", *_pool_directives(job, cluster, pool)]
+    directives = [f"#SBATCH {_quoted(word)}" for word in _directives(job, cluster, files)]
     body = _BODY.format(
         directory=shlex.quote(job.working_directory),
         python_path=shlex.quote(str(PACKAGE.parent)),
@@ -75,65 +59,54 @@ def batch_script(job: Job, cluster: ClusterConfig, files: Files) -> str:
         restarts=job.restarts,
         requeue=int(cluster.slurm.requeue),
         config_error=EXIT_CODE,
-        srun=_srun(job, files, len(pools)),
+        srun=shlex.join(_srun(job, files)),
     )
-    return "\n".join(lines) + "\n" + body
+    return "\n".join(("#!/bin/bash", *directives, body))
 
 
-def _directives(job: Job, cluster: ClusterConfig, files: Files, pool: str) -> Iterator[str]:
+def _quoted(word: str) -> str:
+    """Returns a word as sbatch reads it off a line of directives."""
+    return f'"{word}"' if " " in word else word
+
+
+def _directives(job: Job, cluster: ClusterConfig, files: Files) -> Iterator[str]:
+    """Yields sbatch's arguments: the job's, then those of each pool, which is a component of a
+    heterogeneous job."""
     slurm = cluster.slurm
-    yield from _options(
-        {
-            "job-name": f"megarl-{job.name.replace('/', '-')}",
-            "output": str(files.log("%j")),
-            "open-mode": "append",
-            "export": _EXPORT,
-            "signal": f"B:USR1@{slurm.save_before}",
-        }
-    )
-    yield from _pool_directives(job, cluster, pool)
+    yield f"--job-name=megarl-{job.name.replace('/', '-')}"
+    yield f"--output={files.log('%j')}"
+    yield "--open-mode=append"
+    yield "--export=PATH,HOME,USER,LANG"
+    yield f"--signal=B:USR1@{slurm.save_before}"
+    for pool in dict.fromkeys(job.pools):
+        if pool != job.pools[0]:
+            yield "hetjob"
+        if slurm.minutes:
+            yield f"--time={slurm.minutes}"
+        yield "--requeue" if slurm.requeue else "--no-requeue"
+        yield f"--nodes={job.pools.count(pool)}"
+        yield "--ntasks-per-node=1"
+        other = {SERVER_POOL: cluster.server_pool, REWARD_POOL: cluster.reward_pool}.get(pool)
+        arguments = other.sbatch_args if other else slurm.sbatch_args
+        if not any(argument.startswith(_SHARING) for argument in arguments):
+            yield from ("--exclusive", "--mem=0")
+        if gpus := job.gpus_per_node[job.pools.index(pool)]:
+            yield f"--gpus-per-node={gpus}"
+        yield from arguments
 
 
-def _pool_directives(job: Job, cluster: ClusterConfig, pool: str) -> Iterator[str]:
-    """Yields what each component of a heterogeneous job needs to be told of its own."""
-    slurm, gpus = cluster.slurm, job.gpus_per_node[job.pools.index(pool)]
-    yield from _options({"time": str(slurm.minutes or "")})
-    yield f"#SBATCH --{'requeue' if slurm.requeue else 'no-requeue'}"
-    yield f"#SBATCH --nodes={job.pools.count(pool)} --ntasks-per-node=1"
-    other = {SERVER_POOL: cluster.server_pool, REWARD_POOL: cluster.reward_pool}.get(pool)
-    arguments = other.sbatch_args if other else slurm.sbatch_args
-    if not any(argument.startswith(_SHARING) for argument in arguments):
-        yield "#SBATCH --exclusive --mem=0"
-    if gpus:
-        yield f"#SBATCH --gpus-per-node={gpus}"
-    for argument in arguments:
-        yield f"#SBATCH {_word(argument)}"
-
-
-def _options(wanted: Mapping[str, str]) -> Iterator[str]:
-    for name, value in wanted.items():
-        if value:
-            yield f"#SBATCH --{name}={_word(value)}"
-
-
-def _word(value: str) -> str:
-    """Returns a value as sbatch reads it off a line of directives."""
-    return f'"{value}"' if " " in value else value
-
-
-def _srun(job: Job, files: Files, components: int) -> str:
-    options = ["--export=ALL", "--label", "--kill-on-bad-exit=0", f"--wait={END_WAIT}"]
-    if components > 1:
-        options.append(f"--het-group=0-{components - 1}")
+def _srun(job: Job, files: Files) -> Iterator[str]:
+    """Yields the words of the command that starts the agents."""
+    yield from ("srun", "--export=ALL", "--label", "--kill-on-bad-exit=0", f"--wait={END_WAIT}")
+    if components := len(set(job.pools)) - 1:
+        yield f"--het-group=0-{components}"
     if job.container:
-        options.append(f"--container-image={job.container}")
-        mounts = ",".join(m if ":" in m else f"{m}:{m}" for m in job.container_mounts)
-        options += [f"--container-mounts={mounts}"] if mounts else []
-    agent = [
-        *(job.python, "-m", "megarl.launcher.node", "--job", str(files.job)),
-        *("--environment", str(files.environment), "--node-variable", "SLURM_PROCID"),
-    ]
-    return shlex.join(["srun", *options, *agent])
+        yield f"--container-image={job.container}"
+    if job.container and job.container_mounts:
+        mounts = (m if ":" in m else f"{m}:{m}" for m in job.container_mounts)
+        yield f"--container-mounts={','.join(mounts)}"
+    yield from (job.python, "-m", "megarl.launcher.node", "--job", str(files.job))
+    yield from ("--environment", str(files.environment), "--node-variable", "SLURM_PROCID")
 
 
 _BODY = """
@@ -143,39 +116,34 @@ told=0  # whether somebody wants the job to end
 tries=0
 # SIGUSR1 comes before the time limit. srun passes it on, and every node saves and ends.
 trap 'told=1; kill -USR1 "$step" 2>/dev/null' USR1 TERM
-running() {{ [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T 2>/dev/null | head -n 1)" = RUNNING ]; }}
 checkpoints() {{ ls {checkpoints} 2>/dev/null; }}
 before=$(checkpoints)
-# counts the attempts in a row that end without a new checkpoint
-idle() {{
-    local n=0
-    [ "$(checkpoints)" != "$before" ] || n=$(($(cat {idle} 2>/dev/null || echo 0) + 1))
-    echo "$n" | tee {idle}
-}}
 finish() {{ echo "$1" > {status}; exit "$1"; }}
 while true; do
     {srun} \\
         --attempt "$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}.$tries" &
     step=$!
     [ "$told" = 0 ] || kill -USR1 "$step"
-    wait "$step"; status=$?
-    # a signal ends the first wait early
-    while kill -0 "$step" 2>/dev/null; do wait "$step"; status=$?; done
+    # a signal ends a wait early
+    while wait "$step"; status=$?; kill -0 "$step" 2>/dev/null; do :; done
     if [ "$status" = 0 ] || [ "$status" = {config_error} ]; then finish "$status"; fi
     # a job that Slurm is ending, or queues again by itself, is left to it
-    if ! running; then finish "$status"; fi
+    state=$(squeue -h -j "$SLURM_JOB_ID" -o %T 2>/dev/null | head -n 1)
+    [ "$state" = RUNNING ] || finish "$status"
     if [ "$told" = 1 ]; then
-        if [ {requeue} = 1 ] && [ "$(idle)" -ge {idle_limit} ]; then
+        [ {requeue} = 1 ] || finish "$status"
+        if [ "$(checkpoints)" = "$before" ]; then echo >> {idle}; else rm -f {idle}; fi
+        if [ -f {idle} ] && [ "$(wc -l < {idle})" -ge {idle_limit} ]; then
             echo "{idle_limit} attempts in a row ended before a checkpoint: not queueing again"
             echo "raise cluster.slurm.minutes, or lower cluster.slurm.save_before"
-        elif [ {requeue} = 1 ]; then
-            echo "status $status: queueing the job again, to continue"
-            scontrol requeue "$SLURM_JOB_ID"  # ends this script, too
-            sleep 60
+            finish "$status"
         fi
+        echo "status $status: queueing the job again, to continue"
+        scontrol requeue "$SLURM_JOB_ID"  # ends this script, too
+        sleep 60
         finish "$status"
     fi
-    if [ "$tries" -ge {restarts} ]; then finish "$status"; fi
+    [ "$tries" -lt {restarts} ] || finish "$status"
     tries=$((tries + 1))
     echo "status $status: starting again, $(({restarts} - tries)) restart(s) left"
 done

@@ -79,8 +79,8 @@ MUTANTS = (
     ),
     Mutant(
         "launcher/slurm_script.py",
-        'options.append(f"--het-group=0-{components - 1}")',
-        'options.append(f"--het-group=0-{components}")',
+        'yield f"--het-group=0-{components}"',
+        'yield f"--het-group=0-{components + 1}"',
         (
             "tests/unit/test_launcher_slurm.py::test_nodes_of_reward_workers_are_asked_for_without_gpus",
         ),
