@@ -27,7 +27,7 @@ from megarl.launcher.job import (
     Task,
     endpoint,
 )
-from megarl.launcher.placement import REWARD_POOL, SERVER_POOL, Seat
+from megarl.launcher.placement import Seat
 from megarl.launcher.plan import MOVED, Plan, server_sections
 from megarl.rollout.server_process import python_path, release_flags, server_command
 from megarl.rpc.nodes import LOOPBACK, MEETING, PACKAGE, TRAINERS, forwarded
@@ -58,7 +58,7 @@ def make_job(plan: Plan, env: Mapping[str, str], *, cluster: bool = False) -> Jo
         directory=str(run_dir(cfg)),
         working_directory=os.getcwd(),
         pools=plan.placement.pools,
-        gpus_per_node=tuple(_gpus_of(plan, pool) for pool in plan.placement.pools),
+        gpus_per_node=plan.placement.gpus_per_node,
         interface=cfg.cluster.interface if cluster else "",
         tasks=(*maker.servers(), *maker.rewards(), *maker.trainers()),
         forwarded=tuple(
@@ -85,14 +85,6 @@ def server_env(gpus: str | None, env: Mapping[str, str], *, here: bool = True) -
     if gpus is not None or env.get("MEGARL_DEVICE") == "cpu":
         changed["CUDA_VISIBLE_DEVICES"] = gpus or ""
     return _new(changed, env)
-
-
-def _gpus_of(plan: Plan, pool: str) -> int:
-    cluster, placed = plan.cfg.cluster, plan.placement
-    if pool == REWARD_POOL or all(seat.gpus is None for seat in placed.trainers):
-        return 0
-    other = cluster.server_pool if pool == SERVER_POOL else None
-    return other.n_gpus_per_node if other else cluster.n_gpus_per_node
 
 
 def _new(env: Mapping[str, str], before: Mapping[str, str]) -> dict[str, str]:
@@ -136,7 +128,7 @@ class _Maker:
         if key == SERVER and isinstance(cfg, GRPOConfig):
             model = cfg.actor
             if takes_turns(cfg):
-                keeps = self.plan.keeps_weights
+                keeps = self.plan.needs.adapters
                 releases = release_flags(server, on_gpus=on_gpus, keeps_weights=keeps)
         dtype = model.dtype if model.dtype != "auto" else "bfloat16" if on_gpus else "float32"
         command = server_command(

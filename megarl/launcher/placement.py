@@ -42,11 +42,12 @@ class Servers:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Holds the pool of each node, the seat of each rank, the seats of each section's servers, one
-    for each node that a server spans, and the seat of the reward worker on each node without GPUs.
-    `shared` says that servers and trainers have GPUs in common."""
+    """Holds the pool of each node and its GPUs, 0 where nothing uses them; the seat of each rank;
+    for each server of a section a seat on every node that it spans; and the seats of the reward
+    workers. `shared` says that servers and trainers have GPUs in common."""
 
     pools: tuple[str, ...] = ()
+    gpus_per_node: tuple[int, ...] = ()
     trainers: tuple[Seat, ...] = ()
     servers: Mapping[str, tuple[tuple[Seat, ...], ...]] = field(default_factory=dict)
     rewards: tuple[Seat, ...] = ()
@@ -118,8 +119,7 @@ def place(
             else nodes.take(theirs, s.gpus // parts, parts)
             for i in range(s.count)
         )
-    alone = _Node(pool=REWARD_POOL, size=1)
-    rewards = tuple(nodes.take(alone, 1, 1)[0] for _ in range(reward_nodes))
+    rewards = nodes.take(_Node(pool=REWARD_POOL, size=0), 0, reward_nodes)
     if cluster.n_nodes not in (None, len(nodes.nodes)):
         raise ConfigError(
             [
@@ -130,6 +130,7 @@ def place(
         )
     return Placement(
         pools=tuple(n.pool for n in nodes.nodes),
+        gpus_per_node=tuple(n.size if on_gpus else 0 for n in nodes.nodes),
         trainers=tuple(ranks),
         servers=seats,
         rewards=tuple(replace(seat, gpus=None) for seat in rewards),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -51,8 +51,8 @@ class Plan:
     script: Path
     arguments: tuple[str, ...]  # of the script
     nproc: int
-    placement: Placement
-    keeps_weights: bool = False  # servers' weights are not all brought by a sync: adapters'
+    placement: Placement = field(default_factory=Placement)
+    needs: Requirements = field(default_factory=Requirements)  # of the transport of weights
     # what trainers read in place of a file: models as they were named, of the hub or not. Empty
     # where the launcher has not seen all that they will
     config: str = ""
@@ -67,15 +67,33 @@ class Plan:
         """Returns what `python script.py` puts in front of the import path, nothing for our own."""
         return _import_path(self.script)
 
+    @property
+    def colocated(self) -> bool:
+        """Returns whether the configuration puts the servers on the trainers' devices."""
+        mode = self.cfg.allocation_mode
+        return self.needs.shares_devices or bool(mode and AllocationMode.from_str(mode).colocated)
+
+    @property
+    def reward_nodes(self) -> int:
+        """Returns how many nodes the launcher starts reward workers on."""
+        pool = self.cfg.cluster.reward_pool
+        if (
+            pool is None
+            or not isinstance(self.cfg, GRPOConfig)
+            or self.cfg.rollout.reward_addresses
+        ):
+            return 0
+        return pool.n_nodes
+
 
 def plan_here(command: CommandLine) -> Plan:
     """Returns the plan for this machine's GPUs. Raises ConfigError for what is wrong."""
-    plan, needs = _read(command)
+    plan = _read(command)
     sections = server_sections(plan.cfg)
     nodes = {"cluster.n_nodes": plan.cfg.cluster.n_nodes}
     nodes |= {f"{key}.nnodes": server.nnodes for key, server in sections.items()}
     further = [f"{key}={count}" for key, count in nodes.items() if count not in (None, 1)]
-    if _reward_nodes(plan.cfg):
+    if plan.reward_nodes:
         further.append("cluster.reward_pool")
     if further:
         raise ConfigError(
@@ -86,22 +104,22 @@ def plan_here(command: CommandLine) -> Plan:
             ]
         )
     gpus = len(visible_gpus(os.environ))
-    placement = place_here(gpus, trainers=plan.nproc, servers=_wanted(plan, needs))
-    return _placed(plan, placement, needs)
+    placement = place_here(gpus, trainers=plan.nproc, servers=_wanted(plan))
+    return _placed(plan, placement)
 
 
 def plan_cluster(command: CommandLine) -> Plan:
     """Returns the plan for the nodes that `cluster` describes. Raises ConfigError for what is
     wrong."""
-    plan, needs = _read(command)
+    plan = _read(command)
     placement = place(
         plan.cfg.cluster,
         trainers=plan.nproc,
-        servers=_wanted(plan, needs),
-        reward_nodes=_reward_nodes(plan.cfg),
+        servers=_wanted(plan),
+        reward_nodes=plan.reward_nodes,
         on_gpus=uses_gpus(os.environ),
     )
-    return _placed(plan, placement, needs)
+    return _placed(plan, placement)
 
 
 def server_sections(cfg: BaseConfig) -> dict[str, ServerConfig]:
@@ -127,8 +145,8 @@ def check_named(plan: Plan, *, writes: bool) -> None:
         check_writable(seen_from_here(plan.cfg))
 
 
-def _read(command: CommandLine) -> tuple[Plan, Requirements]:
-    """Returns the plan without its placement, and what the transport of weights needs."""
+def _read(command: CommandLine) -> Plan:
+    """Returns the plan without its placement."""
     script = PACKAGE / "run.py"
     if command.words and command.words[0].endswith(".py"):
         script = Path(command.words.pop(0))
@@ -148,17 +166,15 @@ def _read(command: CommandLine) -> tuple[Plan, Requirements]:
     checked_from_here(cfg, lambda seen: check_config(seen, nproc, own_script=not own), None)
     checked_from_here(cfg, check_models, None)
     checked_from_here(cfg, partial(check_run_dir, cfg), None)
-    plan = Plan(
+    rl = cfg if isinstance(cfg, GRPOConfig) else None
+    return Plan(
         cfg=cfg,
         script=script,
         arguments=(*(["--config", config] if config else []), *typed),
         nproc=nproc,
-        placement=Placement(),
+        needs=transport_needs(rl, _import_path(script)) if rl else Requirements(),
         config=text,
     )
-    if not isinstance(cfg, GRPOConfig):
-        return plan, Requirements()
-    return plan, transport_needs(cfg, _import_path(script))
 
 
 def _without_secrets(overrides: Sequence[str]) -> Iterator[str]:
@@ -196,56 +212,35 @@ def _nproc(given: str | None, cfg: BaseConfig) -> int:
     return int(given)
 
 
-def _wanted(plan: Plan, needs: Requirements) -> list[Servers]:
+def _wanted(plan: Plan) -> list[Servers]:
     """Returns the servers that the launcher starts."""
-    wanted = {
-        key: Servers(
+    cfg = plan.cfg
+    if not isinstance(cfg, GRPOConfig):
+        return []
+    elsewhere = cfg.rollout.addresses or not needs_servers(cfg)
+    return [
+        Servers(
             key=key,
-            count=server.count,
+            count=0 if key == SERVER and elsewhere else server.count,
             gpus=server.gpus,
             nnodes=server.nnodes if server.dp == 1 else 1,  # SGLang's replicas share a node
+            around=plan.nproc if key == SERVER and plan.colocated else 0,
         )
-        for key, server in server_sections(plan.cfg).items()
-    }
-    if isinstance(plan.cfg, GRPOConfig):
-        if plan.cfg.rollout.addresses or not needs_servers(plan.cfg):
-            wanted[SERVER] = replace(wanted[SERVER], count=0)
-        if _colocated(plan.cfg, needs):
-            wanted[SERVER] = replace(wanted[SERVER], around=plan.nproc)
-    return list(wanted.values())
+        for key, server in server_sections(cfg).items()
+    ]
 
 
-def _reward_nodes(cfg: BaseConfig) -> int:
-    """Returns how many nodes the launcher starts reward workers on."""
-    pool = cfg.cluster.reward_pool
-    if pool is None or not isinstance(cfg, GRPOConfig) or cfg.rollout.reward_addresses:
-        return 0
-    return pool.n_nodes
-
-
-def _colocated(cfg: BaseConfig, needs: Requirements) -> bool:
-    written = cfg.allocation_mode and AllocationMode.from_str(cfg.allocation_mode).colocated
-    return bool(needs.shares_devices or written)
-
-
-def _placed(plan: Plan, placement: Placement, needs: Requirements) -> Plan:
-    cfg = plan.cfg
-    if cfg.trainer.mode == "controller":
-        _check_controller(plan)
-    if isinstance(cfg, GRPOConfig):
-        shared = plan.own and (placement.shared or _colocated(cfg, needs))
-        settle_turns(cfg, shared=shared and bool(placement.servers[SERVER]) and needs_servers(cfg))
-        check_devices(cfg, placement, needs)
-    return replace(plan, placement=placement, keeps_weights=needs.adapters)
-
-
-def _check_controller(plan: Plan) -> None:
-    """Raises ConfigError where a launched controller would start its trainers elsewhere."""
-    scheduler = plan.cfg.trainer.scheduler
-    if scheduler != "local":
+def _placed(plan: Plan, placement: Placement) -> Plan:
+    cfg, scheduler = plan.cfg, plan.cfg.trainer.scheduler
+    if cfg.trainer.mode == "controller" and scheduler != "local":
         raise ConfigError(
             [
                 f"trainer.scheduler={scheduler}: a launcher starts trainers on nodes of its own; "
                 "leave it out, or start python -m megarl.run, with rollout.addresses"
             ]
         )
+    if isinstance(cfg, GRPOConfig):
+        started = bool(placement.servers[SERVER]) and needs_servers(cfg)
+        settle_turns(cfg, shared=plan.own and started and (placement.shared or plan.colocated))
+        check_devices(cfg, placement, plan.needs)
+    return replace(plan, placement=placement)

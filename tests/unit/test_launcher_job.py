@@ -268,7 +268,7 @@ def test_a_judge_has_servers_and_gpus_of_its_own(tmp_path: Path) -> None:
     assert "1 server, 2 judge" in text(tmp_path, *ways)
     with pytest.raises(ConfigError, match=r"judge\.path is empty.*"):
         make(tmp_path, ways[0], "judge.count=1")
-    with pytest.raises(ConfigError, match=r"judge\.tp=2: the embedded server is one process"):
+    with pytest.raises(ConfigError, match=r"judge\.tp=2: .*embedded server is one process"):
         make(tmp_path, *ways, "judge.type=embedded")
 
 
