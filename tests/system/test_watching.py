@@ -17,8 +17,7 @@ from typing import Any
 
 import pytest
 
-from megarl.cli.rehearse.model import VOCAB, write_model
-from megarl.cli.rehearse.sizes import Degrees, shrink_model
+from megarl.cli.rehearse.model import VOCAB, Degrees, shrink_model, write_model
 from megarl.planning.shapes import find_shapes
 from tests.leftovers import Mark
 
@@ -48,7 +47,7 @@ class Job:
             "train_dataset.batch_size=4",
             "valid_dataset=null",
             "stats_logger.report=false",
-            "train_dataset.reward=megarl.cli.rehearse.reward:even_share",
+            "train_dataset.reward=megarl.cli.rehearse.model:even_share",
         ]
         out = (self.folder / f"log_{steps}").open("w")
         env = os.environ | self.mark.env | {"MEGARL_DEVICE": "cpu"}

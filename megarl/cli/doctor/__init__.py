@@ -1,10 +1,8 @@
 """Looks whether a host, or a whole cluster, is ready for a recipe.
 
-    megarl doctor X.yaml [--wait S] [key=value ...]
+    megarl doctor X.yaml                                        (this host)
     srun --ntasks-per-node=1 megarl doctor X.yaml               (every host of a Slurm allocation)
     torchrun --nnodes N ... -m megarl.cli doctor X.yaml         (every host)
-
-    --wait S     seconds to wait for the other hosts' findings (120)
 
 A line for each thing: OK, WARN or FAIL, with the fix. It looks at the configuration, models and
 tokenizer, versions, GPUs and NCCL's environment, the file root (room, speed, and on several hosts
@@ -15,149 +13,162 @@ exit status is 1 where something FAILs, 2 where the configuration cannot be read
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator, Sequence
+import re
+import shutil
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from megarl.cli.doctor.host import (
-    credential_findings,
-    environment_findings,
-    gpus_here,
-    memory_findings,
-    place_findings,
-    port_findings,
-)
-from megarl.cli.doctor.peers import (
-    FAIL,
-    OK,
-    WARN,
-    Finding,
-    Place,
-    gather,
-    merged,
-    print_findings,
-    tell,
-    this_place,
-)
-from megarl.cli.doctor.versions import version_findings
-from megarl.config.check import check_config
-from megarl.config.command_line import help_or_command_line, one_config
-from megarl.config.earlier_run import check_run_dir
+from megarl.cli.command import CommandParser
+from megarl.cli.doctor.checks import FAIL, OK, WARN, Finding, findings, this_host
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
-from megarl.config.recipe_engines import engines, model_path
-from megarl.config.recipes import BaseConfig
-from megarl.models.hf_config import check_layout, parse_hf_config
-from megarl.models.value_model import language_model
-from megarl.planning.shapes import find_shapes
-from megarl.trainer.named import check_tokenizer
-from megarl.trainer.preflight import check_models
+from megarl.utils.files import write_whole
 from megarl.utils.importing import add_working_directory
 
-_ABSENT = ("no such directory", "no such file")  # words of problems that `model` reports
+STALE = 600.0  # seconds: an older file is an earlier doctor's
+# the tasks of a job, this one's node, the nodes, its number on the node, and what names the job
+_TORCHRUN = ("WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_RANK")
+_SRUN = ("SLURM_STEP_NUM_TASKS", "SLURM_NODEID", "SLURM_STEP_NUM_NODES", "SLURM_LOCALID")
+_JOBS = {_TORCHRUN: ("MASTER_ADDR", "MASTER_PORT"), _SRUN: ("SLURM_JOB_ID", "SLURM_STEP_ID")}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Examines what `argv` names and returns the exit status. Raises ConfigError where the
     configuration cannot be read."""
-    command = help_or_command_line(argv, __doc__ or "", options=("config", "wait"))
-    if command is None:
-        return 0
+    parser = CommandParser("doctor", __doc__)
+    parser.path("CONFIG", "the recipe's YAML file")
+    parser.option("wait", float, "seconds to wait for the other hosts' findings (120)", 120.0)
+    parser.keys()
+    args = parser.read(argv)
     add_working_directory()
-    source = one_config(command, "megarl doctor X.yaml [key=value ...]")
-    cfg = load_config(str(source), command.overrides)
+    cfg = load_config(args.config, args.keys)
     try:
-        place, wait = this_place(os.environ), float(command.options.get("wait", "120"))
+        place = this_place(os.environ)
     except ValueError as e:
         raise ConfigError([str(e)]) from e
     if place is not None and not place.speaks:
         return 0
-    shown = list(findings(cfg, source.parent / "models"))
+    shown = list(findings(this_host(cfg, args.config.parent / "models")))
+    root = Path(cfg.fileroot).absolute()
     if place is None:
         why = "not looked at: this is one host; under srun or torchrun every host writes there"
         shown.append(Finding(OK, "shared storage", why))
-    elif (everyone := _of_all_hosts(place, Path(cfg.fileroot).absolute(), shown, wait)) is not None:
-        shown = everyone
-    if place is None or place.node == 0:
-        print_findings(shown)
+    else:
+        try:
+            tell(place, root, shown)
+            if place.node:
+                return int(any(f.status == FAIL for f in shown))
+            shown = merged(gather(place, root, args.wait))
+        except OSError as e:
+            fix = "set fileroot to a directory that every host can write to"
+            shown.append(Finding(FAIL, "shared storage", f"{root}: {e.strerror}", fix))
+    print_findings(shown)
     return int(any(f.status == FAIL for f in shown))
 
 
-def _of_all_hosts(
-    place: Place, root: Path, own: Sequence[Finding], wait: float
-) -> list[Finding] | None:
-    """Returns what the first host prints; None on others. A host that cannot write into the file
-    root prints its own findings."""
-    try:
-        tell(place, root, own)
-        return merged(gather(place, root, wait)) if place.node == 0 else None
-    except OSError as e:
-        fix = "set fileroot to a directory that every host can write to"
-        lost = Finding(FAIL, "shared storage", f"{root}: {e.strerror}", fix)
-        if place.node:
-            print_findings([*own, lost])
-        return [*own, lost]
+def print_findings(shown: Sequence[Finding]) -> None:
+    """Prints a line for each finding, its fix below, and how many there are of each status."""
+    width = max(len(f.name) for f in shown) + 2
+    for f in shown:
+        print(f"{f.status:5}{f.name:{width}}{f.text}")
+        if f.fix and f.status != OK:
+            print(f"{'':{width + 5}}fix: {f.fix}")
+    print(", ".join(f"{sum(f.status == s for f in shown)} {s}" for s in (OK, WARN, FAIL)))
 
 
-def findings(cfg: BaseConfig, cards: Path) -> Iterator[Finding]:
-    """Yields what there is to say about this host. cards: a directory with the config.json of
-    models that are not here."""
-    gpus = gpus_here()
-    yield from config_findings(cfg)
-    yield from model_findings(cfg, cards)
-    yield from version_findings(cfg, gpus=gpus)
-    yield from environment_findings(cfg, os.environ, gpus)
-    yield from memory_findings()
-    yield from place_findings(cfg, cards)
-    yield from port_findings(cfg, os.environ)
-    yield from credential_findings(cfg, os.environ)
+# several hosts: each writes below the file root, and the first one reads it all
 
 
-def config_findings(cfg: BaseConfig) -> Iterator[Finding]:
-    """Yields a finding for each problem of the configuration itself and of its run directory."""
-    found = []
-    for check in (check_config, check_run_dir):
-        try:
-            check(cfg)
-        except ConfigError as e:
-            found += [p for p in e.problems if not any(words in p for words in _ABSENT)]
-    for problem in found:
-        text, _, fix = problem.partition("; ")
-        yield Finding(FAIL, "configuration", text, fix)
-    if not found:
-        yield Finding(OK, "configuration", "is sound")
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Says which of a job's `hosts` hosts this process is on. job: what tells the job from others.
+    speaks: true of one process of each host."""
+
+    job: str
+    node: int
+    hosts: int
+    speaks: bool
 
 
-def model_findings(cfg: BaseConfig, cards: Path) -> Iterator[Finding]:
-    """Yields findings about models: whether they are here, fit their layouts and have room for
-    every token of their tokenizer."""
-    paths = {name: model_path(cfg, name) for name in engines(cfg)}
-    absent = {path for path in paths.values() if not Path(path).is_dir()}
-    for name, path in paths.items():
-        yield _layout(cfg, name, path, cards)
-    for path in sorted(absent):
-        fix = f"hf download {path} --local-dir DIR on storage that all hosts share, and name DIR"
-        text = f"{path} is not a directory here, so its tokenizer was not looked at"
-        yield Finding(WARN if "/" in path else FAIL, "model", text, fix)
+def this_place(env: Mapping[str, str]) -> Place | None:
+    """Returns this process's place among several hosts, from torchrun's variables or srun's; None
+    where it is alone. Raises ValueError for variables that are incomplete."""
+    for names, job in _JOBS.items():
+        if int(env.get(names[0], "1")) == 1:
+            continue
+        if missing := [name for name in (*names, *job) if name not in env]:
+            why = f"{names[0]} is set and {', '.join(missing)} is not"
+            raise ValueError(f"{why}: use torchrun or srun")
+        _, node, hosts, local = (int(env[name]) for name in names)
+        about = "-".join(env[name] for name in job)
+        return Place(job=about, node=node, hosts=hosts, speaks=local == 0)
+    return None
+
+
+def tell(place: Place, root: Path, own: Sequence[Finding]) -> None:
+    """Writes this host's findings where the first host reads them. Raises OSError."""
+    folder = _folder(place, root)
+    folder.mkdir(parents=True, exist_ok=True)
+    about = {"host": socket.gethostname(), "findings": [asdict(f) for f in own]}
+    write_whole(folder / f"{place.node}.json", json.dumps(about))
+
+
+def gather(place: Place, root: Path, wait: float) -> list[tuple[str, list[Finding]]]:
+    """Returns the findings of all hosts by their names, and removes the files. Waits `wait` seconds
+    at most; a finding of the first host says which hosts did not come. Raises OSError."""
+    folder, deadline = _folder(place, root), time.monotonic() + wait
+    files = [folder / f"{node}.json" for node in range(place.hosts)]
+    own_time = files[place.node].stat().st_mtime
+    while (absent := [i for i, f in enumerate(files) if not _is_new(f, own_time)]) and (
+        time.monotonic() < deadline
+    ):
+        time.sleep(0.2)
+    by_host: list[tuple[str, list[Finding]]] = []
+    for file in (f for i, f in enumerate(files) if i not in absent):
+        about = json.loads(file.read_text(encoding="utf-8"))
+        by_host.append((about["host"], [Finding(**f) for f in about["findings"]]))
+    shutil.rmtree(folder, ignore_errors=True)
     if absent:
-        return
-    try:
-        check_models(cfg)
-        check_tokenizer(cfg)
-    except ConfigError as e:
-        for problem in e.problems:
-            text, _, fix = problem.partition("; ")
-            yield Finding(FAIL, "tokenizer and model", text, fix)
-        return
-    yield Finding(OK, "tokenizer and model", "every token has its row in the models' vocabularies")
+        names = ", ".join(f"host {i}" for i in absent)
+        text = f"{root} on {by_host[0][0]}, host 0, got no findings of {names} within {wait:g} s"
+        fix = "set fileroot to a directory that every host mounts at this path, see whether the "
+        shared = Finding(
+            FAIL, "shared storage", text, fix + "doctor started there, or raise --wait"
+        )
+    else:
+        text = f"{root}: {place.hosts} hosts wrote their findings"
+        shared = Finding(OK, "shared storage", text)
+    by_host[0][1].append(shared)
+    return by_host
 
 
-def _layout(cfg: BaseConfig, name: str, path: str, cards: Path) -> Finding:
+def _folder(place: Place, root: Path) -> Path:
+    return root / f".megarl_doctor_{re.sub(r'[^a-zA-Z0-9.]+', '-', place.job)}"
+
+
+def _is_new(file: Path, own_time: float) -> bool:
+    """Returns whether the file is there and no earlier doctor's; both times are the storage's."""
     try:
-        raw = find_shapes(path, cards)
-        m = parse_hf_config(language_model(raw), path)
-        check_layout(m, engines(cfg)[name].parallel)
-    except ValueError as e:
-        text, _, fix = str(e).partition("; ")
-        return Finding(FAIL, f"{name} layout", text, fix)
-    return Finding(OK, f"{name} layout", f"{m.family} with {m.num_layers} layers fits its layout")
+        return file.stat().st_mtime > own_time - STALE
+    except OSError:
+        return False
+
+
+def merged(by_host: Sequence[tuple[str, Sequence[Finding]]]) -> list[Finding]:
+    """Returns the findings of all hosts in the order of the first, equal ones once; one that not
+    all hosts share names its hosts."""
+    hosts: dict[Finding, list[str]] = {}
+    for host, own in by_host:
+        for finding in own:
+            hosts.setdefault(finding, []).append(host)
+    order = {name: i for i, name in enumerate(dict.fromkeys(f.name for f in hosts))}
+    shown = []
+    for finding, names in hosts.items():
+        where = "" if len(names) == len(by_host) else f"{', '.join(dict.fromkeys(names))}: "
+        shown.append(replace(finding, text=where + finding.text))
+    return sorted(shown, key=lambda f: order[f.name])

@@ -1,14 +1,5 @@
 """Runs a cluster's recipe small, on this machine, before it costs a GPU hour.
 
-    megarl rehearse X.yaml [--ranks N] [--out DIR] [--every-rank] [key=value ...]
-
-    --ranks N      trainer processes at most (8)
-    --out DIR      keep everything in DIR, which must not exist; else a temporary directory, which
-                   stays only after a failure
-    --every-rank   construct every rank of the smallest world that fits, instead of one of each
-                   pipeline stage
-    --timeout S    seconds that each of the two starts may take (900)
-
 The recipe, the model's family and the dimensions of its layout stay; sizes shrink. First ranks of
 the whole layout are constructed with the model's own shapes, one after the other, without memory.
 Then the small job runs over gloo: servers, two steps, a checkpoint; and it is started again, to go
@@ -22,83 +13,207 @@ from __future__ import annotations
 
 import copy
 import json
+import math
+import os
 import shutil
+import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from megarl.cli.rehearse.construct import Constructed, construct, sample_ranks
-from megarl.cli.rehearse.job import STEPS, changes, shrink_config
-from megarl.cli.rehearse.model import write_model
-from megarl.cli.rehearse.plan import Plan, check_recipe, make_plan
-from megarl.cli.rehearse.real import Ran, RehearsalFailed, check_saved, start
-from megarl.cli.rehearse.table import Report
-from megarl.config.command_line import CommandLine, help_or_command_line, one_config
-from megarl.config.errors import ConfigError
+from megarl.cli.command import CommandParser, positive
+from megarl.cli.rehearse.model import VOCAB, Degrees, is_mixed, shrink_model, write_model
+from megarl.cli.rehearse.shrink import (
+    LONG_CONTEXT,
+    Layouts,
+    changes,
+    differences,
+    shrink_config,
+    shrink_layouts,
+)
+from megarl.config.check import check_config
+from megarl.config.earlier_run import checkpoints
+from megarl.config.engine import TrainEngineConfig
+from megarl.config.errors import ConfigError, raise_if_any
 from megarl.config.loader import load_config, run_dir, save_config
-from megarl.config.recipe_engines import engines, smallest_world_size
+from megarl.config.recipe_engines import engines, model_path, smallest_world_size
 from megarl.config.recipes import BaseConfig
+from megarl.config.secrets import masked
+from megarl.models.hf_config import check_layout, parse_hf_config
+from megarl.models.value_model import language_model
+from megarl.observability.report.runs import load_run
+from megarl.planning.memory import parameters
+from megarl.planning.shapes import find_shapes
+from megarl.utils.child import Child, Signals, spelled, stop_all
 from megarl.utils.importing import add_working_directory
 from megarl.utils.isolated import call_isolated
 
-FAILED = 1
+FAILED = 1  # exit status
+STEPS = 2  # and one more after the resume
 CONSTRUCT_TIMEOUT = 1800.0  # seconds for all ranks of one engine
-MOST_RANKS = 32  # constructed of one engine, without --every-rank
+TERM_TIMEOUT = 60.0  # seconds the launcher has to end what it started
+NUMBERS = ("reward/mean", "loss", "grad_norm", "weight_sync/bytes")
+
+
+class RehearsalFailed(RuntimeError):
+    """Says which part of a rehearsal failed, and why."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Rehearses the configuration that `argv` names and returns the exit status. Raises ConfigError
     for a wrong one."""
-    command = help_or_command_line(
-        argv, __doc__ or "", options=("config", "ranks", "out", "timeout"), switches=("every-rank",)
-    )
-    if command is None:
-        return 0
+    parser = CommandParser("rehearse", __doc__)
+    parser.path("CONFIG", "the recipe's YAML file")
+    parser.option("ranks", positive, "trainer processes at most (8)", 8)
+    parser.option("out", Path, "new directory that keeps everything (else only after a failure)")
+    parser.switch("every-rank", "construct every rank, not one of each pipeline stage")
+    parser.option("timeout", positive, "seconds that each of the two starts may take (900)", 900)
+    parser.keys()
+    args = parser.read(argv)
     add_working_directory()
-    source = one_config(command, "megarl rehearse X.yaml [key=value ...]")
-    cfg = load_config(str(source), command.overrides)
+    cfg = load_config(args.config, args.keys)
     check_recipe(cfg)
-    plan = make_plan(cfg, cards=source.parent / "models", ranks=_number(command, "ranks", 8))
-    out, kept = _place(command), "out" in command.options
-    report = Report(plan, source)
-    report.begin()
+    plan = make_plan(cfg, cards=args.config.parent / "models", ranks=args.ranks)
+    if args.out is None:
+        out = Path(tempfile.mkdtemp(prefix="megarl-rehearsal-"))
+    elif args.out.exists():
+        raise ConfigError([f"--out {args.out}: exists already; name a new directory"])
+    else:
+        out = args.out.absolute()
+        out.mkdir(parents=True)
+    print(f"rehearsal of {args.config}", *describe(plan), sep="\n", flush=True)
     try:
-        _rehearse(plan, out, report, command)
+        rehearse(plan, out, every_rank=args.every_rank, timeout=args.timeout)
     except RehearsalFailed as e:
-        report.failed(str(e), out)
+        print(f"rehearsal FAILED: {e}\neverything is in {out}")
         return FAILED
-    if not kept:
+    if args.out is None:
         shutil.rmtree(out)
-    report.passed(out if kept else None)
+    print("rehearsal passed" + (f"; everything is in {out}" if args.out else ""))
     return 0
 
 
-def _rehearse(plan: Plan, out: Path, report: Report, command: CommandLine) -> None:
-    """Does all parts in turn. Raises RehearsalFailed for the first that fails."""
-    with report.part("construct"):
-        ranks = None if "every-rank" in command.switches else MOST_RANKS
-        for made in _construct(plan, out, ranks):
-            report.constructed(made)
+# the plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Holds what a rehearsal runs. By engine: `paths`, the cluster's model; `raw` and `small`, its
+    config.json and the small one. Engines with one path share one model."""
+
+    cfg: BaseConfig
+    layouts: Layouts
+    paths: dict[str, str]
+    raw: dict[str, dict[str, Any]]
+    small: dict[str, dict[str, Any]]
+
+
+def check_recipe(cfg: BaseConfig) -> None:
+    """Raises ConfigError for what is wrong in the cluster's configuration itself, but for models
+    and files that only the cluster has."""
+    try:
+        check_config(cfg)
+    except ConfigError as e:
+        own = [p for p in e.problems if "no such directory" not in p and "no such file" not in p]
+        raise_if_any(own)
+
+
+def make_plan(cfg: BaseConfig, *, cards: Path, ranks: int) -> Plan:
+    """Plans the rehearsal of `cfg` on at most `ranks` ranks. cards: a directory with the
+    config.json of models that are not here. Raises ConfigError where a model is not known, or does
+    not fit its layout."""
+    paths = {name: model_path(cfg, name) for name in engines(cfg)}
+    before = {name: engine.parallel for name, engine in engines(cfg).items()}
+    raw, problems = {}, []
+    for name, path in paths.items():
+        first = _users(paths, path)[0]
+        try:
+            raw[name] = find_shapes(path, cards)
+        except ValueError as e:
+            problems.append(f"{first}.path: {e} ({first}.path=NAME, for a rehearsal)")
+            continue
+        try:
+            check_layout(parse_hf_config(language_model(raw[name]), name), before[name])
+        except ValueError as e:
+            problems.append(f"{name}: {e}")
+    raise_if_any(dict.fromkeys(problems))
+    layouts = shrink_layouts(before, ranks=ranks, mixed=any(map(is_mixed, raw.values())))
+    small = {}
+    for name, path in paths.items():
+        users = _users(paths, path)
+        kv_heads = raw[name].get("num_key_value_heads") or raw[name]["num_attention_heads"]
+        degrees = Degrees.of(
+            (layouts.parallel[n] for n in users), (before[n] for n in users), kv_heads
+        )
+        small[name] = shrink_model(
+            raw[name], degrees, layers=layouts.layers, vocab_size=VOCAB, positions=LONG_CONTEXT
+        )
+    return Plan(cfg=cfg, layouts=layouts, paths=paths, raw=raw, small=small)
+
+
+def _users(paths: dict[str, str], path: str) -> list[str]:
+    """Returns the engines that share the model at `path`."""
+    return [name for name, other in paths.items() if other == path]
+
+
+def describe(plan: Plan) -> Iterator[str]:
+    """Yields what the cluster has beside what is here, line by line."""
+    world, left_out = plan.layouts.world_size, plan.layouts.left_out
+    yield f"trainer ranks: a multiple of {smallest_world_size(plan.cfg)} -> {world}"
+    if left_out:
+        yield f"not run, only constructed: {', '.join(left_out)}"
+    for path in dict.fromkeys(plan.paths.values()):
+        name = _users(plan.paths, path)[0]
+        raw, small = (language_model(shapes[name]) for shapes in (plan.raw, plan.small))
+        sizes = [parameters(parse_hf_config(shapes, name))[0] for shapes in (raw, small)]
+        yield f"{Path(path).name}: {sizes[0] / 1e9:.1f}B parameters -> {sizes[1]:,}, random"
+        for key, old, new in differences(raw, small):
+            yield f"  {key}={old} -> {new}"
+
+
+# the rehearsal
+
+
+def rehearse(plan: Plan, out: Path, *, every_rank: bool, timeout: float) -> None:
+    """Does all parts in turn, in the directory `out`, and prints how each went. Raises
+    RehearsalFailed for the first that fails."""
+    with _part("construct") as notes:
+        notes += _construct_all(plan, out, every_rank=every_rank)
     small = _write(plan, out)
-    report.changed(changes(plan.cfg, small))
-    config, run = out / "rehearsal.yaml", run_dir(small)
+    print("changed keys of the configuration:")
+    for key, old, new in changes(plan.cfg, small):
+        print(f"  {key}={masked(old, key)} -> {masked(new, key)}")
+    config, run, world = out / "rehearsal.yaml", run_dir(small), plan.layouts.world_size
     save_config(small, config)
-    timeout = float(_number(command, "timeout", 900))
-    world = plan.layouts.world_size
-
-    def run_to(steps: int) -> Ran:
-        return start(config, run, processes=world, steps=steps, timeout=timeout)
-
-    with report.part("train"):
-        report.ran(run_to(STEPS))
-    with report.part("save"):
+    with _part("train") as notes:
+        notes += start(config, run, processes=world, steps=STEPS, timeout=timeout)
+    with _part("save"):
         check_saved(run)
-    with report.part("resume"):
-        report.ran(run_to(STEPS + 1))
+    with _part("resume") as notes:
+        notes += start(config, run, processes=world, steps=STEPS + 1, timeout=timeout)
 
 
-def _construct(plan: Plan, out: Path, limit: int | None) -> Iterator[Constructed]:
-    """Constructs at most `limit` ranks of each engine's whole layout; None is all of them."""
+@contextmanager
+def _part(name: str) -> Iterator[list[str]]:
+    """Prints how a part went when it has ended, with the notes that the list has by then."""
+    notes: list[str] = []
+    begun, word = time.monotonic(), "FAIL"
+    try:
+        yield notes
+        word = "ok"
+    finally:
+        seconds = f"{time.monotonic() - begun:.0f} s"
+        print(f"{word:6}{name:10}{seconds:>7}  {', '.join(notes)}", flush=True)
+
+
+def _construct_all(plan: Plan, out: Path, *, every_rank: bool) -> Iterator[str]:
+    """Constructs ranks of each engine's whole layout, and yields what was constructed."""
     world = smallest_world_size(plan.cfg)
     for name, engine in engines(plan.cfg).items():
         engine = copy.deepcopy(engine)
@@ -109,41 +224,97 @@ def _construct(plan: Plan, out: Path, limit: int | None) -> Iterator[Constructed
         engine.path, engine.init_from_scratch, engine.optimizer = str(folder), False, None
         engine.fp8, engine.attention = "none", "auto"
         engine.parallel.cp_comm_type, engine.moe.token_dispatcher = "auto", "alltoall"
-        whole = list(range(world))
-        ranks = whole if limit is None else sample_ranks(world, engine.parallel.pp, limit)
-        made = call_isolated(construct, name, engine, world, ranks, timeout=CONSTRUCT_TIMEOUT)
-        if isinstance(made, str):
-            raise RehearsalFailed(made)
-        yield made
+        ranks = list(range(world)) if every_rank else sample_ranks(world, engine.parallel.pp)
+        result = call_isolated(construct, name, engine, world, ranks, timeout=CONSTRUCT_TIMEOUT)
+        if isinstance(result, str):
+            raise RehearsalFailed(result)
+        yield (
+            f"{name}: {len(ranks)} of {world} ranks, with up to {result / 1e9:.2f}B parameters, "
+            "have the shapes that the piece table says"
+        )
+
+
+def sample_ranks(world_size: int, stages: int) -> list[int]:
+    """Returns ranks to construct: one of every pipeline stage, with its place among the stage's
+    ranks going round, then the last of all. Pipeline stages are blocks of neighbouring ranks."""
+    block = world_size // stages
+    return sorted({*(s * block + s % block for s in range(stages)), world_size - 1})
+
+
+def construct(
+    name: str, engine: TrainEngineConfig, world_size: int, ranks: Sequence[int]
+) -> int | str:
+    """Constructs the model of an engine on each of `ranks`, without memory and without peers;
+    returns the most parameters of a rank, or why one could not be constructed. engine.path: a
+    directory with the model's config.json. Call it in a process of its own: it makes that process's
+    process groups."""
+    from megarl.engine.shapes import construct_rank
+
+    warnings.filterwarnings("ignore")  # of fake groups, which keep no time
+    most = 0
+    for rank in ranks:
+        try:
+            most = max(most, construct_rank(engine, world_size, rank))
+        except Exception as e:
+            why = f"{type(e).__name__}: {str(e) or 'no reason given'}"
+            return f"{name} on rank {rank} of {world_size}: {why}"
+    return most
 
 
 def _write(plan: Plan, out: Path) -> BaseConfig:
     """Writes the small models, and returns the small configuration."""
-    written: dict[str, str] = {}
     models = {}
-    for name, engine in engines(plan.cfg).items():
-        path = plan.paths[name]
-        if path not in written:
-            folder = out / "models" / name
-            write_model(plan.small[name], folder, head=engine.head, seed=plan.cfg.seed)
-            written[path] = str(folder)
-        models[name] = written[path]
+    for name, path in plan.paths.items():
+        first = _users(plan.paths, path)[0]
+        folder = out / "models" / first
+        if name == first:
+            head = engines(plan.cfg)[name].head
+            write_model(plan.small[name], folder, head=head, seed=plan.cfg.seed)
+        models[name] = str(folder)
     return shrink_config(plan.cfg, plan.layouts, models, fileroot=str(out / "runs"))
 
 
-def _number(command: CommandLine, name: str, default: int) -> int:
-    text = command.options.get(name, str(default))
-    if not text.isdecimal() or int(text) < 1:
-        raise ConfigError([f"--{name} {text}: must be a whole number > 0"])
-    return int(text)
+def start(config: Path, run: Path, *, processes: int, steps: int, timeout: float) -> Iterator[str]:
+    """Starts the job of `config`, whose run directory is `run`, up to step `steps`, and yields what
+    it did. Raises RehearsalFailed where it ends badly, where its metrics are not finite numbers of
+    those steps, or after `timeout` seconds."""
+    log = config.with_name(f"to_step_{steps}.log")
+    command = [sys.executable, "-m", "megarl.launcher.local", "--config", str(config)]
+    command += ["--nproc", str(processes), f"total_train_steps={steps}"]
+    env = os.environ | {"MEGARL_DEVICE": "cpu", "TOKENIZERS_PARALLELISM": "false"}
+    env.setdefault("OMP_NUM_THREADS", "1")
+    launcher = Child("launcher", command, env=env, log_path=log)
+    try:
+        launcher.wait(timeout)
+    except subprocess.TimeoutExpired:
+        raise RehearsalFailed(f"no end within {timeout:g} s{launcher.tail()}") from None
+    finally:
+        stop_all([launcher], Signals(), timeout=TERM_TIMEOUT)
+    if status := launcher.poll():
+        raise RehearsalFailed(f"exit status {spelled(status)}{launcher.tail()}")
+    rows = [row for row in load_run(run).rows if row["step"] > 0]
+    if [row["step"] for row in rows] != list(range(1, steps + 1)):
+        raise RehearsalFailed(f"stats.jsonl has steps {[row['step'] for row in rows]}; see {log}")
+    if bad := list(_not_finite(rows)):
+        raise RehearsalFailed(f"not a finite number: {', '.join(bad)}; see {log}")
+    yield f"up to step {steps} on {processes} ranks"
+    yield from (f"{name} {rows[-1][name]:.4g}" for name in NUMBERS if name in rows[-1])
 
 
-def _place(command: CommandLine) -> Path:
-    """Makes the directory that everything is written to."""
-    if "out" not in command.options:
-        return Path(tempfile.mkdtemp(prefix="megarl-rehearsal-"))
-    out = Path(command.options["out"]).absolute()
-    if out.exists():
-        raise ConfigError([f"--out {out}: exists already; name a new directory"])
-    out.mkdir(parents=True)
-    return out
+def _not_finite(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
+    for row in rows:
+        for name in NUMBERS:
+            value = row.get(name, 0.0)
+            if value is None or not math.isfinite(value):
+                yield f"{name} of step {row['step']}"
+
+
+def check_saved(run: Path) -> None:
+    """Raises RehearsalFailed unless the run has a whole checkpoint of its last step and a final
+    model."""
+    whole, broken = checkpoints(run)
+    if broken or not whole or whole[-1].step != STEPS:
+        names = [c.path.name for c in whole] + [f"{p.name} (broken)" for p in broken]
+        raise RehearsalFailed(f"no checkpoint of step {STEPS} in {run / 'recover'}: {names}")
+    if not any((run / "final").glob("*.safetensors")):
+        raise RehearsalFailed(f"{run / 'final'} has no weights")

@@ -1,13 +1,26 @@
-"""Writes the model of a rehearsal: a small config.json, random weights, a tokenizer of bytes."""
+"""Makes the model of a rehearsal: a small config.json of the same family, random weights, a
+tokenizer of bytes, and a reward.
+
+Nothing here is a model that anybody would train: sizes are the smallest that every degree divides
+and that leave each mechanism something to do (two key/value heads, two experts on every rank, a
+group of experts that loses, a window shorter than a prompt).
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.config.parallel import ParallelConfig
+from megarl.models.families import find_family
+from megarl.models.hf_config import DEFAULTS
+
+HEAD = 16  # numbers of a head
+WINDOW = 8  # tokens
 END, PAD, USER, ASSISTANT = "<|end|>", "<|pad|>", "<|user|>", "<|assistant|>"
 _SPECIAL = (PAD, END, USER, ASSISTANT)
 VOCAB = 256 + len(_SPECIAL) + 2  # two rows that no token has, as published models have
@@ -18,6 +31,133 @@ _TEMPLATE = (
     "{% if m['role'] == 'assistant' %}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_OF_THE_TOKENIZER = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+# sizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Degrees:
+    """Holds what sizes must be multiples of, for every engine that uses the model. `repeats`: the
+    layout had more tensor-parallel ranks than key/value heads, which ranks then repeat."""
+
+    tp: int
+    ep: int
+    etp: int
+    repeats: bool
+
+    @classmethod
+    def of(
+        cls, here: Iterable[ParallelConfig], before: Iterable[ParallelConfig], kv_heads: int
+    ) -> Degrees:
+        """Returns the degrees of the layouts `here`, which were those `before`."""
+        here = list(here)
+        tp, ep, etp = (math.lcm(*(getattr(p, d) for p in here)) for d in ("tp", "ep", "etp"))
+        return cls(tp=tp, ep=ep, etp=etp, repeats=any(p.tp > kv_heads for p in before))
+
+
+def is_mixed(raw: Mapping[str, Any]) -> bool:
+    """Returns whether the model has layers of several kinds: dense ones before experts, or a
+    sliding window in some."""
+    full = _completed(raw)
+    dense = full.get("first_k_dense_replace") or full.get("mlp_only_layers")
+    sparse = any(k in full for k in _EXPERTS)
+    some = full.get("sliding_window") and full.get("use_sliding_window")
+    return bool(sparse and (dense or full["decoder_sparse_step"] > 1)) or bool(some)
+
+
+def shrink_model(
+    raw: Mapping[str, Any], d: Degrees, *, layers: int, vocab_size: int, positions: int
+) -> dict[str, Any]:
+    """Returns the config.json `raw` with small sizes. Raises ValueError where the family of `raw`
+    is not known."""
+    full = _completed(raw)
+    small = {k: v for k, v in raw.items() if k not in (*_OF_THE_TOKENIZER, "layer_types")}
+    small.setdefault("model_type", find_family(raw, "config.json").name)
+    small |= {
+        "num_hidden_layers": layers,
+        "vocab_size": vocab_size,
+        "max_position_embeddings": positions,
+        "intermediate_size": 4 * HEAD * math.lcm(d.tp, d.etp),
+    }
+    small |= _latent(full, d) if "kv_lora_rank" in full else _grouped(full, d)
+    small |= _layers(full, layers)
+    if any(key in full for key in _EXPERTS):
+        small |= _experts(full, d)
+    return small
+
+
+def _completed(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {**DEFAULTS, **find_family(raw, "config.json").defaults, **raw}
+
+
+def _grouped(full: Mapping[str, Any], d: Degrees) -> dict[str, Any]:
+    """Returns heads, key/value heads and the hidden size of grouped-query attention."""
+    heads = int(full["num_attention_heads"])
+    shared = min(2, heads // int(full.get("num_key_value_heads") or heads))
+    kv = max(1, d.tp // 2) if d.repeats else max(2, d.tp)
+    small = kv * shared
+    while small % d.tp:
+        small += kv
+    found = {"num_attention_heads": small, "num_key_value_heads": kv, "hidden_size": HEAD * small}
+    if (dim := full.get("head_dim")) is not None:
+        found["head_dim"] = HEAD
+        if dim * heads != full["hidden_size"]:
+            found["hidden_size"] = HEAD * small * 3 // 2
+    return found
+
+
+def _latent(full: Mapping[str, Any], d: Degrees) -> dict[str, Any]:
+    """Returns heads and latents of DeepSeek's attention, each of which tp divides."""
+    heads = 2 * max(1, d.tp)
+    queries = {"q_lora_rank": 2 * HEAD * d.tp} if full.get("q_lora_rank") else {}
+    return queries | {
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "hidden_size": HEAD * heads,
+        "kv_lora_rank": HEAD * d.tp,
+        "qk_nope_head_dim": HEAD,
+        "qk_rope_head_dim": 8 * d.tp,
+        "v_head_dim": HEAD,
+    }
+
+
+def _layers(full: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """Returns the keys that say which layers are of which kind."""
+    found: dict[str, Any] = {}
+    if (dense := full.get("first_k_dense_replace")) is not None:
+        found["first_k_dense_replace"] = min(1, dense)
+    if (plain := full.get("mlp_only_layers")) is not None:
+        found["mlp_only_layers"] = [0] if plain else []
+    if full["decoder_sparse_step"] > 1:
+        found["decoder_sparse_step"] = min(2, layers)
+    if full.get("sliding_window"):
+        found["sliding_window"] = min(WINDOW, full["sliding_window"])
+    if full.get("max_window_layers") is not None:
+        found["max_window_layers"] = layers // 2
+    return found
+
+
+def _experts(full: Mapping[str, Any], d: Degrees) -> dict[str, Any]:
+    """Returns experts, two on every rank at least, their groups and how many a token meets."""
+    experts, wide = 2 * max(2, d.ep), math.lcm(d.tp, d.etp)
+    found = {key: experts for key in _EXPERTS if key in full}
+    choice = experts
+    groups, best = full.get("n_group") or 1, full.get("topk_group")
+    if groups > 1:
+        limited = best is not None and best < groups
+        found |= {"n_group": 2, "topk_group": 1 if limited else 2}
+        choice = experts // 2 if limited else experts
+    found["num_experts_per_tok"] = min(full["num_experts_per_tok"], max(2, choice // 2))
+    for key in ("moe_intermediate_size", "shared_expert_intermediate_size"):
+        if full.get(key):
+            found[key] = 2 * HEAD * wide
+    return found
+
+
+# files
 
 
 def write_model(raw: Mapping[str, Any], directory: Path, *, head: str, seed: int) -> int:
@@ -66,3 +206,11 @@ def write_tokenizer(directory: Path) -> None:
 
 def _is_language_model(raw: Mapping[str, Any]) -> bool:
     return all(str(name).endswith("ForCausalLM") for name in raw.get("architectures") or ())
+
+
+def even_share(
+    prompt: Any, completion: str, prompt_ids: Any, completion_ids: Any, **row: Any
+) -> float:
+    """Returns the share of even token ids in the answer, from 0 to 1. A model with random weights
+    answers nothing rightly; this way samples differ, and gradients are not zero."""
+    return sum(token % 2 == 0 for token in completion_ids) / max(1, len(completion_ids))
