@@ -45,7 +45,7 @@ from megarl.utils.env import free_port
 from megarl.utils.job_token import ensure_job_token
 from megarl.weight_sync.sender import WeightSender
 from megarl.weight_sync.transports import WeightSource
-from tests.sglang.servers import ENV, FLAGS, START_TIMEOUT, config
+from tests.sglang.servers import ENV, OPTIONS, START_TIMEOUT, config
 from tests.tiny_tokenizer import save_tokenizer
 
 LAYOUT = Layout(tp=2)
@@ -73,7 +73,7 @@ def server(model: Path, dtype: str) -> Iterator[ServerProcess]:
     """Yields a healthy SGLang server of tp 2, on a core for each rank."""
     env = ENV | {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
     process = start_server(
-        config(tp=2, extra_args=FLAGS), model_path=str(model), dtype=dtype,
+        config(tp=2, options=OPTIONS), model_path=str(model), dtype=dtype,
         log_path=model / "server.log", env=env, wait=False,
     )  # fmt: skip
     try:

@@ -102,7 +102,7 @@ def make_model(path: Path, mib: int) -> None:
 @contextlib.contextmanager
 def servers(model: Path, count: int) -> Iterator[tuple[str, ...]]:
     """Yields healthy embedded servers, which load their weights in bf16."""
-    config = ServerConfig(threads=1, extra_args=["--log-level", "warning"])
+    config = ServerConfig(threads=1, options={"log_level": "warning"})
     with contextlib.ExitStack() as stack:
         started = []
         for i in range(count):

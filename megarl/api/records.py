@@ -84,7 +84,6 @@ class WeightUpdateMeta:
     alloc_mode: kept for scripts that give it, without effect: the engine knows its layout.
     comm_backend: "nccl" | "gloo"; None picks by device.
     delta: sends only what changed since the last update that the servers hold (distributed).
-    delta_on_host: keeps the copy that `delta` needs in host memory, not beside the parameters.
     sharded: "auto" | "on" | "off": sends each server rank the slices that it keeps (distributed);
         auto: where all servers can take them, whole tensors otherwise.
     quantization: "none" | "fp8_block": sends linear maps as block-wise FP8 (distributed).
@@ -113,7 +112,6 @@ class WeightUpdateMeta:
     senders: int | None = 1
     sharded: str = "auto"
     delta: bool = False
-    delta_on_host: bool = True
     quantization: str = "none"
     flush_cache: bool = True
     timeout: float = 600.0
@@ -203,7 +201,6 @@ class WeightUpdateMeta:
             bucket_bytes=config.bucket_mb << 20,
             flattened=config.flattened,
             delta=config.delta,
-            delta_on_host=config.delta_on_host,
             quantization=config.quantization,
             senders=config.senders,
             sharded=config.sharded,

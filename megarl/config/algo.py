@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from megarl.config.base import NOT_NEGATIVE, POSITIVE, TIMEOUT, Bounds, Choices, SeamConfig
+from megarl.config.base import NOT_NEGATIVE, POSITIVE, Bounds, Choices, SeamConfig
 from megarl.config.engine import TrainEngineConfig
 from megarl.utils.importing import is_import_path
 
@@ -202,13 +202,8 @@ class TeacherConfig(TrainEngineConfig):
     """Configures the frozen model that a student is drawn to: an engine, or servers."""
 
     addresses: list[str] = field(default_factory=list)
-    """servers that hold the teacher, as host:port; empty makes an engine of it"""
-    request_timeout: Annotated[float, TIMEOUT] = 120.0
-    """seconds a server may take a sample"""
-    retry_timeout: Annotated[float, TIMEOUT] = 300.0
-    """seconds for which a sample is asked for again, as while a server starts; then it is left
-    out"""
-
+    """servers that hold the teacher, as host:port, asked within rollout.request_timeout and again
+    for rollout.retry_timeout; empty makes an engine of it"""
     lm_head_topk: Annotated[int, POSITIVE] = 64
     """likeliest tokens of each position by which the student is compared; all others count as
     one; the whole vocabulary makes it exact"""

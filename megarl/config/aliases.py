@@ -12,7 +12,7 @@ from difflib import get_close_matches
 ROLES = ("actor", "model")  # the trained model of a recipe: the first it has
 _SAME_ROLE = {"policy": "actor", "reference": "ref", "ref_model": "ref", "value_model": "critic"}
 
-_MEMORY = "server.extra_args=[--mem-fraction-static,'0.8']"
+_MEMORY = "server.options.mem_fraction_static=0.8"
 # our key -> their names for it; `*` is the role that the name mentions, else the trained one;
 # `=...` is a value to give the key
 _THEIRS: Mapping[str, str] = {
@@ -33,8 +33,8 @@ _THEIRS: Mapping[str, str] = {
     # the optimizer
     "*.optimizer.lr": "learning_rate lr",
     "*.optimizer.gradient_clipping": "grad_clip clip_grad max_grad_norm",
-    "*.optimizer.warmup_steps_proportion": "warmup_ratio lr_warmup_steps_ratio",
-    "*.optimizer.warmup_steps": "num_warmup_steps lr_warmup_steps",
+    "*.optimizer.warmup_steps_proportion": "warmup_ratio lr_warmup_steps_ratio "
+    "num_warmup_steps lr_warmup_steps warmup_steps",
     "*.optimizer.lr_scheduler_type": "lr_scheduler scheduler lr_decay_style",
     "*.optimizer.min_lr_ratio": "min_lr",
     "*.optimizer.beta1": "adam_beta1",
@@ -50,6 +50,8 @@ _THEIRS: Mapping[str, str] = {
     "*.optimizer.options.hysteresis": "loss_scale_hysteresis hysteresis",
     "*.optimizer.distributed": "use_distributed_optimizer",
     "*.optimizer.cpu_offload": "optimizer_cpu_offload optimizer_offload",
+    "*.optimizer.options.optimizer_offload_fraction": "cpu_offload_fraction "
+    "optimizer_offload_fraction",
     # the loss
     "actor.kl_coef": "kl_ctl kl_loss_coef kl_beta init_kl_coef beta reference_policy_kl_penalty",
     "actor.kl_estimator": "kl_loss_type kl_penalty",
@@ -100,7 +102,8 @@ _THEIRS: Mapping[str, str] = {
     "server.context_length": "max_model_len max_seq_len max_seq_length context_len",
     "server.max_running_requests": "max_num_seqs",
     "server.release_memory": "free_cache_engine hybrid_engine offload_rollout colocate",
-    "server.enforce_eager": "enforce_eager disable_cuda_graph",
+    "server.options.disable_cuda_graph=true": "enforce_eager disable_cuda_graph",
+    "server.options": "extra_args",
     "server.tp": "rollout.tensor_parallel_size vllm_tensor_parallel_size "
     "rollout.tensor_model_parallel_size rollout_num_gpus_per_engine",
     "server.dp": "rollout.data_parallel_size",
@@ -115,7 +118,9 @@ _THEIRS: Mapping[str, str] = {
     "multi_turn.max_assistant_turns multi_turn.tool_config_path tool_kwargs.tools_config_file",
     "rollout.max_head_offpolicyness": "async_training max_staleness staleness_threshold "
     "max_trajectory_age_steps",
-    "rollout.retry_timeout": "request_retries",
+    "rollout.retry_timeout": "request_retries teacher.retry_timeout",
+    "rollout.request_timeout": "teacher.request_timeout",
+    "collective_timeout": "meeting_timeout",
     "weight_sync.type": "weight_update_mode",
     # the run
     "total_train_epochs": "num_epochs num_train_epochs total_epochs num_epoch max_num_epochs "
@@ -153,6 +158,10 @@ NEEDLESS = {
     "srun_args": "set variables of srun's (SLURM_..., see man srun) in cluster.slurm.sbatch_args "
     "by --export, or in the environment",
     "poll_seconds": "leave it out: the launcher looks twice a second at first, then every 5 s",
+    "match": "leave it out: all of these differences are overlooked",
+    "newest": "leave it out: the newest answers weigh as much as all earlier ones",
+    "weights_every": "leave it out: weights have their fingerprints after every step",
+    "delta_on_host": "leave it out: the copy is in host memory",
     "return_raw_chat": "leave it out: a row keeps its messages",
     "retry_window": "leave it out: a retry names itself, by an idempotency key or a retry count",
 }

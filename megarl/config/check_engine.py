@@ -25,7 +25,7 @@ _SET_BY_KEYS = (
     *("optimizer", "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps"),
     *("clip_grad", "bf16", "fp16", "params_dtype", "use_distributed_optimizer"),
     *("overlap_param_gather", "use_precision_aware_optimizer", "store_param_remainders"),
-    *("optimizer_cpu_offload", "optimizer_offload_fraction"),
+    "optimizer_cpu_offload",
 )
 
 

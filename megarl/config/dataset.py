@@ -79,8 +79,6 @@ class CurriculumConfig:
     explore: Annotated[float, FRACTION_ABOVE_ZERO] = 0.25
     """share of rows drawn in turn whatever their pass rate, so that none is given up; and all
     that are drawn while no row is known to be in the band"""
-    newest: Annotated[float, FRACTION_ABOVE_ZERO] = 0.5
-    """weight of the newest answers in a row's pass rate; 1 is these alone"""
     passes_at: float = 1.0
     """an answer passes with a reward of at least this"""
 

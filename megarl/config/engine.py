@@ -8,7 +8,6 @@ from typing import Annotated, Any
 from megarl.config.base import (
     FRACTION,
     FRACTION_ABOVE_ZERO,
-    NOT_NEGATIVE,
     OFF_AT_ZERO,
     POSITIVE,
     Bounds,
@@ -39,8 +38,6 @@ class OptimizerConfig:
     """schedule after warm-up"""
     warmup_steps_proportion: Annotated[float, FRACTION] = 0.001
     """fraction of all steps spent warming up linearly"""
-    warmup_steps: Annotated[int, NOT_NEGATIVE] | None = None
-    """steps spent warming up linearly; null goes by warmup_steps_proportion"""
     gradient_clipping: Annotated[float, OFF_AT_ZERO] = 1.0
     """global gradient norm bound; 0 turns clipping off"""
     spike_norm: Annotated[float, POSITIVE] | None = None
@@ -57,10 +54,8 @@ class OptimizerConfig:
     """Transformer Engine's FusedAdam keeps main weights and moments, in the dtypes of
     options; needs distributed"""
     cpu_offload: bool = False
-    """keep main weights and moments on the CPU, and update there, for cpu_offload_fraction of
-    the weights; needs distributed and dtype=bfloat16"""
-    cpu_offload_fraction: Annotated[float, FRACTION_ABOVE_ZERO] = 1.0
-    """cpu_offload: fraction of the weights"""
+    """keep main weights and moments on the CPU, and update there; for a fraction of the weights by
+    options.optimizer_offload_fraction; needs distributed and dtype=bfloat16"""
     options: dict[str, Any] = field(default_factory=dict)
     """more fields of megatron-core's OptimizerConfig by name: exp_avg_dtype, exp_avg_sq_dtype,
     main_params_dtype (precision_aware), initial_loss_scale, min_loss_scale, loss_scale_window,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated
 
 from megarl.config.base import POSITIVE, Bounds, Choices
 
 # those of rollout.tools.calls
 CALL_FORMATS = ("hermes", "qwen", "qwen3_coder", "llama3", "deepseek", "glm")
-MATCHES = ("whitespace", "thinking", "tool_arguments", "tool_ids")
 
 
 @dataclass(kw_only=True)
@@ -25,9 +24,6 @@ class GatewayConfig:
     gateway listens on every address"""
     reuse: bool = True
     """a chat that goes on after an answer of the policy keeps the policy's own tokens"""
-    match: list[str] = field(default_factory=lambda: list(MATCHES))
-    """differences between a message and the one that was recorded which do not count:
-    whitespace, thinking, tool_arguments, tool_ids"""
     max_n: Annotated[int, Bounds(ge=1, le=128)] = 8
     """most answers that one request may ask for (`n`)"""
     max_answers: Annotated[int, POSITIVE] = 1024

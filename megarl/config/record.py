@@ -30,8 +30,6 @@ class RecordConfig:
 
     fingerprints: bool = True
     """record a hash and a norm of every tensor of each phase of a step, for megarl diff"""
-    weights_every: Annotated[int, POSITIVE] = 1
-    """with fingerprints: those of the weights after every n-th step"""
     servers: bool = False
     """with fingerprints: those of the weights that servers hold, too, which costs each of them a
     pass over its weights"""

@@ -90,8 +90,6 @@ class ServerConfig:
     released its memory; auto: where the launcher's servers share the trainers' devices and
     rollout.max_head_offpolicyness=0; true also for servers of rollout.addresses that nobody else
     uses"""
-    enforce_eager: bool = False
-    """no CUDA graphs (sglang), which saves their memory"""
     deterministic: bool = False
     """batch-invariant mode: same request, same bits"""
     tp: Annotated[int, POSITIVE] = 1
@@ -109,8 +107,6 @@ class ServerConfig:
     options: dict[str, Any] = field(default_factory=dict)
     """any option of the server, by its name: +server.options.attention_backend=triton is
     --attention-backend triton; true is the bare flag, false and null leave it out"""
-    extra_args: list[str] = field(default_factory=list)
-    """more command-line arguments for the server"""
     restarts: Annotated[int, NOT_NEGATIVE] = 0
     """a server that dies is started again this many times while the run goes on with the others
     (server.count=2 or more); 0 ends the run"""
@@ -128,9 +124,8 @@ class ServerConfig:
 
     @property
     def arguments(self) -> list[str]:
-        """The command-line arguments of `options` and `extra_args`: {"a_b": 1, "c": True,
-        "d": [2, 3], "e": {"f": 4}} is --a-b 1 --c --d 2 3 --e '{"f": 4}'.
-        """
+        """The command-line arguments of `options`: {"a_b": 1, "c": True, "d": [2, 3],
+        "e": {"f": 4}} is --a-b 1 --c --d 2 3 --e '{"f": 4}'."""
         flags: list[str] = []
         for name, value in self.options.items():
             if value is None or value is False:
@@ -138,7 +133,7 @@ class ServerConfig:
             values = [] if value is True else value if isinstance(value, list) else [value]
             flags.append(f"--{name.replace('_', '-')}")
             flags += [json.dumps(v) if isinstance(v, dict) else str(v) for v in values]
-        return [*flags, *self.extra_args]
+        return flags
 
 
 @dataclass(kw_only=True)
@@ -193,9 +188,6 @@ class RolloutConfig:
     server would have with the request; 0 always takes the least loaded"""
     setup_timeout: Annotated[float, TIMEOUT] = 120.0
     """seconds to wait for servers to answer /health"""
-    meeting_timeout: Annotated[float, TIMEOUT] = 600.0
-    """seconds within which all ranks come to a call that every rank makes (prepare_batch,
-    rollout_batch, an update's result()); what rank 0 does then has its own timeouts"""
     episode_timeout: Annotated[float, TIMEOUT] = 1800.0
     """seconds one whole episode may take, without pauses of generation; one that takes longer
     counts as failed, and another row takes its place"""

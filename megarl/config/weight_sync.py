@@ -25,9 +25,7 @@ class WeightSyncConfig:
     """one broadcast per bucket instead of one per tensor"""
     delta: bool = False
     """send only what changed since the servers' version; costs a copy of the weights in the
-    sender's memory; embedded servers can apply it, and SGLang with sharded=on"""
-    delta_on_host: bool = True
-    """that copy lies in host memory, not on the GPU"""
+    sender's host memory; embedded servers can apply it, and SGLang with sharded=on"""
     quantization: Annotated[str, Choices("none", "fp8_block")] = "none"
     """what streamed linear weights become: none, or fp8_block: e4m3 in blocks of 128x128 with
     scales, for servers of an FP8 checkpoint"""

@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 from megarl.config.dataset import CurriculumConfig
 
+NEWEST = 0.5  # weight of the newest answers in a row's pass rate
+
 
 class Picker(Protocol):
     """Picks the rows of one data set, one after another, without end."""
@@ -96,8 +98,8 @@ class ByPassRate:
         """Notes the pass rate of the answers to a row that was picked; None where all failed."""
         self._out.discard(row)
         if rate is not None:
-            old, new = self.rates.get(row, rate), self._config.newest
-            self.rates[row] = (1 - new) * old + new * rate
+            old = self.rates.get(row, rate)
+            self.rates[row] = (1 - NEWEST) * old + NEWEST * rate
         if row in self.rates and self._prefers(self.rates[row]):
             self._band[row] = None
         else:

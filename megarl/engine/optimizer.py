@@ -29,9 +29,9 @@ from megatron.core.utils import get_model_config  # isort: skip
 
 # a constant schedule never looks at its end, but megatron-core asks for one
 _ENDLESS = 1 << 40
-# float16: the loss is multiplied by it before backward; an overflow halves it and skips the update,
-# and it doubles after a window without one
-_LOSS_SCALE = {"initial_loss_scale": 2.0**16, "hysteresis": 1}
+# float16: the loss is multiplied by a scale before backward; an overflow halves it and skips the
+# update, and it doubles after a window without one. With cpu_offload all weights are offloaded
+_DEFAULTS = {"initial_loss_scale": 2.0**16, "hysteresis": 1, "optimizer_offload_fraction": 1.0}
 
 
 def check(cfg: OptimizerConfig, dtype: torch.dtype) -> None:
@@ -127,7 +127,7 @@ def build_optimizer(
 
 
 def _mcore_config(cfg: OptimizerConfig, dtype: torch.dtype) -> McoreOptimizerConfig:
-    options = _LOSS_SCALE | {
+    options = _DEFAULTS | {
         name: getattr(torch, value) if name.endswith("_dtype") else value
         for name, value in cfg.options.items()
     }
@@ -148,7 +148,6 @@ def _mcore_config(cfg: OptimizerConfig, dtype: torch.dtype) -> McoreOptimizerCon
         use_precision_aware_optimizer=cfg.precision_aware,
         store_param_remainders=False,
         optimizer_cpu_offload=cfg.cpu_offload,
-        optimizer_offload_fraction=cfg.cpu_offload_fraction,
         overlap_cpu_optimizer_d2h_h2d=mcore.on_cuda(),
         **options,
     )
@@ -176,12 +175,10 @@ def build_schedule(
                 f"optimizer.lr_scheduler_type={cfg.lr_scheduler_type!r} needs to know the run's "
                 "length: pass ft_spec to initialize(), or use 'constant'"
             )
-        steps, warmup = _ENDLESS, max(1, cfg.warmup_steps or 0)
+        steps, warmup = _ENDLESS, 1
     else:
         steps = max(1, ft_spec.total_train_steps)
         warmup = max(1, math.ceil(cfg.warmup_steps_proportion * steps - 1e-9))  # 0.1 * 30 > 3
-        if cfg.warmup_steps is not None:
-            warmup = max(1, cfg.warmup_steps)
     schedule = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

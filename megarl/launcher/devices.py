@@ -41,7 +41,7 @@ def check_devices(cfg: GRPOConfig, placement: Placement, needs: Requirements) ->
             [
                 "servers and trainers share GPUs, and SGLang keeps most of a GPU's memory from its "
                 "start to its end: say how much with "
-                "server.extra_args=['--mem-fraction-static','0.3'], and leave the trainers the "
+                "server.options.mem_fraction_static=0.3, and leave the trainers the "
                 "rest; or have them use the GPUs in turn with server.release_memory=true"
             ]
         )

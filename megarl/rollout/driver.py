@@ -50,8 +50,8 @@ def driver_of_world(
     config: RolloutConfig, sync: WeightSyncConfig, *, start_timeout: float = 0.0
 ) -> RankZero:
     """Finds the driver among the ranks of torchrun's world. Ranks meet for each call within
-    rollout.meeting_timeout, or collective_timeout where that is shorter; then what the driver does
-    alone is bounded by its own timeouts, and by collective_timeout where that is longer. Starts
+    collective_timeout; then what the driver does alone is bounded by its own timeouts, and by
+    collective_timeout where that is longer. Starts
     torch.distributed where torchrun began several processes and nothing has yet.
 
     start_timeout: seconds in which the driver starts servers.
@@ -67,14 +67,10 @@ def driver_of_world(
     }
     if collective_timeout() > sum(bounds.values()):
         bounds = {"collective_timeout": collective_timeout()}
-    meeting = {
-        "rollout.meeting_timeout": config.meeting_timeout,
-        "collective_timeout": collective_timeout(),
-    }
     return RankZero(
         sum(bounds.values()),
         keys=" + ".join(k for k, t in bounds.items() if t),
-        meeting=min(meeting.items(), key=lambda item: item[1]),
+        meeting=("collective_timeout", collective_timeout()),
     )
 
 

@@ -176,8 +176,6 @@ def _sglang_flags(server: ServerConfig) -> list[str]:
         flags += ["--dp-size", str(server.dp)]
     if server.deterministic:
         flags += ["--enable-deterministic-inference"]
-    if server.enforce_eager:
-        flags += ["--disable-cuda-graph"]
     return flags
 
 

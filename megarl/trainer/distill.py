@@ -46,8 +46,8 @@ class DistillTrainer(rl.RLTrainer):
             teacher.addresses,
             top=teacher.lm_head_topk,
             vocab_size=read_hf_config(actor.path, override=actor.override_config).vocab_size,
-            timeout=teacher.request_timeout,
-            retry_timeout=teacher.retry_timeout,
+            timeout=self.cfg.rollout.request_timeout,
+            retry_timeout=self.cfg.rollout.retry_timeout,
         )
 
     def step(self, step: int) -> dict[str, float]:

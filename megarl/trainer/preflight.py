@@ -132,7 +132,7 @@ def check_teacher_servers(cfg: DistillConfig) -> None:
     for address in cfg.teacher.addresses:
         key = f"teacher.addresses={address}"
         try:
-            info = call_json("GET", address, "/model_info", timeout=cfg.teacher.request_timeout)
+            info = call_json("GET", address, "/model_info", timeout=cfg.rollout.request_timeout)
             served = as_object(address, "/model_info", info, "model_path")["model_path"]
         except HttpError as e:
             problems.append(f"{key}: {e}")

@@ -130,7 +130,7 @@ class StepRecorder:
         """Takes the weights after the step's updates, and those at the servers of `addresses` (rank
         0's). Collective."""
         config = self._config
-        if not config.fingerprints or self.step % config.weights_every:
+        if not config.fingerprints:
             return
         with record_timing("record"):
             for name, role in self._roles.items():

@@ -73,11 +73,12 @@ class DeltaBase:
         sizes = [(m.dtype.itemsize, m.nbytes) for m in bucket.members]
         return encode(flat, self._held[bucket.index], sizes)
 
-    def keep(self, bucket: Bucket, flat: torch.Tensor, *, on_host: bool) -> None:
-        """Copies `flat`, into pinned host memory with `on_host` and else beside it."""
+    def keep(self, bucket: Bucket, flat: torch.Tensor) -> None:
+        """Copies `flat` into host memory, pinned where it comes from a GPU."""
         held = self._held.get(bucket.index)
         if held is None:
-            held = self._held[bucket.index] = _empty_like(flat, on_host=on_host)
+            pin = flat.device.type == "cuda"
+            held = self._held[bucket.index] = torch.empty_like(flat, device="cpu", pin_memory=pin)
         held.copy_(flat, non_blocking=True)
 
 
@@ -93,7 +94,7 @@ class Changes:
     base: str | None
     id: str
 
-    def encode(self, ready: Ready, *, last: bool, on_host: bool) -> Ready:
+    def encode(self, ready: Ready, *, last: bool) -> Ready:
         """Returns `ready` with its changes alone where that pays, and remembers its bytes. The last
         bucket is sent in any case, for it carries the version."""
         bucket, flat = ready.bucket, ready.flat
@@ -106,7 +107,7 @@ class Changes:
             if delta.payload.numel() < PAYS * bucket.nbytes:
                 ready.tensors = [delta.payload]
                 ready.changes = {"base": self.base, "chunks": delta.body()}
-        self.remembered.keep(bucket, flat, on_host=on_host)
+        self.remembered.keep(bucket, flat)
         return ready
 
 
@@ -144,9 +145,3 @@ def _specs(bucket: Bucket) -> Iterator[Spec]:
             yield m.name + block_fp8.SUFFIX, block_fp8.scale_shape(m.shape), torch.float32
         else:
             yield m.name, m.shape, m.dtype
-
-
-def _empty_like(flat: torch.Tensor, *, on_host: bool) -> torch.Tensor:
-    if on_host and flat.device.type == "cuda":
-        return torch.empty_like(flat, device="cpu", pin_memory=True)
-    return torch.empty_like(flat)

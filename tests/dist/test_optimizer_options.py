@@ -72,7 +72,8 @@ def test_the_optimizer_on_the_cpu_takes_the_same_steps(world2, models):
     path = save_model(models, "qwen2", True)
     want = world2.run(steps, path, {}, dtype="bfloat16")[0]
     for fraction in (1.0, 0.4):
-        moved = dict(cpu_offload=True, cpu_offload_fraction=fraction)
+        options = {"optimizer_offload_fraction": fraction}
+        moved = dict(cpu_offload=True, options=options)
         got = world2.run(steps, path, {}, dtype="bfloat16", optimizer=moved)[0]
         assert_same(got, want, 1e-6)
 
@@ -97,7 +98,10 @@ def resumed(path: str, out: str, over: dict[str, Any]) -> list[Any]:
 @pytest.mark.parametrize(
     "over",
     [
-        dict(dtype="bfloat16", optimizer=dict(cpu_offload=True, cpu_offload_fraction=0.4)),
+        dict(
+            dtype="bfloat16",
+            optimizer=dict(cpu_offload=True, options={"optimizer_offload_fraction": 0.4}),
+        ),
         # a loss scale that changes
         dict(dtype="float16", optimizer=dict(options=dict(loss_scale_window=1))),
     ],

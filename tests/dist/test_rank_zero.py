@@ -127,7 +127,7 @@ def test_a_closed_one_leaves_no_group_and_is_refused(world):
     assert world.run(closing) == [[closed, "ABC", "0"]] * 2
 
 
-MEETING = "rollout.meeting_timeout"
+MEETING = "collective_timeout"
 
 
 @contextmanager
@@ -302,7 +302,7 @@ def test_every_rank_makes_the_client(world):
 
 def guarded(address: str) -> str:
     """What other systems' scripts say: rank 0 alone waits for an update, or has the rows."""
-    client = RemoteSGLangEngine(RolloutConfig(setup_timeout=5.0, meeting_timeout=60.0))
+    client = RemoteSGLangEngine(RolloutConfig(setup_timeout=5.0))
     client.initialize(address)
     try:
         future = client.update_weights(WeightUpdateMeta(type="distributed", version=1))

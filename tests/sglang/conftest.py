@@ -71,8 +71,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
             client.initialize()
             started[0].process.wait_healthy(servers.START_TIMEOUT)
             # its start goes on during the tests that do not need it
-            flags = ["--skip-server-warmup"]
-            started.append(launch(m0, home / "replicas.log", dp=2, flags=flags))
+            options = {"skip_server_warmup": True}
+            started.append(launch(m0, home / "replicas.log", dp=2, options=options))
             yield Pair(client, RealServer(client._processes[0]), *started, m0, m1)
         finally:
             for end in [in_thread(server.process.stop) for server in started]:

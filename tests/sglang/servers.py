@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,10 @@ ROOT = Path(__file__).resolve().parents[2]
 PYTHON = Path(os.environ.get("MEGARL_SGLANG_PYTHON", ROOT / ".venv-sglang/bin/python"))
 # SGLang without a GPU, and without the kernels that need AMX. An idle scheduler would spin.
 # docs/servers.md shows users the same command.
-FLAGS = [
-    "--device", "cpu", "--attention-backend", "torch_native", "--max-total-tokens", "8192",
-    "--disable-overlap-schedule", "--sleep-on-idle",
-]  # fmt: skip
+OPTIONS: dict[str, Any] = {
+    "device": "cpu", "attention_backend": "torch_native", "max_total_tokens": 8192,
+    "disable_overlap_schedule": True, "sleep_on_idle": True,
+}  # fmt: skip
 ENV = {
     "SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1",
     "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
@@ -40,7 +40,7 @@ START_TIMEOUT = 280.0  # twice is less than pytest's own timeout: a log is shown
 def config(**over: Any) -> ServerConfig:
     assert PYTHON.exists(), f"{PYTHON}: no such interpreter; run `make install-sglang`"
     given: dict[str, Any] = dict(
-        type="sglang", python=str(PYTHON), start_timeout=START_TIMEOUT, extra_args=FLAGS,
+        type="sglang", python=str(PYTHON), start_timeout=START_TIMEOUT, options=OPTIONS,
     )  # fmt: skip
     return ServerConfig(**(given | SIZES | over))
 
@@ -89,7 +89,7 @@ def launch(
     tp: int = 1,
     dp: int = 1,
     dtype: str = "float32",
-    flags: Sequence[str] = (),
+    options: Mapping[str, Any] | None = None,
     env: Mapping[str, str] | None = None,
 ) -> RealServer:
     """Returns at once; `serving` waits."""
@@ -98,8 +98,8 @@ def launch(
     if tp * dp > 1:
         env["SGLANG_CPU_OMP_THREADS_BIND"] = cores
     process = start_server(
-        config(tp=tp, dp=dp, extra_args=[*FLAGS, *flags]), model_path=str(model), dtype=dtype,
-        log_path=log, env=env, wait=False,
+        config(tp=tp, dp=dp, options=OPTIONS | dict(options or {})), model_path=str(model),
+        dtype=dtype, log_path=log, env=env, wait=False,
     )  # fmt: skip
     return RealServer(process)
 

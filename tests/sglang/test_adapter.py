@@ -28,8 +28,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(model: Path) -> Iterator[RealServer]:
     """Started as docs/lora.md says; the kernels of its default backend are for GPUs."""
-    flags = ["--enable-lora", "--max-lora-rank", "4", "--lora-target-modules", *LAYERS]
-    server = launch(model, model.parent / "log", flags=[*flags, "--lora-backend", "torch_native"])
+    options = {"enable_lora": True, "max_lora_rank": 4, "lora_target_modules": LAYERS}
+    options["lora_backend"] = "torch_native"
+    server = launch(model, model.parent / "log", options=options)
     with serving(server):
         yield server
 

@@ -30,7 +30,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {},
     "qwen3_moe": dict(mlp_only_layers=[], norm_topk_prob=True),
 }
-FLAGS = {"mixtral": ["--enable-return-routed-experts"]}
+OPTIONS = {"mixtral": {"enable_return_routed_experts": True}}
 LAYOUTS = {
     "llama": dict(pp=2), "qwen2": dict(tp=2), "glm4": dict(tp=2), "mixtral": dict(etp=2),
     "qwen3_moe": dict(ep=2),
@@ -50,7 +50,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def servers(models: Path) -> Iterator[dict[str, RealServer]]:
     """All at once: what they take is mostly imports."""
     started = {
-        kind: launch(models / f"{kind}0", models / f"{kind}.log", flags=FLAGS.get(kind, ()))
+        kind: launch(models / f"{kind}0", models / f"{kind}.log", options=OPTIONS.get(kind))
         for kind in FAMILIES
     }
     with serving(*started.values()):

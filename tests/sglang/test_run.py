@@ -32,7 +32,6 @@ def test_grpo(tmp_path: Path, transport: str, kv: str, turns: str) -> None:
     turns: both sides use the devices in turn; on a CPU, SGLang keeps its memory all the same.
     """
     make_model(tmp_path / "model", hidden=64, layers=2)
-    flags = ",".join(f"'{flag}'" for flag in servers.FLAGS)
     command = [
         sys.executable, "-m", "megarl.launcher.local", "--nproc", "2",
         "--config", str(ROOT / "configs/quickstart_grpo.yaml"),
@@ -41,7 +40,8 @@ def test_grpo(tmp_path: Path, transport: str, kv: str, turns: str) -> None:
         "train_dataset.options.level=1", "valid_dataset=null", "actor.optimizer.lr=1e-2",
         "actor.ppo_n_minibatches=1", "train_dataset.reward=tests.sglang.rewards:many_digits",
         "server.type=sglang", f"server.python={servers.config().python}",
-        f"server.extra_args=[{flags}]", "server.max_running_requests=64",
+        *(f"server.options.{name}={value}" for name, value in servers.OPTIONS.items()),
+        "server.max_running_requests=64",
         f"weight_sync.type={transport}", f"rollout.kv_after_sync={kv}",
         f"server.release_memory={turns}",
         f"server.start_timeout={servers.START_TIMEOUT}",

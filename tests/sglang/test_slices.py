@@ -264,8 +264,8 @@ def test_fp8(world: World, tmp_path: Path, kind: str) -> None:
     quantised = [in_fp8(m, tmp_path / f"q{i}") for i, m in enumerate(models)]
     path = f"{tmp_path / 'site'}:{RECEIVER}"
     server = launch(
-        quantised[0], tmp_path / "log", tp=2, dtype="bfloat16", flags=["--skip-server-warmup"],
-        env={"PYTHONPATH": path},
+        quantised[0], tmp_path / "log", tp=2, dtype="bfloat16",
+        options={"skip_server_warmup": True}, env={"PYTHONPATH": path},
     )  # fmt: skip
     meta = replace(meta_for([server]), quantization="fp8_block", verify="off")
     with serving(server):
@@ -345,12 +345,12 @@ def test_families(world: World, tmp_path: Path, kind: str) -> None:
 # sizes without padding: a rank of two keeps half of each tensor that it does not keep whole
 EVEN: dict[str, Any] = dict(vocab_size=256, intermediate_size=128)
 MOE: dict[str, Any] = dict(moe_intermediate_size=64, mlp_only_layers=[], norm_topk_prob=True)
-ENGINES: dict[str, tuple[str, dict[str, Any], list[str], list[tuple[int, dict[str, Any]]]]] = {
-    "qwen3": ("qwen3", {}, [], [(2, {}), (4, dict(tp=2, pp=2))]),
-    "qwen3_moe": ("qwen3_moe", MOE, [], [(2, dict(ep=2)), (4, dict(**SP, ep=2))]),
-    "mixtral": ("mixtral", {}, [], [(2, dict(etp=2)), (4, dict(**SP, etp=2, pp=2))]),
+ENGINES: dict[str, tuple[str, dict[str, Any], dict[str, Any], list[tuple[int, dict[str, Any]]]]] = {
+    "qwen3": ("qwen3", {}, {}, [(2, {}), (4, dict(tp=2, pp=2))]),
+    "qwen3_moe": ("qwen3_moe", MOE, {}, [(2, dict(ep=2)), (4, dict(**SP, ep=2))]),
+    "mixtral": ("mixtral", {}, {}, [(2, dict(etp=2)), (4, dict(**SP, etp=2, pp=2))]),
     "experts dealt out": (
-        "qwen3_moe", MOE, ["--ep-size", "2"], [(2, dict(ep=2)), (4, dict(**SP, pp=2))],
+        "qwen3_moe", MOE, {"ep_size": 2}, [(2, dict(ep=2)), (4, dict(**SP, pp=2))],
     ),
 }  # fmt: skip
 
@@ -362,15 +362,15 @@ def test_engines_of_every_layout(
 ) -> None:
     """To a server of two ranks: half of the model to each, and norms and routers to both. Where
     experts are dealt out, half is whole experts."""
-    kind, over, flags, layouts = ENGINES[case]
-    if flags:
+    kind, over, options, layouts = ENGINES[case]
+    if options:
         path = [str(PLUGINS), os.environ.get("PYTHONPATH", "")]
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
     model = save_model(tmp_path / "model", kind, 0, **(EVEN | over))
     tensors = load_file(next(model.glob("*.safetensors")))
     on_both = sum(t.nbytes for n, t in tensors.items() if t.dim() == 1 or n.endswith("gate.weight"))
     share = (sum(t.nbytes for t in tensors.values()) + on_both) / 2
-    server = launch(model, tmp_path / "log", tp=2, flags=flags)
+    server = launch(model, tmp_path / "log", tp=2, options=options)
     with serving(server), World(4, timeout=240) as four:
         for number, (ranks, parallel) in enumerate(layouts):
             saved = tmp_path / f"saved{number}"

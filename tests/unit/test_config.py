@@ -166,7 +166,7 @@ def test_run_dir() -> None:
         ("multi_turn.tool_config_path=x", "rollout.workflow.options"),
         ("algorithm.kl_ctrl.type=adaptive", "actor.kl_controller"),
         ("algorithm.kl_ctrl.kl_coef=0.1", "kl_ctl"),
-        ("gpu_memory_utilization=1", "server.extra_args=[--mem-fraction-static,'0.8']"),
+        ("gpu_memory_utilization=1", "server.options.mem_fraction_static=0.8"),
     ],
 )
 def test_unknown_override_names_the_nearest_key(wrong: str, right: str) -> None:

@@ -185,7 +185,6 @@ def test_sound_configs_pass(model: Path) -> None:
             ["actor.offload_activations=true"],
             ["actor.offload_activations", "actor.recompute_granularity=full"],
         ),
-        (["actor.optimizer.cpu_offload_fraction=0"], ["cpu_offload_fraction=0"]),
         (["+actor.optimizer.options.adam_eps=1e-6"], ["options.adam_eps=1e-06", "leave it out"]),
         (
             ["actor.fp8=delayed", "actor.dtype=float16"],
@@ -311,9 +310,8 @@ def test_sound_configs_pass(model: Path) -> None:
             ["server.dp=2", "--enable-dp-attention", "server.options.dp_size"],
         ),
         (["+server.options.dp_size=2"], ["--dp-size", "set server.dp"]),
-        (["server.extra_args=['--dp=2']"], ["--dp among", "set server.dp"]),
+        (["server.options.dp=2"], ["--dp among", "set server.dp"]),
         (["+server.options.api_key=k"], ["--api-key among server.options", "MEGARL_JOB_TOKEN"]),
-        (["server.extra_args=[--api-key, k]"], ["--api-key among server.options"]),
         (["server.restarts=1"], ["server.restarts=1", "server.count > 1 (it is 1)"]),
         (["server.python=/no/python"], ["server.python=/no/python"]),
         (["server.context_length=512"], ["server.context_length=512", "max_new_tokens=512"]),
@@ -450,8 +448,6 @@ def test_adapters_alone_need_adapters_and_a_server_that_takes_them(model: Path) 
     assert "use pause_mode=abort" in found
     (found,) = problems(grpo(model, *lora, "server.type=sglang"))
     assert "server.options={enable_lora: true, max_lora_rank: 4" in found
-    taught = "server.extra_args=[--enable-lora,--max-lora-rank,'4',--lora-target-modules,q_proj]"
-    check_config(grpo(model, *lora, "server.type=sglang", taught), 1)
     check_config(grpo(model, *lora, "server.type=sglang", "+server.options.enable_lora=true"), 1)
 
 

@@ -145,7 +145,7 @@ def test_sglangs_command_for_a_cpu_is_the_tests() -> None:
         assert {k: v for k, v in env.items() if not k.startswith("MEGARL_")} == sglang.ENV
     cfg = load_config(None, [w for w in launched if w.startswith("server.")])
     assert isinstance(cfg, GRPOConfig)
-    tested = ServerConfig(type="sglang", python="", extra_args=sglang.FLAGS, **sglang.SIZES)
+    tested = ServerConfig(type="sglang", python="", options=sglang.OPTIONS, **sglang.SIZES)
     assert dataclasses.replace(cfg.server, python="") == tested
     command = server_command(
         dataclasses.replace(tested, python=".venv-sglang/bin/python"),

@@ -79,7 +79,7 @@ def test_more_trainers_than_gpus_is_an_error() -> None:
 
 Planner = Callable[..., Placement]
 SGLANG = ("server.type=sglang", "server.count=2")
-BOUNDED = "server.extra_args=['--mem-fraction-static','0.3']"
+BOUNDED = "server.options.mem_fraction_static=0.3"
 
 
 @pytest.fixture
@@ -115,10 +115,9 @@ def test_streaming_to_servers_on_the_trainers_gpus_is_refused(planned: Planner) 
 @pytest.mark.parametrize("kind", ["colocated", "disk"])
 def test_sglang_beside_trainers_says_how_much_memory_it_takes(planned: Planner, kind: str) -> None:
     args = (*SGLANG, f"weight_sync.type={kind}", "server.release_memory=false")
-    with pytest.raises(ConfigError, match=r"--mem-fraction-static.*server\.release_memory=true"):
+    with pytest.raises(ConfigError, match=r"mem_fraction_static.*server\.release_memory=true"):
         planned(2, *args)
     assert planned(2, *args, BOUNDED).shared
-    assert planned(2, *args, "server.extra_args=['--mem-fraction-static=0.3']").shared
     assert gpus_of(planned(0, *args))[0] == {None}
     assert planned(2, f"weight_sync.type={kind}").shared  # the embedded server
 

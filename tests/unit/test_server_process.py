@@ -135,7 +135,7 @@ def test_commands():
         *("--model-path", "m", "--host", "h", "--port", "5", "--dtype", "float32"),
         *("--context-length", "512", "--max-running-requests", "8"),
     ]
-    assert command(threads=2, extra_args=["--x"]) == [
+    assert command(threads=2, options={"x": True}) == [
         sys.executable, "-m", "megarl.server", *common,
         "--threads", "2", "--deterministic", "--x",
     ]  # fmt: skip
@@ -170,9 +170,8 @@ def test_commands():
     }
     flags = [
         *("--attention-backend", "triton", "--enable-x", "--n", "1", "2", "--j", '{"k": 3}'),
-        "--last",
     ]
-    assert command(options=options, extra_args=["--last"])[-len(flags) :] == flags
+    assert command(options=options)[-len(flags) :] == flags
     assert "--api-key" not in str(command())  # the embedded server reads the environment
     own = command(path="other", dtype="bfloat16")
     assert own[own.index("--model-path") + 1] == "other"
@@ -192,7 +191,7 @@ def test_sglang_gets_its_key_without_telling_it_to_everybody(tmp_path, monkeypat
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("MEGARL_JOB_TOKEN", "the-secret")
     log = tmp_path / "log"
-    config = ServerConfig(type="sglang", extra_args=["--api-key", "own"])
+    config = ServerConfig(type="sglang", options={"api_key": "own"})
     process = start_server(config, model_path="m", dtype="auto", log_path=log, wait=False)
     try:
         deadline = time.monotonic() + 30

@@ -86,7 +86,7 @@ def test_changes_land_as_the_whole_message_does() -> None:
         for name, p in expected.items():
             assert torch.equal(held[name], p), (name, share)
         lengths.append(len(encoded))
-        changes.keep("v1", [[(0, 0, message)]], params, on_host=True)
+        changes.keep("v1", [[(0, 0, message)]], params)
     assert held["wide"][0, 0] == params["w"][0, 0].bfloat16(), "the last was whole"
     assert lengths[0] == lengths[-1] == NBYTES and lengths[1] == 0
     assert lengths[2] < 0.15 * NBYTES and lengths[2] < lengths[3] < 0.3 * NBYTES
@@ -95,7 +95,7 @@ def test_changes_land_as_the_whole_message_does() -> None:
 def test_changes_of_another_message_are_refused() -> None:
     params = {"b": torch.zeros(60), "w": torch.zeros(ROWS, COLUMNS)}
     changes = SliceChanges()
-    changes.keep("v1", [[(0, 0, parts())]], params, on_host=False)
+    changes.keep("v1", [[(0, 0, parts())]], params)
     params["w"][3, 4] = 1
     head, encoded = sent(changes, params, parts(), whole=False)
     for views, message in ((THERE[:-1], encoded), (THERE, encoded[:-1])):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -93,30 +93,24 @@ def digest(*values: object) -> bytes:
 # -- when two messages are the same
 
 # a message without the differences that do not count; equal keys mean the same message
-Key = tuple[str, str, str, tuple[tuple[str, str, str], ...], str]
+Key = tuple[str, str, str, tuple[tuple[str, str], ...]]
 
 
-def keys_of(messages: Sequence[Message], overlook: Collection[str]) -> tuple[Key, ...]:
-    """Returns the key of each message. overlook: names in config.gateway.MATCHES, differences that
-    do not count. A tool's name never does: some clients do not repeat it."""
-    return tuple(_key(message, overlook) for message in messages)
+def keys_of(messages: Sequence[Message]) -> tuple[Key, ...]:
+    """Returns the key of each message, without what clients do not repeat as it was: thoughts,
+    whitespace at the ends, how a call's arguments are spelled, ids of calls, names of tools."""
+    return tuple(_key(message) for message in messages)
 
 
-def _key(message: Message, overlook: Collection[str]) -> Key:
-    content, reasoning, call_id = message.content, message.reasoning, message.call_id
-    calls = tuple((c.id, c.name, c.arguments) for c in message.calls)
-    if "thinking" in overlook and message.role == "assistant":
+def _key(message: Message) -> Key:
+    content, reasoning = message.content, message.reasoning
+    if message.role == "assistant":
         reasoning = ""
         if "</think>" in content:
             content = _THOUGHT.sub("", content, count=1).lstrip()
-    if "whitespace" in overlook:
-        content, reasoning = content.strip(), reasoning.strip()
-    if "tool_arguments" in overlook:
-        calls = tuple((c.id, c.name, json.dumps(c.values, sort_keys=True)) for c in message.calls)
-    if "tool_ids" in overlook:
-        call_id, calls = "", tuple(("", name, arguments) for _, name, arguments in calls)
+    calls = tuple((c.name, json.dumps(c.values, sort_keys=True)) for c in message.calls)
     name = "" if message.role == "tool" else message.name
-    return (f"{message.role} {name}", content, reasoning, calls, call_id)
+    return (f"{message.role} {name}", content.strip(), reasoning.strip(), calls)
 
 
 # -- reading

@@ -133,7 +133,7 @@ class Session:
             raise BadRequest(
                 f"n={request.n}: send at most rollout.gateway.max_n={self._config.max_n}"
             )
-        keys = keys_of(request.messages, self._config.match)
+        keys = keys_of(request.messages)
         parent = self._parent(request, keys)
         place = -1 if parent is None else self._chats.index(parent)
         attempt = self._attempts.get(
@@ -345,7 +345,7 @@ class Session:
                     keys=(
                         *before_keys,
                         *keys[len(before_keys) :],
-                        *keys_of([answer.message], self._config.match),
+                        *keys_of([answer.message]),
                     ),
                     tools=digest(request.tools),
                     turn=turn,

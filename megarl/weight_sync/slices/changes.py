@@ -88,19 +88,16 @@ class SliceChanges:
         id_: str,
         groups: Iterable[Group],
         params: Mapping[str, torch.Tensor],
-        *,
-        on_host: bool,
     ) -> None:
-        """Copies the parameters that messages are made of. id_: as servers name them."""
+        """Copies the parameters that messages are made of to host memory. id_: as servers name
+        them."""
         begun = time.monotonic()
         slots = (slot for group in groups for _, _, parts in group for slot in parts.slots)
         for name, dtype in {slot.side.param: slot.dtype for slot in slots}.items():
             param = params[name].detach()
             if name not in self._held:
-                where = torch.device("cpu") if on_host else param.device
-                pin = on_host and param.device.type == "cuda"
-                held = torch.empty(param.shape, dtype=dtype, device=where, pin_memory=pin)
-                self._held[name] = held
+                pin = param.device.type == "cuda"
+                self._held[name] = torch.empty(param.shape, dtype=dtype, pin_memory=pin)
             self._held[name].copy_(param, non_blocking=True)
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()

@@ -22,7 +22,6 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -313,7 +312,7 @@ class SliceSync:
         if names is None:
             self._sent.forget()
         else:
-            keep = partial(self._sent.keep, on_host=meta.delta_on_host)
+            keep = self._sent.keep
             agreement.together(keep, names.id, self._groups, self.source.params)
             phases.add("encode", self._sent.seconds)
         if meta.verify != "off":

@@ -309,7 +309,7 @@ class GroupStream(BucketStream):
             if not self.meta.flattened:
                 ready.tensors = [block_fp8.as_sent(t) for _, t in bucket.views(flat)]
             if self.changes is not None:
-                ready = self.changes.encode(ready, last=last, on_host=self.meta.delta_on_host)
+                ready = self.changes.encode(ready, last=last)
         extra = sum(r.extra_bytes(buffers.pair) for r in (ready, *self.in_memory()))
         self._encoded = max(self._encoded, extra)
         return ready
