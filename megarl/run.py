@@ -30,15 +30,12 @@ if __package__ in (None, "") and sys.path and Path(sys.path[0]).resolve() == _HE
 
 from megarl.config.command_line import CommandLine, parse_command_line
 from megarl.config.errors import EXIT_CODE, ConfigError
-from megarl.config.recipes import (
-    RECIPES,
-    TRAINERS,
-    BaseConfig,
-    GRPOConfig,
-    OfflineConfig,
-)
+from megarl.config.help import render_help, render_section
+from megarl.config.recipe_engines import smallest_world_size, trainer_processes, uses_block_fp8
+from megarl.config.recipes import RECIPES, TRAINERS, BaseConfig, GRPOConfig, OfflineConfig
 from megarl.config.servers import ADDRESSES_ENV, needs_servers, server_addresses
 from megarl.utils import stopping
+from megarl.utils.env import quiet_libraries, set_trainer_defaults
 from megarl.utils.files import DiskFull, full_disk_named
 from megarl.utils.importing import add_working_directory, in_users_lines, load_object
 from megarl.utils.stacks import dump_on_signal
@@ -68,7 +65,7 @@ def _start(argv: Sequence[str] | None) -> int:
             with contextlib.suppress(BrokenPipeError):  # --help | head
                 print(help_text(command), flush=True)
             return 0
-        cfg = load_checked(command) if "checked" in command.switches else load(command)
+        cfg = load(command)
         if "print-config" in command.switches:
             from megarl.config.loader import config_yaml
 
@@ -91,9 +88,9 @@ def _start(argv: Sequence[str] | None) -> int:
 
 def _run_whole(cfg: BaseConfig) -> int:
     """Runs the recipe; returns the exit status."""
-    try:
-        from megarl.config.loader import run_dir
+    from megarl.config.loader import run_dir
 
+    try:
         with full_disk_named(f"the run in {run_dir(cfg)}", run_dir(cfg)):
             run(cfg)
     except DiskFull as e:  # every rank's, in the words of one
@@ -114,8 +111,6 @@ def _run_whole(cfg: BaseConfig) -> int:
 def help_text(command: CommandLine) -> str:
     """Returns the text of --help, with the keys of --recipe or of all recipes; where words name
     sections, only their keys."""
-    from megarl.config.help import render_help, render_section
-
     recipe = command.options.get("recipe")
     recipes = [recipe] if recipe else tuple(RECIPES)
     if command.words:
@@ -124,18 +119,15 @@ def help_text(command: CommandLine) -> str:
 
 
 def load(command: CommandLine) -> BaseConfig:
-    """Returns the recipe of a command line. --recipe NAME is short for recipe=NAME."""
-    from megarl.config.loader import load_config
-
-    recipe = [f"recipe={command.options['recipe']}"] if "recipe" in command.options else []
-    return load_config(command.options.get("config"), [*recipe, *command.words, *command.overrides])
-
-
-def load_checked(command: CommandLine) -> BaseConfig:
-    """Returns the configuration that a launcher has checked and put into the environment."""
+    """Returns the recipe of a command line, with --checked the one that a launcher has checked and
+    put into the environment. --recipe NAME is short for recipe=NAME."""
     from megarl.config.hub import fetch_hub_models
-    from megarl.config.loader import CHECKED, checked_config
+    from megarl.config.loader import CHECKED, checked_config, load_config
 
+    if "checked" not in command.switches:
+        recipe = [f"recipe={command.options['recipe']}"] if "recipe" in command.options else []
+        overrides = [*recipe, *command.words, *command.overrides]
+        return load_config(command.options.get("config"), overrides)
     if (text := os.environ.pop(CHECKED, None)) is None:
         raise ConfigError([f"--checked: {CHECKED} is not set; a launcher sets it, leave it out"])
     cfg = checked_config(text, command.overrides)
@@ -146,56 +138,42 @@ def load_checked(command: CommandLine) -> BaseConfig:
 def check_all(cfg: BaseConfig, world_size: int, *, only: bool) -> None:
     """Checks everything, as a launcher does, and sets what has to be set before torch is imported.
     only: nothing starts afterwards. Raises ConfigError."""
-    check(cfg, world_size)
-    if not only:
-        check_servers(cfg)
-    prepare(cfg)
-    if _rank() == 0:  # the others would read and import the same
-        check_named(cfg, writes=not only)
-
-
-def check(cfg: BaseConfig, world_size: int) -> None:
-    """Checks everything that needs neither data nor torch. Raises ConfigError."""
     from megarl.config.check import check_config
     from megarl.config.earlier_run import check_run_dir
     from megarl.config.hub import fetch_hub_models
-    from megarl.trainer.preflight import check_models
+    from megarl.trainer.preflight import check_models, check_writable
 
     fetch_hub_models(cfg)
     check_config(cfg, world_size)
     check_models(cfg)
     if _rank() == 0:  # alone: by the time the others look, it may have begun to write
         check_run_dir(cfg)
-
-
-def check_servers(cfg: BaseConfig) -> None:
-    """Raises ConfigError where an RL recipe has no server addresses."""
-    if isinstance(cfg, GRPOConfig) and needs_servers(cfg) and not _servers(cfg):
+    if not only and isinstance(cfg, GRPOConfig) and needs_servers(cfg) and not _servers(cfg):
         raise ConfigError(
             [
                 "no generation server: name running ones in rollout.addresses=[host:port,...] or "
                 f"{ADDRESSES_ENV}, or start with python -m megarl.launcher.local"
             ]
         )
+    prepare(cfg)
+    if _rank() == 0:  # the others would read and import the same
+        check_named(cfg)
+        if not only:
+            check_writable(cfg)
 
 
-def check_named(cfg: BaseConfig, *, writes: bool) -> None:
-    """Checks what the configuration names: data, code, the run directory. Code may import torch."""
+def check_named(cfg: BaseConfig) -> None:
+    """Checks the place, the tokenizer, the data and the code that the configuration names; code may
+    import torch. Raises ConfigError."""
     from megarl.trainer.named import check_code, check_data, check_place, check_tokenizer
-    from megarl.trainer.preflight import check_writable
 
     check_place(cfg)
     check_tokenizer(cfg)
     check_code(cfg, check_data(cfg, renders=True))
-    if writes:
-        check_writable(cfg)
 
 
 def prepare(cfg: BaseConfig) -> None:
     """Sets what has to be set before torch is imported."""
-    from megarl.config.recipe_engines import uses_block_fp8
-    from megarl.utils.env import quiet_libraries, set_trainer_defaults
-
     quiet_libraries()
     set_trainer_defaults(os.environ, servers=_servers(cfg), block_fp8=uses_block_fp8(cfg))
 
@@ -232,8 +210,6 @@ def _servers(cfg: BaseConfig) -> list[str]:
 def _world_size(cfg: BaseConfig, only_checks: bool) -> int:
     """Returns torchrun's world size; without it 1, or in a mere check the smallest that fits. Of a
     controller the number of its trainers; raises ConfigError for one that torchrun starts."""
-    from megarl.config.recipe_engines import smallest_world_size, trainer_processes
-
     if cfg.trainer.mode == "controller":
         if os.environ.get("WORLD_SIZE", "1") != "1":
             raise ConfigError(

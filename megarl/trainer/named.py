@@ -123,13 +123,35 @@ def check_data(
         what = [
             f"the tokenizer of {cfg.tokenizer_path or model_path(cfg, next(iter(engines(cfg))))}"
         ]
-        raise_if_any(
-            _isolated(_rendered_apart, cfg, first, what=what) if isolated else _rendered(cfg, first)
-        )
+        if not _plainly_rendered(cfg, first):
+            raise_if_any(
+                _isolated(_rendered_apart, cfg, first, what=what)
+                if isolated
+                else _rendered(cfg, first)
+            )
     return row_keys
 
 
 First = dict[str, tuple[str, dict[str, Any]]]  # of each source: what it is read for, and a row
+
+
+def _plainly_rendered(cfg: BaseConfig, first: First) -> bool:
+    """Returns whether the tokenizer's own files make tokens of a row of each source. Where they do
+    not, transformers has the last word."""
+    from megarl.data.encoding import encode_rows
+    from megarl.data.plain_tokenizer import PlainTokenizer
+
+    template = cfg.tokenizer.chat_template
+    try:
+        tokenizer = PlainTokenizer(
+            Path(cfg.tokenizer_path or model_path(cfg, next(iter(engines(cfg))))),
+            Path(template).read_text(encoding="utf-8") if template else "",
+        )
+        for name, (purpose, row) in first.items():
+            list(encode_rows([row], sources(cfg)[name], tokenizer, purpose))
+    except Exception:  # a tokenizer's files may be wrong in any way
+        return False
+    return True
 
 
 def _rendered_apart(cfg: BaseConfig, first: First) -> list[str]:

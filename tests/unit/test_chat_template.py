@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ from megarl.config.check import check_config
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
 from megarl.config.recipes import BaseConfig
+from megarl.data.plain_tokenizer import PlainTokenizer
+from megarl.data.template import Template
 from megarl.data.tokenizer import run_tokenizer, tokenizer_to_save
 from megarl.trainer.named import check_data
 from tests.tiny import save_tiny
@@ -72,6 +76,41 @@ def test_a_tokenizer_without_a_template_is_refused_before_the_start(
     check_data(
         recipe(model, f"tokenizer.chat_template={template}"), renders=True, isolated=isolated
     )
+
+
+def test_plain_files_are_judged_without_transformers(model: Path, template: Path) -> None:
+    code = """
+import sys
+from megarl.config.loader import load_config
+from megarl.trainer.named import check_data
+check_data(load_config(None, sys.argv[1:]), renders=True)
+assert not {"torch", "transformers"} & set(sys.modules)
+"""
+    words = [f"actor.path={model}", "train_dataset.size=16", f"tokenizer.chat_template={template}"]
+    subprocess.run([sys.executable, "-c", code, *words], check=True)
+
+
+def test_plain_files_give_the_tokens_of_transformers(tmp_path: Path) -> None:
+    of_transformers, plain = save_tokenizer(tmp_path), PlainTokenizer(tmp_path)
+    messages = [turn("user", "1 + 1?"), turn("assistant", "2"), turn("user", "and 3?")]
+    for tools in (None, [{"name": "sum"}]):
+        texts = [Template(t, {}).render(messages, tools=tools) for t in (plain, of_transformers)]
+        tokens = [Template(t, {}).encode(texts[0]) for t in (plain, of_transformers)]
+        assert texts[0] == texts[1] and tokens[0] == tokens[1] != []
+    assert plain.eos_token_id == of_transformers.eos_token_id
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"tokenizer_class": "Qwen9Tokenizer"}, {"auto_map": {}}, {"eos_token": None}],
+    ids=["another class", "code of its own", "no EOS"],
+)
+def test_other_files_are_left_to_transformers(tmp_path: Path, change: dict[str, Any]) -> None:
+    save_tokenizer(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises((ValueError, KeyError)):
+        PlainTokenizer(tmp_path)
 
 
 def test_a_template_that_cannot_be_read_is_named(model: Path, tmp_path: Path) -> None:

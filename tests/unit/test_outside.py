@@ -136,7 +136,7 @@ def config(**changed: str | None) -> GRPOConfig:
 def test_everything_is_named_in_the_configuration(home: Path) -> None:
     cfg = config()
     assert type(cfg).__name__ == "MyConfig" and vars(cfg)["patience"] == 4
-    check_named(cfg, writes=False)
+    check_named(cfg)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_what_does_not_fit_is_refused_before_a_start(
     if key == "actor__loss":
         changed |= {"actor__loss__options__scale": None}
     with pytest.raises(ConfigError, match=message):
-        check_named(config(**changed), writes=False)
+        check_named(config(**changed))
 
 
 def test_rows_in_the_samplers_order_and_the_collators_form(home: Path) -> None:
