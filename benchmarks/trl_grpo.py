@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from megarl.config.dataset import DatasetConfig
-from megarl.data import build_dataset
+from megarl.data.dataset import build_dataset
 
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 

@@ -41,8 +41,8 @@ from megarl.controller.schedulers import make_scheduler as make_scheduler
 from megarl.controller.schedulers.ray import RayScheduler as RayScheduler
 from megarl.controller.schedulers.slurm import SlurmScheduler as SlurmScheduler
 from megarl.controller.train import TrainController as TrainController
-from megarl.data import build_dataloader as build_dataloader
-from megarl.data import build_dataset as build_dataset
+from megarl.data.dataset import build_dataset as build_dataset
+from megarl.data.loader import build_dataloader as build_dataloader
 from megarl.data.tokenizer import load_hf_tokenizer as load_hf_tokenizer
 from megarl.engine import MegatronEngine as MegatronEngine
 from megarl.observability import stats_tracker as stats_tracker

@@ -11,7 +11,7 @@ from megarl.api.inference import RolloutWorkflow
 from megarl.config.dataset import DatasetConfig
 from megarl.config.errors import raise_if_any
 from megarl.config.recipes import GRPOConfig
-from megarl.data import build_dataset, check_context
+from megarl.data.dataset import build_dataset, check_context
 from megarl.data.tokenizer import run_tokenizer
 from megarl.observability.intervals import proportion_ci, score_ci
 from megarl.rollout.client import RemoteSGLangEngine

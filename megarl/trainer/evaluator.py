@@ -12,7 +12,7 @@ from megarl.config.loader import run_dir
 from megarl.config.recipes import GRPOConfig
 from megarl.config.run import EvaluatorConfig
 from megarl.config.unread import REWARD_KEYS, note_read
-from megarl.data import RowDataset
+from megarl.data.dataset import RowDataset
 from megarl.observability.stats_tracker import record_timing
 from megarl.parallel.rank_zero import on_rank_zero
 from megarl.rollout.client import RemoteSGLangEngine

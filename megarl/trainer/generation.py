@@ -10,7 +10,7 @@ from megarl.algos import Role
 from megarl.config.recipes import SFTConfig
 from megarl.config.rollout import GenerationConfig
 from megarl.config.servers import server_addresses
-from megarl.data import RowDataset
+from megarl.data.dataset import RowDataset
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.rollout.local import SGLangEngine
 from megarl.rollout.rewards import RewardPool

@@ -10,7 +10,8 @@ from megarl.api.inference import RolloutWorkflow
 from megarl.config.dataset import PartConfig, SourceConfig
 from megarl.config.recipes import BaseConfig, held_out_sets
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
-from megarl.data import RowDataset, build_dataset, check_context, sources_of
+from megarl.data.dataset import RowDataset, build_dataset, check_context
+from megarl.data.sources import sources_of
 from megarl.observability.intervals import Estimate, mean_ci
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.rollout.executor import Answered

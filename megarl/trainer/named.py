@@ -23,9 +23,9 @@ from megarl.config.recipe_engines import engines, model_path
 from megarl.config.recipes import BaseConfig, GRPOConfig, RMConfig, data_purpose, datasets, sources
 from megarl.config.secrets import keep_written
 from megarl.config.transports import Requirements, built_in_transport, requirements_of
-from megarl.data import check_batches, load_rows
 from megarl.data.overlap import apart, prompt_key
 from megarl.data.preference import check_margins
+from megarl.data.sources import check_batches, load_rows
 from megarl.rollout.rewards import check_rows, get_reward_fn, is_registered, load_reward
 from megarl.trainer.user_code import ALGORITHMS, Named, code_problems
 from megarl.utils.importing import in_one_line, is_import_path

@@ -9,7 +9,8 @@ from typing import Any
 from megarl.api.records import FinetuneSpec
 from megarl.config.dataset import DatasetConfig
 from megarl.config.recipes import OfflineConfig, SFTConfig, data_purpose, held_out_sets
-from megarl.data import RowDataset, build_dataloader, build_dataset, collate_sft, collator
+from megarl.data.dataset import RowDataset, build_dataset
+from megarl.data.loader import build_dataloader, collate_sft, collator
 from megarl.data.problem import Row
 from megarl.data.tokenizer import tokenizer_to_save
 from megarl.observability import stats_tracker

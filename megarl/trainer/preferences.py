@@ -7,7 +7,8 @@ from functools import partial
 from typing import Any
 
 from megarl.config.recipes import DPOConfig, RMConfig
-from megarl.data import RowDataset, collate_pairs, collate_unpaired
+from megarl.data.dataset import RowDataset
+from megarl.data.loader import collate_pairs, collate_unpaired
 from megarl.data.problem import Row
 from megarl.observability.intervals import wilson
 from megarl.observability.stats_tracker import record_timing

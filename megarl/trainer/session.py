@@ -14,7 +14,8 @@ from megarl.config.earlier_run import RECOVER_DIR
 from megarl.config.loader import run_dir
 from megarl.config.recipe_engines import model_path
 from megarl.config.recipes import GRPOConfig
-from megarl.data import build_dataloader, build_dataset, check_context, go_on
+from megarl.data.dataset import build_dataset, check_context
+from megarl.data.loader import build_dataloader, go_on
 from megarl.models.hf_config import read_hf_config
 from megarl.observability.logging import get_logger, warn_once_per_world
 from megarl.observability.stats_tracker import record_timing

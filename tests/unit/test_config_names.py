@@ -16,7 +16,7 @@ from megarl.config.earlier_run import config_changes
 from megarl.config.errors import ConfigError
 from megarl.config.hub import fetch_hub_models
 from megarl.config.loader import load_config, run_dir
-from megarl.data import load_rows
+from megarl.data.sources import load_rows
 from megarl.observability.episodes import read_bytes
 
 EVALUATED = ("valid_dataset.type=arithmetic", "saver.keep_best=1", "saver.keep_last=1")

@@ -13,7 +13,8 @@ from megarl.config.dataset import CurriculumConfig, DatasetConfig, PartConfig
 from megarl.config.errors import ConfigError
 from megarl.config.loader import config_yaml, load_config
 from megarl.config.recipes import sources
-from megarl.data import build_dataset, load_rows
+from megarl.data.dataset import build_dataset
+from megarl.data.sources import load_rows
 from megarl.trainer.named import check_data
 
 

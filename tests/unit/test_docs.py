@@ -28,7 +28,7 @@ from megarl.config.loader import load_config
 from megarl.config.recipes import RECIPES, GRPOConfig
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig, ServerConfig
 from megarl.config.schema import Key, all_keys, key_table
-from megarl.data import build_dataset
+from megarl.data.dataset import build_dataset
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.rollout.rewards import RewardPool, get_reward_fn
 from megarl.rollout.server_process import server_command

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.config.dataset import CurriculumConfig, DatasetConfig, PartConfig, SourceConfig
-from megarl.data import RowDataset, build_dataloader, build_dataset, go_on
 from megarl.data.curriculum import ByPassRate, InTurn, pass_rate
+from megarl.data.dataset import RowDataset, build_dataset
+from megarl.data.loader import build_dataloader, go_on
 from megarl.data.shares import Shares
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from megarl.config.dataset import CurriculumConfig, DatasetConfig, PartConfig
 from megarl.config.rollout import RolloutConfig
-from megarl.data import RowDataset, build_dataloader, go_on
+from megarl.data.dataset import RowDataset
+from megarl.data.loader import build_dataloader, go_on
 from megarl.rollout.executor import RolloutExecutor
 from megarl.rollout.loop_thread import LoopThread
 from megarl.rollout.outcomes import Outcome

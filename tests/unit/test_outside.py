@@ -14,7 +14,8 @@ from megarl.algos import Actor
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
 from megarl.config.recipes import GRPOConfig
-from megarl.data import build_dataloader, build_dataset
+from megarl.data.dataset import build_dataset
+from megarl.data.loader import build_dataloader
 from megarl.observability import stats_tracker
 from megarl.run import check_named
 from tests.hf_stub import write_stub

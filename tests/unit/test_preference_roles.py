@@ -18,7 +18,7 @@ from megarl.api.batch import Batch
 from megarl.config.algo import RewardModelConfig
 from megarl.config.engine import TrainEngineConfig
 from megarl.config.preferences import PREFERENCE_LOSSES, PreferenceConfig
-from megarl.data import collate_pairs, collate_unpaired
+from megarl.data.loader import collate_pairs, collate_unpaired
 from tests.unit.bigram import VOCAB, BigramEngine
 
 Rows = list[dict[str, Any]]

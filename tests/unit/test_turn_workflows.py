@@ -16,7 +16,7 @@ from examples.textarena_game import games
 from megarl.api.inference import FAILURES, RolloutFailed
 from megarl.config.dataset import DatasetConfig
 from megarl.config.rollout import GenerationHyperparameters
-from megarl.data import load_rows
+from megarl.data.sources import load_rows
 from megarl.rollout import tally
 from megarl.rollout.episode import without_failed
 from megarl.rollout.episode_check import check_episode
