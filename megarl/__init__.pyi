@@ -37,14 +37,14 @@ from megarl.config.recipes import RMConfig as RMConfig
 from megarl.config.recipes import SFTConfig as SFTConfig
 from megarl.config.rollout import GenerationHyperparameters as GenerationHyperparameters
 from megarl.controller.rollout import RolloutController as RolloutController
-from megarl.controller.schedulers import make_scheduler as make_scheduler
-from megarl.controller.schedulers.ray import RayScheduler as RayScheduler
-from megarl.controller.schedulers.slurm import SlurmScheduler as SlurmScheduler
 from megarl.controller.train import TrainController as TrainController
 from megarl.data.dataset import build_dataset as build_dataset
 from megarl.data.loader import build_dataloader as build_dataloader
 from megarl.data.tokenizer import load_hf_tokenizer as load_hf_tokenizer
 from megarl.engine import MegatronEngine as MegatronEngine
+from megarl.launcher.workers import RayScheduler as RayScheduler
+from megarl.launcher.workers import SlurmScheduler as SlurmScheduler
+from megarl.launcher.workers import make_scheduler as make_scheduler
 from megarl.observability import stats_tracker as stats_tracker
 from megarl.observability.stats_logger import StatsLogger as StatsLogger
 from megarl.observability.utilization import memory_in_use as memory_in_use

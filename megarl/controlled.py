@@ -22,18 +22,19 @@ from megarl.config.recipe_engines import trainer_processes
 from megarl.config.recipes import BaseConfig
 from megarl.controller import start
 from megarl.controller.group import WorkerGroup
-from megarl.controller.schedulers import make_scheduler
 from megarl.observability import stats_tracker
 from megarl.observability.profiler import Profiler
 from megarl.parallel.rank_zero import RankZero
 from megarl.trainer.context import TRAINER, ProcessContext, RunContext
 from megarl.trainer.rollout_metrics import gathered
 from megarl.utils import stopping
+from megarl.utils.importing import load_object
 
 T = TypeVar("T")
 P = ParamSpec("P")
 
 CONTROLLER, DRIVER = "controller", "driver"  # kinds of processes, beside trainers
+MAKE_SCHEDULER = "megarl.launcher.workers:make_scheduler"  # a row above this one
 LEAVE_TIMEOUT = 5.0  # seconds in which workers of a run that failed say so
 LISTEN = 0.5  # seconds between looks for a wish to stop
 
@@ -93,9 +94,10 @@ class ControllerContext(RunContext):
 
     def appear(self, kind: str = CONTROLLER, *, first: int = 0, count: int = 0) -> None:
         """Starts the workers, and has all processes be seen."""
-        self._scheduler = make_scheduler(self.cfg)
-        self.trainers = self._workers(start.trainers(self.cfg, self._scheduler))
-        self.rollout = self._workers(start.driver(self.cfg, self._scheduler))
+        scheduler: Scheduler = load_object(MAKE_SCHEDULER, what="scheduler")(self.cfg)
+        self._scheduler = scheduler
+        self.trainers = self._workers(start.trainers(self.cfg, scheduler))
+        self.rollout = self._workers(start.driver(self.cfg, scheduler))
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # they have the GPUs
         n = self.world_size
         self.trainers.ctx.appear(TRAINER, first=1, count=n + 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,14 +14,16 @@ from megarl.rpc.nodes import write_environment
 
 @dataclass(frozen=True)
 class JobFiles:
-    """Names the files of a job: all in <run>/launch, which only the user may read."""
+    """Names the files of a job: all in <run>/launch, which only the user may read. python: the
+    interpreter of its nodes."""
 
     directory: Path
+    python: str = sys.executable
 
     @classmethod
     def of(cls, job: Job) -> Self:
         """Returns those of a job, as absolute paths."""
-        return cls(Path(job.working_directory, job.directory, "launch"))
+        return cls(Path(job.working_directory, job.directory, "launch"), job.python)
 
     @property
     def job(self) -> Path:
@@ -31,6 +34,11 @@ class JobFiles:
     def environment(self) -> Path:
         """Returns the file of the variables that processes get."""
         return self.directory / "environment.json"
+
+    def agent(self, attempt: str, *number: str) -> list[str]:
+        """Returns the command of a node's agent. number: the options that say which node it is."""
+        words = ["-m", "megarl.launcher.node", "--job", str(self.job), "--environment"]
+        return [self.python, *words, str(self.environment), "--attempt", attempt, *number]
 
     def write_records(self, job: Job, env: Mapping[str, str]) -> None:
         """Writes the records, and the variables that processes get, for the user's eyes only."""

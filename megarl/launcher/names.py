@@ -121,6 +121,10 @@ class FileNames:
         self._known[name] = self._verified(name, text)
         return self._known[name]
 
+    def published(self, name: str) -> bool:
+        """Returns whether there is a value now."""
+        return (self._directory / name).exists()
+
     def check(self) -> None:
         """Raises Superseded where a newer attempt has begun."""
         if self._look() and (newest := self._newest()) not in (None, self.attempt):

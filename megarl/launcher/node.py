@@ -27,7 +27,7 @@ from megarl.observability.logging import get_logger
 from megarl.rpc.nodes import LOOPBACK, node_address, take_environment
 from megarl.utils.child import Signals
 from megarl.utils.job_token import ENV as TOKEN
-from megarl.utils.job_token import job_token
+from megarl.utils.job_token import ensure_job_token, job_token
 from megarl.utils.stopping import SETTLE
 
 log = get_logger("launcher")
@@ -35,6 +35,12 @@ log = get_logger("launcher")
 OPTIONS = ("job", "attempt", "node", "node-variable", "first-node", "environment")
 NAMES = "names"  # below the run directory
 FENCE = 10.0  # seconds that processes of an earlier attempt have to see that there is a newer one
+
+
+def names_of(job: Job, attempt: str) -> FileNames:
+    """Returns what the agents of an attempt tell each other."""
+    directory = Path(job.working_directory, job.directory, NAMES)
+    return FileNames(directory, attempt, token=ensure_job_token())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,15 +53,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         node = node_number(command.options, os.environ, len(job.pools))
         if "environment" in command.options:
             take_environment(Path(command.options["environment"]))
-        if (token := job_token()) is None:
+        if job_token() is None:
             raise ConfigError([f"{TOKEN} is not set: the nodes of a job know each other by it"])
-        host = node_address(job.interface) if len(job.pools) > 1 else LOOPBACK
+        apart = len(job.pools) > 1 and any(task.ports for task in job.tasks)
+        host = node_address(job.interface) if apart else LOOPBACK
         _enter(job.working_directory)
     except ConfigError as e:
         print(e.report(), file=sys.stderr)
         return EXIT_CODE
     os.environ.setdefault(SETTLE, "5")
-    names = FileNames(Path(job.directory) / NAMES, command.options["attempt"], token=token)
+    names = names_of(job, command.options["attempt"])
     with Signals(signal.SIGUSR1) as signals:
         try:
             names.begin(len(job.pools), timeout=FENCE)

@@ -95,8 +95,7 @@ def _start(plan: Plan, job: Job, command: CommandLine) -> int:
     status. Raises ConfigError where there is no Ray."""
     if importlib.util.find_spec("ray") is None:
         raise ConfigError(['ray is not installed: pip install "megarl[ray]"'])
-    from megarl.launcher.ray_cluster import RayJob
-    from megarl.rpc.ray_nodes import NoRoom, connected
+    from megarl.launcher.ray_cluster import NoRoom, RayJob, connected
 
     ensure_job_token()
     files = JobFiles.of(job)

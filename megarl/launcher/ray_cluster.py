@@ -1,68 +1,182 @@
-"""Runs the attempts of a job on a Ray cluster: finds room, starts an agent on each node, watches.
+"""Runs the nodes of a job on a Ray cluster: finds room, runs an agent on each node, watches.
 
-Ray places one actor on each node. The actor starts the node's agent and says how it ended; the
-agents meet as under any scheduler (names.py). Of a node that Ray has lost the launcher tells the
-other agents, which then end.
+Ray places one actor on each node, which runs the node's agent (node.py): that ends with its actor,
+its launcher and its node. The agents meet as under any scheduler (names.py). Of a node that Ray has
+lost the launcher tells the other agents, which then end.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
+import os
+import socket
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayError
+from ray.job_config import JobConfig
 from ray.util import placement_group_table
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from megarl.config.errors import ConfigError
 from megarl.launcher.files import JobFiles
 from megarl.launcher.job import Job
 from megarl.launcher.names import FileNames
-from megarl.launcher.node import NAMES
+from megarl.launcher.node import names_of
 from megarl.launcher.running import NODE_FAILED
 from megarl.observability.logging import get_logger
-from megarl.rpc.nodes import Resources
-from megarl.rpc.ray_nodes import KINDS, Keeper, NoRoom, cluster_has, counted, import_path, one_line
-from megarl.utils.child import LogTail, Signals
-from megarl.utils.job_token import ensure_job_token
+from megarl.rpc.nodes import PACKAGE, Resources, described
+from megarl.utils.child import Child, LogTail, Signals, wait_until
 
 log = get_logger("launcher")
 
+KINDS = ("GPU", "CPU")  # of which a cluster says what it has
+CONNECT = 10.0  # seconds to reach the head
+LONGEST = 400  # characters of what Ray says
 LOOK = 0.5  # seconds between looks at logs and signals
-ANSWER = 5.0  # seconds after which an actor answers even where nothing has happened
-SILENCE = 60.0  # seconds without an answer after which a node is lost
 SOON = 3.0  # seconds that a placement takes where there is room
 END_WAIT = 120.0  # seconds the other nodes have to end when one has
 
 
+class NoRoom(RuntimeError):
+    """Says that the cluster had no room for the job in time."""
+
+
+class Agent:
+    """Runs one node's agent, a child of the process of an actor. Not in that process: when an actor
+    ends Ray kills its children one by one, and with the agent, the first, its processes end as
+    whole groups."""
+
+    def __init__(self, command: Sequence[str], log_path: str) -> None:
+        """Starts the command. log_path: gets all that the agent and its processes print."""
+        path = [str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
+        self._child = Child("agent", command, env=env, log_path=log_path)
+
+    def wait(self) -> int:
+        """Returns the agent's exit status when it has ended."""
+        wait_until(lambda: self._child.poll() is not None, timeout=math.inf)
+        return self._child.poll() or 0
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to the agent."""
+        self._child.signal(number)
+
+
 @dataclass(kw_only=True)
 class _Node:
-    """Holds what is known of a node in one attempt. answer: the pending call of its actor. heard:
-    when it last answered, by time.monotonic(); patience: seconds it may be silent."""
+    """Is a node in one attempt. answer: the pending call of `wait`. lost: why, where it is."""
 
-    number: int
     where: str
-    keeper: Any
+    log: Path
+    agent: Any
     answer: Any
-    tail: LogTail
-    patience: float
-    heard: float = field(default_factory=time.monotonic)
     status: int | None = None
-    lost: str = ""  # why, where it is
+    lost: str = ""
 
-    def lose(self, why: str) -> None:
-        self.status, self.lost = NODE_FAILED, why
+
+class RayNodes:
+    """Runs the agents of a job's nodes, each in an actor in a bundle of one placement group, from
+    its construction until `close`."""
+
+    def __init__(
+        self,
+        files: JobFiles,
+        attempt: str,
+        bundles: Sequence[Resources],
+        *,
+        spread: str,
+        limit: float,
+        key: str,
+        signals: Signals,
+    ) -> None:
+        """Waits for room; no node runs where a signal came first. bundles: what each node takes of
+        Ray's resources. spread: the group's strategy. limit: seconds, which `key` names. Raises
+        NoRoom where the cluster has none in time."""
+        apart = ", each on a machine of its own" if spread == "STRICT_SPREAD" else ""
+        self._group = placement_group(list(bundles), strategy=spread)
+        self.nodes: list[_Node] = []
+        try:
+            if _wait_for(self._group, f"{counted(bundles)}{apart}", limit, key, signals):
+                self._start(files, attempt, bundles)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, files: JobFiles, attempt: str, bundles: Sequence[Resources]) -> None:
+        hosts = {n["NodeID"]: n["NodeManagerHostname"] for n in ray.nodes()}
+        placed = placement_group_table(self._group)["bundles_to_node_id"]
+        actor: Any = ray.remote(Agent)
+        for number, resources in enumerate(bundles):
+            path = files.directory / f"ray-{attempt}-node{number}.log"
+            agent = actor.options(
+                max_concurrency=3,  # a signal comes while `wait` runs
+                num_cpus=resources.get("CPU", 0),
+                num_gpus=resources.get("GPU", 0),
+                memory=resources.get("memory"),
+                resources={k: v for k, v in resources.items() if k not in (*KINDS, "memory")},
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, number),
+            ).remote(files.agent(attempt, "--node", str(number)), str(path))
+            where = f"node {number} ({hosts.get(placed[number], '?')}, Ray's {placed[number]})"
+            self.nodes.append(_Node(where=where, log=path, agent=agent, answer=agent.wait.remote()))
+
+    def hear(self, timeout: float) -> None:
+        """Notes which agents have ended, or are lost, by `timeout` seconds from now."""
+        waiting = {node.answer: node for node in self.nodes if node.status is None}
+        for answer in ray.wait(list(waiting), num_returns=len(waiting), timeout=timeout)[0]:
+            node = waiting[answer]
+            try:
+                node.status = ray.get(answer)
+            except ActorUnavailableError:  # Ray does not yet know whether the node is lost
+                time.sleep(timeout)
+                node.answer = node.agent.wait.remote()
+            except RayError as e:
+                node.status, node.lost = NODE_FAILED, one_line(e)
+
+    def poll(self) -> Mapping[int, int]:
+        """Returns the exit statuses of the agents that have ended."""
+        if any(node.status is None for node in self.nodes):
+            self.hear(0)
+        return {k: node.status for k, node in enumerate(self.nodes) if node.status is not None}
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to the agents."""
+        for node in self.nodes:
+            node.agent.signal.remote(number)
+
+    def close(self) -> None:
+        """Kills the agents, with all that they started."""
+        for node in self.nodes:
+            ray.kill(node.agent)
+        remove_placement_group(self._group)
+
+
+def _wait_for(group: PlacementGroup, wanted: str, limit: float, key: str, signals: Signals) -> bool:
+    """Returns whether a group is ready, which it is not where a signal came. Raises NoRoom after
+    `limit` seconds."""
+    begun, warned = time.monotonic(), False
+    while not group.wait(LOOK):
+        if signals.received:
+            return False
+        waited = time.monotonic() - begun
+        if waited > limit:
+            raise NoRoom(f"no room within {limit:g} s ({key}) for {wanted}; {cluster_has()}")
+        if waited > SOON and not warned:
+            warned = True
+            log.warning("waiting %g s for room for %s; %s", limit, wanted, cluster_has())
+    return not signals.received
 
 
 class RayJob:
-    """Runs a job, each attempt in a placement group of its own. bundles: what each node takes of
-    Ray's resources."""
+    """Runs a job, each attempt on nodes of its own. bundles: what each takes of Ray's resources."""
 
     def __init__(
         self, job: Job, files: JobFiles, bundles: Sequence[Resources], signals: Signals
@@ -76,150 +190,122 @@ class RayJob:
         NoRoom where the cluster has none within cluster.rendezvous_timeout."""
         attempt = f"{self._stamp}.{self.attempts}"
         self.attempts += 1
-        with self._room(attempt) as group:
-            if self.signals.received:
-                return 128 + self.signals.received[0]
-            nodes = self._begin(attempt, group)
-            try:
-                return _Watch(self.job, attempt, nodes, self.signals).to_the_end()
-            finally:
-                for node in nodes:
-                    ray.kill(node.keeper)
-                    node.tail.show(rest=True)
-
-    @contextlib.contextmanager
-    def _room(self, attempt: str) -> Iterator[PlacementGroup]:
-        """Yields a placement group that is ready, or not where a signal came."""
-        limit = self.job.rendezvous_timeout
-        group = placement_group(
-            list(self.bundles), strategy="STRICT_SPREAD", name=f"{self.job.name} {attempt}"
+        ray_nodes = RayNodes(
+            self.files,
+            attempt,
+            self.bundles,
+            spread="STRICT_SPREAD",
+            limit=self.job.rendezvous_timeout,
+            key="cluster.rendezvous_timeout",
+            signals=self.signals,
         )
-        begun, said = time.monotonic(), False
         try:
-            while not group.wait(LOOK) and not self.signals.received:
-                waited = time.monotonic() - begun
-                if waited > limit:
-                    raise NoRoom(
-                        f"no room within {limit:g} s (cluster.rendezvous_timeout) for "
-                        f"{self._wanted()}; {cluster_has()}"
-                    )
-                if waited > SOON and not said:
-                    said = True
-                    log.warning(
-                        "waiting %g s for room for %s; %s", limit, self._wanted(), cluster_has()
-                    )
-            yield group
+            if not ray_nodes.nodes:
+                return 128 + self.signals.received[0]
+            return self._watch(attempt, ray_nodes)
         finally:
-            remove_placement_group(group)
+            ray_nodes.close()
 
-    def _wanted(self) -> str:
-        return f"{counted(self.bundles)}, each on a machine of its own"
-
-    def _begin(self, attempt: str, group: PlacementGroup) -> list[_Node]:
-        """Starts an agent on every node of the group."""
-        hosts = {n["NodeID"]: n["NodeManagerHostname"] for n in ray.nodes()}
-        placed = placement_group_table(group)["bundles_to_node_id"]
-        nodes = []
-        for number, resources in enumerate(self.bundles):
-            node_id = placed[number]
-            tail = self.files.directory / f"ray-{attempt}-node{number}.log"
-            actor: Any = ray.remote(Keeper)
-            keeper = actor.options(
-                max_concurrency=2,  # a signal comes while `wait` runs
-                num_cpus=resources.get("CPU", 0),
-                num_gpus=resources.get("GPU", 0),
-                resources={k: v for k, v in resources.items() if k not in KINDS},
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, number),
-            ).remote(self._agent(attempt, number), import_path(), str(tail))
-            node = _Node(
-                number=number,
-                where=f"node {number} ({hosts.get(node_id, '?')}, Ray's {node_id})",
-                keeper=keeper,
-                answer=keeper.wait.remote(0.0),
-                tail=LogTail(tail, f"{number}: "),
-                patience=self.job.rendezvous_timeout,
-            )
-            log.info("attempt %s: %s, log %s", attempt, node.where, tail)
-            nodes.append(node)
-        return nodes
-
-    def _agent(self, attempt: str, number: int) -> list[str]:
-        return [
-            *(self.job.python, "-m", "megarl.launcher.node", "--job", str(self.files.job)),
-            *("--environment", str(self.files.environment), "--attempt", attempt),
-            *("--node", str(number)),
-        ]
-
-
-class _Watch:
-    """Watches the nodes of one attempt."""
-
-    def __init__(self, job: Job, attempt: str, nodes: list[_Node], signals: Signals) -> None:
-        self.job, self.nodes, self.signals = job, nodes, signals
-        self.directory = Path(job.working_directory, job.directory, NAMES)
-        self.names = FileNames(self.directory, attempt, token=ensure_job_token())
-        self.failed = 0  # the status of the first agent that failed
-        self.told = 0  # signals that were passed on
-        self.deadline = math.inf
-
-    def to_the_end(self) -> int:
+    def _watch(self, attempt: str, ray_nodes: RayNodes) -> int:
         """Waits until all agents have ended; returns the status of the attempt. When one has ended
         the others have END_WAIT seconds, after a signal recover.grace seconds more."""
-        while running := self.running():
-            self.hear(running)
-            self.pass_signals_on()
-            for node in self.nodes:
-                node.tail.show()
-            if time.monotonic() > self.deadline:
-                for node in self.running():
-                    node.lose(f"it did not end within {END_WAIT:g} s")
-                    self.ended(node)
-        return NODE_FAILED if any(node.lost for node in self.nodes) else self.failed
+        names, nodes = names_of(self.job, attempt), ray_nodes.nodes
+        for node in nodes:
+            log.info("attempt %s: %s, log %s", attempt, node.where, node.log)
+        tails = [LogTail(node.log, f"{k}: ") for k, node in enumerate(nodes)]
+        first_failure, passed_on, deadline = 0, 0, math.inf
+        while running := {k: node for k, node in enumerate(nodes) if node.status is None}:
+            ray_nodes.hear(LOOK)
+            for number in self.signals.received[passed_on:]:
+                passed_on += 1
+                ray_nodes.signal(number)
+                deadline = time.monotonic() + self.job.grace + END_WAIT
+            for tail in tails:
+                tail.show()
+            for number, node in running.items():
+                if node.status is None and time.monotonic() > deadline:
+                    node.status, node.lost = NODE_FAILED, f"it did not end within {END_WAIT:g} s"
+                if node.status is None:
+                    continue
+                deadline = min(deadline, time.monotonic() + END_WAIT)
+                first_failure = first_failure or node.status
+                if node.status:
+                    _tell_others(number, node, names)
+        for tail in tails:
+            tail.show(rest=True)
+        return NODE_FAILED if any(node.lost for node in nodes) else first_failure
 
-    def running(self) -> list[_Node]:
-        return [node for node in self.nodes if node.status is None]
 
-    def hear(self, running: list[_Node]) -> None:
-        """Takes the answers that actors give within LOOK seconds."""
-        waiting = {node.answer: node for node in running}
-        answered, _ = ray.wait(list(waiting), num_returns=1, timeout=LOOK)
-        for answer in answered:
-            self.take(waiting[answer])
-        for node in running:
-            if node.status is None and time.monotonic() - node.heard > node.patience:
-                node.lose(f"no answer for {node.patience:g} s")
-            if node.status is not None:
-                self.ended(node)
+def _tell_others(number: int, node: _Node, names: FileNames) -> None:
+    """Tells the other agents of one that has failed, where it has not done so itself."""
+    why = node.lost or f"its agent ended with status {node.status}"
+    log.error("%s%s: %s", node.where, " is lost" if node.lost else "", why)
+    if not names.published(f"end.{number}"):
+        names.put(f"lost.{number}", why)
 
-    def take(self, node: _Node) -> None:
-        """Takes a node's answer, and asks again where its agent still runs."""
-        try:
-            node.status = ray.get(node.answer)
-        except ActorUnavailableError:  # Ray does not yet know whether the node is lost
-            time.sleep(LOOK)
-        except RayError as e:
-            node.lose(one_line(e))
-        else:
-            node.heard, node.patience = time.monotonic(), SILENCE
-        if node.status is None:
-            node.answer = node.keeper.wait.remote(ANSWER)
 
-    def ended(self, node: _Node) -> None:
-        """Tells the other agents what this one cannot tell them any more."""
-        why = node.lost or f"its agent ended with status {node.status}"
-        if node.lost:
-            log.error("%s is lost: %s", node.where, why)
-        elif node.status:
-            log.error("%s: %s", node.where, why)
-        said = (self.directory / self.names.attempt / f"end.{node.number}").exists()
-        if node.status and not said:
-            self.names.put(f"lost.{node.number}", why)
-        self.failed = self.failed or node.status or 0
-        self.deadline = min(self.deadline, time.monotonic() + END_WAIT)
+@contextlib.contextmanager
+def connected() -> Iterator[None]:
+    """Connects to the cluster, until the block ends. Raises ConfigError where there is none."""
+    address = os.environ.get("RAY_ADDRESS", "")
+    if address:
+        _check_listens(address)
+    try:
+        ray.init(
+            address or "auto",
+            job_config=JobConfig(code_search_path=[str(PACKAGE.parent)]),
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+        )
+    except (ConnectionError, RuntimeError, ValueError) as e:
+        raise _no_cluster(address, e) from e
+    try:
+        yield
+    finally:
+        ray.shutdown()
 
-    def pass_signals_on(self) -> None:
-        for number in self.signals.received[self.told :]:
-            self.told += 1
-            for node in self.running():
-                node.keeper.signal.remote(number)
-            self.deadline = time.monotonic() + self.job.grace + END_WAIT
+
+def _check_listens(address: str) -> None:
+    """Raises ConfigError where nothing listens at an address; Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if "://" in address or not host or not port.isdecimal():
+        raise ConfigError(
+            [
+                f"RAY_ADDRESS={address}: must be host:port of the cluster's head; start the "
+                "launcher on a machine of the cluster, or with `ray job submit`"
+            ]
+        )
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT).close()
+    except OSError as e:
+        raise _no_cluster(address, e) from e
+
+
+def _no_cluster(address: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        [
+            f"RAY_ADDRESS={address}: no Ray cluster: {one_line(error)}; start one with `ray start "
+            "--head`, or set RAY_ADDRESS to host:port of its head"
+        ]
+    )
+
+
+def cluster_has() -> str:
+    """Says what nodes the cluster has."""
+    alive = [n["Resources"] for n in ray.nodes() if n["Alive"]]
+    kinds = counted([{k: r[k] for k in KINDS if k in r} for r in alive if {*KINDS} & {*r}])
+    return f"the cluster has {kinds or 'no GPUs or CPUs'}, and `ray status` says what is in use"
+
+
+def counted(nodes: Sequence[Resources]) -> str:
+    """Returns how many nodes of each kind there are, as text."""
+    kinds = Counter(map(described, nodes))
+    return "; ".join(f"{count} node(s) of {kind}" for kind, count in kinds.items())
+
+
+def one_line(error: BaseException) -> str:
+    """Returns what Ray says of an error, without the fields of the actor that stand before it."""
+    text = " ".join(str(error).split())
+    _, because, why = text.partition("The actor died because ")
+    text = why if because else text or type(error).__name__
+    return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"

@@ -15,7 +15,6 @@ from megarl.observability.logging import get_logger
 from megarl.rpc.client import RpcClient
 from megarl.rpc.errors import WorkerDied
 from megarl.rpc.gathering import Gathering
-from megarl.rpc.nodes import forwarded
 from megarl.rpc.worker import WorkerStart
 from megarl.utils.child import TERM_TIMEOUT, LogTail, log_tail, spelled, wait_until
 
@@ -60,13 +59,6 @@ def worker_env(spec: GroupSpec, address: str, index: int = 0) -> dict[str, str]:
     # one without GPUs sees none, whatever the others compute on
     device = {} if spec.worker.gpus else {"MEGARL_DEVICE": "cpu"}
     return {**device, **spec.worker.env, **start.to_env()}
-
-
-def node_env(spec: GroupSpec, address: str) -> dict[str, str]:
-    """Returns the variables of workers on the nodes of a cluster: those of this process's that go
-    there, and their own."""
-    cores = {"OMP_NUM_THREADS": str(spec.worker.cpus)} if spec.worker.cpus else {}
-    return {**cores, **forwarded(os.environ), **worker_env(spec, address)}
 
 
 class WatchedGroup:

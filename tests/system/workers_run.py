@@ -10,22 +10,13 @@ import sys
 from dataclasses import replace
 from typing import Any
 
+import megarl
 from megarl.api.scheduler import GroupSpec, WorkerSpec
 from megarl.rpc.errors import WorkerDied
 
 
-def scheduler(name: str) -> Any:
-    if name == "ray":
-        from megarl.controller.schedulers.ray import RayScheduler
-
-        return RayScheduler(interface="lo")
-    from megarl.controller.schedulers.slurm import SlurmScheduler
-
-    return SlurmScheduler(interface="lo")
-
-
 def main(name: str, folder: str, leave: bool) -> None:
-    used = scheduler(name)
+    used: Any = {"ray": megarl.RayScheduler, "slurm": megarl.SlurmScheduler}[name](interface="lo")
     spec = GroupSpec(
         name="group",
         count=3,
@@ -65,7 +56,10 @@ def main(name: str, folder: str, leave: bool) -> None:
         dying.result(60)
     except WorkerDied as e:
         found["died"] = str(e)
-    found["others"] = group.clients[2].call("loop", 7)
+    try:
+        group.clients[2].call("sleep", 600, timeout=60)
+    except WorkerDied as e:
+        found["others"] = str(e)
     used.close()
     found["ended"] = sorted((e.worker.name, e.status) for e in group.poll())
     print(json.dumps(found))

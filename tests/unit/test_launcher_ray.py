@@ -87,7 +87,7 @@ def test_ray_that_is_not_installed_is_a_clear_error(
 def test_an_address_that_is_no_clusters_is_refused(
     address: str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megarl.rpc.ray_nodes import connected
+    from megarl.launcher.ray_cluster import connected
 
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(ConfigError, match=says), connected():

@@ -18,15 +18,14 @@ from megarl.api.scheduler import GroupSpec, WorkerSpec
 from megarl.config.engine import TrainEngineConfig
 from megarl.config.recipes import GRPOConfig
 from megarl.config.rollout import RolloutConfig, ServerConfig
-from megarl.controller.schedulers import make_scheduler
-from megarl.controller.schedulers.ray import bundle
-from megarl.controller.schedulers.slurm import SlurmScheduler, ended_tasks, srun_command
 from megarl.engine import MegatronEngine
+from megarl.launcher.files import JobFiles
+from megarl.launcher.workers import SlurmScheduler, bundle, group_job, make_scheduler, srun_command
 from megarl.rollout.local import SGLangEngine
 from megarl.rpc import group as group_module
 from megarl.rpc import local
 from megarl.rpc.errors import RemoteError, WorkerDied
-from megarl.rpc.group import WatchedGroup, node_env
+from megarl.rpc.group import WatchedGroup
 from megarl.rpc.local import LocalScheduler
 from megarl.rpc.nodes import MEETING, TRAINERS
 from megarl.rpc.worker import SILENCE_ENV
@@ -308,29 +307,21 @@ def test_what_an_engine_asks_for_is_what_a_worker_gets(
     asked = MegatronEngine(TrainEngineConfig()).get_scheduling_config()
     assert WorkerSpec.of(asked) == WorkerSpec(gpus=1, cpus=4)
     worker = WorkerSpec.of({**asked, "memory_per_process": 10 << 30})
-    spec = GroupSpec(name="g", count=8, serve="m:f", worker=worker)
+    spec = GroupSpec(name="g", count=8, serve="m:f", worker=worker, log_dir="/l")
     assert bundle(worker) == {"GPU": 1, "CPU": 4, "memory": 10 << 30}
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert node_env(spec, "h:1")["OMP_NUM_THREADS"] == "4"
+    assert [t.env["OMP_NUM_THREADS"] for t in group_job(spec, "h:1").tasks] == ["4"] * 8
     monkeypatch.setenv("OMP_NUM_THREADS", "9")  # the user's
-    assert node_env(spec, "h:1")["OMP_NUM_THREADS"] == "9"
-    command = srun_command(spec, "g-1", Path("/l/e"))
-    assert {"--ntasks=8", "--gpus-per-task=1", "--cpus-per-task=4", "--output=/l/g_%t.log"} <= {
-        *command
-    }
+    job = group_job(spec, "h:1")
+    assert "OMP_NUM_THREADS" in job.forwarded and "OMP_NUM_THREADS" not in job.tasks[0].env
+    assert job.tasks[7].log == "/l/g_7.log" and job.tasks[7].node == 7
+    command = srun_command(spec, JobFiles.of(job), "1.0")
+    assert {"--ntasks=8", "--gpus-per-task=1", "--cpus-per-task=4"} <= {*command}
+    assert "/l/g/launch/job.json" in command
     assert "--mem-per-cpu=2560M" in command and "--mem=0" not in command
-    command = srun_command(GroupSpec(name="g", count=1, serve="m:f"), "g-1", Path("/l/e"))
+    spec = GroupSpec(name="g", count=1, serve="m:f", log_dir="/l")
+    command = srun_command(spec, JobFiles.of(job), "1.0")
     assert "--overlap" in command and not any("gpus" in word for word in command)
-
-
-def test_what_srun_says_of_its_tasks() -> None:
-    said = """srun: error: n1: task 0: Exited with exit code 3
-some other line: task 9: Killed
-srun: error: n2: tasks 2-3,5: Killed
-srun: error: n2: task 6: Segmentation fault (core dumped)
-srun: error: n3: task 7: Something new
-"""
-    assert ended_tasks(said) == {0: 3, 2: 137, 3: 137, 5: 137, 6: 139, 7: 1}
 
 
 def test_outside_of_an_allocation_there_is_no_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
