@@ -123,7 +123,7 @@ house: install  ## lines, functions and docstrings by package (ARGS="--rev REV -
 	$(BIN)/python tools/house.py $(ARGS)
 
 docs: install  ## build the site into site/, warnings are errors
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 unit: install  ## fast tests
 	$(PYTEST) $(SPREAD) -m "not full and not realmodel" tests/unit

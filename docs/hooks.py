@@ -4,6 +4,7 @@ README, and refuse remote assets.
 
 from __future__ import annotations
 
+import logging
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,10 @@ REMOTE = re.compile(r'(?:src|<link[^>]* href)="(https?://[^"]+)')
 
 ROOT = Path(__file__).resolve().parents[1]
 QUOTE = re.compile(r"(<!-- RLTrainer\.step, quoted .*? -->\n```python\n).*?(^```$)", re.S | re.M)
+
+
+# [B, S] in docstrings is a shape, which autorefs takes for a reference
+logging.getLogger("mkdocs.plugins.mkdocs_autorefs").setLevel(logging.ERROR)
 
 
 def on_pre_build(**_: Any) -> None:
