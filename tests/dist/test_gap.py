@@ -8,8 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.cli.gap.passes import Passed, Routes, Sample, by_transformers, trained
-from megarl.cli.gap.sides import load_model
+from megarl.cli.gap.passes import (
+    Passed,
+    Routes,
+    Sample,
+    by_transformers,
+    load_model,
+    trained,
+)
 from megarl.models.hf_config import read_hf_config
 from tests.dist.engine_jobs import SP, make_engine, save_model
 from tests.tiny import VOCAB

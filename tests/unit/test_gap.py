@@ -4,8 +4,6 @@ by its layer and part. The trainer, the server and transformers really run, in t
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +16,19 @@ from torch.nn import functional
 
 from megarl.api.records import SaveLoadMeta
 from megarl.cli import main
-from megarl.cli.gap import sides
-from megarl.cli.gap.compare import CHOICE, Comparison, Runs, compare
-from megarl.cli.gap.passes import Passed, Routes, Sample, served, trained
-from megarl.cli.gap.sides import Subject, run_all, start_server
-from megarl.cli.gap.table import verdict
+from megarl.cli.gap import passes
+from megarl.cli.gap.compare import CHOICE, Comparison, compare
+from megarl.cli.gap.passes import (
+    Passed,
+    Routes,
+    Runs,
+    Sample,
+    Subject,
+    run_all,
+    served,
+    start_server,
+    trained,
+)
 from megarl.config.earlier_run import CONFIG_FILE, MARKER, RECOVER_DIR
 from megarl.config.engine import TrainEngineConfig
 from megarl.config.loader import load_config, save_config
@@ -121,7 +127,7 @@ def check_rounding(found: Comparison) -> None:
 def test_no_gap_in_float32(cases, kind):
     found = compare(cases(kind).runs)
     check_rounding(found)
-    assert found.logp.largest < 1e-5 and found.logp.tokens == 40
+    assert found.logp_largest < 1e-5 and found.answers == 40
     assert all(gap.mean == 0 for gap in found.gaps if gap.part.name == CHOICE)
 
 
@@ -132,7 +138,7 @@ def test_no_gap_in_bfloat16(kind, tmp_path):
     path = save_tiny(tmp_path, kind, dtype=torch.bfloat16)
     found = compare(run_tiny(path, "bfloat16").runs)
     check_rounding(found)
-    assert 1e-4 < found.logp.mean < 0.1, "bfloat16 rounds"
+    assert 1e-4 < found.logp_mean < 0.1, "bfloat16 rounds"
 
 
 def add(tensor: torch.Tensor, index: Any, value: float) -> None:
@@ -215,12 +221,6 @@ def test_an_injected_bug_is_named(cases, bug):
         assert trainer <= 1 < server, "transformers disagrees with the server alone"
 
 
-def test_swapped_experts_are_named(cases):
-    found = with_bug(cases(MOE), swap_experts)
-    assert found.experts == (0, 3)
-    assert any("of these experts differ" in line and "0, 3" in line for line in verdict(found, "x"))
-
-
 def test_a_bug_of_the_trainer_is_the_trainers(cases):
     case, samples = cases(DENSE), make_samples()
     engine = MegatronEngine(TrainEngineConfig(path=case.path, dtype="float32"))
@@ -283,7 +283,7 @@ def test_the_command_names_a_bug_and_exits_with_one(tmp_path, capsys, monkeypatc
         swap_experts(runner.model)
         return runner
 
-    monkeypatch.setattr(sides, "start_server", start)
+    monkeypatch.setattr(passes, "start_server", start)
     assert main(["gap", str(path), "--length", "64", "actor.dtype=float32"]) == 1
     said = " ".join(capsys.readouterr().out.split())
     assert "random tokens" in said  # the model has no tokenizer
@@ -309,13 +309,13 @@ def test_a_run_is_compared_as_its_newest_checkpoint_is_on_what_it_recorded(tmp_p
     assert main(["gap", str(run)]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "step_000002/actor" in said and "64 tokens, episode 2.7" in said
-    assert "│ 27 │" in said  # tokens that were trained
+    assert "of 27 tokens of answers" in said  # tokens that were trained
     mlp = [
         run_all(Subject(engine=cfg.actor, checkpoint=at), make_samples()).exact.parts[1, MLP]
         for at in (None, step / "actor")
     ]
     torch.testing.assert_close(mlp[1], 2 * mlp[0])
-    assert not list(run.glob(".gap-*")), "what the server read is gone"
+    assert not list(run.glob(".gap*")), "what the server read is gone"
     assert main(["gap", str(run), "--episode", "2.8"]) == 2
     assert "recorded are 2.7" in capsys.readouterr().err
 
@@ -333,11 +333,11 @@ def record_episode(run: Path, samples: list[Sample]) -> None:
 @pytest.mark.parametrize(
     ("args", "why"),
     [
-        ([], "give one model or run directory"),
+        ([], "required: MODEL_OR_RUN"),
         (["--budget", "{model}"], "--budget: leave it out"),
         (["{tmp}"], "neither a model's config.json nor a run's config.yaml"),
-        (["{model}", "--against", "vllm"], "--against vllm: use one of server, hf"),
-        (["{model}", "--length", "1"], "--length 1"),
+        (["{model}", "--against", "vllm"], "invalid choice: 'vllm'"),
+        (["{model}", "--length", "0"], "--length: 0"),
         (["{model}", "--episode", "1.2"], "it goes with a run"),
         (["{model}", "--tokens", "{tmp}/none"], "No such file"),
         (["{model}", "--tokens", "{model}/config.json"], "give at least two token ids"),
@@ -353,11 +353,3 @@ def test_wrong_command_lines_say_so(args, why, tmp_path, capsys):
     named = [arg.format(tmp=tmp_path, model=model, ids=ids) for arg in args]
     assert main(["gap", *named]) == 2
     assert why in capsys.readouterr().err
-
-
-def test_help_imports_no_torch():
-    code = (
-        "import sys; from megarl.cli import main; assert main(['gap', '--help']) == 0;"
-        "assert 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True)

@@ -1,18 +1,12 @@
 """Compares trainer and server layer by layer on the same tokens, and names where they part.
 
-    megarl gap MODEL_OR_RUN [--against hf] [--tokens FILE] [--episode STEP.NUMBER] [key=value ...]
+    megarl gap MODEL_OR_RUN [key=value ...]
     torchrun --nproc-per-node N -m megarl.cli gap ...       (a layout of N ranks)
 
-    MODEL_OR_RUN   a Hugging Face directory; or a run's, whose newest checkpoint and configuration
-                   are taken
-    --against      server (default): the embedded server, which reads the prompt at once and then
-                   writes token by token; hf: transformers itself
-    --tokens       a file: text, or JSON with a list of token ids or several such lists
-    --episode      of a run: a recorded episode as `megarl view` numbers it (the newest; where
-                   nothing was recorded, and of a MODEL, a built-in text)
-    --length       tokens of each sample at most (256)
-
-Keys are a recipe's, such as actor.dtype=bfloat16, actor.parallel.tp=2, server.dtype=float32.
+Of a run its configuration and newest checkpoint are taken. The embedded server reads the prompt at
+once and then writes token by token. Without --tokens and --episode the tokens are those of a run's
+newest recorded episode; where nothing was recorded, and of a model, a built-in text. Keys are a
+recipe's, such as actor.dtype=bfloat16, actor.parallel.tp=2, server.dtype=float32.
 
 A gap is a bug where it is several times what rounding does at the same place, measured on the same
 tokens (docs/numerics.md). float32 shows most: in bfloat16, rounding hides small ones. With experts,
@@ -24,61 +18,62 @@ line. It needs the memory of one model in float32, or in float64 where the train
 
 from __future__ import annotations
 
+from argparse import SUPPRESS, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.config.command_line import CommandLine, help_or_command_line
+from megarl.cli.command import CommandParser, positive
 from megarl.config.earlier_run import CONFIG_FILE, checkpoints
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
 from megarl.config.recipes import BaseConfig, GRPOConfig, main_role
+from megarl.models.hf_config import read_hf_config
 from megarl.utils.env import quiet_libraries
 
 if TYPE_CHECKING:
-    from megarl.cli.gap.passes import Sample
-    from megarl.cli.gap.sides import Subject
-
-USAGE = "megarl gap MODEL_OR_RUN [key=value ...]"
-AGAINST = ("server", "hf")
-LENGTH = 256  # tokens of a sample
+    from megarl.cli.gap.passes import Sample, Subject
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compares what `argv` names and returns the exit status. Raises ConfigError for a wrong
     command line, model or run."""
-    options = ("against", "tokens", "episode", "length")
-    command = help_or_command_line(argv, __doc__ or "", options=options, switches=("budget",))
-    if command is None:
-        return 0
-    if "budget" in command.switches:
-        why = "docs/numerics.md says which gap is healthy; megarl gap MODEL measures rounding's own"
-        raise ConfigError([f"--budget: leave it out; {why}"])
-    if len(command.words) != 1:
-        raise ConfigError([f"give one model or run directory: {USAGE}"])
-    against = command.options.get("against", AGAINST[0])
-    if against not in AGAINST:
-        raise ConfigError([f"--against {against}: use one of {', '.join(AGAINST)}"])
-    length = command.options.get("length", str(LENGTH))
-    if not length.isdecimal() or int(length) < 2:
-        raise ConfigError([f"--length {length}: use a whole number of at least 2"])
-    return _compare(command, Path(command.words[0]), against, int(length))
+    parser = CommandParser("gap", __doc__)
+    parser.path("MODEL_OR_RUN", "a Hugging Face directory, or a run's")
+    parser.add_argument("--against", choices=("server", "hf"), default="server")
+    parser.option("tokens", Path, "a file: text, or JSON with one or several lists of token ids")
+    parser.option("episode", str, "a run's recorded episode, STEP.NUMBER, as megarl view has it")
+    parser.option("length", positive, "tokens of each sample at most (256)", 256)
+    parser.switch("budget", SUPPRESS)
+    parser.keys()
+    args = parser.read(argv)
+    if args.budget:
+        parser.error("--budget: leave it out; docs/numerics.md says which gap is healthy")
+    directory = args.model_or_run
+    run = directory if (directory / CONFIG_FILE).is_file() else None
+    if not run and not (directory / "config.json").is_file():
+        parser.error(f"{directory}: neither a model's config.json nor a run's {CONFIG_FILE}")
+    if args.episode and (args.tokens or not run):
+        parser.error("--episode: it goes with a run, and without --tokens")
+    if run:
+        cfg = load_config(run / CONFIG_FILE, args.keys)
+    else:
+        cfg = load_config(None, [f"actor.path={directory}", *args.keys])
+    return _compare(args, cfg, run)
 
 
-def _compare(command: CommandLine, directory: Path, against: str, length: int) -> int:
+def _compare(args: Namespace, cfg: BaseConfig, run: Path | None) -> int:
     """Compares and prints; returns the exit status, 0 on ranks but the first."""
-    is_run = (directory / CONFIG_FILE).is_file()
-    source = directory / CONFIG_FILE if is_run else None
-    first = [] if is_run else [f"actor.path={_model(directory)}"]
-    cfg = load_config(source, [*first, *command.overrides])
-    _quiet()
-    from megarl.cli.gap.compare import compare
-    from megarl.cli.gap.sides import run_all
-    from megarl.cli.gap.table import print_comparison
+    quiet_libraries()
+    from transformers.utils.logging import disable_progress_bar
+
+    from megarl.cli.gap.compare import compare, report
+    from megarl.cli.gap.passes import run_all
     from megarl.parallel.groups import shutdown_distributed
 
-    subject = _subject(cfg, directory if is_run else None, against)
-    samples, which = _samples(command, subject, directory if is_run else None, length)
+    disable_progress_bar()
+    subject = _subject(cfg, run, args.against)
+    samples, which = _samples(args, subject, run)
     try:
         runs = run_all(subject, samples)
     except ValueError as e:
@@ -86,64 +81,41 @@ def _compare(command: CommandLine, directory: Path, against: str, length: int) -
     shutdown_distributed()
     if runs is None:
         return 0
-    found = compare(runs)
-    print_comparison(found, runs, subject, which)
-    return int(found.first is not None)
-
-
-def _quiet() -> None:
-    """Imports transformers, which takes seconds, and hides its bars and what users cannot mend."""
-    quiet_libraries()
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-
-
-def _model(directory: Path) -> Path:
-    """Returns the model directory. Raises ConfigError where it is none."""
-    if not (directory / "config.json").is_file():
-        why = f"holds neither a model's config.json nor a run's {CONFIG_FILE}"
-        raise ConfigError([f"{directory}: {why}: {USAGE}"])
-    return directory
+    comparison = compare(runs)
+    other = "transformers" if args.against == "hf" else "server"
+    model = subject.checkpoint or subject.engine.path
+    print(f"{model}: trainer and {other} on {comparison.tokens} tokens, {which}")
+    print("\n".join(report(comparison, other)))
+    return int(comparison.first is not None)
 
 
 def _subject(cfg: BaseConfig, run: Path | None, against: str) -> Subject:
     """Returns what is compared: of a run the policy's newest checkpoint, where it has one."""
-    from megarl.cli.gap.sides import Subject
+    from megarl.cli.gap.passes import Subject
 
     role = main_role(type(cfg))
-    engine = cfg.actor if isinstance(cfg, GRPOConfig) else getattr(cfg, role)
     whole = checkpoints(run)[0] if run else []
     return Subject(
-        engine=engine,
+        engine=getattr(cfg, role),
         checkpoint=whole[-1].path / role if whole else None,
         server_dtype=cfg.server.dtype if isinstance(cfg, GRPOConfig) else "auto",
         against=against,
     )
 
 
-def _samples(
-    command: CommandLine, subject: Subject, run: Path | None, length: int
-) -> tuple[list[Sample], str]:
+def _samples(args: Namespace, subject: Subject, run: Path | None) -> tuple[list[Sample], str]:
     """Returns the samples, and what they are. Raises ConfigError where there are none."""
     from megarl.cli.gap import tokens
-    from megarl.models.hf_config import read_hf_config
 
-    given, model = command.options, subject.engine.path
+    model = subject.engine.path
     try:
         vocab = read_hf_config(model, override=subject.engine.override_config).vocab_size
     except ValueError as e:
         raise ConfigError([str(e)]) from e
-    if "episode" in given and (run is None or "tokens" in given):
-        raise ConfigError(["--episode: it goes with a run, and without --tokens"])
-    if "tokens" in given:
-        samples = tokens.of_file(Path(given["tokens"]), model, length)
-        if (largest := max(max(s.ids) for s in samples)) >= vocab:
-            why = f"has the token id {largest}, the model's vocab_size is {vocab}"
-            raise ConfigError([f"--tokens {given['tokens']}: {why}"])
-        return samples, given["tokens"]
+    if args.tokens:
+        return tokens.of_file(args.tokens, model, vocab, args.length), str(args.tokens)
     if run is not None:
-        samples, name = tokens.of_episode(run, given.get("episode"), length)
+        samples, name = tokens.of_episode(run, args.episode, args.length)
         if samples:
             return samples, f"episode {name}"
-    return tokens.built_in(model, vocab, length)
+    return tokens.built_in(model, vocab, args.length)

@@ -19,15 +19,14 @@ where the programs part; parts behind it read what it put out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megarl.algos.kl import kl_estimate
-from megarl.cli.gap.passes import Passed, differing
-from megarl.engine.probe import HEAD, MLP, ORDER, ROUTER, Part
+from megarl.cli.gap.passes import Runs, differing
+from megarl.engine.probe import EMBEDDING, FINAL_NORM, HEAD, MLP, ORDER, ROUTER, Part
 
 MEAN_FACTOR, TOKEN_FACTOR = 4.0, 8.0
 # tokens whose experts may differ: so many times those that rounding moves, and these few
@@ -67,29 +66,17 @@ class Gap:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogpGaps:
-    """Holds the gap of log-probabilities, in nats, over `tokens` that the policy wrote: mean and
-    largest |difference|, and k3, the estimate of KL(server || trainer)."""
-
-    tokens: int
-    mean: float
-    largest: float
-    k3: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Holds what was found: `gaps` in the order of computation; `logp` with each program choosing
-    its experts, `logp_same_experts` with the same experts (None without experts). `sides`: of the
-    first bug, how far each program is from the exact run, as Gap.times. `experts`: those whose
-    tokens all differ, where the first bug is an MLP with experts."""
+    """Holds what was found on so many `tokens`: `gaps` in the order of computation; of the
+    `answers` tokens that the policy wrote, the mean and largest |difference| of log-probabilities,
+    in nats. `sides`: of the first bug, how far each program is from the exact run, as Gap.times."""
 
     gaps: Sequence[Gap]
-    logp: LogpGaps
-    logp_same_experts: LogpGaps | None
     tokens: int
+    answers: int
+    logp_mean: float
+    logp_largest: float
     sides: tuple[float, float] | None = None
-    experts: tuple[int, ...] = ()
 
     @property
     def first(self) -> Gap | None:
@@ -97,51 +84,25 @@ class Comparison:
         return next((gap for gap in self.gaps if gap.is_bug), None)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Runs:
-    """Holds the runs that are compared. `first` is the trainer's, `second` the server's (or
-    transformers') with the trainer's experts, `second_free` with its own; `rounded` and `exact` are
-    transformers', with the trainer's experts. unit: half the distance of 1 to the next number of
-    the coarser dtype."""
-
-    first: Passed
-    second: Passed
-    second_free: Passed
-    rounded: Passed
-    exact: Passed
-    unit: float
-
-
 def compare(runs: Runs) -> Comparison:
     """Compares the runs, part by part."""
-    parts = set(runs.exact.parts).intersection(runs.first.parts, runs.second.parts)
-    gaps = [gap_at(part, runs.first.parts[part], runs.second.parts[part], runs) for part in parts]
+    first, second = runs.first.parts, runs.second.parts
+    parts = set(runs.exact.parts).intersection(first, second)
+    gaps = [gap_at(part, first[part], second[part], runs) for part in parts]
     gaps += _choices(runs)
     gaps.sort(key=lambda gap: (gap.part.layer, _STAGE[gap.part.name]))
     head = next(part for part in parts if part.name == HEAD)
+    apart = (first[head].double() - second[head].double()).abs()
     bug = next((gap for gap in gaps if gap.is_bug), None)
-    continuous = None if bug is None or bug.part.name == CHOICE else bug
+    if bug is not None and bug.part.name == CHOICE:
+        bug = None
     return Comparison(
         gaps=gaps,
-        logp=logp_gaps(runs.first.parts[head], runs.second_free.parts[head]),
-        logp_same_experts=None
-        if runs.first.routes is None
-        else logp_gaps(runs.first.parts[head], runs.second.parts[head]),
         tokens=len(runs.exact.parts[Part(0, MLP)]),
-        sides=_sides(continuous.part, runs) if continuous else None,
-        experts=_experts(continuous, runs) if continuous else (),
-    )
-
-
-def logp_gaps(trainer: Tensor, server: Tensor) -> LogpGaps:
-    """Returns the gap between two programs' log-probabilities [n,1] of the same tokens."""
-    ours, theirs = trainer.double(), server.double()
-    apart = (ours - theirs).abs()
-    return LogpGaps(
-        tokens=len(ours),
-        mean=float(apart.mean()),
-        largest=float(apart.max()),
-        k3=float(kl_estimate(theirs, ours, "k3").mean()),
+        answers=len(apart),
+        logp_mean=float(apart.mean()),
+        logp_largest=float(apart.max()),
+        sides=_sides(bug.part, runs) if bug else None,
     )
 
 
@@ -214,13 +175,69 @@ def _sides(part: Part, runs: Runs) -> tuple[float, float]:
     return first, second
 
 
-def _experts(bug: Gap, runs: Runs) -> tuple[int, ...]:
-    """Returns the experts of an MLP all of whose tokens differ, none where every token does."""
-    routes, parts = runs.first.routes, runs.exact.parts
-    if routes is None or bug.part.name != MLP or Part(bug.part.layer, ROUTER) not in parts:
-        return ()
-    apart = runs.first.parts[bug.part] - runs.second.parts[bug.part]
-    off = _relative(bug.part, apart, runs) > TOKEN_FACTOR * bug.worst_rounding
-    sent = routes[:, bug.part.layer]
-    met = {e: (sent == e).any(-1) for e in sent.unique().tolist()}
-    return () if bool(off.all()) else tuple(e for e, mine in met.items() if bool(off[mine].all()))
+# what people read
+
+
+def report(found: Comparison, other: str) -> Iterator[str]:
+    """Yields the gaps, a line for each layer, and a verdict; `other`: the program beside the
+    trainer."""
+    yield "Gaps as multiples of what rounding does at the same place:"
+    rows: dict[str, list[str]] = {}
+    for gap in found.gaps:
+        row, _, part = place(gap).rpartition(", ")
+        rows.setdefault(row or part, []).append(f"{part if row else ''} {_figure(gap)}".strip())
+    yield from (f"  {row:12}{', '.join(cells)}" for row, cells in rows.items())
+    parts = [gap for gap in found.gaps if gap.part.name not in (CHOICE, HEAD)]
+    largest = max(parts, key=lambda gap: gap.rounding)
+    yield f"Rounding makes at most {largest.rounding:.1g} of a part's size, at {place(largest)}."
+    yield (
+        f"Log-probabilities of {found.answers} tokens of answers: a gap of {found.logp_mean:.2g} "
+        f"nats in the mean, {found.logp_largest:.2g} at most."
+    )
+    yield from verdict(found, other)
+
+
+def _figure(gap: Gap) -> str:
+    figure = (
+        f"{gap.mean:.0f} tokens" if gap.part.name == CHOICE else f"{gap.mean / gap.rounding:.3g}"
+    )
+    return f"{figure} (!)" if gap.is_bug else figure
+
+
+def verdict(found: Comparison, other: str) -> list[str]:
+    """Returns the lines that say what was found; `other`: the program beside the trainer."""
+    bug = found.first
+    if bug is None:
+        return [f"All of it is rounding: trainer and {other} compute the same model."]
+    lines = [f"{place(bug)}: the first gap that is more than rounding. {_size(bug)}"]
+    if found.sides is not None:
+        lines += _referee(found.sides, other)
+    return lines
+
+
+def place(gap: Gap) -> str:
+    """Returns where a gap is: layer and part."""
+    single = gap.part.name in (EMBEDDING, FINAL_NORM, HEAD)
+    return gap.part.name if single else f"layer {gap.part.layer}, {gap.part.name}"
+
+
+def _size(bug: Gap) -> str:
+    if bug.part.name == CHOICE:
+        return (
+            f"{bug.mean:.0f} tokens would go to other experts, the first is token {bug.token}; "
+            f"rounding moves {bug.rounding:.3g}."
+        )
+    unit = " nats" if bug.part.name == HEAD else ""
+    return (
+        f"It is {bug.mean:.2g}{unit} where rounding makes {bug.rounding:.2g}, and at most "
+        f"{bug.worst:.2g}, at token {bug.token}, where rounding makes {bug.worst_rounding:.2g}."
+    )
+
+
+def _referee(sides: tuple[float, float], other: str) -> list[str]:
+    """Returns whom transformers, in a wider dtype, agrees with."""
+    off = [name for name, times in zip(("trainer", other), sides) if not times <= 1]
+    if len(off) == 1:
+        return [f"transformers, in a wider dtype, disagrees with the {off[0]} alone."]
+    both = "both" if off else "neither by itself"
+    return [f"transformers, in a wider dtype, disagrees with {both}."]

@@ -28,25 +28,29 @@ are late more often than equations admit, and nobody was surprised when it came 
 """
 
 
-def of_file(path: Path, model: str, length: int) -> list[Sample]:
+def of_file(path: Path, model: str, vocab: int, length: int) -> list[Sample]:
     """Returns the samples in a file: JSON, a list of token ids or several such lists, else text.
-    The first half of each is its prompt. Raises ConfigError where it has none."""
+    The first half of each is its prompt. Raises ConfigError where it has none, or a token that the
+    model's `vocab` lacks."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError([f"--tokens {path}: {e}"]) from e
     try:
-        found = json.loads(text)
+        ids = json.loads(text)
     except ValueError:
         tokenizer = _tokenizer(model)
         if tokenizer is None:
             why = "is text, and the model has no tokenizer; give JSON, a list of token ids"
             raise ConfigError([f"--tokens {path}: {why}"]) from None
-        found = tokenizer.encode(text)
-    rows = found if isinstance(found, list) and found and isinstance(found[0], list) else [found]
+        ids = tokenizer.encode(text)
+    rows = ids if isinstance(ids, list) and ids and isinstance(ids[0], list) else [ids]
     for row in rows:
         if not isinstance(row, list) or len(row) < 2 or not all(type(i) is int for i in row):
             raise ConfigError([f"--tokens {path}: give at least two token ids, [1, 2, ...]"])
+        if max(row) >= vocab:
+            why = f"has the token id {max(row)}, the model's vocab_size is {vocab}"
+            raise ConfigError([f"--tokens {path}: {why}"])
     return [_cut(row, len(row) // 2, length) for row in rows[:MOST]]
 
 
