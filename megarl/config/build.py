@@ -19,11 +19,12 @@ from pydantic import TypeAdapter, ValidationError
 
 from megarl.config.allocation import AllocationMode
 from megarl.config.base import SeamConfig
+from megarl.config.compose import merged
 from megarl.config.errors import ConfigError
 from megarl.config.hints import unknown_key
 from megarl.config.recipes import BaseConfig, main_role
 from megarl.config.schema import Key, children, key_table, show
-from megarl.config.secrets import reads_environment, remember
+from megarl.config.secrets import from_environment, interpolations, remember
 from megarl.config.words import Word, as_type
 
 Tree = dict[str, Any]
@@ -34,20 +35,25 @@ def build(cls: type[BaseConfig], tree: Tree, problems: list[str]) -> BaseConfig 
     """Returns the dataclass `cls` with the values of `tree`, a tree of words and plain values. Adds
     a line to `problems` for all that is wrong; None where no object can be made."""
     whole = _filled(cls, tree)
-    problems += _allocate(cls, whole, tree)
-    maker = _Maker(cls, whole, problems)
+    if whole.get("allocation_mode"):
+        whole = _filled(cls, merged(_allocated(cls, whole, problems), tree))
+    texts = dict(interpolations(whole))
+    maker = _Maker(
+        cls, problems, {".".join(map(str, p)): texts[p] for p in from_environment(texts)}
+    )
     resolved: Any = whole
-    if _interpolates(whole):
+    if texts:
         try:
             resolved = OmegaConf.to_container(OmegaConf.create(whole), resolve=True)
         except OmegaConfBaseException as e:
             first = str(e).splitlines()[0]
             problems.append(f"{e.full_key}: {first}" if e.full_key else first)
-            maker.make(cls, {k: v for k, v in whole.items() if not _interpolates(v)})
+            there = {str(path[0]) for path in texts}
+            maker.make(cls, {k: v for k, v in whole.items() if k not in there})
             return None
     cfg: BaseConfig | None = maker.make(cls, resolved)
     if cfg is not None:
-        remember(cfg, whole)
+        remember(cfg, texts)
     return cfg
 
 
@@ -66,10 +72,6 @@ def leaves(value: Any, name: str = "") -> list[str]:
     if not isinstance(value, dict) or not value:
         return [name]
     return [leaf for k, v in value.items() for leaf in leaves(v, f"{name}.{k}".lstrip("."))]
-
-
-def _interpolates(tree: Any) -> bool:
-    return "${" in str(tree)
 
 
 def _filled(cls: type, tree: Tree, parent: Any = None) -> Tree:
@@ -117,36 +119,26 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, list) else value
 
 
-def _allocate(cls: type[BaseConfig], whole: Tree, tree: Tree) -> list[str]:
-    """Sets the keys that allocation_mode decides, but for those that `tree` has: the checks
-    (check_layout.py) compare them. Returns what is wrong with it."""
+def _allocated(cls: type[BaseConfig], whole: Tree, problems: list[str]) -> Tree:
+    """Returns the keys that allocation_mode decides. Those that are set stay above them, and the
+    checks (check.py) compare both."""
+    tree: Tree = {}
     try:
-        text = whole["allocation_mode"]
-        if is_interpolation(text):
-            text = OmegaConf.create(whole).allocation_mode
-        decided = AllocationMode.from_str(text).keys(main_role(cls)) if text else {}
+        text = OmegaConf.create(whole).allocation_mode
+        decided = AllocationMode.from_str(str(text)).keys(main_role(cls))
     except ConfigError as e:
-        return list(e.problems)
+        problems += e.problems
+        return tree
     except OmegaConfBaseException:  # which is reported with all others
-        return []
+        return tree
     for name, value in decided.items():
-        if name in key_table(cls) and not _has(tree, name):
+        if name in key_table(cls):
             *sections, last = name.split(".")
-            place: Any = whole
+            place = tree
             for section in sections:
-                place = place.get(section) if isinstance(place, dict) else None
-            if isinstance(place, dict):
-                place[last] = value
-    return []
-
-
-def _has(tree: Any, name: str) -> bool:
-    """Returns whether the dotted `name` is set in `tree`."""
-    for part in name.split("."):
-        if not isinstance(tree, dict) or part not in tree:
-            return False
-        tree = tree[part]
-    return True
+                place = place.setdefault(section, {})
+            place[last] = value
+    return tree
 
 
 @cache
@@ -155,10 +147,11 @@ def _adapter(annotation: Any) -> TypeAdapter[Any]:
 
 
 class _Maker:
-    """Makes the objects of resolved trees; adds a line to `problems` for what is wrong in them."""
+    """Makes the objects of resolved trees; adds a line to `problems` for what is wrong in them.
+    hidden: texts that read the environment, by key, to show in place of their values."""
 
-    def __init__(self, root: type, written: Tree, problems: list[str]) -> None:
-        self.root, self.written, self.problems = root, written, problems
+    def __init__(self, root: type, problems: list[str], hidden: Mapping[str, str]) -> None:
+        self.root, self.problems, self.hidden = root, problems, hidden
 
     def make(self, cls: type, tree: Tree, prefix: str = "", parent: Any = None) -> Any:
         """Returns an object of `cls`; None where a value of it has no default and is wrong."""
@@ -221,11 +214,8 @@ class _Maker:
 
     def _not_of_type(self, key: Key, value: Any) -> str:
         """Says so without showing a value of the environment."""
-        written: Any = self.written
-        for part in key.name.split("."):
-            written = written.get(part) if isinstance(written, Mapping) else None
-        if is_interpolation(written) and reads_environment(written, self.written):
-            return f"{key.name}={written}: the value behind it is not of the key's type"
+        if (text := self.hidden.get(key.name)) is not None:
+            return f"{key.name}={text}: the value behind it is not of the key's type"
         fix = "; write [a,b]" if key.type_name.startswith("list") else ""
         return f"{key.name}={show(value)}: not of type {key.type_name}{fix}"
 

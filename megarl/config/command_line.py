@@ -10,7 +10,6 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from megarl.config.errors import ConfigError
 
@@ -75,26 +74,6 @@ def _section(name: str) -> str:
     from megarl.config.help import render_section  # here, as most command lines need no help
 
     return render_section(name)
-
-
-def one_config(command: CommandLine, usage: str) -> Path:
-    """Returns the configuration that a command line names, as --config or as its only word. Raises
-    ConfigError, with `usage`, where it names none or several."""
-    words = list(command.words)
-    name = command.options.get("config") or (words.pop(0) if words else None)
-    if name is None or words:
-        raise ConfigError([f"give one configuration: {usage}"])
-    return Path(name)
-
-
-def step_range(text: str) -> tuple[int, int]:
-    """Returns the first and the last step that "10-12" or "7" names, counted from 1. Raises
-    ConfigError for other text."""
-    first, dash, last = text.partition("-")
-    last = last if dash else first
-    if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last)):
-        raise ConfigError([f"--steps {text}: give the first and the last step, such as 10-12"])
-    return int(first), int(last)
 
 
 def _unknown(arg: str, known: list[str]) -> str:

@@ -4,8 +4,8 @@
     cfg = load_config(sys.argv[1:])                  # --config X.yaml a.b=c +new.key=v
     cfg = load_config(sys.argv[1:], cls=MyConfig)    # a dataclass of one's own: keys beside ours
 
-`a.b=c` sets a key of the recipe; `+a.b=c` adds one to a free-form dict; `++a.b=c` does either.
-`group=name` and `+group=name` choose files (compose.py). Setting any key of a section that is null
+`a.b=c` sets a key, as `+a.b=c` and `++a.b=c` do, which Hydra tells apart. `group=name` and
+`+group=name` choose files (compose.py). Setting any key of a section that is null
 by default (actor.optimizer, ref, valid_dataset) makes the section real. YAML interpolation
 (`${actor.path}`, `${oc.env:HOME}`) works in both. All problems are collected and raised as one
 ConfigError.
@@ -22,19 +22,15 @@ from typing import Any, TypeVar, overload
 from omegaconf import OmegaConf
 
 from megarl.config import presets
-from megarl.config.aliases import aliased
 from megarl.config.build import build, is_interpolation, is_seam, leaves
 from megarl.config.command_line import parse_command_line
 from megarl.config.compose import Composer, Tree, group_file, has_group, merged
 from megarl.config.errors import raise_if_any
-from megarl.config.hints import hint, unknown_key
 from megarl.config.hub import fetch_hub_models
 from megarl.config.recipes import BaseConfig, own_code, recipe_class
 from megarl.config.schema import (
     choice_problems,
     find_key,
-    free_form_parent,
-    key_table,
     show,
 )
 from megarl.config.secrets import written_tree
@@ -97,11 +93,11 @@ def _load(
 ) -> BaseConfig:
     """Returns the configuration of the keys of a file and overrides of them."""
     cls = recipe_class(tree, _values(parsed), cls)
-    parsed = [(plus, _type_of_seam(cls, name, value), value) for plus, name, value in parsed]
-    for _, name, value in parsed:
+    changes = [(_type_of_seam(cls, name, value), value) for _, name, value in parsed]
+    for name, value in changes:
         _drop_options(tree, cls, name, value)
-    for plus, name, value in parsed:
-        _apply_override(tree, cls, plus, name, value, problems)
+    for name, value in changes:
+        _apply_override(tree, cls, name, value, problems)
     if foreign:
         known = {field.name for field in fields(cls)}
         tree = {name: value for name, value in tree.items() if name in known}
@@ -208,22 +204,9 @@ def _parse_overrides(overrides: Sequence[str], problems: list[str]) -> list[Over
 
 
 def _apply_override(
-    tree: Tree, cls: type[BaseConfig], plus: str, name: str, value: Any, problems: list[str]
+    tree: Tree, cls: type[BaseConfig], name: str, value: Any, problems: list[str]
 ) -> None:
-    table = key_table(cls)
-    if plus == "+" and name in table:
-        problems.append(f"+{name}: already a key of this recipe; drop the +")
-        return
-    if plus == "+" and free_form_parent(cls, name) is None:
-        ours = aliased(table, name)
-        if ours and free_form_parent(cls, ours):
-            problems.append(unknown_key(cls, name))
-            return
-        free = [k.name for k in table.values() if k.free_form]
-        problems.append(
-            f"+{name}: keys can be added only inside {', '.join(free)}{hint(cls, name)}"
-        )
-        return
+    """Sets the key `name` of the tree."""
     *parents, last = name.split(".")
     for depth, part in enumerate(parents, start=1):
         above = ".".join(parents[:depth])

@@ -163,16 +163,22 @@ def children(cls: type, prefix: str = "", parent: Any = None) -> Iterator[Key]:
         )
 
 
-def all_keys(cls: type, prefix: str = "", parent: Any = None) -> Iterator[Key]:
-    """Yields every key of `cls` in order, each section before its own keys."""
+def all_keys(cls: type, *, parent: Any = None) -> Iterator[Key]:
+    """Yields every key of `cls` in order, each section before its own keys; of the instance
+    `parent`, if given, those that it has, with its values as defaults."""
+    return _below(cls, "", parent, nulls=parent is None)
+
+
+def _below(cls: type, prefix: str, parent: Any, *, nulls: bool) -> Iterator[Key]:
+    """Yields the keys of a section; nulls: those of sections that are null, too."""
     for key in children(cls, prefix, parent):
         yield key
-        if key.section is not None:
+        if key.section is not None and (nulls or key.default is not None):
             default = key.default if isinstance(key.default, key.section) else None
-            yield from all_keys(key.section, key.name + ".", default)
+            yield from _below(key.section, key.name + ".", default, nulls=nulls)
         if key.element is not None and parent is not None:
             for name, element in key.default.items():
-                yield from all_keys(key.element, f"{key.name}.{name}.", element)
+                yield from _below(key.element, f"{key.name}.{name}.", element, nulls=nulls)
 
 
 def key_table(cls: type) -> dict[str, Key]:
@@ -194,16 +200,6 @@ def find_key(cls: type, name: str) -> Key | None:
         _, _, rest = name.removeprefix(above.name + ".").partition(".")
         if above.element is not None and name.startswith(above.name + ".") and rest:
             return find_key(above.element, rest)
-    return None
-
-
-def free_form_parent(cls: type, name: str) -> Key | None:
-    """Returns the free-form dict that `name` lies in, None where it lies in none."""
-    parts = name.split(".")
-    for i in range(1, len(parts)):
-        key = find_key(cls, ".".join(parts[:i]))
-        if key is not None and key.free_form:
-            return key
     return None
 
 
@@ -251,7 +247,7 @@ def choice_problems(cfg: Any) -> list[str]:
     return [
         not_a_choice(key, key.default)
         for key in all_keys(type(cfg), parent=cfg)
-        if not key.allows(key.default) and not absent(cfg, key.name)
+        if not key.allows(key.default)
     ]
 
 
@@ -266,7 +262,7 @@ def number_problems(cfg: Any, prefix: str = "") -> Iterator[str]:
     bounds of its key; `prefix` is the section that `cfg` is, with its dot."""
     for key in all_keys(type(cfg), parent=cfg):
         values = key.default if isinstance(key.default, list) else [key.default]
-        for value in values if not absent(cfg, key.name) else ():
+        for value in values:
             if isinstance(value, bool) or not isinstance(value, int | float):
                 continue
             largest = ANY_INT if isinstance(value, int) else ANY_FLOAT
@@ -282,15 +278,6 @@ def _out_of(bounds: Bounds, prefix: str, key: Key, *, finite: bool) -> str:
     null = ", or null" if key.nullable else ""
     note = f" ({bounds.note})" if bounds.note else ""
     return f"{prefix}{key.name}={show(key.default)}: {each}must be {kind}{bounds}{null}{note}"
-
-
-def absent(cfg: Any, name: str) -> bool:
-    """Returns whether `name` lies in a section that is null in `cfg`."""
-    for part in name.split(".")[:-1]:
-        cfg = cfg[part] if isinstance(cfg, dict) else getattr(cfg, part)
-        if cfg is None:
-            return True
-    return False
 
 
 def show(value: Any) -> str:

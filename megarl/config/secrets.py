@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import PurePath
 from typing import Any
@@ -38,10 +38,11 @@ _KEY = re.compile(
 _MARKER = re.compile(r"<.*>|\[[A-Z_]+\]|(Bearer|Basic)\s*")
 _INTERPOLATION = re.compile(r"\$\{(?:[^{}]|\$\{[^{}]*\})*\}")
 _ENV_NAME = re.compile(r"oc\.env:\s*([A-Za-z_]\w*)")
-# the resolvers that read what they are given alone
-_HARMLESS = ("oc.create", "oc.decode", "oc.dict.keys")
-_RESOLVER = re.compile(r"\$\{([^${}:]+):")
-_REFERENCE = re.compile(r"\$\{([^${}:]+)\}")
+# resolvers that read what they are given alone; what reads more, or cannot be followed: another
+# resolver, a key that counts from its own place, a name that is interpolated itself
+_HARMLESS = re.compile(r"\$\{(oc\.create|oc\.decode|oc\.dict\.keys):")
+_READER = re.compile(r"\$\{([^${}]+:|\.|[^${}]*\$\{)")
+_KEYS = re.compile(r"\$\{([^${}:]+)")
 _ATTRIBUTE = "_as_written"  # of a loaded configuration; not one of its fields
 
 Path = tuple[str | int, ...]
@@ -52,16 +53,11 @@ def is_secret(name: str) -> bool:
     return _SECRET.search(name) is not None
 
 
-def remember(cfg: Any, unresolved: Any) -> None:
-    """Notes in `cfg` which of its values came from the environment; `unresolved` is the tree of
-    plain dicts and lists that it was resolved from.
-    """
+def remember(cfg: Any, texts: Mapping[Path, str]) -> None:
+    """Notes in `cfg` which of its values came from the environment; `texts` are all interpolations
+    that it was resolved from, by their places."""
     resolved = _values(cfg)
-    written = {
-        path: (text, _at(resolved, path))
-        for path, text in _leaves(unresolved)
-        if reads_environment(text, unresolved)
-    }
+    written = {path: (texts[path], _at(resolved, path)) for path in from_environment(texts)}
     object.__setattr__(cfg, _ATTRIBUTE, written)
 
 
@@ -196,43 +192,27 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, PurePath) else value
 
 
-def _leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, str]]:
-    """Yields every interpolated text in `tree`, with its place."""
-    if isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from _leaves(value, (*path, key))
-    elif isinstance(tree, list):
-        for i, value in enumerate(tree):
-            yield from _leaves(value, (*path, i))
+def interpolations(tree: Any, path: Path = ()) -> Iterator[tuple[Path, str]]:
+    """Yields every interpolated text in `tree`, of dicts and lists, with its place."""
+    if isinstance(tree, dict | list):
+        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from interpolations(value, (*path, key))
     elif isinstance(tree, str) and "${" in tree:
         yield path, tree
 
 
-def reads_environment(text: str, tree: Any, seen: tuple[str, ...] = ()) -> bool:
-    """Returns whether the interpolation `text` in the unresolved `tree` reads the environment,
-    itself or by way of other keys. What cannot be followed counts as if it did.
-    """
-    if any(name.strip() not in _HARMLESS for name in _RESOLVER.findall(text)):
-        return True
-    for key in _REFERENCE.findall(text):
-        if key in seen:
-            continue
-        try:
-            target = _at(tree, _steps(key))
-        except (KeyError, IndexError, TypeError, ValueError):
-            return True
-        below = [target] if isinstance(target, str) else [t for _, t in _leaves(target)]
-        if any(reads_environment(t, tree, (*seen, key)) for t in below if "${" in t):
-            return True
-    return False
-
-
-def _steps(key: str) -> Path:
-    """Returns the path that `a.b[0].c` or `a.b.0` names."""
-    parts = key.replace("[", ".").replace("]", "").split(".")
-    if not all(parts):
-        raise ValueError(key)  # relative: counts from a place that we are not told
-    return tuple(parts)
+def from_environment(texts: Mapping[Path, str]) -> list[Path]:
+    """Returns the places of the interpolations that read the environment, themselves or by way of
+    others. What cannot be followed counts as if it did."""
+    names = {path: ".".join(map(str, path)) + "." for path in texts}
+    read = [path for path, text in texts.items() if _READER.search(_HARMLESS.sub("${", text))]
+    for reader in read:  # which grows by those that refer to a place, above it or below
+        for path, text in texts.items():
+            keys = [re.sub(r"[\[.]", ".", k.replace("]", "")) + "." for k in _KEYS.findall(text)]
+            meets = (names[reader].startswith(k) or k.startswith(names[reader]) for k in keys)
+            if path not in read and any(meets):
+                read.append(path)
+    return read
 
 
 def _at(tree: Any, path: Sequence[str | int]) -> Any:

@@ -37,9 +37,9 @@ MUTANTS = (
     ),
     Mutant(
         "config/schema.py",
-        "if cfg is None:",
-        "if False:",
-        ("tests/unit/test_config_check.py::test_a_sound_ppo_passes",),
+        "largest = ANY_INT if isinstance(value, int) else ANY_FLOAT",
+        "largest = ANY_INT if isinstance(value, int) else None",
+        ("tests/unit/test_config_check.py::test_every_number_is_finite_and_within_its_bounds",),
     ),
     Mutant(
         "config/servers.py",

@@ -16,7 +16,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config, load_expr_config, run_dir, save_config
 from megarl.config.recipes import RECIPES, GRPOConfig, SFTConfig
 from megarl.config.rollout import GenerationHyperparameters
-from megarl.config.schema import free_form_parent, key_table
+from megarl.config.schema import key_table
 
 
 def problems(*overrides: str, yaml: Path | None = None) -> list[str]:
@@ -218,19 +218,20 @@ def test_every_alias_leads_to_a_key(recipe: str) -> None:
             assert "unknown key of this recipe; recipe=" in said[alias]
         else:
             key = target.partition("=")[0]
-            assert key in table or free_form_parent(RECIPES[recipe], key)
+            free = table.get(key.rpartition(".")[0])
+            assert key in table or (free is not None and free.free_form)
             assert f"{alias}: unknown key; did you mean {target}?" in said[alias]
     load_config(None, [f"recipe={recipe}", *{t for t in found.values() if t and "=" in t}])
 
 
-def test_plus_adds_only_to_free_form_dicts() -> None:
-    (problem,) = problems("+actor.learning_rate=1")
-    assert "only inside " in problem and " train_dataset.options, " in problem
-    assert problems("+actor.path=m") == ["+actor.path: already a key of this recipe; drop the +"]
-    (problem,) = problems("++actor.learning_rate=1")
-    assert problem.startswith("actor.learning_rate: unknown key")
-    cfg = load_config(None, ["++seed=7", "++train_dataset.options.level=3"])
-    assert (cfg.seed, cfg.train_dataset.options) == (7, {"level": 3})
+def test_a_plus_sign_sets_a_key_as_none_does() -> None:
+    for signs in ("", "+", "++"):
+        (problem,) = problems(f"{signs}actor.learning_rate=1")
+        assert problem.startswith("actor.learning_rate: unknown key")
+        cfg = load_config(None, [f"{signs}seed=7", f"{signs}train_dataset.options.level=3"])
+        assert (cfg.seed, cfg.train_dataset.options) == (7, {"level": 3})
+    (problem,) = problems("+++seed=7")
+    assert problem.startswith("'+++seed=7'")
 
 
 @pytest.mark.parametrize(
