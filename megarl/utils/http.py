@@ -77,22 +77,14 @@ def call_json(
         response = connection.getresponse()
         status, raw = response.status, response.read()
         rest = retry_after(response.getheader("Retry-After"))
+    except TimeoutError as e:
+        raise HttpError(address, path, f"gave no answer within {timeout:.1f} s") from e
     except (OSError, http.client.HTTPException) as e:
-        raise unanswered(address, path, timeout, e) from e
+        reason = f"failed: {type(e).__name__}: {shown(str(e) or 'connection closed')}"
+        raise HttpError(address, path, reason) from e
     finally:
         connection.close()
     return accepted(address, path, status, decode_answer(raw), retry_after=rest)
-
-
-def unanswered(address: str, path: str, timeout: float, error: Exception) -> HttpError:
-    """Returns the error of a call that got no answer because of `error`; it is its cause."""
-    if isinstance(error, TimeoutError):
-        said = f"gave no answer within {timeout:.1f} s"
-    else:
-        said = f"failed: {type(error).__name__}: {shown(str(error) or 'connection closed')}"
-    wrapped = HttpError(address, path, said)
-    wrapped.__cause__ = error
-    return wrapped
 
 
 def authorization() -> dict[str, str]:

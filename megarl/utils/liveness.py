@@ -58,13 +58,19 @@ def start_calls(
     path: str,
     body: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
     timeout: float,
+    *,
+    after: Calls | None = None,
 ) -> dict[str, Future[Answer]]:
     """Calls every server in a thread of its own; `body` is one for all or one for each server. A
     call that gets no answer in `timeout` seconds fails with an HttpError.
+
+    after: earlier calls. A server gets this one when it has answered its own of them, and not at
+    all where the wait for that answer is in vain: this call fails with the same error.
     """
     bodies = list(body) if isinstance(body, Sequence) else [body] * len(servers)
+    earlier = {s: f for s, f in (after or {}).items() if not f.done()}
     return {
-        server: in_thread(_call, method, server, path, b, timeout)
+        server: in_thread(_call, method, server, path, b, timeout, earlier.get(server))
         for server, b in zip(servers, bodies, strict=True)
     }
 
@@ -130,9 +136,19 @@ def sign_of_life(server: str, patience: float) -> None:
 
 
 def _call(
-    method: str, server: str, path: str, body: dict[str, Any] | None, timeout: float
+    method: str,
+    server: str,
+    path: str,
+    body: dict[str, Any] | None,
+    timeout: float,
+    earlier: Future[Answer] | None,
 ) -> Answer:
-    value = call_json(method, server, path, body, timeout=timeout)
+    deadline = Deadline(timeout)
+    if earlier is not None:
+        cf.wait([earlier], timeout)
+        if (error := _unanswered(earlier)) is not None:
+            raise error
+    value = call_json(method, server, path, body, timeout=deadline.left)
     return Answer(server, value, time.monotonic())
 
 

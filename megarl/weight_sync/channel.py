@@ -82,8 +82,8 @@ class UpdateChannel:
         stay untouched until the transfer's `wait` has returned. Its `ours` gives the moment when
         they had left.
 
-        Another transfer may be under way: the servers have this one's request beside them, and its
-        broadcast begins when the other's has left.
+        Another transfer may be under way: a server gets this one's request when it has answered the
+        other's, and its broadcast begins when the other's has left.
         """
         set_group_timeout(self.group, deadline.left + MARGIN)
         if self._stream is not None:

@@ -18,7 +18,6 @@ import torch
 from megarl.api.records import INITIAL_VERSION, ServersLost
 from megarl.utils.http import STRANGER, HttpError, as_object, shown
 from megarl.utils.liveness import LINGER, Answer, Calls, Deadline, absent, start_calls, wait_for
-from megarl.utils.pipeline import Pipeline
 
 # A broken broadcast shows sooner than the server's own words about it; wait this long for them.
 GRACE = 5.0
@@ -87,7 +86,7 @@ class Servers:
             raise ValueError(f"server addresses {list(addresses)}: one is given twice; remove it")
         self.addresses = tuple(addresses)
         self._in_session = False
-        self._pipelines = {address: Pipeline(address) for address in addresses}
+        self._followed: Calls = {}
 
     def start(
         self,
@@ -105,10 +104,11 @@ class Servers:
     def follow(
         self, path: str, body: Mapping[str, Any], timeout: float
     ) -> dict[str, Future[Answer]]:
-        """Posts to every server as `start` does. A server that still works on such a call gets this
-        one over the same connection, and begins with it when it has answered."""
-        lines = self._pipelines.items()
-        return {server: line.post(path, body, timeout + LINGER) for server, line in lines}
+        """Posts to every server as `start` does, to each when it has answered the call before."""
+        self._followed = calls = start_calls(
+            self.addresses, "POST", path, body, timeout + LINGER, after=self._followed
+        )
+        return calls
 
     def call(
         self,

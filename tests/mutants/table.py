@@ -110,7 +110,7 @@ MUTANTS = (
         'if status < 400 and not (isinstance(answer, dict) and answer.get("success") is False):',
         "if status < 400:",
         (
-            "tests/unit/test_pipeline.py::test_an_answer_that_says_it_failed_is_an_error_whatever_its_status",
+            "tests/unit/test_liveness.py::test_an_answer_that_says_it_failed_is_an_error_whatever_its_status",
         ),
     ),
     Mutant(
@@ -120,11 +120,11 @@ MUTANTS = (
         ("tests/unit/test_user_code.py::test_mistakes_in_data_and_code_are_one_line",),
     ),
     Mutant(
-        "utils/pipeline.py",
-        "if response.will_close:",
-        "if False:",
+        "utils/liveness.py",
+        "cf.wait([earlier], timeout)",
+        "cf.wait([earlier], 0)",
         (
-            "tests/unit/test_pipeline.py::test_a_server_that_closes_gets_what_it_did_not_answer_again",
+            "tests/unit/test_liveness.py::test_the_next_request_leaves_after_the_answer_to_the_one_before",
         ),
     ),
     Mutant(

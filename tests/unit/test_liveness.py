@@ -1,25 +1,26 @@
-"""Requests to one server over one connection: in order, one beside another, and none left alone."""
+"""Calls that follow each other to one server: in order, and none left alone."""
 
 from __future__ import annotations
 
 import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
 from megarl.utils.http import HttpError, accepted
-from megarl.utils.pipeline import Pipeline
+from megarl.utils.liveness import Answer, Calls, start_calls
 
 
 class Slow:
-    """Answers when told to, by the path: /ok, /refuse, /close (the connection, with its answer),
-    /break (it, without one). Remembers what it handled, and from which connection."""
+    """Answers when told to, by the path: /ok, /refuse, /break (the connection, without an answer).
+    Remembers what it handled."""
 
     def __init__(self) -> None:
-        self.handled: list[tuple[int, Any]] = []
+        self.handled: list[Any] = []
         self.go = threading.Semaphore(0)
         self.begun = threading.Semaphore(0)
         slow = self
@@ -29,7 +30,7 @@ class Slow:
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                slow.handled.append((self.client_address[1], body))
+                slow.handled.append(body)
                 slow.begun.release()
                 slow.go.acquire(timeout=20)
                 if self.path == "/break":
@@ -38,8 +39,6 @@ class Slow:
                 data = json.dumps({"message": f"about {body}"}).encode()
                 self.send_response(400 if self.path == "/refuse" else 200)
                 self.send_header("Content-Length", str(len(data)))
-                if self.path == "/close":
-                    self.send_header("Connection", "close")
                 self.end_headers()
                 self.wfile.write(data)
 
@@ -48,7 +47,14 @@ class Slow:
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.http.daemon_threads = True
         threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
-        self.pipeline = Pipeline(f"127.0.0.1:{self.http.server_port}")
+        self.address = f"127.0.0.1:{self.http.server_port}"
+        self.calls: Calls = {}
+
+    def follow(self, path: str, body: dict[str, Any], timeout: float) -> Future[Answer]:
+        """Posts when the server has answered what was posted before."""
+        address = [self.address]
+        self.calls = start_calls(address, "POST", path, body, timeout, after=self.calls)
+        return self.calls[self.address]
 
 
 @pytest.fixture
@@ -60,58 +66,49 @@ def slow() -> Iterator[Slow]:
     server.http.server_close()
 
 
-def test_the_next_request_waits_beside_the_one_before(slow: Slow) -> None:
-    calls = [slow.pipeline.post("/ok", {"n": n}, 20) for n in range(3)]
+def test_the_next_request_leaves_after_the_answer_to_the_one_before(slow: Slow) -> None:
+    calls = [slow.follow("/ok", {"n": n}, 20) for n in range(3)]
     for n, call in enumerate(calls):
-        assert slow.begun.acquire(timeout=20) and [b["n"] for _, b in slow.handled][n:] == [n]
+        assert slow.begun.acquire(timeout=20) and [b["n"] for b in slow.handled][n:] == [n]
         slow.go.release()
         answer = call.result(20)
         assert answer.value == {"message": f"about {{'n': {n}}}"} and answer.at > 0
         assert not any(c.done() for c in calls[n + 1 :])
-    assert len({port for port, _ in slow.handled}) == 1
 
 
 def test_a_refusal_is_that_of_one_request_alone(slow: Slow) -> None:
-    calls = [slow.pipeline.post(path, {}, 20) for path in ("/refuse", "/ok")]
+    calls = [slow.follow(path, {}, 20) for path in ("/refuse", "/ok")]
     slow.go.release(2)
-    with pytest.raises(HttpError, match=f"{slow.pipeline.address}: /refuse answered 400: about"):
+    with pytest.raises(HttpError, match=f"{slow.address}: /refuse answered 400: about"):
         calls[0].result(20)
     assert calls[1].result(20).value == {"message": "about {}"}
 
 
-def test_a_server_that_closes_gets_what_it_did_not_answer_again(slow: Slow) -> None:
-    calls = [slow.pipeline.post("/close", {"n": n}, 20) for n in range(3)]
-    slow.go.release(3)
-    assert [c.result(20).value["message"] for c in calls] == [
-        f"about {{'n': {n}}}" for n in (0, 1, 2)
-    ]
-    assert [b["n"] for _, b in slow.handled] == [0, 1, 2]
-    assert len({port for port, _ in slow.handled}) == 3
-
-
-def test_a_connection_that_breaks_fails_all_on_it_and_the_next_has_another(slow: Slow) -> None:
-    calls = [slow.pipeline.post(path, {}, 20) for path in ("/break", "/ok")]
+def test_a_call_without_answer_fails_what_waits_behind_it_but_not_the_next(
+    slow: Slow,
+) -> None:
+    calls = [slow.follow(path, {}, 20) for path in ("/break", "/ok")]
     slow.go.release(1)
-    for call, path in zip(calls, ("/break", "/ok")):
-        with pytest.raises(HttpError, match=f"{path} failed: ") as error:
+    for call in calls:
+        with pytest.raises(HttpError, match="/break failed: ") as error:
             call.result(20)
         assert error.value.status is None and not isinstance(error.value.__cause__, TimeoutError)
     slow.go.release(1)
-    assert slow.pipeline.post("/ok", {}, 20).result(20).value == {"message": "about {}"}
+    assert slow.follow("/ok", {}, 20).result(20).value == {"message": "about {}"}
 
 
 def test_an_answer_may_be_late(slow: Slow) -> None:
-    calls = [slow.pipeline.post("/ok", {}, 0.2) for _ in range(2)]
+    calls = [slow.follow("/ok", {}, 0.2) for _ in range(2)]
     for call in calls:
-        with pytest.raises(HttpError, match=r"/ok gave no answer within 0\.2 s") as error:
+        with pytest.raises(HttpError, match="/ok gave no answer within") as error:
             call.result(20)
         assert isinstance(error.value.__cause__, TimeoutError)
 
 
 def test_nobody_listens(slow: Slow) -> None:
-    gone = Pipeline("127.0.0.1:1")
+    slow.address = "127.0.0.1:1"
     with pytest.raises(HttpError, match=r"127\.0\.0\.1:1: /ok failed: ConnectionRefusedError"):
-        gone.post("/ok", {}, 20).result(20)
+        slow.follow("/ok", {}, 20).result(20)
 
 
 def test_an_answer_that_says_it_failed_is_an_error_whatever_its_status() -> None:
