@@ -127,7 +127,7 @@ top_k<1                          | top_k=-1 | which is all tokens
 DATASET = """
 sampler.type & parts             | | decides the order alone; leave @parts out
 sampler.type & curriculum        | | decides the order alone; leave @curriculum out
-curriculum.low>curriculum.high   | | lower it
+curriculum.low>curriculum.high   | | lower the first, or raise the second
 size & drop_last                 | batch_size<=size | no batch is full; or set drop_last=false
 """
 HELD_OUT = """
@@ -254,12 +254,14 @@ def _value(section: Any, key: str) -> Any:
 
 def _shown(section: Any, condition: str, prefix: str) -> str:
     """Returns the key of a condition with its value; of a section and of long values the key."""
-    _, key, _, _ = _parts(condition)
+    _, key, sign, wanted = _parts(condition)
     value, name = _value(section, key), prefix + key
     if isinstance(_value(section, key.removesuffix(".type")), SeamConfig):
         name = name.removesuffix(".type")
     if is_dataclass(value) or (isinstance(value, dict) and value):
         return name
+    if sign in _ORDER and wanted[0].isalpha():
+        return f"{name}={show(value)} {sign} {prefix}{wanted}={show(_value(section, wanted))}"
     return f"{name}={show(value)}"
 
 

@@ -53,11 +53,6 @@ def renamed(source: Row, columns: dict[str, str], place: str) -> Row:
         value: Any = source
         for part in str(column).split("."):
             if not isinstance(value, dict) or part not in value:
-                if column is None and ":" in name:
-                    raise ValueError(
-                        f"options.columns={{{name}}}: names no column; YAML wants a space after "
-                        f"the colon: {{{name.replace(':', ': ', 1)}}}"
-                    )
                 raise ValueError(
                     f"{place}: options.columns.{name}={column}: no such column; it has "
                     f"{sorted(source)}"

@@ -149,13 +149,21 @@ def option_problems(
         if name in given:
             yield f"{key}.{name}={value!r}: megarl gives {_name(fn)} this argument; leave it out"
         elif name in takes and not _fits(value, hints.get(name, Any)):
-            yield f"{key}.{name}={value!r}: not of type {_spelled(hints[name])}"
+            yield f"{key}.{name}={value!r}: not of type {_spelled(hints[name])}{_space(value)}"
         elif name not in takes and not open_ended:
             known = f"it takes {', '.join(own)}" if own else "it takes none"
             yield f"{key}.{name}={value!r}: {_name(fn)} has no such option; {known}"
     for name in own:
         if takes[name].default is inspect.Parameter.empty and name not in options:
             yield f"{key}.{name}: {_name(fn)} needs it; set it"
+
+
+def _space(value: Any) -> str:
+    """Returns the fix of a section like {a:b}, which YAML reads as one key, "a:b"."""
+    names = (
+        [n for n, v in value.items() if v is None and ":" in n] if isinstance(value, dict) else ()
+    )
+    return "".join(f"; YAML wants a space after the colon: {n.replace(':', ': ')}" for n in names)
 
 
 def _signature(fn: Callable[..., Any]) -> inspect.Signature | None:

@@ -429,7 +429,7 @@ def test_a_dataloader_that_was_read_from_is_refused(monkeypatch: pytest.MonkeyPa
         assert rollout.scale == 1.0
 
 
-LOOP = re.compile(r"start:loop\].*end:loop\]", re.DOTALL)
+LOOP = re.compile(r"    for global_step in .*?\n\n", re.DOTALL)
 
 
 def test_the_two_scripts_differ_only_in_what_makes_things() -> None:

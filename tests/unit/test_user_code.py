@@ -122,9 +122,9 @@ CASES = {
     "train_dataset.type=gsm8k train_dataset.path=words.jsonl train_dataset.batch_size=2": (
         r"train_dataset: row 1: the answer 'six apples' is neither a number nor an expression"
     ),
-    "train_dataset.path=bad.jsonl": r"type=arithmetic makes its own .*set train_dataset\.type to",
+    "train_dataset.path=bad.jsonl": r"type=arithmetic: makes its own .*set train_dataset\.type=",
     "train_dataset.type=reasoning_gym +train_dataset.options.task=[a]": r"use one of \['",
-    "gconfig.stop_token_ids=[-1]": r"stop_token_ids=\[-1\]: token ids start at 0",
+    "gconfig.stop_token_ids=[-1]": r"stop_token_ids=\[-1\]: each must be >= 0",
     "gconfig.stop_token_ids=[130]": r"stop_token_ids=\[130\]: the model's vocab_size is 130",
     "gconfig.stop=['']": r"an empty text would end every answer",
     "tokenizer_path=./empty": r"tokenizer_path=empty: has no tokenizer \(tokenizer\.json",
