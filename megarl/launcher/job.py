@@ -79,8 +79,6 @@ class Job:
     forwarded: tuple[str, ...]
     hidden: tuple[str, ...]
     python: str
-    container: str
-    container_mounts: tuple[str, ...]
     start_timeout: float
     rendezvous_timeout: float
     grace: float
@@ -103,7 +101,7 @@ class Job:
     def from_json(cls, text: str) -> Job:
         """Returns the job that `to_json` wrote."""
         read: dict[str, Any] = json.loads(text)
-        for name in ("pools", "gpus_per_node", "forwarded", "hidden", "container_mounts"):
+        for name in ("pools", "gpus_per_node", "forwarded", "hidden"):
             read[name] = tuple(read[name])
         for task in read["tasks"]:
             task.update(command=tuple(task["command"]), ports=tuple(task["ports"]))

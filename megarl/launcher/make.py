@@ -66,8 +66,6 @@ def make_job(plan: Plan, env: Mapping[str, str], *, cluster: bool = False) -> Jo
         ),
         hidden=(*read, TOKEN),
         python=maker.python,
-        container=cfg.cluster.container,
-        container_mounts=tuple(cfg.cluster.container_mounts),
         start_timeout=patience,
         rendezvous_timeout=cfg.cluster.rendezvous_timeout,
         grace=cfg.recover.grace,
@@ -146,7 +144,7 @@ class _Maker:
         if parts > 1:
             command += ["--nnodes", str(parts), "--node-rank", str(part)]
             command += ["--dist-init-addr", f"@{{address:{init}}}"]
-        env = {**self.env, **self._common(), **self._threads(SERVER, seat.node, server.threads)}
+        env = self._base(SERVER, seat.node, server.threads)
         env |= server_env(seat.gpus, env, here=not self.cluster)
         if server.type == "sglang":
             set_sglang_defaults(env)
@@ -245,7 +243,7 @@ class _Maker:
         """Returns a process that has the GPUs of rank `rank`. own: its own variables, beside the
         servers' addresses, its GPUs and its import path."""
         cfg, seat = self.plan.cfg, self.plan.placement.trainers[rank]
-        env = {**self.env, **self._common(), **self._threads(TRAINER, seat.node), **own}
+        env = {**self._base(TRAINER, seat.node), **own}
         for key, name in ((SERVER, ADDRESSES_ENV), (JUDGE, JUDGES_ENV)):
             if addresses := self.at(key):
                 env[name] = ",".join(addresses)
@@ -279,18 +277,18 @@ class _Maker:
         """Returns PYTHONPATH for scripts outside the package, and for the user's rewards."""
         return _path(str(PACKAGE.parent), self.env.get("PYTHONPATH"), os.getcwd())
 
-    def _common(self) -> dict[str, str]:
-        interface = self.plan.cfg.cluster.interface if self.cluster else ""
-        return {k: interface for k in _INTERFACES if interface and k not in self.env}
-
-    def _threads(self, role: str, node: int, own: int = 0) -> dict[str, str]:
-        """Returns a process's share of its node's cores, `own` where that is not 0."""
-        processes = self.processes[role][node]
-        if own:
-            return {THREADS: str(own)}
-        if THREADS in self.env or processes < 2:
-            return {}
-        return {THREADS: f"@{{cores:{processes}}}"}
+    def _base(self, role: str, node: int, threads: int = 0) -> dict[str, str]:
+        """Returns the launcher's environment, with the nodes' interface and a process's share of
+        its node's cores, `threads` where that is not 0."""
+        env = dict(self.env)
+        if self.cluster and (interface := self.plan.cfg.cluster.interface):
+            for name in _INTERFACES:
+                env.setdefault(name, interface)
+        if threads:
+            env[THREADS] = str(threads)
+        elif (processes := self.processes[role][node]) > 1:
+            env.setdefault(THREADS, f"@{{cores:{processes}}}")
+        return env
 
 
 def _folders(cfg: GRPOConfig) -> Iterable[str]:

@@ -59,7 +59,7 @@ def batch_script(job: Job, cluster: ClusterConfig, files: Files) -> str:
         restarts=job.restarts,
         requeue=int(cluster.slurm.requeue),
         config_error=EXIT_CODE,
-        srun=shlex.join(_srun(job, files)),
+        srun=shlex.join(_srun(job, cluster, files)).replace("'$attempt'", '"$attempt"'),
     )
     return "\n".join(("#!/bin/bash", *directives, body))
 
@@ -95,18 +95,17 @@ def _directives(job: Job, cluster: ClusterConfig, files: Files) -> Iterator[str]
         yield from arguments
 
 
-def _srun(job: Job, files: Files) -> Iterator[str]:
+def _srun(job: Job, cluster: ClusterConfig, files: Files) -> Iterator[str]:
     """Yields the words of the command that starts the agents."""
     yield from ("srun", "--export=ALL", "--label", "--kill-on-bad-exit=0", f"--wait={END_WAIT}")
     if components := len(set(job.pools)) - 1:
         yield f"--het-group=0-{components}"
-    if job.container:
-        yield f"--container-image={job.container}"
-    if job.container and job.container_mounts:
-        mounts = (m if ":" in m else f"{m}:{m}" for m in job.container_mounts)
+    if cluster.container:
+        yield f"--container-image={cluster.container}"
+    if cluster.container and cluster.container_mounts:
+        mounts = (m if ":" in m else f"{m}:{m}" for m in cluster.container_mounts)
         yield f"--container-mounts={','.join(mounts)}"
-    yield from (job.python, "-m", "megarl.launcher.node", "--job", str(files.job))
-    yield from ("--environment", str(files.environment), "--node-variable", "SLURM_PROCID")
+    yield from files.agent("$attempt", "--node-variable", "SLURM_PROCID")
 
 
 _BODY = """
@@ -120,8 +119,8 @@ checkpoints() {{ ls {checkpoints} 2>/dev/null; }}
 before=$(checkpoints)
 finish() {{ echo "$1" > {status}; exit "$1"; }}
 while true; do
-    {srun} \\
-        --attempt "$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}.$tries" &
+    attempt=$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}.$tries
+    {srun} &
     step=$!
     [ "$told" = 0 ] || kill -USR1 "$step"
     # a signal ends a wait early

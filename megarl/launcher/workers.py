@@ -116,8 +116,6 @@ def group_job(spec: GroupSpec, address: str) -> Job:
         forwarded=tuple(variables),
         hidden=(),
         python=spec.python,
-        container="",
-        container_mounts=(),
         start_timeout=spec.start_timeout,
         rendezvous_timeout=spec.start_timeout,
         grace=TERM_TIMEOUT,

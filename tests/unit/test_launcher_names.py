@@ -94,7 +94,7 @@ def job(tmp_path: Path, nodes: int) -> Job:
     return Job(
         name="e/t", config="", directory=str(tmp_path), working_directory=str(tmp_path),
         pools=("nodes",) * nodes, gpus_per_node=(0,) * nodes, interface="",
-        tasks=(trainer,), forwarded=(), hidden=(), python="", container="", container_mounts=(),
+        tasks=(trainer,), forwarded=(), hidden=(), python="",
         start_timeout=1.0, rendezvous_timeout=0.2, grace=1.0, restarts=0,
     )  # fmt: skip
 
