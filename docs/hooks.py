@@ -18,6 +18,7 @@ from megarl.config.recipes import RECIPES, BaseConfig
 from megarl.config.schema import Key, children, show
 
 MARK = "<!-- the keys -->"
+NAMES = re.compile(r"^::: ((?:\w+ ?)+)$", re.M)
 REMOTE = re.compile(r'(?:src|<link[^>]* href)="(https?://[^"]+)')
 
 
@@ -45,7 +46,9 @@ def with_step(readme: str) -> str:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    return markdown.replace(MARK, reference()) if MARK in markdown else markdown
+    """Writes the reference of the keys, and `::: A B` as a block of mkdocstrings for each name."""
+    markdown = markdown.replace(MARK, reference()) if MARK in markdown else markdown
+    return NAMES.sub(lambda m: "\n\n".join(f"::: megarl.{x}" for x in m[1].split()), markdown)
 
 
 def on_post_page(output: str, **_: Any) -> str:
