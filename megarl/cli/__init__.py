@@ -12,43 +12,27 @@ import importlib
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-
-import yaml
 
 from megarl.config.errors import EXIT_CODE, ConfigError
 from megarl.utils.stacks import dump_on_signal
 
-
-@dataclass(frozen=True)
-class Command:
-    """Names the module of a command, and says what it does."""
-
-    module: str
-    help: str
-
-
 # they read files that somebody else may have written, or a full disk cut short
 READERS = ("report", "status", "view", "trace", "diff")
-UNREADABLE = (
-    *(LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError),
-    *(OSError, yaml.YAMLError),
-)
-
+# the module of each command, and what it does
 COMMANDS = {
-    "run": Command("megarl.run", "run a recipe: one trainer process of a job"),
-    "launch": Command("megarl.launcher.local", "start servers and trainers on this machine"),
-    "eval": Command("megarl.cli.evaluate", "measure a model on data sets"),
-    "rehearse": Command("megarl.cli.rehearse", "run a cluster's recipe small, on this machine"),
-    "doctor": Command("megarl.cli.doctor", "look whether hosts are ready for a recipe"),
-    "status": Command("megarl.cli.status", "say how a run is doing"),
-    "view": Command("megarl.cli.view", "show the episodes of a run, in one HTML file"),
-    "gap": Command("megarl.cli.gap", "name the layer where trainer and server part"),
-    "report": Command("megarl.observability.report.__main__", "write the report of runs"),
-    "diff": Command("megarl.cli.diff", "name the first step and tensor in which two runs differ"),
-    "replay": Command("megarl.cli.replay", "run a step of a run again, and compare the bits"),
-    "trace": Command("megarl.cli.trace", "make one Chrome trace of a run"),
+    "run": ("megarl.run", "run a recipe: one trainer process of a job"),
+    "launch": ("megarl.launcher.local", "start servers and trainers on this machine"),
+    "eval": ("megarl.cli.evaluate", "measure a model on data sets"),
+    "rehearse": ("megarl.cli.rehearse", "run a cluster's recipe small, on this machine"),
+    "doctor": ("megarl.cli.doctor", "look whether hosts are ready for a recipe"),
+    "status": ("megarl.cli.status", "say how a run is doing"),
+    "view": ("megarl.cli.view", "show the episodes of a run, in one HTML file"),
+    "gap": ("megarl.cli.gap", "name the layer where trainer and server part"),
+    "report": ("megarl.observability.report.__main__", "write the report of runs"),
+    "diff": ("megarl.cli.diff", "name the first step and tensor in which two runs differ"),
+    "replay": ("megarl.cli.replay", "run a step of a run again, and compare the bits"),
+    "trace": ("megarl.cli.trace", "make one Chrome trace of a run"),
 }
 
 
@@ -67,12 +51,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     dump_on_signal()
     try:
         with contextlib.suppress(BrokenPipeError):  # megarl ... | head
-            return importlib.import_module(COMMANDS[name].module).main(rest) or 0
+            return importlib.import_module(COMMANDS[name][0]).main(rest) or 0
         return 0
     except ConfigError as e:
         print(e.report(), file=sys.stderr)
         return EXIT_CODE
-    except UNREADABLE as e:
+    except Exception as e:
         if name not in READERS:
             raise
         print(f"megarl {name}: {_damaged(e)}", file=sys.stderr)
@@ -91,7 +75,7 @@ def _damaged(error: Exception) -> str:
 def help_text() -> str:
     """Returns the text of `megarl --help`."""
     width = max(map(len, COMMANDS)) + 2
-    lines = [f"  {name:{width}}{command.help}" for name, command in COMMANDS.items()]
+    lines = [f"  {name:{width}}{about}" for name, (_, about) in COMMANDS.items()]
     return "\n".join(["usage: megarl COMMAND ...   (megarl COMMAND --help says how)", "", *lines])
 
 

@@ -54,12 +54,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.switch("json", "one object instead of lines")
     parser.switch("follow", "say it again at every change, until the run ends")
     args = parser.read(argv)
-    shown: dict[str, Any] = {}
+    shown: tuple[Any, ...] = ()
     while True:
         now = status(args.run)
-        if (summary := _summary(now)) != shown:
-            shown = summary
-            print(json.dumps(now) if args.json else "\n".join(_lines(now)), flush=True)
+        health = [p["health"] for p in now["processes"]]
+        news = (now["state"], now["step"], now["last_error"], now["servers"], health)
+        if news != shown:
+            shown = news
+            lines = [json.dumps(now)] if args.json else [f"{n:11}{text}" for n, text in _lines(now)]
+            print(*lines, sep="\n", flush=True)
         if not args.follow or now["state"] in OVER:
             return int(now["state"] in BAD)
         time.sleep(POLL)
@@ -228,16 +231,9 @@ def _last_error(
 # showing it
 
 
-def _summary(now: Record) -> dict[str, Any]:
-    """Returns what --follow says again when it changes."""
-    health = [(p["name"], p["health"]) for p in now["processes"]]
-    health += [(s["address"], s["health"]) for s in now["servers"]]
-    return {k: now[k] for k in ("state", "step", "last_error")} | {"health": health}
-
-
-def _lines(now: Record) -> Iterator[str]:
+def _lines(now: Record) -> Iterator[tuple[str, str]]:
     """Yields what people read: a name and a text."""
-    yield _line("run", f"{now['run']}: {now['state']}")
+    yield "run", f"{now['run']}: {now['state']}"
     step = f"{now['step']}"
     if now["total_steps"]:
         step += f" of {now['total_steps']}"
@@ -245,22 +241,22 @@ def _lines(now: Record) -> Iterator[str]:
         step += f" in {duration(now['elapsed_s'])}"
     if now["last_step_s_ago"] is not None:
         step += f", {now['last_step_s_ago']:.0f} s ago"
-    yield _line("step", step)
+    yield "step", step
     numbers = {name: now[name] for name in _METRICS}
     for title, values in ("numbers", numbers), ("eval", now["eval_by_dataset"]):
         if texts := [f"{name} {v:.4g}" for name, v in values.items() if v is not None]:
-            yield _line(title, ", ".join(texts))
+            yield title, ", ".join(texts)
     if now["seconds_per_step"] is not None:
         pace = f"{now['seconds_per_step']:.3g} s a step, {now['tokens_per_s']:,.0f} tokens/s"
-        yield _line("pace", f"{pace} trained")
+        yield "pace", f"{pace} trained"
     yield from _process_lines(now["processes"])
     for server in now["servers"]:
-        yield _line("server", f"{server['address']}: {server['health']}")
+        yield "server", f"{server['address']}: {server['health']}"
     if now["last_error"]:
-        yield _line("last error", now["last_error"])
+        yield "last error", now["last_error"]
 
 
-def _process_lines(processes: Sequence[Record]) -> Iterator[str]:
+def _process_lines(processes: Sequence[Record]) -> Iterator[tuple[str, str]]:
     """Yields a line for the processes of one kind, health and phase."""
     groups: dict[tuple[str, str, str | None], list[Record]] = {}
     for p in processes:
@@ -275,8 +271,4 @@ def _process_lines(processes: Sequence[Record]) -> Iterator[str]:
             text += f", pid {members[0]['pid']}"
         if phase and health not in (ENDED, FAILED):
             text += f", in {phase} for {max(p['phase_s'] or 0 for p in members):.0f} s"
-        yield _line(kind, text)
-
-
-def _line(name: str, text: str) -> str:
-    return f"{name:11}{text}"
+        yield kind, text

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
@@ -291,8 +291,7 @@ def file_root(host: Host) -> Iterator[Finding]:
     fix = "make room, lower recover.keep_last or saver.keep_last, or set another fileroot"
     yield _verdict(free >= need, "disk space", text, fix)
     size = CHECKPOINT * numel
-    text = f"{rate / GB:.2f} GB/s by one process: a checkpoint of {size / GB:,.1f} GB takes "
-    text += f"{size / rate:,.0f} s at most"
+    text = f"{rate / GB:.2f} GB/s by one process: {size / rate:,.0f} s for a checkpoint at most"
     fix = "ranks write side by side, so look at the storage's whole bandwidth; raise "
     fix += "recover.freq_secs, keep recover.async_save=true"
     yield _verdict(size / rate <= SLOW_SAVE, "disk speed", text, fix, bad=WARN)
@@ -375,30 +374,19 @@ def _wandb(env: Mapping[str, str]) -> Finding:
 
 
 def _hub(path: str, env: Mapping[str, str]) -> Finding:
-    from huggingface_hub import get_token, scan_cache_dir
+    from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
-    name = f"hub {path}"
     try:
         cached = any(repo.repo_id == path for repo in scan_cache_dir().repos)
     except CacheNotFound:
         cached = False
-    fix = f"hf download {path} on storage that all hosts share (HF_HOME), and name its directory"
-    if not cached and env.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
-        return Finding(FAIL, name, "not in the cache, and HF_HUB_OFFLINE is set", fix)
-    if not cached and get_token() is None:
-        text = "is to be downloaded, without a token: enough for public files alone"
-        return Finding(WARN, name, text, f"export HF_TOKEN, or {fix}")
-    return Finding(OK, name, "is in the cache" if cached else "is to be downloaded at the start")
+    offline = env.get("HF_HUB_OFFLINE", "0") not in ("", "0")
+    text = "not in the cache, and HF_HUB_OFFLINE is set" if offline else "will be downloaded"
+    fix = f"hf download {path} on storage that all hosts share (HF_HOME), and name its directory; "
+    fix += "HF_TOKEN is needed where it is not public"
+    text = "is in the cache" if cached else text
+    return _verdict(cached, f"hub {path}", text, fix, bad=FAIL if offline else WARN)
 
 
-CHECKS: tuple[Callable[[Host], Iterator[Finding]], ...] = (
-    configuration,
-    models,
-    versions,
-    environment,
-    shared_memory,
-    file_root,
-    ports,
-    accounts,
-)
+CHECKS = (configuration, models, versions, environment, shared_memory, file_root, ports, accounts)

@@ -74,18 +74,32 @@ def shrink_model(
     """Returns the config.json `raw` with small sizes. Raises ValueError where the family of `raw`
     is not known."""
     full = _completed(raw)
+    experts, wide = 2 * max(2, d.ep), HEAD * math.lcm(d.tp, d.etp)
+    sizes = {
+        "intermediate_size": 4 * wide,
+        # latents of DeepSeek's attention, each of which tp divides
+        "q_lora_rank": 2 * HEAD * d.tp,
+        "kv_lora_rank": HEAD * d.tp,
+        "qk_nope_head_dim": HEAD,
+        "qk_rope_head_dim": 8 * d.tp,
+        "v_head_dim": HEAD,
+        # which layers are of which kind
+        "first_k_dense_replace": 1,
+        "mlp_only_layers": [0],
+        "decoder_sparse_step": min(2, layers, full["decoder_sparse_step"]),
+        "sliding_window": WINDOW,
+        "max_window_layers": layers // 2,
+        **dict.fromkeys(_EXPERTS, experts),
+        "moe_intermediate_size": 2 * wide,
+        "shared_expert_intermediate_size": 2 * wide,
+    }
     small = {k: v for k, v in raw.items() if k not in (*_OF_THE_TOKENIZER, "layer_types")}
     small.setdefault("model_type", find_family(raw, "config.json").name)
-    small |= {
-        "num_hidden_layers": layers,
-        "vocab_size": vocab_size,
-        "max_position_embeddings": positions,
-        "intermediate_size": 4 * HEAD * math.lcm(d.tp, d.etp),
-    }
-    small |= _latent(full, d) if "kv_lora_rank" in full else _grouped(full, d)
-    small |= _layers(full, layers)
+    small |= {key: value for key, value in sizes.items() if full.get(key)}
+    small |= {"num_hidden_layers": layers, "vocab_size": vocab_size}
+    small |= {"max_position_embeddings": positions, **_heads(full, d)}
     if any(key in full for key in _EXPERTS):
-        small |= _experts(full, d)
+        small |= _choice(full, experts)
     return small
 
 
@@ -93,68 +107,35 @@ def _completed(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {**DEFAULTS, **find_family(raw, "config.json").defaults, **raw}
 
 
-def _grouped(full: Mapping[str, Any], d: Degrees) -> dict[str, Any]:
-    """Returns heads, key/value heads and the hidden size of grouped-query attention."""
-    heads = int(full["num_attention_heads"])
-    shared = min(2, heads // int(full.get("num_key_value_heads") or heads))
+def _heads(full: Mapping[str, Any], d: Degrees) -> dict[str, Any]:
+    """Returns heads, key/value heads and the hidden size."""
+    if "kv_lora_rank" in full:
+        heads = kv = 2 * max(1, d.tp)
+        return _sizes_of(heads, kv, HEAD * heads)
+    before = int(full["num_attention_heads"])
+    shared = min(2, before // int(full.get("num_key_value_heads") or before))
     kv = max(1, d.tp // 2) if d.repeats else max(2, d.tp)
-    small = kv * shared
-    while small % d.tp:
-        small += kv
-    found = {"num_attention_heads": small, "num_key_value_heads": kv, "hidden_size": HEAD * small}
-    if (dim := full.get("head_dim")) is not None:
-        found["head_dim"] = HEAD
-        if dim * heads != full["hidden_size"]:
-            found["hidden_size"] = HEAD * small * 3 // 2
-    return found
+    heads = math.lcm(kv * shared, d.tp)
+    dim = full.get("head_dim")
+    if dim is None:
+        return _sizes_of(heads, kv, HEAD * heads)
+    wider = dim * before != full["hidden_size"]
+    return _sizes_of(heads, kv, HEAD * heads * (3 if wider else 2) // 2) | {"head_dim": HEAD}
 
 
-def _latent(full: Mapping[str, Any], d: Degrees) -> dict[str, Any]:
-    """Returns heads and latents of DeepSeek's attention, each of which tp divides."""
-    heads = 2 * max(1, d.tp)
-    queries = {"q_lora_rank": 2 * HEAD * d.tp} if full.get("q_lora_rank") else {}
-    return queries | {
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "hidden_size": HEAD * heads,
-        "kv_lora_rank": HEAD * d.tp,
-        "qk_nope_head_dim": HEAD,
-        "qk_rope_head_dim": 8 * d.tp,
-        "v_head_dim": HEAD,
-    }
+def _sizes_of(heads: int, kv: int, hidden: int) -> dict[str, Any]:
+    return {"num_attention_heads": heads, "num_key_value_heads": kv, "hidden_size": hidden}
 
 
-def _layers(full: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    """Returns the keys that say which layers are of which kind."""
-    found: dict[str, Any] = {}
-    if (dense := full.get("first_k_dense_replace")) is not None:
-        found["first_k_dense_replace"] = min(1, dense)
-    if (plain := full.get("mlp_only_layers")) is not None:
-        found["mlp_only_layers"] = [0] if plain else []
-    if full["decoder_sparse_step"] > 1:
-        found["decoder_sparse_step"] = min(2, layers)
-    if full.get("sliding_window"):
-        found["sliding_window"] = min(WINDOW, full["sliding_window"])
-    if full.get("max_window_layers") is not None:
-        found["max_window_layers"] = layers // 2
-    return found
-
-
-def _experts(full: Mapping[str, Any], d: Degrees) -> dict[str, Any]:
-    """Returns experts, two on every rank at least, their groups and how many a token meets."""
-    experts, wide = 2 * max(2, d.ep), math.lcm(d.tp, d.etp)
-    found = {key: experts for key in _EXPERTS if key in full}
-    choice = experts
+def _choice(full: Mapping[str, Any], experts: int) -> dict[str, Any]:
+    """Returns groups of experts, and how many experts a token meets."""
     groups, best = full.get("n_group") or 1, full.get("topk_group")
+    limited = groups > 1 and best is not None and best < groups
+    choice = experts // 2 if limited else experts
+    small = {"num_experts_per_tok": min(full["num_experts_per_tok"], max(2, choice // 2))}
     if groups > 1:
-        limited = best is not None and best < groups
-        found |= {"n_group": 2, "topk_group": 1 if limited else 2}
-        choice = experts // 2 if limited else experts
-    found["num_experts_per_tok"] = min(full["num_experts_per_tok"], max(2, choice // 2))
-    for key in ("moe_intermediate_size", "shared_expert_intermediate_size"):
-        if full.get(key):
-            found[key] = 2 * HEAD * wide
-    return found
+        small |= {"n_group": 2, "topk_group": 1 if limited else 2}
+    return small
 
 
 # files
