@@ -65,22 +65,19 @@ def place_here(gpus: int, *, trainers: int, servers: Sequence[Servers]) -> Place
         cluster = ClusterConfig(n_gpus_per_node=trainers + sum(s.count * s.gpus for s in servers))
         servers = [replace(s, around=0) for s in servers]
         return place(cluster, trainers=trainers, servers=servers, on_gpus=False)
-    policy, others = list(servers[:1]), servers[1:]
-    room = gpus - sum(s.count * s.gpus for s in others)
+    room = gpus - sum(s.count * s.gpus for s in servers[1:])
     if trainers > room:
-        beside = (f" and {s.key}.count={s.count} of {s.key}.tp*dp={s.gpus}" for s in others)
-        needed = trainers + gpus - room
+        others = (f" and {s.key}.count={s.count} of {s.key}.tp*dp={s.gpus}" for s in servers[1:])
         raise ConfigError(
             [
-                f"{trainers} trainer processes{''.join(beside)} need {needed} GPUs and {gpus} are "
-                "visible"
+                f"{trainers} trainer processes{''.join(others)} need {trainers + gpus - room} GPUs "
+                f"and {gpus} are visible"
             ]
         )
-    for s in policy:
-        if not s.around and trainers + s.count * s.gpus > room:
-            policy = [replace(s, around=room)]
-    cluster = ClusterConfig(n_gpus_per_node=gpus)
-    return place(cluster, trainers=trainers, servers=[*policy, *others])
+    policy = servers[0].count * servers[0].gpus if servers else 0
+    if policy and not servers[0].around and trainers + policy > room:
+        servers = [replace(servers[0], around=room), *servers[1:]]
+    return place(ClusterConfig(n_gpus_per_node=gpus), trainers=trainers, servers=servers)
 
 
 def place(

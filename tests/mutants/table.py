@@ -73,8 +73,8 @@ MUTANTS = (
     ),
     Mutant(
         "launcher/placement.py",
-        "if not s.around and trainers + s.count * s.gpus > room:",
-        "if not s.around and trainers + s.count * s.gpus >= room:",
+        "if policy and not servers[0].around and trainers + policy > room:",
+        "if policy and not servers[0].around and trainers + policy >= room:",
         ("tests/unit/test_launcher_devices.py::test_trainers_first_then_servers",),
     ),
     Mutant(
