@@ -18,7 +18,7 @@ from megarl.algos import Role
 from megarl.config.errors import ConfigError, raise_if_any
 from megarl.config.recipe_engines import engines, ref_is_below_adapters, saved_engines
 from megarl.config.recipes import GRPOConfig, PPOConfig
-from megarl.config.turns import takes_turns
+from megarl.config.servers import takes_turns
 from megarl.controlled import ControllerContext, RemoteWorkers
 from megarl.controller.graph_execution import GraphExecution, StepState
 from megarl.controller.graph_plan import GraphPlan

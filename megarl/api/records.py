@@ -15,9 +15,8 @@ from megarl.config.loader import run_dir
 from megarl.config.recipes import BaseConfig
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.config.servers import listed_addresses
-from megarl.config.transports import requirements_of, transport_name
 from megarl.config.unread import note_read
-from megarl.config.weight_sync import WeightSyncConfig
+from megarl.config.weight_sync import WeightSyncConfig, requirements_of, transport_name
 
 
 class Where(TypedDict):

@@ -45,7 +45,7 @@ from megarl.config.recipes import (
 from megarl.config.rollout import GenerationConfig
 from megarl.config.rules import rule_problems
 from megarl.config.schema import choice_problems, number_problems
-from megarl.config.transports import built_in_transport
+from megarl.config.weight_sync import built_in_transport
 from megarl.utils.http import split_address
 from megarl.utils.importing import is_import_path
 

@@ -12,10 +12,8 @@ from megarl.config.check_data import model_path_problems
 from megarl.config.recipes import GRPOConfig, held_out_key, held_out_sets
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig, ServerConfig
 from megarl.config.rules import rule_problems
-from megarl.config.servers import addresses_in
-from megarl.config.transports import Requirements, built_in_transport
-from megarl.config.turns import turn_problems
-from megarl.config.weight_sync import WeightSyncConfig
+from megarl.config.servers import addresses_in, turn_problems
+from megarl.config.weight_sync import Requirements, WeightSyncConfig, built_in_transport
 from megarl.utils.env import is_here
 from megarl.utils.http import split_address
 from megarl.utils.job_token import ENV

@@ -35,7 +35,8 @@ _VOLATILE = ("transformers_version", "dtype", "torch_dtype", "_name_or_path", "u
 # what a launcher gives anew at every start
 _PER_START = ("rollout.addresses",)
 # what another run of the same work has otherwise
-_OF_A_RUN = (*_PER_START, "fileroot", "experiment_name", "trial_name", "record.", "replay")
+_OF_A_RUN = (*_PER_START, "fileroot", "experiment_name", "trial_name", "record", "replay")
+Flat = dict[str, Any]  # values by dotted names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +115,7 @@ def _contradictions(cfg: BaseConfig, seen: BaseConfig, newest: Checkpoint) -> It
     run = newest.path.parent.parent
     away = f"the run in {run} cannot continue so; set another trial_name, or move it"
     tree = _saved_tree(run)
-    before, now = _flat(tree) if tree else {}, _flat(yaml.safe_load(config_yaml(cfg)))
+    before, now = _flat(tree), _flat(yaml.safe_load(config_yaml(cfg)))
     if before.get("recipe", cfg.recipe) != cfg.recipe:
         yield f"recipe={cfg.recipe}: it was {before['recipe']}; {away}"
         return
@@ -152,37 +153,29 @@ def architecture(cfg: BaseConfig, name: str) -> dict[str, Any]:
 def config_changes(cfg: BaseConfig) -> list[str]:
     """Returns `key: old -> new` for every key that differs from the run directory's config.yaml, by
     how it is written: a variable that has another value now is no difference."""
-    before, now = _saved_config(run_dir(cfg)), _flat(yaml.safe_load(config_yaml(cfg)))
-    if not before:
-        return []
-    keys = [k for k in (before | now) if k not in _PER_START and before.get(k) != now.get(k)]
-    return [f"{k}: {_shown(before, k, now)} -> {_shown(now, k, before)}" for k in keys]
+    before, now = _flat(_saved_tree(run_dir(cfg))), _flat(yaml.safe_load(config_yaml(cfg)))
+    return _differences(before, now, "->", _PER_START) if before else []
 
 
 def configs_apart(a: Path, b: Path) -> list[str]:
     """Returns `key: a's value | b's value` for every key of which two run directories' config.yaml
     differ, but for those that name a run or record it."""
-    first, second = _saved_config(a), _saved_config(b)
-    keys = [k for k in (first | second) if not k.startswith(_OF_A_RUN)]
-    return [
-        f"{k}: {_shown(first, k, second)} | {_shown(second, k, first)}"
-        for k in keys
-        if first.get(k) != second.get(k)
-    ]
+    return _differences(_flat(_saved_tree(a)), _flat(_saved_tree(b)), "|", _OF_A_RUN)
 
 
-def _shown(config: dict[str, Any], key: str, other: dict[str, Any]) -> Any:
+def _differences(a: Flat, b: Flat, sign: str, but: tuple[str, ...]) -> list[str]:
+    """Returns a line for each key that differs, and is or lies in none of `but`."""
+    keys = [k for k in a | b if a.get(k) != b.get(k)]
+    keys = [k for k in keys if not any(f"{k}.".startswith(f"{name}.") for name in but)]
+    return [f"{k}: {_shown(a, k, b)} {sign} {_shown(b, k, a)}" for k in keys]
+
+
+def _shown(config: Flat, key: str, other: Flat) -> Any:
     """Returns a value as the log may show it: masked where the other start takes it from the
     environment, since it may be what that start hides there."""
     value = config.get(key)
     hidden = "${" in str(other.get(key)) and "${" not in str(value) and value is not None
     return MASK if hidden else masked(value, key)
-
-
-def _saved_config(directory: Path) -> dict[str, Any]:
-    """Returns the keys of config.yaml, flat, as they are written."""
-    tree = _saved_tree(directory)
-    return _flat(tree) if tree else {}
 
 
 def _value_now(tree: dict[str, Any], key: str) -> Any:
@@ -208,10 +201,10 @@ def _saved_tree(directory: Path) -> dict[str, Any]:
     return tree
 
 
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+def _flat(tree: Any, prefix: str = "") -> Flat:
     if not isinstance(tree, dict):
         return {prefix: tree}
-    out: dict[str, Any] = {}
+    out: Flat = {}
     for key, value in tree.items():
         out |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
     return out

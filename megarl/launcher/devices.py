@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from megarl.config.errors import ConfigError
 from megarl.config.recipes import GRPOConfig
-from megarl.config.transports import Requirements
-from megarl.config.turns import takes_turns
+from megarl.config.servers import takes_turns
+from megarl.config.weight_sync import Requirements
 from megarl.launcher.job import SERVER
 from megarl.launcher.placement import Placement
 

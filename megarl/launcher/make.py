@@ -15,8 +15,7 @@ from megarl.config.recipe_engines import uses_block_fp8
 from megarl.config.recipes import GRPOConfig, sources
 from megarl.config.rollout import ServerConfig
 from megarl.config.secrets import environment_names
-from megarl.config.servers import ADDRESSES_ENV, JUDGES_ENV
-from megarl.config.turns import takes_turns
+from megarl.config.servers import ADDRESSES_ENV, JUDGES_ENV, takes_turns
 from megarl.launcher.job import (
     JUDGE,
     MASTER,

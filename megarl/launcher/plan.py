@@ -20,9 +20,8 @@ from megarl.config.recipe_engines import trainer_processes
 from megarl.config.recipes import BaseConfig, GRPOConfig
 from megarl.config.rollout import ServerConfig
 from megarl.config.secrets import masked_override
-from megarl.config.servers import needs_servers
-from megarl.config.transports import Requirements
-from megarl.config.turns import settle_turns
+from megarl.config.servers import needs_servers, settle_turns
+from megarl.config.weight_sync import Requirements
 from megarl.config.words import Word, read_override
 from megarl.launcher.container import check_fileroot, checked_from_here, seen_from_here
 from megarl.launcher.devices import check_devices

@@ -14,8 +14,8 @@ from megarl.config.recipe_engines import (
     smallest_world_size,
 )
 from megarl.config.recipes import BaseConfig, GRPOConfig, data_purpose
-from megarl.config.transports import built_in_transport
-from megarl.config.turns import settle_turns, takes_turns
+from megarl.config.servers import settle_turns, takes_turns
+from megarl.config.weight_sync import built_in_transport
 
 _LONGEST = 2048  # tokens of a prompt where the data set has no max_length
 

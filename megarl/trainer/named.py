@@ -22,7 +22,7 @@ from megarl.config.loader import load_config, own_class, run_dir
 from megarl.config.recipe_engines import engines, model_path
 from megarl.config.recipes import BaseConfig, GRPOConfig, RMConfig, data_purpose, datasets, sources
 from megarl.config.secrets import keep_written
-from megarl.config.transports import Requirements, built_in_transport, requirements_of
+from megarl.config.weight_sync import Requirements, built_in_transport, requirements_of
 from megarl.data.overlap import apart, prompt_key
 from megarl.data.preference import check_margins
 from megarl.data.sources import check_batches, load_rows

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.config.check_rollout import transport_problems
-from megarl.config.transports import transport_class
+from megarl.config.weight_sync import transport_class
 from megarl.rollout.rewards import (
     OWN_ARGUMENTS,
     get_reward_fn,

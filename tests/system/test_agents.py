@@ -20,8 +20,12 @@ import torch
 from examples.tiny_model import make_model
 from megarl.api.inference import InferenceEngine
 from megarl.api.records import ModelRequest, ModelResponse
-from megarl.config.gateway import GatewayConfig
-from megarl.config.rollout import GenerationHyperparameters, RolloutConfig, ServerConfig
+from megarl.config.rollout import (
+    GatewayConfig,
+    GenerationHyperparameters,
+    RolloutConfig,
+    ServerConfig,
+)
 from megarl.rollout.local import SGLangEngine
 from megarl.rollout.workflows.agent import AgentWorkflow
 from tests.tiny import save_tiny

@@ -20,8 +20,7 @@ import torch
 
 from megarl.api.records import ModelRequest, ModelResponse
 from megarl.config.dataset import DatasetConfig
-from megarl.config.gateway import GatewayConfig
-from megarl.config.rollout import GenerationHyperparameters
+from megarl.config.rollout import GatewayConfig, GenerationHyperparameters
 from megarl.rollout.environments import client
 from megarl.rollout.environments.client import Worker, WorkerError, shared_workers
 from megarl.rollout.environments.config import EnvironmentConfig

@@ -21,9 +21,8 @@ import pytest
 from megarl.api.records import ModelRequest, ModelResponse
 from megarl.config.check import check_config
 from megarl.config.errors import ConfigError
-from megarl.config.gateway import CALL_FORMATS, GatewayConfig
 from megarl.config.loader import load_config
-from megarl.config.rollout import GenerationHyperparameters
+from megarl.config.rollout import CALL_FORMATS, GatewayConfig, GenerationHyperparameters
 from megarl.rollout import tally
 from megarl.rollout.cache_keys import began
 from megarl.rollout.gateway.calls import call_parser

@@ -12,7 +12,7 @@ from megarl.config.command_line import parse_command_line
 from megarl.config.errors import ConfigError
 from megarl.config.loader import checked_config
 from megarl.config.recipes import GRPOConfig
-from megarl.config.turns import takes_turns
+from megarl.config.servers import takes_turns
 from megarl.launcher import plan
 from megarl.launcher.job import SERVER, TRAINER
 from megarl.launcher.make import make_job

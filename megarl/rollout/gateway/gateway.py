@@ -13,8 +13,7 @@ from typing import Any
 import uvicorn
 
 from megarl.api.inference import InferenceEngine
-from megarl.config.gateway import GatewayConfig
-from megarl.config.rollout import GenerationHyperparameters
+from megarl.config.rollout import GatewayConfig, GenerationHyperparameters
 from megarl.rollout.gateway.app import build_app, same_key
 from megarl.rollout.gateway.calls import CallParser, call_parser
 from megarl.rollout.gateway.errors import BadRequest

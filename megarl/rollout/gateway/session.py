@@ -20,8 +20,7 @@ from typing import Any, TypeVar
 
 from megarl.api.inference import InferenceEngine
 from megarl.api.records import ModelRequest, ModelResponse
-from megarl.config.gateway import GatewayConfig
-from megarl.config.rollout import GenerationHyperparameters
+from megarl.config.rollout import GatewayConfig, GenerationHyperparameters
 from megarl.rollout.gateway.attempts import Attempts
 from megarl.rollout.gateway.errors import BadRequest
 from megarl.rollout.gateway.messages import ChatRequest, Key, Message, digest, keys_of
