@@ -176,12 +176,13 @@ class _Maker:
         """Returns the value of one key, MISSING for a wrong one, whose default stands in."""
         if value == _REQUIRED and isinstance(value, str):
             return MISSING
-        if value is None and not key.nullable:
-            return self._wrong(f"{key.name}=null: needs a value of type {key.type_name}")
+        if value is None:
+            needs = f"{key.name}=null: needs a value of type {key.type_name}"
+            return None if key.nullable else self._wrong(needs)
         if key.element is not None and isinstance(value, dict):
             made = {n: self._element(f"{key.name}.{n}", key.element, v) for n, v in value.items()}
             return {name: section for name, section in made.items() if section is not MISSING}
-        if key.section is None or value is None:
+        if key.section is None:
             return self._plain(key, value)
         if not isinstance(value, dict):
             inside = ", ".join(k.name for k in children(key.section, key.name + "."))
