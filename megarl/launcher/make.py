@@ -72,18 +72,6 @@ def make_job(plan: Plan, env: Mapping[str, str], *, cluster: bool = False) -> Jo
     )
 
 
-def server_env(gpus: str | None, env: Mapping[str, str], *, here: bool = True) -> dict[str, str]:
-    """Returns the variables of a server's environment that `env` lacks or has otherwise. gpus: its
-    CUDA_VISIBLE_DEVICES. here: all of the job is on this machine."""
-    changed = dict(env)
-    if here:
-        set_loopback_default(changed)
-    set_nccl_default(changed)
-    if gpus is not None or env.get("MEGARL_DEVICE") == "cpu":
-        changed["CUDA_VISIBLE_DEVICES"] = gpus or ""
-    return _new(changed, env)
-
-
 def _new(env: Mapping[str, str], before: Mapping[str, str]) -> dict[str, str]:
     return {k: v for k, v in env.items() if before.get(k) != v}
 
@@ -143,8 +131,10 @@ class _Maker:
         if parts > 1:
             command += ["--nnodes", str(parts), "--node-rank", str(part)]
             command += ["--dist-init-addr", f"@{{address:{init}}}"]
-        env = self._base(SERVER, seat.node, server.threads)
-        env |= server_env(seat.gpus, env, here=not self.cluster)
+        env = self._base(SERVER, seat, server.threads)
+        set_nccl_default(env)
+        if not self.cluster:
+            set_loopback_default(env)
         if server.type == "sglang":
             set_sglang_defaults(env)
         if "--enable-memory-saver" in releases:
@@ -242,12 +232,10 @@ class _Maker:
         """Returns a process that has the GPUs of rank `rank`. own: its own variables, beside the
         servers' addresses, its GPUs and its import path."""
         cfg, seat = self.plan.cfg, self.plan.placement.trainers[rank]
-        env = {**self._base(TRAINER, seat.node), **own}
+        env = {**self._base(TRAINER, seat), **own}
         for key, name in ((SERVER, ADDRESSES_ENV), (JUDGE, JUDGES_ENV)):
             if addresses := self.at(key):
                 env[name] = ",".join(addresses)
-        if seat.gpus is not None:
-            env["CUDA_VISIBLE_DEVICES"] = seat.gpus
         known = list(cfg.rollout.addresses) if isinstance(cfg, GRPOConfig) else []
         host = "elsewhere" if self.cluster else LOOPBACK
         set_trainer_defaults(
@@ -276,16 +264,18 @@ class _Maker:
         """Returns PYTHONPATH for scripts outside the package, and for the user's rewards."""
         return _path(str(PACKAGE.parent), self.env.get("PYTHONPATH"), os.getcwd())
 
-    def _base(self, role: str, node: int, threads: int = 0) -> dict[str, str]:
-        """Returns the launcher's environment, with the nodes' interface and a process's share of
-        its node's cores, `threads` where that is not 0."""
+    def _base(self, role: str, seat: Seat, threads: int = 0) -> dict[str, str]:
+        """Returns the launcher's environment, with the nodes' interface, a process's GPUs, and its
+        share of its node's cores, `threads` where that is not 0."""
         env = dict(self.env)
+        if seat.gpus is not None or env.get("MEGARL_DEVICE") == "cpu":
+            env["CUDA_VISIBLE_DEVICES"] = seat.gpus or ""
         if self.cluster and (interface := self.plan.cfg.cluster.interface):
             for name in _INTERFACES:
                 env.setdefault(name, interface)
         if threads:
             env[THREADS] = str(threads)
-        elif (processes := self.processes[role][node]) > 1:
+        elif (processes := self.processes[role][seat.node]) > 1:
             env.setdefault(THREADS, f"@{{cores:{processes}}}")
         return env
 

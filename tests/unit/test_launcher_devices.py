@@ -202,3 +202,17 @@ def test_nccl_versions_of_trainers_and_servers_are_compared(
     # where nothing is streamed over NCCL nobody asks
     for gpus, kind in ((4, "disk"), (0, "distributed")):
         assert planned(gpus, *SGLANG, f"server.python={broken}", f"weight_sync.type={kind}")
+
+
+def test_servers_get_only_what_differs(job: Callable[..., Plan]) -> None:
+    """The rest they inherit; passing it on would undo what start_server itself sets."""
+
+    def env(gpus: int, **given: str) -> dict[str, str]:
+        made = make_job(job(gpus), given).of(SERVER)[0].env
+        return {name: value for name, value in made.items() if name != "PYTHONPATH"}
+
+    always = {"NCCL_CUMEM_ENABLE": "0", "GLOO_SOCKET_IFNAME": "lo"}
+    assert env(0) == always
+    assert env(3) == always | {"CUDA_VISIBLE_DEVICES": "@{gpus:2}"}
+    given = {"MEGARL_DEVICE": "cpu", "GLOO_SOCKET_IFNAME": "eth0", "NCCL_CUMEM_ENABLE": "1"}
+    assert env(0, **given) == {"CUDA_VISIBLE_DEVICES": ""}

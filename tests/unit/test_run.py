@@ -12,7 +12,6 @@ import pytest
 import megarl.trainer
 from megarl.config.errors import ConfigError
 from megarl.config.recipes import BaseConfig, GRPOConfig, SFTConfig
-from megarl.launcher.make import server_env
 from megarl.run import main
 from megarl.utils.env import has_interface
 from tests.hf_stub import write_stub
@@ -157,13 +156,3 @@ def test_check_of_rl_needs_no_server(ran: list, tmp_path: Path) -> None:
     """Which the launcher would start."""
     args = [f"actor.path={write_stub(tmp_path / 'm')}", "actor.optimizer.lr=1"]
     assert main([*args, "gconfig.n_samples=2", "--check"]) == 0 and not ran
-
-
-def test_servers_get_only_what_differs(environ: dict[str, str]) -> None:
-    """The rest they inherit; passing it on would undo what start_server itself sets."""
-    environ |= {"PYTHONPATH": "x"}
-    always = LO | {"NCCL_CUMEM_ENABLE": "0"}
-    assert server_env(None, environ) == always
-    assert server_env("2,3", environ) == always | {"CUDA_VISIBLE_DEVICES": "2,3"}
-    environ |= {"MEGARL_DEVICE": "cpu", "GLOO_SOCKET_IFNAME": "eth0", "NCCL_CUMEM_ENABLE": "1"}
-    assert server_env(None, environ) == {"CUDA_VISIBLE_DEVICES": ""}
