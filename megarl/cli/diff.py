@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megarl.cli.command import RUN, CommandParser, step_range
-from megarl.config.earlier_run import configs_apart
+from megarl.config.earlier_run import configs_apart, differences
 from megarl.config.errors import ConfigError
 from megarl.observability.fingerprints import (
     Comparison,
@@ -43,17 +43,17 @@ def diff(a: Path, b: Path, *, steps: tuple[int, int] | None, shown: int | None) 
     no step in common."""
     first, second = recorded(a), recorded(b)
     wanted = None if steps is None else range(steps[0], steps[1] + 1)
-    found = compare(first, second, wanted)
-    if not found.compared:
+    comparison = compare(first, second, wanted)
+    if not comparison.compared:
         only = "" if steps is None else f" of {steps[0]}-{steps[1]}"
         have = " and ".join(_steps([*run.steps]) for run in (first, second))
         raise ConfigError([f"no step{only} that both runs recorded: they have {have}"])
-    for line in unlike(first, second):
-        print(f"not the same: {line}")
+    for name, of_first, of_second in differences(first.start, second.start):
+        print(f"not the same: {name}: {of_first} | {of_second}")
     for line in _at_most(configs_apart(a, b), shown):
         print(f"configuration: {line}")
-    print("\n".join(verdict(found, shown)))
-    return DIFFERENT if found.difference else 0
+    print("\n".join(verdict(comparison, shown)))
+    return DIFFERENT if comparison.difference else 0
 
 
 def recorded(run: Path) -> Fingerprints:
@@ -65,33 +65,23 @@ def recorded(run: Path) -> Fingerprints:
         raise ConfigError([f"{e.filename}: no fingerprints; {why}"]) from e
 
 
-def unlike(a: Fingerprints, b: Fingerprints) -> Iterator[str]:
-    """Yields what two starts did not have alike, of what decides over bits."""
-    for name in sorted(a.start.keys() | b.start.keys()):
-        mine, others = a.start.get(name), b.start.get(name)
-        if isinstance(mine, dict) and isinstance(others, dict):
-            keys = [k for k in sorted(mine | others) if mine.get(k) != others.get(k)]
-            yield from (f"{name} of {k}: {mine.get(k)} | {others.get(k)}" for k in keys)
-        elif mine != others:
-            yield f"{name}: {mine} | {others}"
-
-
-def verdict(found: Comparison, shown: int | None) -> Iterator[str]:
+def verdict(comparison: Comparison, shown: int | None) -> Iterator[str]:
     """Yields the lines that say what differs first, or that nothing does."""
-    if found.difference is None:
-        yield f"no difference in {_steps(found.compared)}: {found.tensors} tensors are equal"
+    if comparison.difference is None:
+        steps = _steps(comparison.compared)
+        yield f"no difference in {steps}: {comparison.tensors} tensors are equal"
         return
-    yield from _named(found.difference, shown)
-    if len(found.compared) > 1:
-        yield f"no difference before it, in {_steps(found.compared[:-1])}"
+    yield from _named(comparison.difference, shown)
+    if len(comparison.compared) > 1:
+        yield f"no difference before it, in {_steps(comparison.compared[:-1])}"
 
 
-def _named(found: Difference, shown: int | None) -> Iterator[str]:
-    tensors = [f"{name}: {why}" for name, why in found.tensors.items()]
-    yield f"step {found.step}, {found.phase}: {tensors[0]}"
+def _named(first: Difference, shown: int | None) -> Iterator[str]:
+    tensors = [f"{name}: {why}" for name, why in first.tensors.items()]
+    yield f"step {first.step}, {first.phase}: {tensors[0]}"
     yield from (f"  also {line}" for line in _at_most(tensors[1:], shown))
-    if found.equal:
-        yield f"  equal in that step: {', '.join(found.equal)}"
+    if first.equal:
+        yield f"  equal in that step: {', '.join(first.equal)}"
 
 
 def _at_most(lines: list[str], shown: int | None) -> list[str]:

@@ -57,12 +57,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def read_timeline(run: Path) -> dict[int, list[Span]]:
     """Returns what each process recorded, by rank, in order of time."""
-    found = {}
+    spans = {}
     for path in sorted((run / FOLDER).glob("rank_*.jsonl")):
         number = path.stem.removeprefix("rank_")
         if number.isdecimal():
-            found[int(number)] = sorted(read_spans(path), key=lambda s: float(s["start"]))
-    return dict(sorted(found.items()))
+            spans[int(number)] = sorted(read_spans(path), key=lambda s: float(s["start"]))
+    return dict(sorted(spans.items()))
 
 
 def within(spans: dict[int, list[Span]], steps: tuple[int, int]) -> dict[int, list[Span]]:

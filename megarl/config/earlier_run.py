@@ -154,20 +154,28 @@ def config_changes(cfg: BaseConfig) -> list[str]:
     """Returns `key: old -> new` for every key that differs from the run directory's config.yaml, by
     how it is written: a variable that has another value now is no difference."""
     before, now = _flat(_saved_tree(run_dir(cfg))), _flat(yaml.safe_load(config_yaml(cfg)))
-    return _differences(before, now, "->", _PER_START) if before else []
+    return _lines_apart(before, now, "->", _PER_START) if before else []
 
 
 def configs_apart(a: Path, b: Path) -> list[str]:
     """Returns `key: a's value | b's value` for every key of which two run directories' config.yaml
     differ, but for those that name a run or record it."""
-    return _differences(_flat(_saved_tree(a)), _flat(_saved_tree(b)), "|", _OF_A_RUN)
+    return _lines_apart(_flat(_saved_tree(a)), _flat(_saved_tree(b)), "|", _OF_A_RUN)
 
 
-def _differences(a: Flat, b: Flat, sign: str, but: tuple[str, ...]) -> list[str]:
+def _lines_apart(a: Flat, b: Flat, sign: str, but: tuple[str, ...]) -> list[str]:
     """Returns a line for each key that differs, and is or lies in none of `but`."""
-    keys = [k for k in a | b if a.get(k) != b.get(k)]
+    keys = [key for key, _, _ in differences(a, b)]
     keys = [k for k in keys if not any(f"{k}.".startswith(f"{name}.") for name in but)]
     return [f"{k}: {_shown(a, k, b)} {sign} {_shown(b, k, a)}" for k in keys]
+
+
+def differences(before: dict[str, Any], after: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yields (dotted key, value before, value after) for each plain value that differs."""
+    old, new = _flat(before), _flat(after)
+    for key in old | new:
+        if old.get(key) != new.get(key):
+            yield key, old.get(key), new.get(key)
 
 
 def _shown(config: Flat, key: str, other: Flat) -> Any:

@@ -193,7 +193,7 @@ MUTANTS = (
     ),
     Mutant(
         "cli/diff.py",
-        "return DIFFERENT if found.difference else 0",
+        "return DIFFERENT if comparison.difference else 0",
         "return 0",
         ("tests/unit/test_diff.py::test_a_bug_is_named",),
     ),

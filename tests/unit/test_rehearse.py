@@ -168,10 +168,10 @@ def test_every_recipe_shrinks_to_a_sound_one(name: str, tmp_path: Path) -> None:
     cfg = load_config(str(ROOT / "configs" / f"{name}.yaml"), _model(name))
     before = dict(engines(cfg))
     plan = make_plan(cfg, cards=CARDS, ranks=8)
-    models = {}
-    for engine in plan.paths:
-        models[engine] = str(tmp_path / engine)
-        write_model(plan.small[engine], tmp_path / engine, head=before[engine].head, seed=1)
+    models: dict[str, str] = {}
+    for path, names in plan.users.items():
+        models |= dict.fromkeys(names, str(tmp_path / names[0]))
+        write_model(plan.small[path], tmp_path / names[0], head=before[names[0]].head, seed=1)
     small = shrink_config(cfg, plan.layouts, models, fileroot=str(tmp_path))
     check_config(small, plan.layouts.world_size)
     assert small.recipe == cfg.recipe and small.total_train_steps == STEPS
@@ -191,7 +191,9 @@ def test_a_controller_is_rehearsed_on_this_machine(tmp_path: Path) -> None:
         str(ROOT / "configs" / "quickstart_grpo.yaml"), [*_model("quickstart"), *said]
     )
     plan = make_plan(cfg, cards=CARDS, ranks=2)
-    small = shrink_config(cfg, plan.layouts, dict.fromkeys(plan.paths, ""), fileroot=str(tmp_path))
+    small = shrink_config(
+        cfg, plan.layouts, dict.fromkeys(engines(cfg), ""), fileroot=str(tmp_path)
+    )
     assert (small.trainer.mode, small.trainer.workers) == ("controller", None)
     assert small.trainer.scheduler == "local"
 

@@ -164,15 +164,15 @@ def versions(host: Host) -> Iterator[Finding]:
     """Compares packages with what megarl needs and with what its tests run with."""
     for name in ("torch", "megatron-core", "transformers"):
         yield _version(name, _installed(name))
-    if host.gpus and (found := _installed("transformer-engine")):
-        yield _version("transformer-engine", found)
+    if host.gpus and (installed := _installed("transformer-engine")):
+        yield _version("transformer-engine", installed)
     elif host.gpus:
         text = "not installed: attention is torch's, and there is no FP8"
         fix = "pip install --no-build-isolation 'transformer_engine[pytorch]', against this torch"
         yield Finding(WARN, "transformer-engine", text, fix)
     if host.rl and host.rl.server.type == "sglang" and host.rl.server.count:
         python = host.rl.server.python
-        yield _version("sglang", _asked(python) if python else _installed("sglang"))
+        yield _version("sglang", _sglang_of(python) if python else _installed("sglang"))
 
 
 def _installed(name: str) -> str | None:
@@ -182,7 +182,7 @@ def _installed(name: str) -> str | None:
         return None
 
 
-def _asked(python: str) -> str | None:
+def _sglang_of(python: str) -> str | None:
     """Returns the version of SGLang that another interpreter has."""
     code = "from importlib.metadata import version; print(version('sglang'))"
     try:
@@ -192,19 +192,19 @@ def _asked(python: str) -> str | None:
     return done.stdout.strip() or None
 
 
-def _version(name: str, found: str | None) -> Finding:
+def _version(name: str, installed: str | None) -> Finding:
     low, high = TESTED[name]
-    if found is None:
+    if installed is None:
         fix = f"pip install {name}=={high}, or name an interpreter that has it (server.python)"
         return Finding(FAIL, name, "not installed", fix)
     # what megarl's own installation asks for, where it is no mere directory on the path
-    asked = map(Requirement, requires("megarl") or () if _installed("megarl") else ())
-    needed = next((r for r in asked if r.name == name and not r.marker), Requirement(name))
-    if not needed.specifier.contains(found):
-        return Finding(FAIL, name, f"{found}: megarl needs {needed}", f"pip install '{needed}'")
-    tested = Version(low).release <= Version(found).release <= Version(high).release
+    requirements = map(Requirement, requires("megarl") or () if _installed("megarl") else ())
+    needed = next((r for r in requirements if r.name == name and not r.marker), Requirement(name))
+    if not needed.specifier.contains(installed):
+        return Finding(FAIL, name, f"{installed}: megarl needs {needed}", f"pip install '{needed}'")
+    tested = Version(low).release <= Version(installed).release <= Version(high).release
     fix = f"where something fails, take {name}=={high} and say so in an issue"
-    return _verdict(tested, name, f"{found}; tests run with {low} to {high}", fix, bad=WARN)
+    return _verdict(tested, name, f"{installed}; tests run with {low} to {high}", fix, bad=WARN)
 
 
 # environment

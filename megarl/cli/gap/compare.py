@@ -146,15 +146,15 @@ def _choices(runs: Runs) -> list[Gap]:
     layers = [part.layer for part in runs.exact.parts if part.name == ROUTER]
     moved = _flips(runs.rounded.routes, runs.exact.routes)
     usual = sum(int(moved[:, i].sum()) for i in layers) / len(layers)
-    found = _flips(given, runs.second.routes)
+    flips = _flips(given, runs.second.routes)
     return [
         Gap(
             part=Part(i, CHOICE),
-            mean=int(found[:, i].sum()),
+            mean=int(flips[:, i].sum()),
             rounding=max(int(moved[:, i].sum()), usual),
             worst=0,
             worst_rounding=1,
-            token=int(found[:, i].int().argmax()),
+            token=int(flips[:, i].int().argmax()),
         )
         for i in layers
     ]
@@ -178,23 +178,24 @@ def _sides(part: Part, runs: Runs) -> tuple[float, float]:
 # what people read
 
 
-def report(found: Comparison, other: str) -> Iterator[str]:
+def report(comparison: Comparison, other: str) -> Iterator[str]:
     """Yields the gaps, a line for each layer, and a verdict; `other`: the program beside the
     trainer."""
     yield "Gaps as multiples of what rounding does at the same place:"
     rows: dict[str, list[str]] = {}
-    for gap in found.gaps:
+    for gap in comparison.gaps:
         row, _, part = place(gap).rpartition(", ")
         rows.setdefault(row or part, []).append(f"{part if row else ''} {_figure(gap)}".strip())
     yield from (f"  {row:12}{', '.join(cells)}" for row, cells in rows.items())
-    parts = [gap for gap in found.gaps if gap.part.name not in (CHOICE, HEAD)]
+    parts = [gap for gap in comparison.gaps if gap.part.name not in (CHOICE, HEAD)]
     largest = max(parts, key=lambda gap: gap.rounding)
     yield f"Rounding makes at most {largest.rounding:.1g} of a part's size, at {place(largest)}."
+    mean, most = comparison.logp_mean, comparison.logp_largest
     yield (
-        f"Log-probabilities of {found.answers} tokens of answers: a gap of {found.logp_mean:.2g} "
-        f"nats in the mean, {found.logp_largest:.2g} at most."
+        f"Log-probabilities of {comparison.answers} tokens of answers: a gap of {mean:.2g} nats in "
+        f"the mean, {most:.2g} at most."
     )
-    yield from verdict(found, other)
+    yield from verdict(comparison, other)
 
 
 def _figure(gap: Gap) -> str:
@@ -204,14 +205,14 @@ def _figure(gap: Gap) -> str:
     return f"{figure} (!)" if gap.is_bug else figure
 
 
-def verdict(found: Comparison, other: str) -> list[str]:
+def verdict(comparison: Comparison, other: str) -> list[str]:
     """Returns the lines that say what was found; `other`: the program beside the trainer."""
-    bug = found.first
+    bug = comparison.first
     if bug is None:
         return [f"All of it is rounding: trainer and {other} compute the same model."]
     lines = [f"{place(bug)}: the first gap that is more than rounding. {_size(bug)}"]
-    if found.sides is not None:
-        lines += _referee(found.sides, other)
+    if comparison.sides is not None:
+        lines += _referee(comparison.sides, other)
     return lines
 
 

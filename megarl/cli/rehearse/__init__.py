@@ -33,12 +33,11 @@ from megarl.cli.rehearse.shrink import (
     LONG_CONTEXT,
     Layouts,
     changes,
-    differences,
     shrink_config,
     shrink_layouts,
 )
 from megarl.config.check import check_config
-from megarl.config.earlier_run import checkpoints
+from megarl.config.earlier_run import checkpoints, differences
 from megarl.config.engine import TrainEngineConfig
 from megarl.config.errors import ConfigError, raise_if_any
 from megarl.config.loader import load_config, run_dir, save_config
@@ -104,12 +103,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Holds what a rehearsal runs. By engine: `paths`, the cluster's model; `raw` and `small`, its
-    config.json and the small one. Engines with one path share one model."""
+    """Holds what a rehearsal runs. By the path of the cluster's model: `users`, the engines that
+    have it; `raw` and `small`, its config.json and the small one."""
 
     cfg: BaseConfig
     layouts: Layouts
-    paths: dict[str, str]
+    users: dict[str, list[str]]
     raw: dict[str, dict[str, Any]]
     small: dict[str, dict[str, Any]]
 
@@ -128,38 +127,35 @@ def make_plan(cfg: BaseConfig, *, cards: Path, ranks: int) -> Plan:
     """Plans the rehearsal of `cfg` on at most `ranks` ranks. cards: a directory with the
     config.json of models that are not here. Raises ConfigError where a model is not known, or does
     not fit its layout."""
-    paths = {name: model_path(cfg, name) for name in engines(cfg)}
+    users: dict[str, list[str]] = {}
+    for name in engines(cfg):
+        users.setdefault(model_path(cfg, name), []).append(name)
     before = {name: engine.parallel for name, engine in engines(cfg).items()}
     raw, problems = {}, []
-    for name, path in paths.items():
-        first = _users(paths, path)[0]
+    for path, names in users.items():
         try:
-            raw[name] = find_shapes(path, cards)
+            raw[path] = find_shapes(path, cards)
         except ValueError as e:
-            problems.append(f"{first}.path: {e} ({first}.path=NAME, for a rehearsal)")
+            problems.append(f"{names[0]}.path: {e} ({names[0]}.path=NAME, for a rehearsal)")
             continue
-        try:
-            check_layout(parse_hf_config(language_model(raw[name]), name), before[name])
-        except ValueError as e:
-            problems.append(f"{name}: {e}")
-    raise_if_any(dict.fromkeys(problems))
+        for name in names:
+            try:
+                check_layout(parse_hf_config(language_model(raw[path]), name), before[name])
+            except ValueError as e:
+                problems.append(f"{name}: {e}")
+    raise_if_any(problems)
     layouts = shrink_layouts(before, ranks=ranks, mixed=any(map(is_mixed, raw.values())))
     small = {}
-    for name, path in paths.items():
-        users = _users(paths, path)
-        kv_heads = raw[name].get("num_key_value_heads") or raw[name]["num_attention_heads"]
-        degrees = Degrees.of(
-            (layouts.parallel[n] for n in users), (before[n] for n in users), kv_heads
+    for path, names in users.items():
+        here, cluster = ([of[name] for name in names] for of in (layouts.parallel, before))
+        small[path] = shrink_model(
+            raw[path],
+            Degrees.of(here, cluster, raw[path]),
+            layers=layouts.layers,
+            vocab_size=VOCAB,
+            positions=LONG_CONTEXT,
         )
-        small[name] = shrink_model(
-            raw[name], degrees, layers=layouts.layers, vocab_size=VOCAB, positions=LONG_CONTEXT
-        )
-    return Plan(cfg=cfg, layouts=layouts, paths=paths, raw=raw, small=small)
-
-
-def _users(paths: dict[str, str], path: str) -> list[str]:
-    """Returns the engines that share the model at `path`."""
-    return [name for name, other in paths.items() if other == path]
+    return Plan(cfg=cfg, layouts=layouts, users=users, raw=raw, small=small)
 
 
 def describe(plan: Plan) -> Iterator[str]:
@@ -168,13 +164,11 @@ def describe(plan: Plan) -> Iterator[str]:
     yield f"trainer ranks: a multiple of {smallest_world_size(plan.cfg)} -> {world}"
     if left_out:
         yield f"not run, only constructed: {', '.join(left_out)}"
-    for path in dict.fromkeys(plan.paths.values()):
-        name = _users(plan.paths, path)[0]
-        raw, small = (language_model(shapes[name]) for shapes in (plan.raw, plan.small))
-        sizes = [parameters(parse_hf_config(shapes, name))[0] for shapes in (raw, small)]
+    for path, names in plan.users.items():
+        raw, small = (dict(language_model(shapes[path])) for shapes in (plan.raw, plan.small))
+        sizes = [parameters(parse_hf_config(shapes, names[0]))[0] for shapes in (raw, small)]
         yield f"{Path(path).name}: {sizes[0] / 1e9:.1f}B parameters -> {sizes[1]:,}, random"
-        for key, old, new in differences(raw, small):
-            yield f"  {key}={old} -> {new}"
+        yield from (f"  {key}={old} -> {new}" for key, old, new in differences(raw, small))
 
 
 # the rehearsal
@@ -219,7 +213,7 @@ def _construct_all(plan: Plan, out: Path, *, every_rank: bool) -> Iterator[str]:
         engine = copy.deepcopy(engine)
         folder = out / "shapes" / name
         folder.mkdir(parents=True)
-        (folder / "config.json").write_text(json.dumps(plan.raw[name]))
+        (folder / "config.json").write_text(json.dumps(plan.raw[model_path(plan.cfg, name)]))
         # what a CPU lacks does not change which shapes a rank has
         engine.path, engine.init_from_scratch, engine.optimizer = str(folder), False, None
         engine.fp8, engine.attention = "none", "auto"
@@ -263,14 +257,11 @@ def construct(
 
 def _write(plan: Plan, out: Path) -> BaseConfig:
     """Writes the small models, and returns the small configuration."""
-    models = {}
-    for name, path in plan.paths.items():
-        first = _users(plan.paths, path)[0]
-        folder = out / "models" / first
-        if name == first:
-            head = engines(plan.cfg)[name].head
-            write_model(plan.small[name], folder, head=head, seed=plan.cfg.seed)
-        models[name] = str(folder)
+    models: dict[str, str] = {}
+    for path, names in plan.users.items():
+        folder, head = out / "models" / names[0], engines(plan.cfg)[names[0]].head
+        write_model(plan.small[path], folder, head=head, seed=plan.cfg.seed)
+        models |= dict.fromkeys(names, str(folder))
     return shrink_config(plan.cfg, plan.layouts, models, fileroot=str(out / "runs"))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,11 +50,15 @@ class Degrees:
 
     @classmethod
     def of(
-        cls, here: Iterable[ParallelConfig], before: Iterable[ParallelConfig], kv_heads: int
+        cls,
+        here: Sequence[ParallelConfig],
+        before: Sequence[ParallelConfig],
+        raw: Mapping[str, Any],
     ) -> Degrees:
-        """Returns the degrees of the layouts `here`, which were those `before`."""
-        here = list(here)
+        """Returns the degrees of the layouts `here`, which were those `before`, of the model with
+        the config.json `raw`."""
         tp, ep, etp = (math.lcm(*(getattr(p, d) for p in here)) for d in ("tp", "ep", "etp"))
+        kv_heads = raw.get("num_key_value_heads") or raw["num_attention_heads"]
         return cls(tp=tp, ep=ep, etp=etp, repeats=any(p.tp > kv_heads for p in before))
 
 

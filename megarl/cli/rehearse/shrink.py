@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from megarl.config.dataset import GENERATED
+from megarl.config.earlier_run import differences
 from megarl.config.loader import checked_config, config_yaml
 from megarl.config.parallel import ParallelConfig
 from megarl.config.recipe_engines import engines
@@ -151,26 +152,8 @@ def changes(before: BaseConfig, after: BaseConfig) -> Iterator[tuple[str, Any, A
     return differences(_tree(before), _tree(after))
 
 
-def differences(
-    before: Mapping[str, Any], after: Mapping[str, Any]
-) -> Iterator[tuple[str, Any, Any]]:
-    """Yields (dotted key, value before, value after) for each plain value that differs."""
-    old, new = dict(_leaves(before)), dict(_leaves(after))
-    for key in dict.fromkeys([*old, *new]):
-        if old.get(key) != new.get(key):
-            yield key, old.get(key), new.get(key)
-
-
 def _tree(cfg: BaseConfig) -> Tree:
     return dict(yaml.safe_load(config_yaml(cfg)))
-
-
-def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(tree, dict) and tree:
-        for key, value in tree.items():
-            yield from _leaves(value, f"{prefix}.{key}" if prefix else str(key))
-    else:
-        yield prefix, tree
 
 
 def _set(
