@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -35,7 +36,7 @@ class CommandParser(argparse.ArgumentParser):
     def keys(self) -> None:
         """Adds `keys`, words of the form key=value."""
         text = "changes of the configuration"
-        self.add_argument("keys", metavar="key=value", type=_key, nargs="*", help=text)
+        self.add_argument("keys", metavar="key=value", type=_key, nargs="*", default=[], help=text)
 
     def option(self, name: str, kind: Callable[[str], Any], text: str, default: Any = None) -> None:
         """Adds --name VALUE, of which `kind` makes the value."""
@@ -65,6 +66,15 @@ def step_range(text: str) -> tuple[int, int]:
         why = f"{text}: give the first and the last step, such as 10-12"
         raise argparse.ArgumentTypeError(why)
     return int(first), int(last)
+
+
+def free_path(base: Path, sign: str) -> Path:
+    """Returns `base`, or where it exists the first of BASE-2, BASE-3, ... that does not, with
+    `sign` for the dash."""
+    if not base.exists():
+        return base
+    others = (base.with_name(f"{base.name}{sign}{n}") for n in count(2))
+    return next(path for path in others if not path.exists())
 
 
 def _key(text: str) -> str:

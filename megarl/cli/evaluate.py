@@ -24,14 +24,13 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from megarl.cli.command import CommandParser, positive
+from megarl.cli.command import CommandParser, free_path, positive
 from megarl.config.dataset import DatasetConfig
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
@@ -58,7 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not (args.config or args.datasets):
         parser.error("give --datasets or --config")
     cfg, datasets = _configuration(args)
-    out = _place(args.out, args.model)
+    out = args.out or free_path(Path("eval", args.model.resolve().name), "-")
+    if (out / RESULTS).exists():
+        raise ConfigError([f"--out {out}: holds an evaluation; name another directory"])
     from megarl.trainer.evaluate_model import evaluate_model  # here, so that --help is instant
 
     results, samples = evaluate_model(cfg, str(args.model), datasets, logs=out)
@@ -102,18 +103,6 @@ def _configuration(args: Namespace) -> tuple[GRPOConfig, dict[str, DatasetConfig
     if named:
         return sampling, {name: replace(sets[""], type=name) for name in named}
     return sampling, {name or data.type: data for name, data in sets.items()}
-
-
-def _place(out: Path | None, model: Path) -> Path:
-    """Returns the directory of the results, `out` or one named after the model. Raises ConfigError
-    for one that holds an evaluation."""
-    if out is None:
-        first = Path("eval", model.resolve().name)
-        places = chain([first], (first.with_name(f"{first.name}-{i}") for i in count(2)))
-        return next(p for p in places if not (p / RESULTS).exists())
-    if (out / RESULTS).exists():
-        raise ConfigError([f"--out {out}: holds an evaluation; name another directory"])
-    return out
 
 
 def _public(cfg: GRPOConfig, data: DatasetConfig) -> dict[str, Any]:

@@ -11,13 +11,12 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from megarl.cli.command import RUN, CommandParser, positive
+from megarl.cli.command import RUN, CommandParser, free_path, positive
 from megarl.cli.diff import SHOWN, diff, recorded
 from megarl.config.earlier_run import CONFIG_FILE, RECOVER_DIR, Checkpoint, checkpoints
 from megarl.config.errors import ConfigError
@@ -67,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if what == TRAIN:
         check_batches(run, first, step)
     nproc = args.nproc or recorded(run).start.get("world_size", 1)
-    out = args.out or next_directory(run, step)
+    out = args.out or free_path(run / "replay" / f"step_{step:06d}", "_")
     if out.exists():
         raise ConfigError([f"--out {out}: it exists; name another, or remove it"])
     out = out.absolute()
@@ -118,13 +117,6 @@ def check_batches(run: Path, first: int, step: int) -> None:
                 "to at least the steps between two checkpoints"
             ]
         )
-
-
-def next_directory(run: Path, step: int) -> Path:
-    """Returns the first directory of a replay of `step` that does not exist yet."""
-    base = run / "replay" / f"step_{step:06d}"
-    later = (base.with_name(f"{base.name}_{n}") for n in count(2))
-    return base if not base.exists() else next(path for path in later if not path.exists())
 
 
 def link_tree(source: Path, target: Path) -> None:

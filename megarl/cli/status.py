@@ -29,7 +29,7 @@ from megarl.utils.stacks import state as letter_of
 
 Record = Mapping[str, Any]
 SILENT = 6 * BEAT  # seconds without a word
-SHOWN = 8  # processes of a line that are named
+SHOWN = 16  # processes with a line
 RECENT = 20  # steps that the pace is taken from
 HEALTH_TIMEOUT = 3.0  # seconds a server may take to answer
 POLL = 2.0  # seconds between two looks with --follow
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         news = (now["state"], now["step"], now["last_error"], now["servers"], health)
         if news != shown:
             shown = news
-            lines = [json.dumps(now)] if args.json else [f"{n:11}{text}" for n, text in _lines(now)]
+            lines = [json.dumps(now)] if args.json else [f"{n:14}{text}" for n, text in _lines(now)]
             print(*lines, sep="\n", flush=True)
         if not args.follow or now["state"] in OVER:
             return int(now["state"] in BAD)
@@ -257,18 +257,12 @@ def _lines(now: Record) -> Iterator[tuple[str, str]]:
 
 
 def _process_lines(processes: Sequence[Record]) -> Iterator[tuple[str, str]]:
-    """Yields a line for the processes of one kind, health and phase."""
-    groups: dict[tuple[str, str, str | None], list[Record]] = {}
-    for p in processes:
-        kind = p["name"].split()[0]
-        groups.setdefault((kind, p["health"], p["phase"]), []).append(p)
-    for (kind, health, phase), members in groups.items():
-        numbers = ", ".join(p["name"].split()[-1] for p in members[:SHOWN])
-        more = f" and {len(members) - SHOWN} more" if len(members) > SHOWN else ""
-        hosts = ", ".join(dict.fromkeys(p["host"] for p in members[:SHOWN]))
-        text = f"{numbers}{more}: {health}, on {hosts}"
-        if len(members) == 1:
-            text += f", pid {members[0]['pid']}"
-        if phase and health not in (ENDED, FAILED):
-            text += f", in {phase} for {max(p['phase_s'] or 0 for p in members):.0f} s"
-        yield kind, text
+    """Yields a line for each of the first processes; those that something is wrong with lead."""
+    first = sorted(processes, key=lambda p: p["health"] in ("alive", ENDED))
+    for p in first[:SHOWN]:
+        text = f"{p['health']}, on {p['host']}, pid {p['pid']}"
+        if p["phase"] and p["health"] not in (ENDED, FAILED):
+            text += f", in {p['phase']} for {p['phase_s'] or 0:.0f} s"
+        yield p["name"], text
+    if rest := first[SHOWN:]:
+        yield "", f"and {len(rest)} more: {', '.join(sorted({p['health'] for p in rest}))}"

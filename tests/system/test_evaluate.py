@@ -82,9 +82,9 @@ def test_what_fails_is_said_and_too_much_of_it_is_no_result(
         (["ADAPTER", "--datasets", "arithmetic"], "holds a PEFT adapter"),
         (["GPT2", "--datasets", "arithmetic"], "GPT2LMHeadModel"),
         (["TINY", "--datasets", "chat", "valid_dataset.path=ROWS"], "options.columns.messages"),
-        ([], "give one model directory"),
+        ([], "arguments are required: MODEL"),
         (["MODEL"], "give --datasets or --config"),
-        (["MODEL", "--datasets", "arithmetic", "--n", "0"], "--n 0: use a whole number"),
+        (["MODEL", "--datasets", "arithmetic", "--n", "0"], "--n: 0: use a whole number"),
     ],
 )
 def test_what_is_wrong_is_one_line(arguments: list[str], why: str, tmp_path: Path) -> None:

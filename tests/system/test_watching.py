@@ -124,7 +124,7 @@ def test_a_run_that_has_finished(job: Job) -> None:
         f"{STEPS} of {STEPS}",
         "reward ",
         "s a step",
-        "0, 1: ended",
+        "trainer 1     ended",
     ):
         assert words in said, said
     followed = megarl("status", str(job.run), "--follow", "--json").stdout
@@ -186,7 +186,10 @@ def test_a_run_that_is_killed(job: Job) -> None:
     by_name = {p["name"]: p for p in found["processes"]}
     assert by_name["trainer 1"]["health"] == "dead"
     said = megarl("status", str(job.run)).stdout
-    assert f"1: dead, on {victim['host']}, pid {victim['pid']}" in said and "last error" in said
+    assert (
+        f"trainer 1     dead, on {victim['host']}, pid {victim['pid']}" in said
+        and "last error" in said
+    )
 
 
 def test_where_there_is_no_run(tmp_path: Path) -> None:
