@@ -22,6 +22,7 @@ from megarl.config.recipe_engines import trainer_processes
 from megarl.config.recipes import BaseConfig
 from megarl.controller import start
 from megarl.controller.group import WorkerGroup
+from megarl.controller.messages import STOP
 from megarl.observability import stats_tracker
 from megarl.observability.profiler import Profiler
 from megarl.parallel.rank_zero import RankZero
@@ -122,7 +123,7 @@ class ControllerContext(RunContext):
         while not self._over.wait(LISTEN):
             if number := stopping.wish():
                 for client in self.rollout.group.clients:
-                    client.call_async("stop", number)
+                    client.call_async(STOP, number)
                 return
 
     @property

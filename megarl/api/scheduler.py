@@ -76,7 +76,7 @@ class Ended:
 
 
 class Caller(Protocol):
-    """Calls one worker; `megarl.rpc.client.RpcClient` does."""
+    """Calls one worker; `megarl.rpc.link.Link` does."""
 
     def call(self, verb: str, payload: Any = None, timeout: float | None = None) -> Any:
         """Returns what the worker makes of `payload`. Raises what `megarl.rpc.errors` lists, and
@@ -87,13 +87,9 @@ class Caller(Protocol):
         """Starts a call, behind those made before, and returns its future at once."""
         ...
 
-    def read(self, key: str, timeout: float | None = None) -> bytearray:
-        """Returns the bytes that the worker has for `key`."""
-        ...
-
 
 class Group(Protocol):
-    """Holds the workers of a group, which are pinged while it lasts. clients: one for each."""
+    """Holds the workers of a group. clients: one for each."""
 
     spec: GroupSpec
     workers: Sequence[Worker]

@@ -19,11 +19,22 @@ from typing import Any
 
 from megarl.api.scheduler import Caller, Worker
 from megarl.controller.batch import RemoteBatch, RemoteTokens
-from megarl.controller.messages import BatchState, Call, Peer, Raised, Ref, Reply, pack, unpack
+from megarl.controller.messages import (
+    CALL,
+    READ,
+    BatchState,
+    Call,
+    Peer,
+    Raised,
+    Ref,
+    Reply,
+    pack,
+    unpack,
+)
 from megarl.controller.remote import Remote
 from megarl.parallel.groups import init_distributed
 from megarl.parallel.worlds import World
-from megarl.rpc import messages as rpc
+from megarl.rpc import link
 from megarl.rpc.errors import RemoteError
 
 # seconds in which other workers' errors follow the first: they may be its reason, or the same
@@ -288,8 +299,8 @@ class WorkerGroup:
                 keep=keep,
                 each=each,
             )
-            packed = rpc.pack(call)
-            replies = [client.call_async("call", packed) for client in self.clients]
+            packed = link.pack(call)
+            replies = [client.call_async(CALL, packed) for client in self.clients]
             what = getattr(fn, "__name__", repr(fn))
             take = _Taker(self, found, each, number)
             pending = Pending(what, self.workers, replies, take)
@@ -320,9 +331,10 @@ class WorkerGroup:
         known = isinstance(value, Remote | RemoteBatch | RemoteTokens)
         return value.ref(self) if known else None
 
-    def read(self, peer: Peer, path: str) -> bytes | bytearray:
+    def read(self, peer: Peer, path: str) -> bytearray:
         """Returns the bytes that one of the workers serves at `path`."""
-        return self.clients[self.peers.index(peer)].read(path, READ_TIMEOUT)
+        rows: bytearray = self.clients[self.peers.index(peer)].call(READ, path, READ_TIMEOUT)
+        return rows
 
     # -- handles
 

@@ -24,6 +24,9 @@ from torch import Tensor
 
 from megarl.api.tokens import Home
 
+# verbs of a worker: a call, rows of tokens as bytes, the number of a signal that came, what is held
+CALL, READ, STOP, SIZES = "call", "read", "stop", "sizes"
+
 
 @dataclass(frozen=True)
 class Field:

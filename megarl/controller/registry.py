@@ -22,7 +22,18 @@ from torch import Tensor
 from megarl.api.batch import Batch
 from megarl.api.records import ServersLost
 from megarl.api.tokens import Comm, Home, Tokens, as_bytes
-from megarl.controller.messages import BatchState, Call, Field, Raised, Ref, Reply, pack, unpack
+from megarl.controller.messages import (
+    CALL,
+    SIZES,
+    BatchState,
+    Call,
+    Field,
+    Raised,
+    Ref,
+    Reply,
+    pack,
+    unpack,
+)
 from megarl.controller.remote import invoke
 from megarl.controller.shelf import Fetch, Shelf
 from megarl.observability.timers import shown
@@ -54,9 +65,9 @@ class Registry:
     def handle(self, verb: str, payload: Any) -> Any:
         """Returns the answer to a request. Raises what the call raises, ValueError for a verb that
         there is none of."""
-        if verb == "call":
+        if verb == CALL:
             return self.call(payload)
-        if verb == "sizes":
+        if verb == SIZES:
             return {"objects": len(self._objects), **self.shelf.sizes()}
         raise ValueError(f"a worker of the controller knows no {verb!r}")
 

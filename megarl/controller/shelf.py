@@ -16,7 +16,7 @@ from megarl.api.tokens import Comm, Home, Tokens, as_bytes, comm_or_default, fro
 from megarl.controller.messages import BatchState, Field, Peer, Source, read_path, rows_path
 
 # (worker, path) -> the bytes that the worker's shelf serves there
-Fetch = Callable[[Peer, str], bytes | bytearray]
+Fetch = Callable[[Peer, str], bytearray]
 
 MESSAGE = 64 << 20  # bytes of an answer, unless a row alone is longer
 
@@ -68,11 +68,11 @@ class Shelf:
 
     # -- tokens
 
-    def read(self, path: str) -> bytes:
+    def read(self, path: str) -> bytearray:
         """Returns the bytes at a path that `rows_path` made. Raises KeyError for a key that is not
         here, ValueError for rows that are not."""
         group, keys, rows = read_path(path)
-        return b"".join(self._rows(group, key, rows) for key in keys)
+        return bytearray().join(self._rows(group, key, rows) for key in keys)
 
     def _rows(self, group: str, key: str, rows: Tensor) -> bytes:
         held = self._held.get((group, key))
@@ -262,11 +262,10 @@ def _portions(rows: Tensor, lengths: Tensor, token_bytes: int) -> list[Tensor]:
 
 
 def _split(
-    raw: bytes | bytearray, fields: Sequence[Field], lengths: Tensor
+    raw: bytearray, fields: Sequence[Field], lengths: Tensor
 ) -> Iterator[tuple[str, Tokens]]:
     """Yields (key, tokens) of an answer that has one field after the other."""
     count, begin = int(lengths.sum()), 0
-    raw = raw if isinstance(raw, bytearray) else bytearray(raw)  # torch writes to what it is given
     whole = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
     for f in fields:
         end = begin + count * f.token_bytes

@@ -1,17 +1,17 @@
-"""Is what a worker process of the controller serves: calls on its main thread, bytes from its
-shelf. `serve` is named to megarl.rpc, which makes the process."""
+"""Is what a worker process of the controller serves: calls on its main thread, rows of tokens from
+its shelf. `serve` is named to megarl.rpc, which makes the process."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pickle import PickleBuffer
 from typing import Any
 
-from megarl.controller.messages import Peer
+from megarl.controller.messages import READ, STOP, Peer
 from megarl.controller.registry import Registry
 from megarl.parallel import exchange  # noqa: F401  a Batch of several ranks travels by it
-from megarl.rpc.client import RpcClient
-from megarl.rpc.main_thread import MAIN_THREAD
-from megarl.rpc.messages import pack
+from megarl.rpc.link import Link, connect
+from megarl.rpc.worker import on_main_thread
 from megarl.utils import stopping
 
 SERVE = "megarl.controller.worker:serve"
@@ -19,45 +19,45 @@ PULL_TIMEOUT = 600.0  # seconds in which another worker sends the rows of one re
 
 
 class Peers:
-    """Reads from the shelves of other workers; a connection stays open for the next time."""
+    """Reads from the shelves of other workers; a link stays open for the next time."""
 
     def __init__(self) -> None:
-        self._clients: dict[Peer, RpcClient] = {}
+        self._links: dict[Peer, Link] = {}
 
     def fetch(self, peer: Peer, path: str) -> bytearray:
         """Returns the bytes that a worker serves at `path`. Raises RemoteError with its error,
         RpcError where it is gone, TimeoutError after PULL_TIMEOUT."""
-        if peer not in self._clients:
-            self._clients[peer] = RpcClient(peer.address, peer.name)
-        return self._clients[peer].read(path, PULL_TIMEOUT)
+        if peer not in self._links:
+            self._links[peer] = connect(peer.address, peer.name)
+        rows: bytearray = self._links[peer].call(READ, path, PULL_TIMEOUT)
+        return rows
 
     def close(self) -> None:
-        """Closes the connections."""
-        for client in self._clients.values():
-            client.close()
+        """Closes the links."""
+        for link in self._links.values():
+            link.close()
 
 
 class ControlledWorker:
     """Serves a Registry: its calls run on the process's main thread, in the order in which they
-    came, and `read` answers meanwhile."""
+    came, and rows are read meanwhile."""
 
     def __init__(self, name: str) -> None:
         self._peers = Peers()
         self._registry = Registry(name, self._peers.fetch)
 
-    async def handle(self, verb: str, payload: Any) -> Any:
-        """Returns what the registry answers. "stop" notes at once that the signal of this number
-        asks the run to stop: a call that runs may be waiting for answers."""
-        if verb == "stop":
+    def handle(self, verb: str, payload: Any) -> Any:
+        """Returns what the registry answers. READ is answered at once, with the bytes of rows of
+        tokens (`messages.rows_path`). STOP notes at once that the signal of this number asks the
+        run to stop: a call that runs may be waiting for answers."""
+        if verb == READ:
+            return PickleBuffer(self._registry.shelf.read(payload))
+        if verb == STOP:
             return stopping.note(payload)
-        return await MAIN_THREAD.call(lambda: pack(self._registry.handle(verb, payload)))
-
-    def read(self, key: str) -> bytes:
-        """Returns the bytes of rows of tokens, see `messages.rows_path`."""
-        return self._registry.shelf.read(key)
+        return on_main_thread(self._registry.handle, verb, payload)
 
     def close(self) -> None:
-        """Closes the connections to other workers."""
+        """Closes the links to other workers."""
         self._peers.close()
 
 

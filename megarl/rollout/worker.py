@@ -44,8 +44,8 @@ def serve(index: int, count: int, options: Mapping[str, Any]) -> EpisodeWorker:
 
 
 class EpisodeWorker:
-    """Serves one coordinator. `handle` may be called from any event loop; all else runs in that of
-    the client, which `begin` brings."""
+    """Serves one coordinator. All but `handle` runs in the event loop of the client, which `begin`
+    brings."""
 
     def __init__(self) -> None:
         self._client: Requester | None = None
@@ -56,21 +56,17 @@ class EpisodeWorker:
         self._any = asyncio.Event()
         self._clock = PauseClock()
 
-    async def handle(self, verb: str, payload: Any) -> Any:
+    def handle(self, verb: str, payload: Any) -> Any:
         """Does what the coordinator asks; calls that arrive in order begin in order. begin: opens
         the client that came, pickled; tell: takes a list of things to do; hear: returns the frame
         of {reports, lag, lost_answers, stuck_threads, counts}. Raises ValueError for another
         verb."""
         if verb == BEGIN:
-            return await asyncio.to_thread(self._begin, payload)
+            return self._begin(payload)
         if verb not in (TELL, HEAR):
             raise ValueError(f"a worker that runs episodes does not take {verb!r}")
         loop = self._opened().opened().loop
-        return await loop.here(self._tell(payload) if verb == TELL else self._hear())
-
-    def read(self, key: str) -> bytes:
-        """Raises KeyError: there are no bytes beside those that a coordinator hears."""
-        raise KeyError(key)
+        return loop.submit(self._tell(payload) if verb == TELL else self._hear())
 
     def close(self) -> None:
         """Cancels what runs, and ends the client and the reward workers."""

@@ -19,7 +19,7 @@ from megarl.rpc.errors import RpcError
 
 T = TypeVar("T")
 
-STANDSTILL = 60.0  # seconds for which a worker's event loop may stand still, as for pings
+STANDSTILL = 300.0  # seconds for which a worker's event loop may stand still
 
 
 @dataclass(eq=False)

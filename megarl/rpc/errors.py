@@ -4,11 +4,11 @@ from __future__ import annotations
 
 
 class RpcError(RuntimeError):
-    """Tells that a call failed. Its subclasses say how; by itself it is a lost connection."""
+    """Tells that a call failed. Its subclasses say how; by itself it is a lost link."""
 
 
 class Refused(RpcError):
-    """Tells that a server did not take a request, or that an answer was not the job's own."""
+    """Tells that the two ends of a connection are not of one job, or that a frame was changed."""
 
 
 class WorkerDied(RpcError):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
+import threading
 from collections.abc import Mapping
+from concurrent.futures import Future
 from typing import Any
 
 from megarl.api.scheduler import GroupSpec
-from megarl.rpc.server import RpcServer
+from megarl.rpc.link import Link, Listener
 from megarl.rpc.worker import Presence
 
 
@@ -15,8 +16,8 @@ class Gathering:
     """Listens at `host` for the workers of one group, from its construction until `close`.
 
     A worker registers, with a port that is free on its machine, and is answered when all have: by
-    the variables of a torch world, in which worker i is rank i. It is ready when it serves. One
-    that a launcher has started asks first for `variables` of its environment.
+    the variables of a torch world, in which worker i is rank i. It is ready when it serves, over
+    the same link. One that a launcher has started asks first for `variables` of its environment.
     """
 
     def __init__(
@@ -29,14 +30,16 @@ class Gathering:
     ) -> None:
         self._variables = variables or {}
         self._count = spec.count
-        self._known: dict[int, tuple[Presence, int]] = {}
-        self._ready: dict[int, Presence] = {}
-        self._all_known, self._all_ready = asyncio.Event(), asyncio.Event()
-        self._server = RpcServer(self._handle, host=host, port=port)
-        self.address = self._server.address
+        self._lock = threading.Lock()
+        self._links: set[Link] = set()
+        self._registered: dict[int, tuple[Presence, int, Future[Mapping[str, str]]]] = {}
+        self._ready: dict[int, tuple[Presence, Link]] = {}
+        self._listener = Listener(self._handle, host=host, port=port)
+        self.address = self._listener.address
 
-    def ready(self) -> list[Presence] | None:
-        """Returns the workers in their order when all are ready, until then None."""
+    def ready(self) -> list[tuple[Presence, Link]] | None:
+        """Returns the workers in their order, and the link to each, when all are ready, until then
+        None."""
         ready = dict(self._ready)
         return [ready[i] for i in range(self._count)] if len(ready) == self._count else None
 
@@ -45,24 +48,33 @@ class Gathering:
         return [i for i in range(self._count) if i not in self._ready]
 
     def close(self) -> None:
-        """Ends it; a worker that waits for the others then ends, too."""
-        self._server.close()
+        """Listens no more; where not all are ready, those that have come end, too."""
+        self._listener.close()
+        if self.ready() is None:
+            for link in self._links:
+                link.close()
 
-    async def _handle(self, verb: str, payload: Any) -> Any:
+    def _handle(self, verb: str, payload: Any, link: Link) -> Any:
+        self._links.add(link)
         if verb == "variables":
             return self._variables
         if verb == "register":
-            presence, port = payload
-            self._known[presence.index] = presence, port
-            await _all(self._all_known, len(self._known) == self._count)
-            return self._place(presence)
-        self._ready[payload.index] = payload
-        await _all(self._all_ready, len(self._ready) == self._count)
+            return self._register(*payload)
+        self._ready[payload.index] = payload, link
+
+    def _register(self, presence: Presence, port: int) -> Future[Mapping[str, str]]:
+        place: Future[Mapping[str, str]] = Future()
+        with self._lock:
+            self._registered[presence.index] = presence, port, place
+            if len(self._registered) == self._count:
+                for one, _, waiting in self._registered.values():
+                    waiting.set_result(self._place(one))
+        return place
 
     def _place(self, mine: Presence) -> Mapping[str, str]:
-        people = [self._known[i][0] for i in range(self._count)]
-        here = [p.index for p in people if p.host == mine.host]
-        first, port = self._known[0]
+        presences = [self._registered[i][0] for i in range(self._count)]
+        here = [p.index for p in presences if p.host == mine.host]
+        first, port, _ = self._registered[0]
         return {
             "RANK": str(mine.index),
             "WORLD_SIZE": str(self._count),
@@ -71,9 +83,3 @@ class Gathering:
             "MASTER_ADDR": first.address,
             "MASTER_PORT": str(port),
         }
-
-
-async def _all(event: asyncio.Event, now: bool) -> None:
-    if now:
-        event.set()
-    await event.wait()

@@ -7,22 +7,22 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from megarl.api.scheduler import Ended, GroupSpec, Worker
 from megarl.observability.logging import get_logger
-from megarl.rpc.client import RpcClient
 from megarl.rpc.errors import WorkerDied
 from megarl.rpc.gathering import Gathering
-from megarl.rpc.worker import WorkerStart
+from megarl.rpc.link import Link
+from megarl.rpc.worker import END, WorkerStart
 from megarl.utils.child import TERM_TIMEOUT, LogTail, log_tail, spelled, wait_until
 
 log = get_logger(__name__)
 
 LOOK = 0.5  # seconds between looks at the processes
-PING = 5.0  # seconds between pings
-SILENCE = 60.0  # seconds without an answer to a ping after which a worker is lost
+DEATH_WAIT = 10.0  # seconds after the end of a link in which the exit status says why
 LOST = 255  # exit status of a worker whose machine does not answer
 
 
@@ -62,24 +62,23 @@ def worker_env(spec: GroupSpec, address: str, index: int = 0) -> dict[str, str]:
 
 
 class WatchedGroup:
-    """Holds workers that serve, with a client for each. A thread pings them and looks at their
-    processes: calls to one that has ended raise WorkerDied, with its exit status and the end of its
-    log."""
+    """Holds workers that serve, with a link to each (`clients`). A thread looks at their processes:
+    calls to one that has ended raise WorkerDied, with its exit status and the end of its log. One
+    that stands still is waited for."""
 
     def __init__(self, spec: GroupSpec, processes: Processes, gathering: Gathering) -> None:
         """Waits until all workers serve. Raises WorkerDied where one ends before, TimeoutError
         after spec.start_timeout; then none is left."""
         self.spec, self._processes = spec, processes
         self.workers: Sequence[Worker] = ()
-        self.clients: Sequence[RpcClient] = ()
+        self.clients: Sequence[Link] = ()
         self._ended: dict[int, Ended] = {}
         self._closed, self._lock = threading.Event(), threading.Lock()
         log_of_first = worker_log(spec, 0) if spec.echo else ""
         self._echo = LogTail(Path(log_of_first), stderr=True, whole=False) if log_of_first else None
         try:
-            self.workers = self._gather(gathering)
+            self._gather(gathering)
             gathering.close()
-            self.clients = [RpcClient(w.address, str(w), watched=True) for w in self.workers]
         except BaseException:
             gathering.close()
             processes.close()
@@ -103,8 +102,8 @@ class WatchedGroup:
             return
         self._closed.set()
         self._watcher.join()
-        for client in self.clients:
-            client.end()
+        for client in self.clients:  # in threads: one that stands still may not read
+            threading.Thread(target=client.call_async, args=(END,), daemon=True).start()
         try:
             wait_until(lambda: len(self.poll()) == self.spec.count, timeout=TERM_TIMEOUT)
         finally:
@@ -112,7 +111,7 @@ class WatchedGroup:
             for client in self.clients:
                 client.close()
 
-    def _gather(self, gathering: Gathering) -> Sequence[Worker]:
+    def _gather(self, gathering: Gathering) -> None:
         deadline = time.monotonic() + self.spec.start_timeout
         while (ready := gathering.ready()) is None:
             for index, status in self._processes.poll().items():
@@ -126,7 +125,7 @@ class WatchedGroup:
                     f"serve: {gathering.missing()}{_log_of(self.spec, gathering.missing()[0])}"
                 )
             time.sleep(LOOK / 5)
-        return [
+        self.workers = [
             Worker(
                 name=f"{self.spec.name}/{p.index}",
                 index=p.index,
@@ -134,50 +133,35 @@ class WatchedGroup:
                 host=p.host,
                 pid=p.pid,
             )
-            for p in ready
+            for p, _ in ready
         ]
+        self.clients = [link for _, link in ready]
+        for worker, link in zip(self.workers, self.clients):
+            link.name, link.lost = str(worker), partial(self._wait_for_status, worker.index)
+
+    def _wait_for_status(self, index: int) -> None:
+        """Waits until the exit status of a worker whose link has ended is known, for DEATH_WAIT
+        seconds at most."""
+        wait_until(lambda: index in self._ended, timeout=DEATH_WAIT)
 
     def _watch(self) -> None:
-        pulses = [_Pulse(client) for client in self.clients]
         warned = ""
         while not self._closed.wait(LOOK):
             try:
                 self.poll()
-            except Exception as e:  # the pings go on: without them the workers would end
+            except Exception as e:  # it may be better next time
                 if repr(e) != warned:
                     log.warning("cannot look after the workers of %s: %r", self.spec.name, e)
                 warned = repr(e)
-            for index, pulse in enumerate(pulses):
-                if pulse.silence() > SILENCE:
-                    with self._lock:
-                        self._bury(index, LOST, f"did not answer for {SILENCE:g} s")
 
-    def _bury(self, index: int, status: int, how: str = "") -> None:
+    def _bury(self, index: int, status: int) -> None:
         """Notes that a worker has ended, once."""
         if index in self._ended:
             return
         worker, text = self.workers[index], _log_of(self.spec, index)
         self._ended[index] = Ended(worker=worker, status=status, log=text)
-        how = how or f"ended with status {spelled(status)}"
-        self.clients[index].fail(WorkerDied(f"worker {worker} {how}{text}"))
-
-
-class _Pulse:
-    """Pings a worker every PING seconds, one ping at a time."""
-
-    def __init__(self, client: RpcClient) -> None:
-        self._client, self._heard = client, time.monotonic()
-        self._ping, self._next = client.ping(), self._heard + PING
-
-    def silence(self) -> float:
-        """Pings where it is time; returns the seconds since the last answer."""
-        now = time.monotonic()
-        if self._ping.done():
-            if self._ping.exception() is None:
-                self._heard = max(self._heard, self._next - PING)
-            if now >= self._next:
-                self._ping, self._next = self._client.ping(), now + PING
-        return now - self._heard
+        died = WorkerDied(f"worker {worker} ended with status {spelled(status)}{text}")
+        self.clients[index].fail(died)
 
 
 def _log_of(spec: GroupSpec, index: int) -> str:

@@ -11,6 +11,7 @@ from megarl.rpc.gathering import Gathering
 from megarl.rpc.group import WatchedGroup, worker_env
 from megarl.rpc.local import LocalScheduler
 from megarl.rpc.nodes import MEETING, TRAINERS
+from megarl.rpc.worker import END
 from megarl.utils.child import TERM_TIMEOUT
 
 
@@ -40,7 +41,7 @@ class LaunchedScheduler:
     def close(self) -> None:
         """Ends the groups that are left."""
         if self._met is not None:
-            wait([client.end() for client in self._met.clients], TERM_TIMEOUT)
+            wait([client.call_async(END) for client in self._met.clients], TERM_TIMEOUT)
             self._processes.told = True
             self._met.stop()
         self._here.close()

@@ -9,11 +9,11 @@
     --meet HOST:PORT        take the variable of whoever will listen there, once it does: a launcher
                             starts both, and SIGTERM is for the other one to decide
 
-The variable is a WorkerStart as JSON, which a scheduler (megarl.rpc.local) sets. The worker
-registers, learns its place in the group (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT),
-imports what it serves, and says that it is ready. When it is asked to end, or at SIGTERM, it ends
-after the call that runs, with status 0; at a second signal at once. Whoever started it pings it;
-some seconds without a ping end it, and all that it started.
+The variable is a WorkerStart as JSON, which a scheduler (megarl.rpc.local) sets. The worker links
+to whoever started it, learns its place in the group (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
+MASTER_PORT), imports what it serves, and says that it is ready; calls come over the same link. When
+it is asked to end, or at SIGTERM, it ends after the call that runs, with status 0; at a second
+signal at once. The end of the link ends it, and all that it started.
 """
 
 from __future__ import annotations
@@ -27,27 +27,28 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
+from importlib import import_module
 from pathlib import Path
+from queue import SimpleQueue
 from types import FrameType
 from typing import Any, Self
 
-from megarl.rpc.client import RpcClient
-from megarl.rpc.main_thread import MAIN_THREAD
+from megarl.rpc.errors import Refused, RpcError
+from megarl.rpc.link import Handler, Link, Listener, connect, split
 from megarl.rpc.nodes import take_environment
-from megarl.rpc.server import Handler, RpcServer
-from megarl.utils.child import POLL_INTERVAL, Child, Signals, stop_all
+from megarl.utils.child import POLL_INTERVAL, TERM_TIMEOUT, Child, Signals, stop_all
 from megarl.utils.env import address_towards, free_port, quiet_libraries, set_trainer_defaults
 from megarl.utils.importing import add_working_directory, load_object
 from megarl.utils.stacks import dump_on_signal
 
 ENV = "MEGARL_WORKER"
-SILENCE_ENV = "MEGARL_WORKER_SILENCE"
 MEET, MEET_TIMEOUT = "--meet", 1800.0  # seconds
-SILENCE = 30.0  # seconds without a ping after which a worker ends
+END, STARTER = "end", "whoever started this worker"
 KEEP = "--keep"
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL for what it started
-_TICK = 1.0
+_LOOK = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,51 +88,56 @@ class Presence:
     address: str
 
 
-class Watch:
-    """Ends this process and what it started when `pings` has not grown for SILENCE seconds."""
+class MainThread:
+    """Runs calls on the thread that is in `run`, as CUDA, torch.distributed and signals want it."""
 
-    def __init__(self, pings: Callable[[], int]) -> None:
-        self._pings, self._closed, self._silent = pings, threading.Event(), False
-        self._thread = threading.Thread(target=self._watch, name="megarl-pings", daemon=True)
-        self._thread.start()
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self.ending = False
 
-    def close(self) -> None:
-        """Ends the watch. Where it is ending the process, it does so here."""
-        self._closed.set()
-        if self._silent:
-            self._thread.join()
+    def call(self, fn: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Returns the Future of fn(*args), called behind all that was asked for before."""
+        future: Future[Any] = Future()
+        self._queue.put((future, lambda: fn(*args)))
+        return future
 
-    def _watch(self) -> None:
-        limit = float(os.environ.get(SILENCE_ENV, SILENCE))
-        tick, heard, silent = min(_TICK, limit / 4), 0, 0.0
-        # counted by ticks: a process that stood still itself has not been silent to
-        while silent < limit:
-            if self._closed.wait(tick):
-                return
-            pings = self._pings()
-            heard, silent = pings, 0.0 if pings != heard else silent + tick
-        self._silent = True
-        print(f"no ping for {limit:g} s: whoever started this worker is gone; ending", flush=True)
-        os.killpg(0, signal.SIGTERM)
-        time.sleep(min(GRACE, limit))
-        os.killpg(0, signal.SIGKILL)
+    def run(self) -> None:
+        """Makes the calls, one after another, until `end`."""
+        while (job := self._queue.get()) is not None and not self.ending:
+            future, call = job
+            try:
+                future.set_result(call())
+            except BaseException as e:  # a SystemExit of a call is its caller's to see
+                future.set_exception(e)
+
+    def end(self) -> None:
+        """Has `run` return when the call that runs is done. A signal handler may call it."""
+        self.ending = True
+        self._queue.put(None)
+
+
+_main_thread = MainThread()
+
+
+def on_main_thread(fn: Callable[..., Any], *args: Any) -> Future[Any]:
+    """Returns the Future of fn(*args), which the main thread calls, one after another."""
+    return _main_thread.call(fn, *args)
 
 
 def main() -> int:
-    """Serves until SIGTERM, or until nobody pings any more; returns the exit status."""
+    """Serves until it is asked to end, or its link does; returns the exit status."""
     if KEEP in sys.argv:
         return keep([a for a in sys.argv[1:] if a != KEEP])
-    start = _start(sys.argv[1:])
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)  # what it starts ends with it
     dump_on_signal()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: for whoever started us to decide
-    handler, server = _begin(start)
-    watch = Watch(lambda: server.pings)
-    MAIN_THREAD.run()
+    start, starter, serving = _start(sys.argv[1:])
+    handler = _begin(start, starter, serving)
+    _main_thread.run()
     handler.close()
-    server.close()
-    watch.close()
+    if serving.abandoned.is_set():
+        starter.thread.join()  # which ends what is left
     return 0
 
 
@@ -152,80 +158,98 @@ def keep(argv: Sequence[str]) -> int:
     return status
 
 
-def _start(argv: Sequence[str]) -> WorkerStart:
+class _Serving:
+    """Answers the calls of whoever started the worker, and of other workers."""
+
+    def __init__(self) -> None:
+        self.handler: Handler | None = None
+        self.abandoned = threading.Event()
+
+    def handle(self, verb: str, payload: Any, link: Link) -> Any:
+        if verb == END:
+            return _main_thread.end()
+        assert self.handler is not None, "calls come when the worker is ready"
+        return self.handler.handle(verb, payload)
+
+    def lost(self) -> None:
+        """Ends this process, and what it started, where the link to whoever started it has ended.
+        The thread of the link is in it."""
+        if _main_thread.ending:  # as it was asked to: it has as long as whoever asked would wait
+            time.sleep(TERM_TIMEOUT)
+        else:
+            print("whoever started this worker is gone; ending", flush=True)
+            self.abandoned.set()
+            os.killpg(0, signal.SIGTERM)
+            time.sleep(GRACE)
+        os.killpg(0, signal.SIGKILL)
+
+
+def _start(argv: Sequence[str]) -> tuple[WorkerStart, Link, _Serving]:
+    """Returns what this worker is, and its link to whoever started it."""
     parser = argparse.ArgumentParser(prog="python -m megarl.rpc.worker")
     parser.add_argument("--environment", type=Path)
     parser.add_argument("--index", type=int)
     parser.add_argument("--index-variable")
     parser.add_argument(MEET)
     given = parser.parse_args(argv)
+    serving = _Serving()
     if given.environment is not None:
         take_environment(given.environment)
     if given.meet is not None:
-        os.environ.update(_told(given.meet))
-    start = WorkerStart.from_env(os.environ)
+        starter = _meet(given.meet, serving)
+        os.environ.update(starter.call("variables"))
+        start = WorkerStart.from_env(os.environ)
+    else:
+        start = WorkerStart.from_env(os.environ)
+        starter = connect(start.starter, STARTER, serving.handle)
+    starter.lost = serving.lost
     if given.index_variable is not None:
         given.index = int(os.environ[given.index_variable])
     os.chdir(start.directory)
-    return start if given.index is None else replace(start, index=given.index)
+    return start if given.index is None else replace(start, index=given.index), starter, serving
 
 
-def _told(meeting: str) -> Mapping[str, str]:
-    """Returns the variables that whoever listens at an address has for workers. Raises TimeoutError
-    where nobody does within MEET_TIMEOUT seconds."""
-    host, _, port = meeting.rpartition(":")
+def _meet(address: str, serving: _Serving) -> Link:
+    """Returns a link to whoever listens at an address. Raises TimeoutError where nobody does within
+    MEET_TIMEOUT seconds."""
     deadline = time.monotonic() + MEET_TIMEOUT
     while True:
         try:
-            socket.create_connection((host, int(port)), timeout=_TICK).close()
-            break
-        except OSError as e:
+            return connect(address, STARTER, serving.handle)
+        except Refused:
+            raise
+        except RpcError as e:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{meeting}: nobody after {MEET_TIMEOUT:g} s: {e}") from e
-            time.sleep(_TICK)
-    starter = RpcClient(meeting, "that meets this one")
-    try:
-        told: Mapping[str, str] = starter.call("variables")
-        return told
-    finally:
-        starter.close()
+                raise TimeoutError(f"{address}: nobody after {MEET_TIMEOUT:g} s: {e}") from e
+            time.sleep(_LOOK)
 
 
-def _begin(start: WorkerStart) -> tuple[Handler, RpcServer]:
-    """Meets the other workers, makes what is served, and serves it when all are ready."""
-    host = address_towards(_host(start.starter))
-    starter = RpcClient(start.starter, "that starts this one")
-    try:
-        mine = Presence(index=start.index, host=socket.gethostname(), pid=os.getpid(), address=host)
-        os.environ.update(starter.call("register", (mine, free_port(host))))
-        set_trainer_defaults(os.environ)
-        quiet_libraries()
-        add_working_directory()
-        sys.path.extend(p for p in start.path if p not in sys.path)
-        serve = load_object(start.serve, what="worker")
-        handler: Handler = serve(start.index, start.count, start.options)
-        server = RpcServer(handler.handle, host=host, read=handler.read, end=MAIN_THREAD.end)
-        # before there was nothing to lose; whoever is told that it is ready may signal at once
-        signal.signal(signal.SIGTERM, signal.SIG_IGN if MEET in sys.argv else _on_signal)
-        starter.call("ready", replace(mine, address=server.address))
-    finally:
-        starter.close()
-    return handler, server
-
-
-def _host(address: str) -> str:
-    return address.rpartition(":")[0]
+def _begin(start: WorkerStart, starter: Link, serving: _Serving) -> Handler:
+    """Meets the other workers, makes what is served, and serves it."""
+    host = address_towards(split(start.starter)[0])
+    mine = Presence(index=start.index, host=socket.gethostname(), pid=os.getpid(), address=host)
+    os.environ.update(starter.call("register", (mine, free_port(host))))
+    set_trainer_defaults(os.environ)
+    quiet_libraries()
+    add_working_directory()
+    sys.path.extend(p for p in start.path if p not in sys.path)
+    serve = load_object(start.serve, what="worker")
+    handler: Handler = serve(start.index, start.count, start.options)
+    serving.handler = handler
+    listener = Listener(serving.handle, host=host)
+    # before there was nothing to lose; whoever is told that it is ready may signal at once
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if MEET in sys.argv else _on_signal)
+    starter.call("ready", replace(mine, address=listener.address))
+    return handler
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
     """Ends the worker after the call that runs, at a second signal at once."""
-    if MAIN_THREAD.ending:
+    if _main_thread.ending:
         os._exit(128 + number)
-    MAIN_THREAD.end()
+    _main_thread.end()
 
 
 if __name__ == "__main__":
     # what is served imports this module by its name
-    from megarl.rpc import worker
-
-    sys.exit(worker.main())
+    sys.exit(import_module("megarl.rpc.worker").main())

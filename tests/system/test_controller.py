@@ -172,7 +172,7 @@ def test_a_controller_that_is_killed_leaves_no_process(
     model: Path, tmp_path: Path, server: Server
 ) -> None:
     command = controller(model, tmp_path, server, "total_train_steps=1000")
-    with under_way(command, tmp_path, MEGARL_WORKER_SILENCE="5") as process:
+    with under_way(command, tmp_path) as process:
         workers = children(process.pid)
         assert len(workers) == 3
         process.kill()

@@ -45,12 +45,11 @@ def main(name: str, folder: str, leave: bool) -> None:
             (*place[:3], {k: place[3][k] for k in names if k in place[3]}) for place in places
         ],
         "same": len({place[3]["MASTER_PORT"] for place in places}),
-        "read": group.clients[1].read("key").decode(),
         "loopback": all(w.address.startswith("127.0.0.1:") for w in group.workers),
     }
     group.clients[1].call("say", "its last words")
     dying = group.clients[1].call_async("sleep", 600)
-    group.clients[1].call("loop")
+    group.clients[1].call("at_once")
     os.kill(group.workers[1].pid, signal.SIGKILL)
     try:
         dying.result(60)

@@ -15,10 +15,10 @@ import torch
 
 from megarl.api.scheduler import Worker
 from megarl.controller.group import WorkerGroup
-from megarl.controller.messages import Peer
+from megarl.controller.messages import READ, Peer
 from megarl.controller.registry import Registry
 from megarl.rpc.errors import RemoteError
-from megarl.rpc.messages import Packed, pack
+from megarl.rpc.link import Packed, pack
 
 
 class ThreadComm:
@@ -53,17 +53,23 @@ class ThreadChannel:
     def call_async(self, verb: str, payload: Any = None) -> Future[Any]:
         self.calls += 1
         packed = payload if isinstance(payload, Packed) else pack(payload)
-        return self._thread.submit(self._answer, verb, packed.body)
+        return self._thread.submit(self._answer, verb, packed)
 
-    def _answer(self, verb: str, packed: bytes) -> Any:
+    def _answer(self, verb: str, packed: Packed) -> Any:
         try:
-            answer = self.registry.handle(verb, pickle.loads(packed))
+            body, *raw = packed.parts
+            answer = self.registry.handle(verb, pickle.loads(body, buffers=raw))
         except Exception as e:
             said = type(e).__name__, str(e), traceback.format_exc()
             raise RemoteError(str(self.worker), *said) from None
         return pickle.loads(cloudpickle.dumps(answer))
 
-    def read(self, key: str, timeout: float | None = None) -> bytes:
+    def call(self, verb: str, payload: Any = None, timeout: float | None = None) -> Any:
+        if verb == READ:  # which is answered at once
+            return self.read(payload)
+        return self.call_async(verb, payload).result(timeout)
+
+    def read(self, key: str) -> bytearray:
         self.reads.append(key)
         return self.registry.shelf.read(key)
 
@@ -76,7 +82,7 @@ def workers(**sizes: int) -> Iterator[list[WorkerGroup]]:
     """Groups of so many workers, by name; any of them can read from all."""
     channels: dict[str, ThreadChannel] = {}
 
-    def fetch(peer: Peer, path: str) -> bytes:
+    def fetch(peer: Peer, path: str) -> bytearray:
         return channels[peer.name].read(path)
 
     groups = []

@@ -11,11 +11,11 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.rpc.main_thread import MAIN_THREAD
+from megarl.rpc.worker import on_main_thread
 
 
 class Service:
-    """Runs calls on the main thread, but for those of the verb "loop"."""
+    """Runs calls on the main thread, but for those of the verb "at_once"."""
 
     def __init__(self, index: int, count: int, options: Mapping[str, Any]) -> None:
         self.index, self.count, self.options = index, count, options
@@ -26,13 +26,10 @@ class Service:
         if options.get("hangs") == index:
             time.sleep(600)
 
-    async def handle(self, verb: str, payload: Any) -> Any:
-        if verb == "loop":
+    def handle(self, verb: str, payload: Any) -> Any:
+        if verb == "at_once":
             return payload
-        return await MAIN_THREAD.call(getattr(self, verb), payload)
-
-    def read(self, key: str) -> bytes:
-        return key.encode()
+        return on_main_thread(getattr(self, verb), payload)
 
     def close(self) -> None:
         print(f"closed after {self.seen}", flush=True)

@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -111,7 +111,7 @@ class OneProcess:
     async def call(self, verb: str, payload: Any = None) -> Any:
         self.verbs.append(verb)
         payload = cloudpickle.loads(cloudpickle.dumps(payload))
-        answer = asyncio.ensure_future(self.worker.handle(verb, payload))
+        answer = asyncio.ensure_future(self.answer(verb, payload))
         death = asyncio.ensure_future(self.dead.wait())
         await asyncio.wait([answer, death], return_when=asyncio.FIRST_COMPLETED)
         death.cancel()
@@ -119,6 +119,10 @@ class OneProcess:
             answer.cancel()
             raise RpcError("worker of the test: it died")
         return answer.result()
+
+    async def answer(self, verb: str, payload: Any) -> Any:
+        answer = await asyncio.to_thread(self.worker.handle, verb, payload)
+        return await asyncio.wrap_future(answer) if isinstance(answer, Future) else answer
 
     def stop(self) -> None:
         self.worker.close()

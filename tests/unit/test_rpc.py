@@ -1,34 +1,38 @@
-"""Signed calls between a server and its clients: what strangers get, order, errors, big bodies."""
+"""Links between two processes of a job: what strangers get, order, errors, big messages."""
 
 from __future__ import annotations
 
 import asyncio
-import http.client
 import os
 import pickle
-import runpy
+import signal
+import socket
+import struct
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megarl.rpc import loop
-from megarl.rpc.client import RpcClient
+from megarl.rpc import frames
 from megarl.rpc.errors import Refused, RemoteError, RpcError, WorkerDied
-from megarl.rpc.messages import WINDOW, Fresh, Head, Packed, pack, seal
-from megarl.rpc.server import RpcServer
+from megarl.rpc.frames import LARGEST, introduce
+from megarl.rpc.link import CALL, Link, Listener, connect, pack
 from megarl.utils import job_token
 from megarl.utils.job_token import ENV, ensure_job_token
 
+ROOT = Path(__file__).parents[2]
 TOKEN = "the-tests-secret"
 
 
 class Bomb:
-    """Writes a file where it is unpickled."""
+    """Makes a directory where it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -40,12 +44,14 @@ class Bomb:
 class Service:
     def __init__(self) -> None:
         self.begun: list[Any] = []
-        self.sent: Packed | None = None
+        self.links: list[Link] = []
         self.may_end = threading.Event()
-        self.bulk: dict[str, Any] = {"a b/ä?#": memoryview(bytearray(os.urandom(3 << 20)))}
+        self.pool = ThreadPoolExecutor()
 
-    async def handle(self, verb: str, payload: Any) -> Any:
+    def handle(self, verb: str, payload: Any, link: Link) -> Any:
         self.begun.append(payload if isinstance(payload, int) else verb)
+        if link not in self.links:
+            self.links.append(link)
         match verb:
             case "length":
                 return len(payload)
@@ -56,189 +62,278 @@ class Service:
             case "lock":
                 return threading.Lock()  # which no pickle carries
             case "wait":
-                await asyncio.to_thread(self.may_end.wait, 30)
+                return self.pool.submit(self.waited, payload)
             case "apply":
                 return payload()
-            case "sent":
-                return self.sent
+            case "raw":
+                return pickle.PickleBuffer(payload)
+            case "back":
+                return self.pool.submit(link.call, "echo", payload)
+        return payload
+
+    def waited(self, payload: Any) -> Any:
+        self.may_end.wait(30)
         return payload
 
 
 @pytest.fixture
-def service(monkeypatch: pytest.MonkeyPatch) -> Service:
+def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
     monkeypatch.setenv(ENV, TOKEN)
-    return Service()
-
-
-@pytest.fixture
-def server(service: Service) -> Iterator[RpcServer]:
-    server = RpcServer(service.handle, read=service.bulk.__getitem__)
-    yield server
+    service = Service()
+    yield service
     service.may_end.set()
-    server.close()
+    service.pool.shutdown()
 
 
 @pytest.fixture
-def client(server: RpcServer) -> Iterator[RpcClient]:
-    client = RpcClient(server.address, "group/0")
-    yield client
-    client.close()
+def listener(service: Service) -> Iterator[Listener]:
+    listener = Listener(service.handle)
+    yield listener
+    listener.close()
+    for link in service.links:
+        link.close()
 
 
-def post(server: RpcServer, path: str, headers: dict[str, str], body: Any = b"") -> tuple[int, str]:
-    """Sends a request as anybody could."""
-    connection = http.client.HTTPConnection(server.address, timeout=10)
-    connection.request("POST" if path.startswith("/call") else "GET", path, body, headers)
-    answer = connection.getresponse()
-    return answer.status, answer.read().decode(errors="replace")
+@pytest.fixture
+def link(listener: Listener) -> Iterator[Link]:
+    link = connect(listener.address, "group/0", lambda verb, payload, link: [verb, payload])
+    yield link
+    link.close()
 
 
-def instance(server: RpcServer) -> str:
-    connection = http.client.HTTPConnection(server.address, timeout=10)
-    head = Head(what="GET /hello", instance="", number="x.1", digest=seal(b"").digest)
-    connection.request("GET", "/hello", headers=head.headers(TOKEN))
-    answer = connection.getresponse()
-    return Head.read("200 GET /hello", dict(answer.getheaders()), TOKEN).instance
+def dialed(listener: Listener) -> socket.socket:
+    host, _, port = listener.address.rpartition(":")
+    return socket.create_connection((host.strip("[]"), int(port)), timeout=20)
 
 
-def signed(server: RpcServer, packed: Packed, number: str = "me.1", token: str = TOKEN) -> Any:
-    head = Head(
-        what="POST /call/echo",
-        instance=instance(server),
-        number=number,
-        digest=packed.digest,
-        turn=int(number.partition(".")[2]),
-    )
-    return head.headers(token)
+def ended(sock: socket.socket) -> bool:
+    """Whether the other end lets go, after whatever it still says."""
+    try:
+        while sock.recv(1 << 16):
+            pass
+    except ConnectionError:
+        pass
+    return True
 
 
-def test_calls_and_reads(client: RpcClient, service: Service) -> None:
+def test_calls_go_both_ways(link: Link) -> None:
     offset = 5
-    assert client.call("apply", lambda: offset + 1) == 6  # code of this very file
-    assert asyncio.run(client.acall("echo", {"a": (1, None)})) == {"a": (1, None)}
+    assert link.call("apply", lambda: offset + 1) == 6  # code of this very file
+    assert asyncio.run(link.acall("echo", {"a": (1, None)})) == {"a": (1, None)}
     packed = pack(7)
-    assert client.call("echo", packed) == client.call("echo", packed) == 7
-    [(key, raw)] = service.bulk.items()
-    got = client.read(key)
-    assert isinstance(got, bytearray) and got == raw
+    assert link.call("echo", packed) == link.call("echo", packed) == 7
+    assert link.call("back", 3) == ["echo", 3]
+    raw = link.call("raw", bytearray(b"abc"))
+    raw[0] = 0  # a buffer of its own
+    assert raw == b"\0bc"
 
 
+def test_a_link_over_ipv6(service: Service) -> None:
+    with closing(Listener(service.handle, host="::1")) as listener:
+        assert listener.address.startswith("[::1]:")
+        with closing(connect(listener.address)) as link:
+            assert link.call("echo", 1) == 1
+
+
+@pytest.mark.parametrize("wrong", ["token", "proof", "reflected", "nothing", "garbage"])
 def test_nothing_of_a_stranger_is_unpickled(
-    server: RpcServer, service: Service, tmp_path: Path
+    listener: Listener,
+    service: Service,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    wrong: str,
 ) -> None:
-    bomb, honest = pack(Bomb(tmp_path / "mark")), pack("honest")
-    attempts = [
-        {},
-        {"Authorization": f"Bearer {TOKEN}"},
-        signed(server, bomb, token="guessed"),
-        signed(server, bomb) | {"Megarl-Turn": "2"},
-        signed(server, bomb) | {"Megarl-Number": "me.2"},
-        signed(server, bomb) | {"Megarl-Instance": "0" * 16},
-        signed(server, bomb) | {"Megarl-Signature": "ä"},
-    ]
-    for headers in attempts:
-        assert post(server, "/call/echo", headers, bomb.body)[0] == 401, headers
-    assert post(server, "/call/other", signed(server, bomb), bomb.body)[0] == 401  # another path
-    # the head of a request that was overheard, with another body
-    status, text = post(server, "/call/echo", signed(server, honest), bomb.body)
-    assert status == 500 and "not the one that was signed" in text
+    monkeypatch.setattr(frames, "GREET_TIMEOUT", 0.5)
+    bomb = pack(Bomb(tmp_path / "mark"))
+    with closing(dialed(listener)) as sock:
+        if wrong == "token":
+            with pytest.raises(Refused, match=ENV):
+                introduce(sock, "guessed")
+        else:
+            hello = sock.recv(1 << 10)
+            sock.sendall(
+                {"proof": os.urandom(64), "reflected": hello[-32:] + hello[-32:], "nothing": b"",
+                 "garbage": b"GET / HTTP/1.1\r\n\r\n" * 9}[wrong]
+            )  # fmt: skip
+            if wrong != "nothing":
+                with suppress(ConnectionError):
+                    sock.sendall(struct.pack("<QBI", 0, CALL, 2) + bytes(32) + bomb.parts[0])
+        assert ended(sock)
     assert service.begun == [] and not (tmp_path / "mark").exists()
-    post(server, "/call/echo", signed(server, bomb, "me.2"), bomb.body)
-    assert (tmp_path / "mark").exists()  # had it been signed
+    with closing(connect(listener.address)) as honest:
+        honest.call("echo", bomb)
+    assert (tmp_path / "mark").exists()  # had it been of the job
 
 
-def test_a_request_is_taken_once(server: RpcServer, service: Service) -> None:
-    packed = pack(1)
-    headers = signed(server, packed)
-    assert post(server, "/call/echo", headers, packed.body)[0] == 200
-    assert post(server, "/call/echo", headers, packed.body) == (401, "request me.1 came before")
-    other = RpcServer(service.handle)
-    try:  # nor by another process of the job
-        status, text = post(other, "/call/echo", headers, packed.body)
-    finally:
-        other.close()
-    assert (status, text) == (401, "POST /call/echo: the request is for another process")
+class Tap:
+    """A connection whose bytes are noted, and may be changed, as by somebody on the wire."""
+
+    def __init__(self, to: str) -> None:
+        self.server = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self.server.getsockname()[1]}"
+        self.sent: list[bytes] = []
+        self.change: Callable[[bytes], bytes] = bytes
+        self.to = to
+        threading.Thread(target=self.run, daemon=True).start()
+
+    def run(self) -> None:
+        near, _ = self.server.accept()
+        host, _, port = self.to.rpartition(":")
+        self.far = socket.create_connection((host, int(port)))
+        threading.Thread(target=self.copy, args=(self.far, near, bytes), daemon=True).start()
+        self.copy(near, self.far, self.note)
+
+    def note(self, data: bytes) -> bytes:
+        self.sent.append(data)
+        return self.change(data)
+
+    @staticmethod
+    def copy(source: socket.socket, target: socket.socket, change: Callable[..., bytes]) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 20):
+                target.sendall(change(data))
+        with suppress(OSError):
+            target.shutdown(socket.SHUT_RDWR)
+
+
+@contextmanager
+def tapped(listener: Listener) -> Iterator[tuple[Tap, Link]]:
+    tap = Tap(listener.address)
+    with closing(connect(tap.address, "group/0")) as link:
+        assert link.call("echo", 1) == 1
+        yield tap, link
+
+
+def test_a_frame_that_is_changed_on_its_way_ends_the_link(
+    listener: Listener, service: Service, tmp_path: Path
+) -> None:
+    with tapped(listener) as (tap, link):
+        tap.change = lambda data: data.replace(b"echo", b"exit")
+        with pytest.raises(RpcError, match="link to group/0 lost"):
+            link.call("echo", 2)
     assert service.begun == [1]
 
 
-def test_numbers_that_came_long_ago_are_refused() -> None:
-    fresh = Fresh()
-    for n in range(1, 3 * WINDOW):
-        fresh.take(f"a.{n}")
-    fresh.take("b.1")
-    for n in (1, 2 * WINDOW - 1, 3 * WINDOW - 1):
-        with pytest.raises(Refused, match=f"a.{n} came before"):
-            fresh.take(f"a.{n}")
+def test_a_frame_that_is_sent_again_ends_the_link(listener: Listener, service: Service) -> None:
+    with tapped(listener) as (tap, link):
+        tap.far.sendall(tap.sent[-1])
+        with pytest.raises(RpcError, match="link to group/0 lost"):
+            link.call("echo", 2)
+    assert service.begun == [1]
 
 
-def test_an_answer_that_is_not_the_jobs_own_is_not_unpickled(
-    client: RpcClient, service: Service, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_whole_connection_that_is_sent_again_is_a_strangers(
+    listener: Listener, service: Service
 ) -> None:
-    monkeypatch.setenv(ENV, "another job's")
-    other = RpcServer(service.handle)
-    monkeypatch.setenv(ENV, TOKEN)
-    stranger = RpcClient(other.address, "other")
-    try:
-        with pytest.raises(Refused, match="signature is not of this job's token"):
-            stranger.call("echo", 1)
-    finally:
-        stranger.close()
+    with tapped(listener) as (tap, _), closing(dialed(listener)) as again:
+        again.sendall(b"".join(tap.sent))
+        assert ended(again)
+        other = Listener(service.handle)  # another process of the job
+        with closing(dialed(other)) as again:
+            again.sendall(b"".join(tap.sent))
+            assert ended(again)
         other.close()
-    service.sent = pack(Bomb(tmp_path / "mark"))
-    signed = Head.headers
+    assert service.begun == [1]
 
-    def forged(head: Head, token: str) -> Any:
-        return signed(head, "x" if head.what.startswith("200 POST") else token)
 
-    monkeypatch.setattr(Head, "headers", forged)
-    with pytest.raises(Refused, match="signature is not of this job's token"):
-        client.call("sent")
-    assert not (tmp_path / "mark").exists()
-    monkeypatch.setattr(Head, "headers", signed)
-    client.call("sent")
-    assert (tmp_path / "mark").exists()
+def test_half_a_frame_harms_nobody_else(listener: Listener, link: Link, service: Service) -> None:
+    with closing(dialed(listener)) as sock:
+        wire = introduce(sock, TOKEN)
+        wire.send(0, CALL, (b"echo", *pack(1).parts))
+        sock.sendall(struct.pack("<QBI", 1, CALL, 2)[:9])
+        assert link.call("echo", 2) == 2
+    assert link.call("echo", 3) == 3
+    assert sorted(service.begun) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("parts", [0, 1 << 20])
+def test_a_frame_of_no_sense_ends_its_link(listener: Listener, parts: int) -> None:
+    with closing(dialed(listener)) as sock:
+        introduce(sock, TOKEN)
+        sock.sendall(struct.pack("<QBI", 0, CALL, parts))
+        assert ended(sock)
+
+
+def test_what_is_too_large_is_not_sent(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "LARGEST", 1000)
+    with pytest.raises(ValueError, match=r"a message of [\d,]+ bytes .* at most 1,000 bytes"):
+        link.call("echo", bytes(2000))
+    assert link.call("echo", 1) == 1
+    with pytest.raises(RemoteError, match="ValueError: a message of"):
+        link.call("apply", lambda: bytes(2000))
+    assert link.call("echo", 2) == 2
+    assert LARGEST > 1 << 30
+
+
+def test_silent_strangers_keep_nobody_out(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """800 of them: they get a moment each, 64 at a time, in threads that end."""
+    monkeypatch.setattr(frames, "GREET_TIMEOUT", 0.2)
+    before = threading.active_count()
+    most = 0
+    with ExitStack() as stack:
+        strangers = [stack.enter_context(closing(dialed(listener))) for _ in range(800)]
+        with ThreadPoolExecutor(1) as pool:
+            joined: Future[Link] = pool.submit(connect, listener.address)
+            while not joined.done():
+                most = max(most, threading.active_count() - before)
+                time.sleep(0.01)
+        with closing(joined.result()) as link:
+            assert link.call("echo", 1) == 1
+        assert all(map(ended, strangers))
+    assert 32 <= most <= 64 + 4
+
+
+def test_another_jobs_listener_is_refused(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(Listener(service.handle)) as listener:
+        monkeypatch.setenv(ENV, "another job's")
+        with pytest.raises(Refused, match=f"link to other: .*{ENV}"):
+            connect(listener.address, "other")
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        threading.Thread(target=lambda: server.accept()[0].sendall(b"HTTP" * 99)).start()
+        with pytest.raises(Refused, match="no process of megarl's"):
+            connect(f"127.0.0.1:{server.getsockname()[1]}")
+    with pytest.raises(RpcError, match="link to group/1: nobody listens at"):
+        connect(listener.address, "group/1")
 
 
 def test_without_a_token_nobody_serves_or_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ENV, raising=False)
     with pytest.raises(ValueError, match=f"{ENV} is not set"):
-        RpcServer(Service().handle)
+        Listener(Service().handle)
     with pytest.raises(ValueError, match=f"{ENV} is not set"):
-        RpcClient("127.0.0.1:9")
+        connect("127.0.0.1:9")
 
 
-def test_it_listens_at_loopback_alone(server: RpcServer) -> None:
-    host, _, port = server.address.partition(":")
+def test_it_listens_at_loopback_alone(listener: Listener) -> None:
+    host, _, port = listener.address.partition(":")
     assert host == "127.0.0.1"
     listening = Path("/proc/net/tcp").read_text()
     assert f"0100007F:{int(port):04X} 00000000:0000 0A" in listening
 
 
-def test_big_bodies_both_ways(client: RpcClient, service: Service) -> None:
-    big = os.urandom(1 << 20) * 64
-    assert client.call("echo", big) == big
-    service.bulk["big"] = memoryview(bytearray(big)).cast("d")
-    got = client.read("big")
-    got[0] ^= 1  # a buffer of its own
-    assert got[1:] == big[1:]
+@pytest.mark.parametrize(
+    "size", [64 << 20, pytest.param(1 << 30, marks=pytest.mark.full)], ids=["64MB", "1GB"]
+)
+def test_large_messages_both_ways_at_once(link: Link, service: Service, size: int) -> None:
+    big = bytearray(os.urandom(1 << 20)) * (size >> 20)
+    link.call("echo", 0)
+    [back] = service.links
+    there = [link.call_async("raw", big) for _ in range(2)]
+    with ThreadPoolExecutor(1) as pool:
+        here = pool.submit(back.call, "echo", big)
+        assert all(f.result(120) == big for f in there)
+        assert here.result(120)[1] == big
+    assert link.call("length", bytes(size)) == size  # within the pickle
 
 
-def test_an_address_may_name_rows_of_a_big_batch(client: RpcClient, service: Service) -> None:
-    torch = pytest.importorskip("torch")  # missing in make test-py312
-    from megarl.controller.messages import rows_path
-
-    path = rows_path("trainers", ["12.3"], torch.arange(0, 1 << 20, 3), 1 << 20)
-    service.bulk[path] = b"rows"
-    assert client.read(path) == b"rows"
-
-
-def test_two_hundred_calls_at_once_begin_in_their_order(
-    client: RpcClient, service: Service
-) -> None:
-    waiting = client.call_async("wait", -1)
-    # later ones are smaller, and would overtake
-    sizes = [client.call_async("length", bytes(1000 * (200 - i))) for i in range(200)]
-    echoed = [client.call_async("echo", i) for i in range(200)]
+def test_two_hundred_calls_at_once_begin_in_their_order(link: Link, service: Service) -> None:
+    waiting = link.call_async("wait", -1)
+    sizes = [link.call_async("length", bytes(1000 * (200 - i))) for i in range(200)]
+    echoed = [link.call_async("echo", i) for i in range(200)]
     assert [f.result(30) for f in sizes] == [1000 * (200 - i) for i in range(200)]
     assert [f.result(30) for f in echoed] == list(range(200))
     assert service.begun == [-1, *["length"] * 200, *range(200)]
@@ -247,81 +342,124 @@ def test_two_hundred_calls_at_once_begin_in_their_order(
     assert waiting.result(30) == -1
 
 
-def test_a_call_that_cannot_be_read_takes_its_turn(client: RpcClient, service: Service) -> None:
-    """Else later calls would wait for it."""
-    wrong = Packed(pack(1).body, pack(2).digest)
-    with pytest.raises(RemoteError, match="Refused: the body is not the one that was signed"):
-        client.call("echo", wrong)
-    assert client.call("echo", 3, timeout=30) == 3 and service.begun == [3]
+def test_threads_share_a_link(link: Link) -> None:
+    with ThreadPoolExecutor(16) as pool:
+        assert list(pool.map(lambda i: link.call("echo", i), range(500))) == list(range(500))
 
 
-def test_errors_carry_the_remote_traceback(client: RpcClient) -> None:
+def test_errors_carry_the_remote_traceback(link: Link) -> None:
     with pytest.raises(RemoteError) as e:
-        client.call("divide", 3)
+        link.call("divide", 3)
     assert (e.value.kind, e.value.text) == ("ZeroDivisionError", "division by zero")
     assert str(e.value).startswith("worker group/0: ZeroDivisionError: division by zero\n")
     assert "return payload / 0" in str(e.value)
     again = pickle.loads(pickle.dumps(e.value))
     assert str(again) == str(e.value)
     with pytest.raises(RemoteError, match="SystemExit: 7"):
-        client.call("exit")
+        link.call("exit")
     with pytest.raises(RemoteError, match=r"TypeError: cannot pickle '_thread.lock'"):
-        client.call("lock")
-    with pytest.raises(RemoteError, match="KeyError: 'none'"):
-        client.read("none")
-    assert client.call("echo", 1) == 1
+        link.call("lock")
+    with pytest.raises(TypeError, match=r"cannot pickle '_thread.lock'"):
+        link.call("echo", threading.Lock())
+    assert link.call("echo", 1) == 1
 
 
-def test_a_call_that_takes_too_long_goes_on(client: RpcClient, service: Service) -> None:
+def test_a_call_that_takes_too_long_goes_on(link: Link, service: Service) -> None:
     with pytest.raises(TimeoutError, match=r"worker group/0: call wait has no answer after 0.2 s"):
-        client.call("wait", 1, timeout=0.2)
-    assert client.call("echo", 2) == 2 and service.begun == [1, 2]
+        link.call("wait", 1, timeout=0.2)
+    assert link.call("echo", 2) == 2 and service.begun == [1, 2]
 
 
-def test_a_coroutine_that_is_cancelled_leaves_no_gap(client: RpcClient, service: Service) -> None:
+def test_a_coroutine_that_is_cancelled_leaves_no_gap(link: Link, service: Service) -> None:
     async def cancelled() -> None:
-        task = asyncio.ensure_future(client.acall("wait", 1))
-        await asyncio.sleep(0)
+        task = asyncio.ensure_future(link.acall("wait", 1))
+        while not service.begun:
+            await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
     asyncio.run(cancelled())
-    assert client.call_async("echo", 2).cancel()
-    assert client.call("echo", 3, timeout=30) == 3 and service.begun == [1, 2, 3]
+    future = link.call_async("wait", 2)
+    assert future.cancel()
+    service.may_end.set()
+    assert link.call("echo", 3, timeout=30) == 3 and service.begun == [1, 2, 3]
 
 
 def test_a_death_that_is_told_ends_calls_under_way_and_later_ones(
-    client: RpcClient, service: Service
+    link: Link, service: Service
 ) -> None:
-    waiting = client.call_async("wait", 1)
-    client.call("echo", 2)
-    client.fail(WorkerDied("worker group/0 ended with status 9"))
-    errors = [future.exception(30) for future in (waiting, client.call_async("echo", 3))]
+    waiting = link.call_async("wait", 1)
+    link.call("echo", 2)
+    link.fail(WorkerDied("worker group/0 ended with status 9"))
+    errors = [future.exception(30) for future in (waiting, link.call_async("echo", 3))]
     assert {type(e) for e in errors} == {WorkerDied}
     assert {str(e) for e in errors} == {"worker group/0 ended with status 9"}
     assert errors[0] is not errors[1]  # each has the traceback of its call
     assert service.begun == [1, 2]
 
 
-def test_a_lost_connection_ends_a_client(server: RpcServer, service: Service) -> None:
-    client = RpcClient(server.address, "group/1")
-    waiting = client.call_async("wait", 1)
-    client.call("echo", 2)
-    server.close()
-    try:
-        for future in (waiting, client.call_async("echo", 3)):
-            with pytest.raises(RpcError, match=r"worker group/1: the connection to .* was lost"):
-                future.result(30)
-    finally:
-        client.close()
-    with pytest.raises(RpcError):
-        client.call("echo", 3)
+def test_a_lost_link_is_an_error_for_all_calls(link: Link, service: Service) -> None:
+    lost = threading.Event()
+    link.lost = lost.set
+    waiting = link.call_async("wait", 1)
+    link.call("echo", 2)
+    service.links[0].close()
+    for future in (waiting, link.call_async("echo", 3)):
+        with pytest.raises(RpcError, match="link to group/0 lost"):
+            future.result(30)
+    assert lost.is_set()
 
 
-def test_threads_that_come_first_at_once_share_a_token_and_a_loop(
-    monkeypatch: pytest.MonkeyPatch,
+def test_who_hears_of_a_lost_link_may_say_why(link: Link, service: Service) -> None:
+    link.lost = lambda: link.fail(WorkerDied("it was the disk"))
+    waiting = link.call_async("wait", 1)
+    link.call("echo", 2)
+    service.links[0].close()
+    with pytest.raises(WorkerDied, match="it was the disk"):
+        waiting.result(30)
+
+
+FROZEN = """
+import sys, time
+from megarl.rpc.link import Listener
+listener = Listener(lambda verb, payload, link: len(payload))
+print(listener.address, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    "seconds", [3.0, pytest.param(65.0, marks=pytest.mark.full)], ids=["briefly", "65s"]
+)
+def test_a_process_that_stands_still_in_mid_frame_is_waited_for(
+    service: Service, seconds: float
 ) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", FROZEN], stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        with closing(connect(process.stdout.readline().strip(), "frozen")) as link:
+            assert link.call("length", b"abc") == 3
+            os.kill(process.pid, signal.SIGSTOP)
+            big = bytearray(64 << 20)
+            with ThreadPoolExecutor(1) as pool:
+                answer = pool.submit(link.call, "length", big)
+                time.sleep(seconds)
+                assert not answer.done()
+                os.kill(process.pid, signal.SIGCONT)
+                assert answer.result(60) == len(big)
+            os.kill(process.pid, signal.SIGKILL)
+            with pytest.raises(RpcError, match="link to frozen lost"):
+                link.call("length", b"")
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_threads_that_come_first_at_once_share_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
 
     def slowly(*args: Any) -> str:
@@ -331,8 +469,5 @@ def test_threads_that_come_first_at_once_share_a_token_and_a_loop(
 
     monkeypatch.setenv(ENV, "")
     monkeypatch.setattr(job_token.secrets, "token_hex", slowly)
-    fresh = runpy.run_path(str(loop.__file__))  # in which nobody has asked yet
-    monkeypatch.setitem(fresh["client_loop"].__globals__, "Loop", slowly)
     with ThreadPoolExecutor(8) as pool:
         assert set(pool.map(lambda _: ensure_job_token(), range(8))) == {"0"}
-        assert set(pool.map(lambda _: fresh["client_loop"](), range(8))) == {"1"}

@@ -7,7 +7,9 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,11 +26,10 @@ from megarl.launcher.workers import SlurmScheduler, bundle, group_job, make_sche
 from megarl.rollout.local import SGLangEngine
 from megarl.rpc import group as group_module
 from megarl.rpc import local
-from megarl.rpc.errors import RemoteError, WorkerDied
+from megarl.rpc.errors import RemoteError, RpcError, WorkerDied
 from megarl.rpc.group import WatchedGroup
 from megarl.rpc.local import LocalScheduler
 from megarl.rpc.nodes import MEETING, TRAINERS
-from megarl.rpc.worker import SILENCE_ENV
 from megarl.utils.child import wait_until
 from megarl.utils.env import free_port
 from megarl.utils.job_token import ENV as TOKEN
@@ -88,37 +89,36 @@ def test_a_worker_knows_its_place_and_ends_in_an_orderly_way(
     assert len({env["MASTER_PORT"] for *_, env in places}) == 1
     assert [str(w).partition(" ")[0] for w in group.workers] == ["group/0", "group/1"]
     one = group.clients[1]
-    assert one.read("key") == b"key"
-    with pytest.raises(RemoteError, match=r"(?s)raised StopIteration.*in next_of_none"):
+    with pytest.raises(RemoteError, match=r"(?s)StopIteration.*in next_of_none"):
         one.call("next_of_none", timeout=10)
     slow = one.call_async("sleep", 0.5)
     assert [f.result(30) for f in [one.call_async("note", i) for i in range(3)]] == [True] * 3
     assert slow.done()  # calls on the main thread come one after another
     assert group.poll() == []
     slow = one.call_async("sleep", 0.5)
-    one.call("loop")  # by now the other runs
+    one.call("at_once")  # by now the other runs
     group.stop()
     group.stop()
     log = (tmp_path / "group_1.log").read_text()
     assert log == "closed after ['slept', 0, 1, 2, 'slept']\n"
     assert capsys.readouterr().err == (tmp_path / "group_0.log").read_text() == "closed after []\n"
     assert [(e.worker.name, e.status) for e in group.poll()] == [("group/0", 0), ("group/1", 0)]
-    with pytest.raises(WorkerDied, match=r"worker group/1 .* ended with status 0"):
-        one.call("loop")
+    with pytest.raises(RpcError):
+        one.call("at_once")
 
 
 def test_a_death_is_named_with_its_status_and_log(group: WatchedGroup) -> None:
     first, second = group.clients
     asleep = first.call_async("sleep", 600)
-    first.call("loop")
+    first.call("at_once")
     os.kill(group.workers[0].pid, signal.SIGKILL)
     deaths = [(first, asleep, r"137 \(SIGKILL"), (second, second.call_async("leave", 3), r"3\n")]
     for worker, (client, future, status) in zip(group.workers, deaths, strict=True):
-        for failed in (future, client.call_async("loop")):
+        for failed in (future, client.call_async("at_once")):
             with pytest.raises(WorkerDied, match=f"worker {re.escape(str(worker))} .* {status}"):
                 failed.result(30)
     with pytest.raises(WorkerDied, match=r"group_1.log ---\nit was the disk"):
-        second.call("loop")
+        second.call("at_once")
     assert [(e.worker, e.status) for e in group.poll()] == [*zip(group.workers, (137, 3))]
 
 
@@ -129,15 +129,13 @@ def test_workers_outlast_a_look_at_them_that_fails(
     warnings: list[str],
 ) -> None:
     """As where the scheduler's own server does not answer for a moment."""
-    monkeypatch.setenv(SILENCE_ENV, "0.6")
-    for name, value in dict(LOOK=0.05, PING=0.1).items():
-        monkeypatch.setattr(group_module, name, value)
+    monkeypatch.setattr(group_module, "LOOK", 0.05)
     group = scheduler.start(replace(spec, count=1))
     with monkeypatch.context() as patch:
         patch.setattr(group, "poll", lambda: 1 / 0)
         group.clients[0].call("sleep", 1.5)
     assert [w for w in warnings if "cannot look after the workers of group" in w] == warnings != []
-    assert group.clients[0].call("loop", 1) == 1 and group.poll() == []
+    assert group.clients[0].call("at_once", 1) == 1 and group.poll() == []
     with monkeypatch.context() as patch:
         patch.setattr(group, "poll", lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -145,34 +143,53 @@ def test_workers_outlast_a_look_at_them_that_fails(
     assert [e.worker.index for e in group.poll()] == [0]
 
 
-def test_a_worker_that_does_not_answer_counts_as_dead(
+@pytest.mark.parametrize(
+    "seconds", [3.0, pytest.param(65.0, marks=pytest.mark.full)], ids=["briefly", "65s"]
+)
+def test_a_worker_that_stands_still_is_waited_for(
+    scheduler: LocalScheduler, spec: GroupSpec, seconds: float
+) -> None:
+    group = scheduler.start(replace(spec, count=1))
+    [client], [worker] = group.clients, group.workers
+    os.kill(worker.pid, signal.SIGSTOP)
+    waiting = client.call_async("at_once", 1)
+    time.sleep(seconds)
+    assert not waiting.done() and group.poll() == []
+    os.kill(worker.pid, signal.SIGCONT)
+    assert waiting.result(30) == 1
+
+
+def test_a_worker_that_stands_still_can_be_ended(
     scheduler: LocalScheduler, spec: GroupSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in dict(LOOK=0.05, PING=0.1, SILENCE=1.0, TERM_TIMEOUT=0.5).items():
-        monkeypatch.setattr(group_module, name, value)
+    monkeypatch.setattr(group_module, "TERM_TIMEOUT", 0.5)
     group = scheduler.start(replace(spec, count=1))
     [client] = group.clients
-    with pytest.raises(WorkerDied, match="did not answer for 1 s"):
-        client.call("stop_here")
-    assert [e.status for e in group.poll()] == [group_module.LOST]
+    os.kill(group.workers[0].pid, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(client.call, "note", bytearray(64 << 20))  # which nobody reads
+        time.sleep(0.5)
+        group.stop()
+        assert [e.status for e in group.poll()] == [137]
+        with pytest.raises(RpcError):
+            sending.result(30)
 
 
-def test_workers_end_when_the_pings_stop(
-    scheduler: LocalScheduler, spec: GroupSpec, monkeypatch: pytest.MonkeyPatch, mark: Mark
+def test_a_link_that_ends_ends_the_worker(
+    scheduler: LocalScheduler, spec: GroupSpec, mark: Mark
 ) -> None:
-    """With what they started, also what does not heed SIGTERM."""
-    monkeypatch.setenv(SILENCE_ENV, "0.6")
-    monkeypatch.setattr(group_module, "PING", 0.1)
+    """With what it started, also what does not heed SIGTERM."""
     group = scheduler.start(spec)
     children = [client.call("child") for client in group.clients]
-    group.clients[0].call("sleep", 1)  # a call that runs is no silence
     assert {*children, *(w.pid for w in group.workers)} <= set(mark.left())
-    monkeypatch.setattr(group_module, "PING", 600.0)
-    ended = group.clients[0].call_async("sleep", 600)
-    with pytest.raises(WorkerDied, match=r"(?s)137 .*no ping for 0.6 s"):
-        ended.result(30)
-    wait_until(lambda: len(group.poll()) == 2, timeout=30)
+    asleep = group.clients[0].call_async("sleep", 600)
+    for client in group.clients:
+        client.close()
+    with pytest.raises(RpcError, match="the link is closed"):
+        asleep.result(30)
+    assert wait_until(lambda: len(group.poll()) == 2, timeout=30)
     assert not {*children, *(w.pid for w in group.workers)} & set(mark.left())
+    assert "whoever started this worker is gone" in (Path(spec.log_dir) / "group_0.log").read_text()
 
 
 def test_workers_that_a_launcher_started_are_met(

@@ -1,0 +1,316 @@
+"""Links two processes of a job: calls go both ways over one connection (frames.py).
+
+Whoever dials and whoever listens have the same Link. Its calls arrive in the order in which they
+were made, any number of them at once; `handle` at the other end answers them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import pickle
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import cloudpickle
+
+from megarl.rpc.errors import Refused, RemoteError, RpcError
+from megarl.rpc.frames import Part, Wire, greet, introduce, new_instance, own_token
+
+# (verb, payload, the link that it came over) -> the answer, or a Future of it
+Handle = Callable[[str, Any, "Link"], Any]
+
+CALL, ANSWER, ERROR = range(3)  # kinds of frames
+CONNECT_TIMEOUT = 30.0
+NEWCOMERS = 64  # that may prove at the same time who they are
+FULL = 0.1  # seconds after which a listener looks again whether the process may open a file
+
+
+class Handler(Protocol):
+    """Is what a worker serves."""
+
+    def handle(self, verb: str, payload: Any) -> Any:
+        """Returns the answer to a call, or a Future of it. It is called in the order of the calls
+        of one caller, in a thread that must not be kept: `on_main_thread` (worker.py) returns the
+        Future of what the main thread makes. What it raises, the caller sees as RemoteError."""
+        ...
+
+    def close(self) -> None:
+        """Frees what it holds, on the main thread, when the worker ends in an orderly way."""
+        ...
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Holds a payload that is ready to be sent, over one link or several."""
+
+    parts: tuple[Part, ...]
+
+
+def pack(payload: Any) -> Packed:
+    """Returns `payload` pickled; of a script's own functions and classes it has the code. Buffers
+    that are pickled as such (PickleBuffer, bytearray, arrays) are sent as they lie in memory."""
+    raw: list[pickle.PickleBuffer] = []
+    body = cloudpickle.dumps(payload, protocol=5, buffer_callback=raw.append)
+    return Packed((body, *(buffer.raw() for buffer in raw)))
+
+
+class Link:
+    """Calls the process at the other end, `name` in errors, and answers its calls by `handle`.
+
+    A call has no limit of its own: it ends with its answer, or with the link, which every call
+    under way and each later one raises: RpcError "link to ... lost", or what `fail` was given.
+    """
+
+    def __init__(
+        self, wire: Wire, name: str, handle: Handle, lost: Callable[[], None] = lambda: None
+    ) -> None:
+        """lost: is called, in the link's own thread, when the connection has ended, before calls
+        learn of it; it may `fail` the link with a better reason."""
+        self.name, self.lost = name, lost
+        self._wire, self._handle = wire, handle
+        self._lock, self._numbers = threading.Lock(), count()
+        self._waiting: dict[int, Future[Any]] = {}
+        self._ending = threading.Lock()  # never held for long, as the other is by who sends
+        self._why: RpcError | None = None
+        self._answers: SimpleQueue[tuple[int, Future[Any]] | None] = SimpleQueue()
+        self._answering = False
+        self.thread = threading.Thread(target=self._listen, name=f"link to {name}", daemon=True)
+        self.thread.start()
+
+    def call(self, verb: str, payload: Any = None, timeout: float | None = None) -> Any:
+        """Returns what the other end's `handle` makes of `payload`, which may be Packed already.
+
+        Raises RemoteError where that raised, WorkerDied where it is known to have ended, RpcError
+        where the link was lost, TimeoutError after `timeout` seconds: the call then goes on there.
+        """
+        future = self.call_async(verb, payload)
+        try:
+            return future.result(timeout)
+        except TimeoutError as e:
+            if future.done():  # the worker's own
+                raise
+            raise TimeoutError(
+                f"worker {self.name}: call {verb} has no answer after {timeout:g} s"
+            ) from e
+
+    def call_async(self, verb: str, payload: Any = None) -> Future[Any]:
+        """Sends a call and returns its future. Waits where the other end does not read."""
+        packed = payload if isinstance(payload, Packed) else pack(payload)
+        future: Future[Any] = Future()
+        with self._lock:
+            if self._why is not None:
+                future.set_exception(_anew(self._why))
+                return future
+            number = next(self._numbers)
+            self._waiting[number] = future
+            try:
+                self._wire.send(number, CALL, (verb.encode(), *packed.parts))
+            except OSError:  # whoever listens to the end tells the future
+                pass
+            except BaseException:
+                del self._waiting[number]
+                raise
+        return future
+
+    async def acall(self, verb: str, payload: Any = None) -> Any:
+        """Makes a call from a coroutine. A coroutine that is cancelled does not cancel the call."""
+        future = await asyncio.to_thread(self.call_async, verb, payload)
+        return await asyncio.shield(asyncio.wrap_future(future))
+
+    def fail(self, why: RpcError) -> None:
+        """Ends the link: calls under way and later ones raise `why`. The first reason counts."""
+        with self._ending:
+            if self._why is not None:
+                return
+            self._why = why
+        self._wire.close()  # whoever sends lets go of the lock
+        with self._lock:
+            waiting, self._waiting = self._waiting, {}
+        for future in waiting.values():
+            _settle(future, error=_anew(why))
+
+    def close(self) -> None:
+        """Ends the link; calls under way raise RpcError."""
+        self.fail(RpcError(f"worker {self.name}: the link is closed"))
+
+    # -- the thread that listens
+
+    def _listen(self) -> None:
+        why = ""
+        try:
+            while True:
+                number, kind, parts = self._wire.receive()
+                if kind == CALL:
+                    self._called(number, parts)
+                else:
+                    self._answered(number, kind, parts)
+        except (EOFError, OSError) as e:
+            why = "" if isinstance(e, EOFError) else f" ({e})"
+        except Refused as e:
+            why = f" ({e})"
+        finally:
+            self._wire.close()
+            if self._why is None:
+                self.lost()
+            self.fail(RpcError(f"link to {self.name} lost{why}"))
+            self._answers.put(None)
+            self._wire.free()
+
+    def _answered(self, number: int, kind: int, parts: list[bytes | bytearray]) -> None:
+        future = self._waiting.pop(number, None) or Future()
+        try:
+            value = pickle.loads(parts[1], buffers=parts[2:])
+        except Exception as e:
+            _settle(future, error=e)
+            return
+        if kind == ERROR:
+            _settle(future, error=RemoteError(self.name, *value))
+        else:
+            _settle(future, value)
+
+    def _called(self, number: int, parts: list[bytes | bytearray]) -> None:
+        answer: Future[Any] = Future()
+        try:
+            payload = pickle.loads(parts[1], buffers=parts[2:])
+            value = self._handle(bytes(parts[0]).decode(), payload, self)
+        except BaseException as e:
+            answer.set_exception(e)
+        else:
+            if isinstance(value, Future):
+                value.add_done_callback(partial(self._send_result, number))
+                return
+            answer.set_result(value)
+        if not self._answering:
+            self._answering = True
+            threading.Thread(target=self._answer, name="link answers", daemon=True).start()
+        self._answers.put((number, answer))
+
+    def _answer(self) -> None:
+        """Sends the answers that were made by the thread that listens. Where this sent them itself,
+        two ends with large answers for each other would both listen no more."""
+        while (one := self._answers.get()) is not None:
+            self._send_result(*one)
+
+    def _send_result(self, number: int, future: Future[Any]) -> None:
+        try:
+            answer = future.result()
+        except BaseException as e:
+            self._send_error(number, e)
+            return
+        self._send_answer(number, answer)
+
+    def _send_answer(self, number: int, answer: Any) -> None:
+        try:
+            self._send(number, ANSWER, answer if isinstance(answer, Packed) else pack(answer))
+        except Exception as e:
+            self._send_error(number, e)
+
+    def _send_error(self, number: int, error: BaseException) -> None:
+        trace = "".join(traceback.format_exception(error))
+        self._send(number, ERROR, pack((type(error).__name__, str(error), trace)))
+
+    def _send(self, number: int, kind: int, packed: Packed) -> None:
+        with self._lock, contextlib.suppress(OSError):  # nobody waits for it any more
+            self._wire.send(number, kind, (b"", *packed.parts))
+
+
+def _settle(future: Future[Any], value: Any = None, error: BaseException | None = None) -> None:
+    """Gives a future its result, unless whoever waited for it has gone."""
+    if not future.set_running_or_notify_cancel():
+        return
+    if error is None:
+        future.set_result(value)
+    else:
+        future.set_exception(error)
+
+
+def _anew(why: RpcError) -> RpcError:
+    """Returns an error of its own for each call, with that call's traceback."""
+    return type(why)(*why.args)
+
+
+def _no_calls(verb: str, payload: Any, link: Link) -> Any:
+    raise LookupError(f"{link.name} answers no calls")
+
+
+def connect(address: str, name: str = "", handle: Handle = _no_calls) -> Link:
+    """Returns a link to the listener at `address`, host:port or [host]:port of IPv6.
+
+    Raises RpcError where nobody answers, Refused for one of another job, ValueError without the
+    job's token.
+    """
+    token, name = own_token(), name or address
+    try:
+        sock = socket.create_connection(split(address), timeout=CONNECT_TIMEOUT)
+    except OSError as e:
+        raise RpcError(f"link to {name}: nobody listens at {address}: {e}") from e
+    try:
+        return Link(introduce(sock, token), name, handle)
+    except Refused as e:
+        sock.close()
+        raise Refused(f"link to {name}: {e}") from None
+    except (OSError, EOFError) as e:
+        sock.close()
+        raise RpcError(f"link to {name} lost: {e}") from e
+
+
+def split(address: str) -> tuple[str, int]:
+    """Returns the host and the port of an address."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+class Listener:
+    """Listens from its construction until `close`, at `address`, and makes a Link to each process
+    of the job that dials; `handle` answers its calls. `close` leaves the links as they are."""
+
+    def __init__(self, handle: Handle, *, host: str = "127.0.0.1", port: int = 0) -> None:
+        """Raises OSError where nobody can listen at `host` and `port` (0: a free one), ValueError
+        without the job's token."""
+        self._token = own_token()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._sock = socket.create_server((host, port), family=family, backlog=1024)
+        self._handle, self._instance, self._closed = handle, new_instance(), False
+        self._newcomers = threading.BoundedSemaphore(NEWCOMERS)
+        port = self._sock.getsockname()[1]
+        self.address = f"[{host}]:{port}" if family == socket.AF_INET6 else f"{host}:{port}"
+        threading.Thread(target=self._accept, name="link listener", daemon=True).start()
+
+    def close(self) -> None:
+        """Listens no more. May be called twice."""
+        if not self._closed:
+            self._closed = True
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)  # which wakes the thread
+            self._sock.close()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            self._newcomers.acquire()
+            try:
+                sock, where = self._sock.accept()
+            except OSError:  # it is closed, or this process has too many files open
+                self._newcomers.release()
+                time.sleep(0 if self._closed else FULL)
+                continue
+            threading.Thread(target=self._welcome, args=(sock, where), daemon=True).start()
+
+    def _welcome(self, sock: socket.socket, where: Any) -> None:
+        try:
+            wire = greet(sock, self._instance, self._token)
+        except (OSError, EOFError, Refused):
+            sock.close()
+            return
+        finally:
+            self._newcomers.release()
+        Link(wire, f"the process at {where[0]}:{where[1]}", self._handle)
