@@ -90,6 +90,9 @@ def stuck(*args, **row):
     (Path(os.environ["OUT"]) / "reached_reward").touch()
     ctypes.PyDLL(None).sleep(300)  # holds the GIL
 
+def stuck_in_the_end(*args, **row):
+    return stuck() if (Path(os.environ["OUT"]) / "start3").exists() else 1.0
+
 def stuck_once(*args, **row):
     first = Path(os.environ["OUT"]) / "reached_reward"
     if not first.exists():
@@ -488,14 +491,13 @@ WAITED = {
 }
 
 
-def full_but(*quick: tuple[str, str, bool]) -> list[object]:
-    cases = [(p, d, t) for p in RANK_1 for d in DEATHS for t in (False, True)]
-    cases.remove(("rollout", "error", False))  # rank 1 runs nothing there that could raise
-    cases.remove(("rollout", "error", True))
-    return [pytest.param(*c, marks=[] if c in quick else [pytest.mark.full]) for c in cases]
-
-
-@pytest.mark.parametrize("phase, death, torchrun", full_but(("train", "kill", False)))
+@pytest.mark.full
+@pytest.mark.parametrize("torchrun", [False, True])
+@pytest.mark.parametrize(
+    ("phase", "death"),
+    # rank 1 runs nothing in a rollout that could raise
+    [(p, d) for p in RANK_1 for d in DEATHS if (p, d) != ("rollout", "error")],
+)
 def test_a_rank_that_ends_ends_the_others(
     run: Run, serve: None, phase: str, death: str, torchrun: bool
 ) -> None:
@@ -539,9 +541,8 @@ HANGS = {
 }
 
 
-@pytest.mark.parametrize(
-    "hang", ["stopped", *(pytest.param(h, marks=pytest.mark.full) for h in ("busy", "asleep"))]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("hang", HANGS)
 def test_a_rank_that_hangs_is_named_with_all_stacks_and_the_run_goes_on(
     run: Run, serve: None, hang: str
 ) -> None:
@@ -576,33 +577,6 @@ def test_rank_0_is_waited_for_so_long(run: Run, serve: None) -> None:
     assert keys in output, output
 
 
-# a disk fills up
-
-FULL_ONCE = """
-import resource
-def fill():
-    if not (OUT / "reached0").exists():
-        reached()
-        rows = Path(OUT / "runs/quickstart/grpo/stats.jsonl").stat().st_size
-        resource.setrlimit(resource.RLIMIT_FSIZE, (rows + 10, resource.RLIM_INFINITY))
-if RANK == 0: at(MegatronActor, 'ppo_update', fill, call=2)
-"""
-
-
-def test_a_disk_that_fills_up_ends_the_run_with_one_line_and_loses_no_step(
-    run: Run, serve: None
-) -> None:
-    """Here the metrics of step 2 find no room: every rank ends, and the next start, which finds
-    some, goes on from the checkpoint of step 1."""
-    keys = ["recover.mode=auto", "recover.freq_steps=1", "recover.async_save=false"]
-    run.start(FULL_ONCE, *keys, "recover.restarts=1", nproc=2)
-    status, output = run.end()
-    assert status == 0 and "Traceback" not in output, output
-    assert "writing the metrics of step 2: File too large" in output, output
-    assert "make room there, or set another fileroot" in output
-    assert "from step 1 of 3" in output, output
-
-
 # the user ends it
 
 STANDSTILL = {
@@ -612,13 +586,48 @@ STANDSTILL = {
 }
 
 
-def test_sigterm_leaves_nothing_not_even_a_stuck_reward(run: Run) -> None:
-    """With a server of its own, started by the launcher."""
-    run.start("", "train_dataset.reward=failing_rewards:stuck", "rollout.reward_timeout=300")
+# one start of the run after the other, each ended by another fault; in the last one rewards hang
+CHAIN = """
+import resource
+START = len(list(OUT.glob("fault*")))
+(OUT / f"start{START}").touch()
+def fill():
+    rows = Path(OUT / "runs/quickstart/grpo/stats.jsonl").stat().st_size
+    resource.setrlimit(resource.RLIMIT_FSIZE, (rows + 10, resource.RLIM_INFINITY))
+def fault(act):
+    def struck():
+        (OUT / f"fault{START}").touch()
+        act()
+    return struck
+stop, kill = hit(os.getpid(), signal.SIGSTOP), hit(os.getpid())
+rank, act, call = [(1, stop, 2), (0, fill, 1), (1, kill, 1), (None, None, 1)][START]
+if RANK == rank: at(MegatronActor, 'ppo_update', fault(act), call=call)
+"""
+
+
+def test_each_start_goes_on_after_the_fault_before_it_and_sigterm_leaves_nothing(run: Run) -> None:
+    """A trainer stands still, a disk fills up while the metrics of step 2 are written, a trainer is
+    killed: each time the launcher says who did not end or what to do, and starts from step 1. Then
+    a reward never returns, and SIGTERM ends the run with the server that the launcher started."""
+    reward = ["train_dataset.reward=failing_rewards:stuck_in_the_end", "rollout.reward_timeout=300"]
+    saves = ["recover.mode=auto", "recover.freq_steps=1", "recover.async_save=false"]
+    run.start(CHAIN, *reward, *saves, "recover.restarts=3", "collective_timeout=10", nproc=2)
+    run.until("fault0")
+    run.until("fault1")
+    run.until("fault2")
     run.until("reached_reward")
     assert run.process is not None
     run.process.terminate()
-    assert run.end()[0] == 128 + signal.SIGTERM
+    status, output = run.end()
+    assert status == 128 + signal.SIGTERM, output
+    hung, full, killed, last = re.split(r"starting again, \d restart", output)
+    assert "rank 0 (Coords" in hung and WAITED["train"] in hung, output
+    assert re.search(r"trainer 1 \(pid \d+, state \w\): not ended 5 s after a peer", hung), output
+    assert re.search(r"trainer 1: process \d+ .*state T \(stopped\)", hung), output
+    assert "writing the metrics of step 2: File too large" in full and "Traceback" not in full, full
+    assert "make room there, or set another fileroot" in full, full
+    assert "trainer 1 exited with status 137" in killed and WAITED["train"] in killed, killed
+    assert all("from step 1 of 3" in later for later in (full, killed, last)), output
 
 
 @pytest.mark.full
