@@ -117,7 +117,7 @@ def call_problem(
     try:
         signature.bind(*positional, **dict.fromkeys(by_name))
     except TypeError as e:
-        return f"{_name(fn)}{signature}: {e}"
+        return f"{_name(fn)}{inspect.signature(fn)}: {e}"
     return None
 
 
@@ -144,12 +144,11 @@ def option_problems(
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
     takes = {p.name: p for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
     own = [name for name in takes if name not in given]
-    hints = _hints(fn)
     for name, value in options.items():
         if name in given:
             yield f"{key}.{name}={value!r}: megarl gives {_name(fn)} this argument; leave it out"
-        elif name in takes and not _fits(value, hints.get(name, Any)):
-            yield f"{key}.{name}={value!r}: not of type {_spelled(hints[name])}{_space(value)}"
+        elif name in takes and not _fits(value, wanted := takes[name].annotation):
+            yield f"{key}.{name}={value!r}: not of type {_spelled(wanted)}{_space(value)}"
         elif name not in takes and not open_ended:
             known = f"it takes {', '.join(own)}" if own else "it takes none"
             yield f"{key}.{name}={value!r}: {_name(fn)} has no such option; {known}"
@@ -167,47 +166,38 @@ def _space(value: Any) -> str:
 
 
 def _signature(fn: Callable[..., Any]) -> inspect.Signature | None:
-    """Returns the signature, with the keys of **options: Unpack[SomeTypedDict] as parameters by
-    name; None where nothing is known of it."""
+    """Returns the signature with types in the place of annotations, Any for what cannot be read,
+    and with the keys of **options: Unpack[SomeTypedDict] as parameters by name; None where nothing
+    is known of it."""
     try:
         signature = inspect.signature(fn)
     except (ValueError, TypeError):  # one that is not written in Python
         return None
-    parameters = list(signature.parameters.values())
-    if not parameters or parameters[-1].kind is not inspect.Parameter.VAR_KEYWORD:
-        return signature
-    if (declared := _unpacked(_written_hints(fn).get(parameters[-1].name))) is None:
-        return signature
-    for name in declared.__annotations__:
+    try:
+        hints = typing.get_type_hints(fn.__init__ if inspect.isclass(fn) else fn)
+    except Exception:  # an annotation may name anything; then no value is judged
+        hints = {}
+    parameters: list[inspect.Parameter] = []
+    for parameter in signature.parameters.values():
+        hint = hints.get(parameter.name, Any)
+        if typing.get_origin(hint) is typing.Unpack:
+            parameters += _keys_of(typing.get_args(hint)[0])
+        else:
+            parameters.append(parameter.replace(annotation=hint))
+    return signature.replace(parameters=parameters)
+
+
+def _keys_of(declared: Any) -> Iterator[inspect.Parameter]:
+    """Yields the keys of a TypedDict as parameters by name."""
+    for name, hint in typing.get_type_hints(declared).items():
         default = inspect.Parameter.empty if name in declared.__required_keys__ else None
-        parameters.insert(
-            -1, inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
+        yield inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint
         )
-    return signature.replace(parameters=parameters[:-1])
-
-
-def _unpacked(hint: Any) -> Any:
-    """Returns the TypedDict of Unpack[TypedDict], None for another hint."""
-    return typing.get_args(hint)[0] if typing.get_origin(hint) is typing.Unpack else None
 
 
 def _name(fn: Callable[..., Any]) -> str:
     return getattr(fn, "__name__", type(fn).__name__)
-
-
-def _hints(fn: Callable[..., Any]) -> dict[str, Any]:
-    """Returns the types of parameters by name, as far as they can be read."""
-    hints = _written_hints(fn)
-    for declared in filter(None, map(_unpacked, hints.values())):
-        hints = hints | typing.get_type_hints(declared)
-    return hints
-
-
-def _written_hints(fn: Callable[..., Any]) -> dict[str, Any]:
-    try:
-        return typing.get_type_hints(fn.__init__ if inspect.isclass(fn) else fn)
-    except Exception:  # an annotation may name anything; then the value is not judged
-        return {}
 
 
 def _fits(value: Any, annotation: Any) -> bool:
