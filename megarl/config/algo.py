@@ -95,16 +95,16 @@ class PPOActorConfig(TrainEngineConfig):
     kl_coef: Annotated[float, NOT_NEGATIVE] = 0.0
     """weight of the KL to the reference added to the loss"""
     kl_estimator: Annotated[str, Choices("k1", "k2", "k3", "k1+", "k3+", "k3-weighted")] = "k3"
-    """KL estimator of the loss; + is its value with k2's gradient"""
+    """KL estimator of the loss; k1+ and k3+ report k1 or k3, and differentiate k2"""
     kl_controller: KLControllerConfig | None = None
-    """adapts kl_coef and the recipe's kl_ctl, which are then the first; null is fixed"""
+    """adapts kl_coef and the recipe's kl_ctl from their first values; null keeps them"""
     entropy_coef: Annotated[float, NOT_NEGATIVE] = 0.0
     """weight of the entropy that the loss rewards"""
     recompute_logprob: Annotated[str, Choices("auto", "true", "false", "interpolate")] = "auto"
-    """recompute logprobs with the trainer's weights before the update (prox_logp); auto: where
-    an update's own pass tells them too, it makes no pass of its own; interpolate: they are taken
-    to lie between the server's and the update's own, by each token's version (A-3PO); false: the
-    ratio starts from the server's"""
+    """recompute logprobs with the trainer's weights before the update (prox_logp); auto: skip
+    this pass where the update computes the same numbers anyway; interpolate: take them between the
+    server's and the update's, by each token's version (A-3PO); false: the ratio starts from the
+    server's"""
     use_decoupled_loss: bool = False
     """clip against prox_logp and weight by exp(prox - behaviour) (AReaL)"""
     behav_imp_weight_cap: Annotated[float, POSITIVE] | None = None

@@ -77,8 +77,8 @@ class CurriculumConfig:
     high: Annotated[float, FRACTION] = 0.9
     """... and at most this one"""
     explore: Annotated[float, FRACTION_ABOVE_ZERO] = 0.25
-    """share of rows drawn in turn whatever their pass rate, so that none is given up; and all
-    that are drawn while no row is known to be in the band"""
+    """share of rows drawn in turn whatever their pass rate, so that none is given up;
+    until some row's pass rate is known, every row is drawn this way"""
     passes_at: float = 1.0
     """an answer passes with a reward of at least this"""
 

@@ -84,7 +84,7 @@ def test_reference_has_every_key_of_every_recipe() -> None:
             assert f"### {key.name}\n" in page or f"| `{key.name}` |" in page, (name, key.name)
     line = next(x for x in page.splitlines() if x.startswith("| `actor.kl_estimator`"))
     words = ", ".join(f"`{k}`" for k in ("k1", "k2", "k3", "k1+", "k3+", "k3-weighted"))
-    meaning = "KL estimator of the loss; + is its value with k2's gradient"
+    meaning = "KL estimator of the loss; k1+ and k3+ report k1 or k3, and differentiate k2"
     assert line == f"| `actor.kl_estimator` | str | `k3` | {meaning}<br>One of {words} |"
     assert "| `eval_gconfig.greedy` | bool | `true` |" in page
     assert "| `rollout.max_concurrent_rollouts` | int &#124; None | `null` |" in page
