@@ -7,6 +7,7 @@ checks.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, is_dataclass
 from enum import Enum
@@ -24,7 +25,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.hints import unknown_key
 from megarl.config.recipes import BaseConfig, main_role
 from megarl.config.schema import Key, children, key_table, show
-from megarl.config.secrets import from_environment, interpolations, remember
+from megarl.config.secrets import Path, from_environment, interpolations, remember
 from megarl.config.words import Word, as_type
 
 Tree = dict[str, Any]
@@ -38,23 +39,32 @@ def build(cls: type[BaseConfig], tree: Tree, problems: list[str]) -> BaseConfig 
     if whole.get("allocation_mode"):
         whole = _filled(cls, merged(_allocated(cls, whole, problems), tree))
     texts = dict(interpolations(whole))
-    maker = _Maker(
-        cls, problems, {".".join(map(str, p)): texts[p] for p in from_environment(texts)}
-    )
-    resolved: Any = whole
-    if texts:
-        try:
-            resolved = OmegaConf.to_container(OmegaConf.create(whole), resolve=True)
-        except OmegaConfBaseException as e:
-            first = str(e).splitlines()[0]
-            problems.append(f"{e.full_key}: {first}" if e.full_key else first)
-            there = {str(path[0]) for path in texts}
-            maker.make(cls, {k: v for k, v in whole.items() if k not in there})
-            return None
+    hidden = {".".join(map(str, path)): texts[path] for path in from_environment(texts)}
+    maker = _Maker(cls, problems, hidden)
+    try:
+        resolved = _resolved(whole, texts)
+    except OmegaConfBaseException as e:
+        first = str(e).splitlines()[0]
+        problems.append(f"{e.full_key}: {first}" if e.full_key else first)
+        there = {str(path[0]) for path in texts}
+        maker.make(cls, {k: v for k, v in whole.items() if k not in there})
+        return None
     cfg: BaseConfig | None = maker.make(cls, resolved)
     if cfg is not None:
         remember(cfg, texts)
     return cfg
+
+
+def _resolved(whole: Tree, texts: Mapping[Path, str]) -> Tree:
+    """Returns the tree without interpolations, which are `texts`. OmegaConf gets the sections alone
+    that they stand in or name, as it takes its time for each value; all where a name is
+    interpolated itself."""
+    words = " ".join(texts.values())
+    names = {path[0] for path in texts} | set(re.findall(r"\w+", words))
+    nested = re.search(r"\{[^}]*\$\{", words)
+    part = {name: value for name, value in whole.items() if nested or name in names}
+    values: Any = OmegaConf.to_container(OmegaConf.create(part), resolve=True) if texts else {}
+    return whole | values
 
 
 def is_seam(key: Key | None) -> bool:

@@ -19,8 +19,6 @@ from os.path import exists
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from megarl.config import presets
 from megarl.config.errors import ConfigError
 from megarl.config.words import NOT_YAML, read_yaml
@@ -98,7 +96,6 @@ def _read_yaml(path: Path) -> Tree:
     if not path.is_file():
         raise ConfigError([f"--config {path}: no such file"])
     try:
-        OmegaConf.load(path)  # raises; also for a key that comes twice
         tree = read_yaml(path.read_text(encoding="utf-8")) or {}
     except NOT_YAML as e:
         raise ConfigError([f"--config {path}: not valid YAML: {' '.join(str(e).split())}"]) from e

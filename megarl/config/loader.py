@@ -19,8 +19,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
-from omegaconf import OmegaConf
-
 from megarl.config import presets
 from megarl.config.build import build, is_interpolation, is_seam, leaves
 from megarl.config.command_line import parse_command_line
@@ -35,7 +33,7 @@ from megarl.config.schema import (
 )
 from megarl.config.secrets import written_tree
 from megarl.config.unread import begin_script, note_set
-from megarl.config.words import NOT_YAML, read_override, read_yaml
+from megarl.config.words import NOT_YAML, read_override, read_yaml, write_yaml
 from megarl.utils.env import quiet_libraries, set_collective_timeout
 from megarl.utils.files import write_whole
 
@@ -137,7 +135,7 @@ def load_expr_config(args: Sequence[str], cls: type[C]) -> tuple[C, str | None]:
 def config_yaml(cfg: BaseConfig) -> str:
     """Returns YAML of every key with its value. Values of the environment stay the interpolations
     they were written as, so that a file holds no secret."""
-    return OmegaConf.to_yaml(OmegaConf.create(written_tree(cfg)))
+    return write_yaml(written_tree(cfg))
 
 
 def save_config(cfg: BaseConfig, path: str | os.PathLike[str]) -> None:
@@ -193,7 +191,6 @@ def _parse_overrides(overrides: Sequence[str], problems: list[str]) -> list[Over
             problems.append(f"{text!r}: an override is key=value, +key=value or ++key=value")
             continue
         try:
-            OmegaConf.from_dotlist([f"v={value}"])
             read = read_override(value)
         except NOT_YAML as e:
             reason = " ".join(str(e).split())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import types
 import typing
+from enum import Enum
 from typing import Any
 
 import yaml
@@ -25,6 +26,7 @@ _FLOAT = re.compile(
     r"[-+]?([0-9][0-9_]*\.[0-9_]*([eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+"
     r"|\.[0-9][0-9_]*([eE][-+]?[0-9]+)?|\.(inf|Inf|INF))|\.(nan|NaN|NAN)"
 )
+_NO_DIGITS = re.compile(r"[-+]?0[xb]_+")
 _BOOL = {"yes": True, "true": True, "on": True, "no": False, "false": False, "off": False}
 
 
@@ -49,29 +51,57 @@ def _spellings(text: str) -> tuple[str, ...]:
 
 
 class _Loader(_Base):  # type: ignore[misc]
-    """Leaves plain words as they were typed, but for null and <<."""
+    """Leaves plain words as they were typed, but for null and <<; a key that comes twice is an
+    error."""
 
     yaml_implicit_resolvers: typing.ClassVar = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag in _KEPT]
         for first, resolvers in _Base.yaml_implicit_resolvers.items()
     }
 
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if twice := [key for key in keys if keys.count(key) > 1]:
+            raise yaml.MarkedYAMLError(None, None, f"duplicate key {twice[0]}", node.start_mark)
+        return super().construct_mapping(node, deep)
+
 
 def _scalar(loader: Any, node: yaml.ScalarNode) -> str:
+    if _NO_DIGITS.fullmatch(node.value):
+        raise yaml.MarkedYAMLError(None, None, f"{node.value} has no digits", node.start_mark)
     return node.value if node.style else Word(node.value)
 
 
 _Loader.add_constructor(_STR, _scalar)
 
 
+class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
+    """Puts in quotes each text that a plain word would not be read as."""
+
+
+def _text(dumper: Any, text: str) -> yaml.ScalarNode:
+    style = None if isinstance(Word(text).untyped(), str) else "'"
+    return dumper.represent_scalar(_STR, str(text), style=style)
+
+
+_Dumper.add_multi_representer(str, _text)
+_Dumper.add_representer(str, _text)
+_Dumper.add_multi_representer(Enum, lambda dumper, value: _text(dumper, value.name))
+
+
+def write_yaml(tree: Any) -> str:
+    """Returns YAML of dicts, lists and plain values, which `read_yaml` reads as they are."""
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
 def read_yaml(text: str) -> Any:
-    """Returns the tree of a YAML text that OmegaConf reads without an error, with words."""
+    """Returns the tree of a YAML text, with words. Raises one of NOT_YAML."""
     return yaml.load(text, Loader=_Loader)
 
 
 def read_override(text: str) -> Any:
-    """Returns the value of an override key=text, which OmegaConf reads without an error. A plain
-    word is all of the text: a name may hold what a file takes for a comment."""
+    """Returns the value of an override key=text. Raises one of NOT_YAML. A plain word is all of the
+    text: a name may hold what a file takes for a comment."""
     read = read_yaml(text) if text.strip() else ""
     whole = isinstance(read, Word) or (read is None and text.lstrip().startswith("#"))
     return Word(text.strip()) if whole else read
