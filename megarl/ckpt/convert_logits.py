@@ -13,13 +13,12 @@ from megarl.ckpt.convert_source import DistSource
 from megarl.ckpt.dist import Sharded, load_sharded
 from megarl.ckpt.keys import settle_keys
 from megarl.models.build import build_model
-from megarl.models.hf_config import ModelConfig
+from megarl.models.hf_config import ModelConfig, transformers_config
 from megarl.models.names import unwrap
 from megarl.models.piece_table import PieceTable
 from megarl.parallel import mcore
 from megarl.parallel.groups import ProcessGroups, model_scope
 from megarl.parallel.layout import Layout
-from megarl.utils.transformers_config import transformers_config
 
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # isort: skip
 

@@ -47,13 +47,13 @@ def arithmetic(
             break
         digits, op = rng.choice(levels), rng.choice(ops)
         a, b = _number(rng, digits), _number(rng, digits)
-        if in_split(_key(a, op, b), cfg.split, test_percent=TEST_PERCENT):
-            problem = _problem(a, op, b, digits)
-            made[problem.question] = problem
+        question = f"{a}{op}{b}"
+        if question not in made and in_split(_key(a, op, b), cfg.split, test_percent=TEST_PERCENT):
+            made[question] = _problem(question, op, str(_OPS[op](a, b)), digits)
     if len(made) < wanted:
         raise _too_few(cfg, level, ops, len(made), wanted)
     return [  # every problem `demos` times; each time the teacher is careless by chance
-        replace(p, response=_without_carry(p.question) if rng.random() < careless else None)
+        replace(p, response=_without_carry(p.question)) if rng.random() < careless else p
         for p in made.values()
         for _ in range(demos)
     ]
@@ -70,8 +70,7 @@ def _check_settings(ops: list[str], count: int, demos: int, careless: float) -> 
         raise ValueError(f"arithmetic: careless={careless}: a probability, and for ops='+' only")
 
 
-def _problem(a: int, op: str, b: int, digits: int) -> Problem:
-    question, answer = f"{a}{op}{b}", str(_OPS[op](a, b))
+def _problem(question: str, op: str, answer: str, digits: int) -> Problem:
     return Problem(
         question=question,
         answer=answer,

@@ -1,7 +1,7 @@
 """Reads a Hugging Face config.json into a ModelConfig, and refuses what is not implemented.
 
-Pure: no torch, no transformers, no megatron; callable before any process group exists. A key that
-is absent means what it means to transformers.
+Pure: no torch, no megatron, and no transformers but in `transformers_config`; callable before any
+process group exists. A key that is absent means what it means to transformers.
 """
 
 from __future__ import annotations
@@ -199,3 +199,24 @@ def _dtype(raw: Mapping[str, Any], source: str) -> str:
 
 def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def transformers_config(path: str | Path, override: Mapping[str, Any] | None = None) -> Any:
+    """Returns transformers' config of the model directory `path`, with other values for the keys in
+    `override`.
+
+    A model_type that transformers does not know is read as that of the architecture: Kimi-K2 calls
+    itself "kimi_k2", and its architecture is DeepseekV3ForCausalLM.
+    """
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    raw, _ = transformers.PretrainedConfig.get_config_dict(path)
+    model = getattr(transformers, (raw.get("architectures") or [""])[0], None)
+    known = raw.get("model_type") in CONFIG_MAPPING
+    if known and override:
+        return CONFIG_MAPPING[raw["model_type"]].from_dict({**raw, **override})
+    if known or model is None:
+        return transformers.AutoConfig.from_pretrained(path)
+    raw = {**raw, **(override or {})}
+    return model.config_class.from_dict({k: v for k, v in raw.items() if k != "model_type"})

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
+from megarl.models.hf_config import transformers_config
 from megarl.parallel import cpu_products as products
 from megarl.server.args import ServerArgs
 from megarl.server.joined import join_layers
@@ -23,7 +24,6 @@ from megarl.server.kv_cache import ATTENTION, Decode, KVCache, Prefill, kv_shape
 from megarl.server.prompt_logprobs import prompt_logprobs
 from megarl.server.routes import RouteRecorder
 from megarl.server.sequence import ServedSequence
-from megarl.utils.transformers_config import transformers_config
 
 logger = logging.getLogger(__name__)
 _MAX_PREFILL_TOKENS = 16384  # padded prompt tokens in one prefill batch

@@ -12,10 +12,9 @@ import transformers
 
 from megarl.models.families import FAMILIES
 from megarl.models.families.grouped_query import GroupedQuery
-from megarl.models.hf_config import parse_hf_config, read_hf_config
+from megarl.models.hf_config import parse_hf_config, read_hf_config, transformers_config
 from megarl.models.rope import inv_freq
 from megarl.models.shapes import RopeScaling
-from megarl.utils.transformers_config import transformers_config
 from tests.tiny import KINDS, tiny_hf
 
 BASE: dict[str, Any] = dict(

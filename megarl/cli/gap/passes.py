@@ -36,14 +36,13 @@ from megarl.engine.probe import (
     Part,
 )
 from megarl.engine.routing import ROUTED
-from megarl.models.hf_config import read_hf_config
+from megarl.models.hf_config import read_hf_config, transformers_config
 from megarl.models.shapes import MoEShape
 from megarl.parallel.groups import init_distributed
 from megarl.server.args import ServerArgs
 from megarl.server.runner import ModelRunner
 from megarl.server.sampling_params import SamplingParams
 from megarl.server.sequence import ServedSequence
-from megarl.utils.transformers_config import transformers_config
 
 # the parts of a layer by transformers' names, which are the same in every family
 _MODULES = {
