@@ -1,12 +1,14 @@
 """RemoteBatch is a batch on the controller: its metadata is here, its tokens lie on workers.
 
+A field is a key, and those who hold its values, which never change: fields are set, not edited.
+
 B rows of the batch, S positions.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,38 +16,34 @@ from torch import Tensor
 
 from megarl.api.batch import Batch
 from megarl.api.tokens import Home
-from megarl.controller.messages import BatchState, Field, Ref, Source
-from megarl.controller.shelf import Shelf, Stamp
+from megarl.controller.messages import BatchChange, BatchState, Field, Ref, Source
+from megarl.controller.store import pull
 from megarl.utils.batch import Padded
 
 if TYPE_CHECKING:
     from megarl.controller.group import Pending, WorkerGroup
 
+numbers = count(1)  # of the calls and settings of this process, in their order
+
 
 class RemoteTokens:
-    """Stands for a per-token field whose values lie on workers. `held` says which rows each group's
-    workers have."""
+    """Stands for a per-token field whose values lie on workers. `homes` says which rows each
+    group's workers hold."""
 
     def __init__(self, field: Field, group: WorkerGroup, home: Home) -> None:
-        self.field = field
-        self.held: dict[WorkerGroup, Home] = {}
-        self.lies_on(group, home)
-
-    def lies_on(self, group: WorkerGroup, home: Home) -> None:
-        """Notes which rows the group's workers hold from now on."""
-        if group not in self.held:
-            group.own(self.field.key, self)
-        self.held[group] = home
+        self.field, self.key = field, field.key
+        self.homes: dict[WorkerGroup, Home] = {group: home}
+        group.own(self.key, self)
 
     def ref(self, group: WorkerGroup) -> Ref:
         """Returns what names the tokens to the workers of `group`. Raises ValueError where they
         do not hold them."""
-        if group not in self.held:
+        if group not in self.homes:
             raise ValueError(
-                f"tokens {self.field.key} lie on {', '.join(g.name for g in self.held)}, not on "
+                f"tokens {self.key} lie on {', '.join(g.name for g in self.homes)}, not on "
                 f"{group.name}: put them into a batch, and give the batch"
             )
-        return Ref("tokens", self.field.key)
+        return Ref("tokens", self.key)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -54,151 +52,168 @@ class RemoteTokens:
         )
 
     def __repr__(self) -> str:
-        groups = ", ".join(group.name for group in self.held)
-        return f"<tokens {self.field.key}, {self.field.dtype} {self.field.inner}, on {groups}>"
+        groups = ", ".join(group.name for group in self.homes)
+        return f"<tokens {self.key}, {self.field.dtype} {self.field.inner}, on {groups}>"
+
+
+class Sample:
+    """Names the values [B] of a per-sample field to the workers of `groups`, which have them."""
+
+    def __init__(self, values: Tensor, key: str) -> None:
+        self.values, self.key = values, key
+        self.version = values._version
+        self.groups: set[WorkerGroup] = set()
 
 
 class RemoteBatch(Batch):
     """Holds a batch's metadata: `batch[name]` is the Tensor [B] of a per-sample field, which is
-    here, or the RemoteTokens of a per-token field. Edits of per-sample fields, in place too, travel
-    with the next call that has the batch among its arguments, and what the call changes comes back
-    with its answer. `group` is the one that worked on it last.
+    here, or the RemoteTokens of a per-token field. Fields that are set travel with the next call
+    that has the batch among its arguments, and those that the call sets come back with its answer.
+    `group` is the one that worked on it last.
     """
 
     per_token: dict[str, Any]
 
-    def __init__(self, group: WorkerGroup, id: str, state: BatchState) -> None:
+    def __init__(self, group: WorkerGroup, id: str, change: BatchChange) -> None:
         """Takes the group that made the batch, its id there, and what the group told of it."""
-        assert state.lengths is not None
-        nobody = Home((0,), torch.full_like(state.lengths, -1))
-        super().__init__(state.lengths, {}, {}, home=nobody)
+        assert change.lengths is not None
+        nobody = Home((0,), torch.full_like(change.lengths, -1))
+        super().__init__(change.lengths, {}, {}, home=nobody)
         self.id, self.group = id, group
-        self._lock = threading.RLock()
-        # by group: what its workers know (stamps of samples, keys of tokens), and calls under way
-        self._known: dict[WorkerGroup, dict[str, Stamp | str]] = {group: {}}
-        self._sent: dict[tuple[WorkerGroup, str], int] = {}  # the last call that an edit went with
+        self._samples: dict[str, Sample] = {}
+        self._set: dict[str, int] = {}  # when a field was set or removed, see `numbers`
+        self._homes: dict[WorkerGroup, Home] = {}  # of those that have the batch
         self._placed_on: set[WorkerGroup] = set()
         self._pending: dict[WorkerGroup, Pending] = {}
         group.own(id, self)
-        self.learn(group, state)
+        self._take(group, change, next(numbers))
 
     # -- fields
 
     def __setitem__(self, name: str, value: Any) -> None:
         """Sets a field. Raises ValueError unless it is a Tensor [B] or RemoteTokens."""
         if isinstance(value, RemoteTokens):
-            rows = {len(home.of_row) for home in value.held.values()}
+            rows = {len(home.of_row) for home in value.homes.values()}
             if rows != {len(self)}:
                 raise ValueError(f"batch[{name!r}]: tokens of {rows} rows, not of {len(self)}")
             self.per_sample.pop(name, None)
             self.per_token[name] = value
         else:
             super().__setitem__(name, value)
+        self._set[name] = next(numbers)
+
+    def pop(self, name: str) -> Any:
+        """Removes the field and returns it."""
+        self._set[name] = next(numbers)
+        self._samples.pop(name, None)
+        return super().pop(name)
 
     def ref(self, group: WorkerGroup) -> Ref:
         """Returns what names the batch to the workers of a group."""
         return Ref("batch", self.id)
 
+    def _sample(self, name: str, values: Tensor) -> Sample:
+        """Returns what names a field's values. Raises ValueError where they were edited in place:
+        workers have them as they were."""
+        sample = self._samples.get(name)
+        if sample is None or sample.values is not values:
+            sample = self._samples[name] = Sample(values, f"set.{next(numbers)}")
+        if values._version != sample.version:
+            raise ValueError(
+                f"batch[{name!r}] was edited in place, which workers do not see: set the field, "
+                f"batch[{name!r}] = values"
+            )
+        return sample
+
     # -- what travels with a call
 
-    def settle_sources(self, group: WorkerGroup, fields: Sequence[str] | None) -> None:
-        """Waits for calls under way, where `group` would get fields from workers that may yet move
-        them, and for those that get fields from workers of `group`, which may move them."""
+    def wait_for(self, group: WorkerGroup, fields: Sequence[str] | None) -> None:
+        """Waits for calls under way on the batch before a call of `group`: on the same workers, and
+        where rows that one of the two reads from the other may yet be placed elsewhere."""
+        lacking = [t for t in self._fields(fields) if group not in t.homes]
         for other, pending in list(self._pending.items()):
-            if other is not group and not self._is_still(other, group, fields):
-                pending.result()
+            sources = {self._source(tokens) for tokens in lacking}
+            moves = other in sources and other not in self._placed_on
+            is_read = group in self._homes and group not in self._placed_on
+            if moves or is_read or not set(other.peers).isdisjoint(group.peers):
+                pending.wait()
 
-    def _is_still(
-        self, other: WorkerGroup, group: WorkerGroup, fields: Sequence[str] | None
-    ) -> bool:
-        """Returns whether a call under way on `other` and one on `group` leave each other's rows
-        where they are: a batch that was placed stays there."""
-        gets_from = any(other in self._sources(t) for t in self._lacking(group, fields).values())
-        return (other in self._placed_on or not gets_from) and (
-            group in self._placed_on or group not in self._known
-        )
+    def _fields(self, names: Sequence[str] | None) -> Iterator[RemoteTokens]:
+        return (t for name, t in self.per_token.items() if names is None or name in names)
 
-    def _lacking(self, group: WorkerGroup, fields: Sequence[str] | None) -> dict[str, RemoteTokens]:
-        known = self._known.get(group, {})
-        some = self.per_token.items()
-        return {
-            name: tokens
-            for name, tokens in some
-            if (fields is None or name in fields) and known.get(name) != tokens.field.key
-        }
-
-    def _sources(self, tokens: RemoteTokens) -> list[WorkerGroup]:
-        """Returns the groups that have the tokens, those first whose rows do not move."""
-        return sorted(tokens.held, key=lambda g: g in self._pending and g not in self._placed_on)
+    def _source(self, tokens: RemoteTokens) -> WorkerGroup:
+        """Returns a group that has the tokens, if there is one, a group whose rows do not move."""
+        return min(tokens.homes, key=lambda g: g in self._pending and g not in self._placed_on)
 
     def state_for(
-        self, group: WorkerGroup, fields: Sequence[str] | None, number: int
-    ) -> BatchState:
-        """Returns what the group's workers do not know of the batch, for the call of this number,
-        and takes it as known."""
-        with self._lock:
-            first = group not in self._known
-            if first:
-                group.own(self.id, self)
-            known = self._known.setdefault(group, {})
-            before = self._pending.get(group)
-            if failed := before is not None and before.failed():  # who knows what has arrived
-                known |= dict.fromkeys(known, "")
-            state = BatchState(lengths=self.lengths if first or failed else None)
-            state.minibatches = self.minibatches
-            state.removed = tuple(name for name in known if name not in self)
-            for name in state.removed:
-                del known[name]
-            for name, values in self.per_sample.items():
-                if known.get(name) != (stamp := Stamp.of(values)):
-                    state.per_sample[name], known[name] = values, stamp
-            made: dict[tuple[WorkerGroup, int], Source] = {}
-            for name, tokens in self._lacking(group, fields).items():
-                holder = group if group in tokens.held else self._sources(tokens)[0]
-                home = tokens.held[holder]
-                new = Source(holder.name, holder.peers, home)
-                source = made.setdefault((holder, id(home)), new)
-                state.sources[tokens.field.key] = source
-                state.per_token[name], known[name] = tokens.field, tokens.field.key
-            for name in (*state.removed, *state.per_sample, *state.per_token):
-                self._sent[group, name] = number
-            return state
+        self, group: WorkerGroup, fields: Sequence[str] | None
+    ) -> tuple[BatchState, list[Sample | RemoteTokens]]:
+        """Returns what the batch is for a call of the group that reads these per-token fields
+        (None for all), and all fields that its workers will have."""
+        known = group in self._homes
+        state = BatchState(None if known else self.lengths, self.minibatches)
+        sent: list[Sample | RemoteTokens] = []
+        group.own(self.id, self)
+        for name, values in self.per_sample.items():
+            sample = self._sample(name, values)
+            state.samples[name] = sample.key
+            if group not in sample.groups:
+                state.values[sample.key] = values
+            sent.append(sample)
+        for name, tokens in self.per_token.items():
+            if not (fields is None or name in fields or group in tokens.homes):
+                continue
+            state.tokens[name] = tokens.field
+            if not known or tokens.homes.get(group) is not self._homes[group]:
+                holder = group if group in tokens.homes else self._source(tokens)
+                state.sources[tokens.key] = Source(holder.name, holder.peers, tokens.homes[holder])
+            sent.append(tokens)
+        for handle in sent:
+            group.own(handle.key, handle)
+        return state, sent
 
     def called(self, group: WorkerGroup, pending: Pending) -> None:
         """Notes a call under way with the batch among its arguments."""
-        if (before := self._pending.get(group)) is not None:
-            pending.follows(before)
         self._pending[group], self.group = pending, group
 
-    def learn(self, group: WorkerGroup, state: BatchState, number: int = 0) -> None:
-        """Takes over what the call of this number on `group` has changed, but for fields that were
-        edited here since, and went with a later call."""
-        assert state.home is not None
-        with self._lock:
-            known = self._known[group]
+    def learn(
+        self,
+        group: WorkerGroup,
+        change: BatchChange,
+        number: int,
+        sent: Sequence[Sample | RemoteTokens],
+    ) -> None:
+        """Takes over what the call of this number on `group` has made of the batch as it was sent,
+        but for fields that were set here since."""
+        self._pending.pop(group, None)
+        home = self._take(group, change, number)
+        for handle in sent:
+            if isinstance(handle, Sample):
+                handle.groups.add(group)
+            else:
+                handle.homes[group] = home
 
-            def is_new(name: str) -> bool:
-                return self._sent.get((group, name), 0) <= number
-
-            for name in filter(is_new, state.removed):
-                known.pop(name, None)
-                if name in self:
-                    self.pop(name)
-            for name in filter(is_new, state.per_sample):
-                self[name] = values = state.per_sample[name]
-                known[name] = Stamp.of(values)
-            for name, field in state.per_token.items():
-                tokens = RemoteTokens(field, group, state.home)  # freed, where nobody takes it
-                if is_new(name):
-                    self[name], known[name] = tokens, field.key
-            for name, tokens in self.per_token.items():
-                if known.get(name) == tokens.field.key:
-                    tokens.lies_on(group, state.home)
-            self.minibatches = state.minibatches
-            if state.placed:
-                self._placed_on.add(group)
-            if (pending := self._pending.get(group)) is not None and pending.taken:
-                del self._pending[group]
+    def _take(self, group: WorkerGroup, change: BatchChange, number: int) -> Home:
+        home = change.home or self._homes[group]
+        self._homes[group], self.minibatches = home, change.minibatches
+        if change.placed:
+            self._placed_on.add(group)
+        for name in change.removed:
+            if self._set.get(name, 0) < number and name in self:
+                self.pop(name)
+                self._set[name] = number
+        for name, (key, values) in change.samples.items():
+            sample = Sample(values, key)
+            group.own(key, sample)  # freed, where nobody takes it
+            sample.groups.add(group)
+            if self._set.get(name, 0) < number:
+                super().__setitem__(name, values)
+                self._samples[name], self._set[name] = sample, number
+        for name, field in change.tokens.items():
+            tokens = RemoteTokens(field, group, home)
+            if self._set.get(name, 0) < number:
+                self[name], self._set[name] = tokens, number
+        return home
 
     # -- what workers compute
 
@@ -247,18 +262,11 @@ class RemoteBatch(Batch):
         """Returns padded [b, S] tensors and attention_mask of the rows (None takes all) and fields
         `names` (None takes all): their tokens come here from the workers that hold them."""
         index = self._index(range(len(self)) if rows is None else rows)
-        by_source: dict[tuple[WorkerGroup, int], list[str]] = {}
-        wanted = [n for n in self.per_token if names is None or n in names]
-        for name in wanted:
-            group = self._sources(self.per_token[name])[0]
-            home = self.per_token[name].held[group]
-            by_source.setdefault((group, id(home)), []).append(name)
-        found: dict[str, Any] = {}
-        for (group, _), some in by_source.items():
-            fields = [self.per_token[name].field for name in some]
-            home = self.per_token[some[0]].held[group]
-            shelf = Shelf("", group.read)
-            source = Source(group.name, group.peers, home)
-            got = shelf.pull(source, fields, self.lengths, index)
-            found |= {name: got[f.key] for name, f in zip(some, fields, strict=True)}
-        return self._pad(index, {name: found[name] for name in wanted}, names)
+        loaded: dict[str, Any] = {}
+        for name, tokens in self.per_token.items():
+            if names is None or name in names:
+                group = self._source(tokens)
+                source = Source(group.name, group.peers, tokens.homes[group])
+                pulled = pull(source, [tokens.field], self.lengths, index, group.read)
+                loaded[name] = pulled[tokens.key]
+        return self._pad(index, loaded, names)

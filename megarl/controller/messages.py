@@ -1,28 +1,26 @@
 """Defines what travels between the controller and a worker.
 
 A call is a function with its arguments, pickled. What stays on workers (objects, batches, tokens)
-travels in it as a reference, in both directions. Metadata of batches travels beside it: the
-per-sample fields that the other side has not seen, and the names and keys of per-token fields.
+travels in it as a reference, in both directions. A batch travels beside it as names and keys: a key
+stands for values that never change, which a worker gets once.
 
 B rows of a batch.
 """
 
 from __future__ import annotations
 
-import base64
 import io
 import math
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import cloudpickle
-import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.api.tokens import Home
+from megarl.api.tokens import Home, as_bytes, from_bytes
 
 # verbs of a worker: a call, rows of tokens as bytes, the number of a signal that came, what is held
 CALL, READ, STOP, SIZES = "call", "read", "stop", "sizes"
@@ -50,6 +48,15 @@ class Peer(NamedTuple):
     address: str
 
 
+class Rows(NamedTuple):
+    """Asks a worker of `group` for rows of the fields `keys`: the values of the first, row after
+    row, then those of the next."""
+
+    group: str
+    keys: tuple[str, ...]
+    rows: Tensor
+
+
 @dataclass(frozen=True)
 class Source:
     """Says where values lie: on `peers`, in their order, which hold them in the name of `group`,
@@ -62,24 +69,36 @@ class Source:
 
 @dataclass(kw_only=True)
 class BatchState:
-    """Tells the other side of a call about a batch.
+    """Tells workers what a batch is for a call.
 
-    lengths:    [B], for a side that has not seen the batch.
-    per_sample: the fields that the other side has not seen, or has in another state.
-    per_token:  the same of per-token fields.
-    removed:    names of fields that are gone.
-    sources:    by key, where a worker gets values that it lacks.
-    home, placed, minibatches: as in Batch; of a worker's answer.
+    lengths:     [B], where they may not have the batch.
+    minibatches: as in Batch.
+    samples:     the keys of per-sample fields, by name.
+    values:      those that they may not have, by key.
+    tokens:      per-token fields, by name; sources: by key, where those are that they may not have.
     """
 
-    lengths: Tensor | None = None
-    per_sample: dict[str, Tensor] = field(default_factory=dict)
-    per_token: dict[str, Field] = field(default_factory=dict)
-    removed: tuple[str, ...] = ()
+    lengths: Tensor | None
+    minibatches: list[list[int]] | None
+    samples: dict[str, str] = field(default_factory=dict)
+    values: dict[str, Tensor] = field(default_factory=dict)
+    tokens: dict[str, Field] = field(default_factory=dict)
     sources: dict[str, Source] = field(default_factory=dict)
-    home: Home | None = None
-    placed: bool = False
-    minibatches: list[list[int]] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchChange:
+    """Tells the controller what a call has made of a batch: fields that were set, with their keys
+    (samples: and values), fields that were removed, and the home, where it is another. lengths: of
+    a batch that the group had not told of. minibatches, placed: as in Batch."""
+
+    lengths: Tensor | None
+    minibatches: list[list[int]] | None
+    placed: bool
+    home: Home | None
+    samples: dict[str, tuple[str, Tensor]]
+    tokens: dict[str, Field]
+    removed: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +108,7 @@ class Call:
     number:  counts the controller's calls; what a call makes is named after it.
     group:   the name under which the group's workers hold batches; members: they, in their order.
     body:    the pickled (function, args, kwargs).
-    told:    the same of what is called first, and whose results nobody wants.
-    batches: what is new about the batches among the arguments, by id.
+    batches: the batches among the arguments, by id.
     dropped: ids and keys that the controller needs no more.
     scope:   the id of the World inside of which the call is made, None for all ranks.
     keep:    whether the result stays on the workers even where it is plain data.
@@ -102,7 +120,6 @@ class Call:
     members: tuple[Peer, ...]
     body: bytes
     batches: dict[str, BatchState]
-    told: tuple[bytes, ...] = ()
     dropped: tuple[str, ...] = ()
     scope: str | None = None
     keep: bool = False
@@ -111,12 +128,11 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """Answers a Call: the pickled result, what changed in its batches and what new batches are, and
-    a digest of what has to be the same on every worker."""
+    """Answers a Call: the pickled result, and what the call has made of its batches, and of new
+    ones."""
 
     body: bytes
-    batches: dict[str, BatchState]
-    digest: str
+    batches: dict[str, BatchChange]
 
 
 @dataclass(frozen=True)
@@ -140,7 +156,7 @@ class _Pickler(cloudpickle.Pickler):
     """Pickles data as it is, and what `refer` knows as references."""
 
     def __init__(self, file: io.BytesIO, refer: Callable[[Any], Ref | None]) -> None:
-        super().__init__(file)
+        super().__init__(file, protocol=5)
         self._refer = refer
 
     def persistent_id(self, obj: Any) -> Ref | None:
@@ -148,12 +164,10 @@ class _Pickler(cloudpickle.Pickler):
         return self._refer(obj)
 
     def reducer_override(self, obj: Any) -> Any:
-        """Has tensors travel in host memory, without what lies beside them in their storage."""
-        if isinstance(obj, Tensor):
-            plain = obj.detach().cpu()
-            if plain.untyped_storage().nbytes() != plain.numel() * plain.element_size():
-                plain = plain.clone()
-            return plain.__reduce_ex__(2)
+        """Has tensors travel as the bytes of their values, in host memory."""
+        if type(obj) is Tensor and obj.layout == torch.strided and not obj.is_quantized:
+            raw = bytearray(as_bytes(obj.detach().cpu()).numpy())
+            return tensor, (raw, obj.dtype, tuple(obj.shape))
         return super().reducer_override(obj)
 
 
@@ -166,7 +180,18 @@ class _Unpickler(pickle.Unpickler):
         return self._resolve(pid)
 
 
-def pack(value: Any, refer: Callable[[Any], Ref | None]) -> bytes:
+def tensor(raw: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Returns the tensor whose values are these bytes, without a copy."""
+    if not raw:
+        return torch.empty(shape, dtype=dtype)
+    return from_bytes(torch.frombuffer(raw, dtype=torch.uint8), dtype, ()).reshape(shape)
+
+
+def no_reference(value: Any) -> None:
+    """Has everything be pickled."""
+
+
+def pack(value: Any, refer: Callable[[Any], Ref | None] = no_reference) -> bytes:
     """Returns `value` pickled; `refer` returns the reference for what is not to be pickled, None
     for everything else."""
     out = io.BytesIO()
@@ -178,22 +203,3 @@ def unpack(body: bytes, resolve: Callable[[Ref], Any]) -> Any:
     """Returns what `pack` pickled, with `resolve(reference)` in place of each reference. The body
     must come from this job: unpickling runs what it says."""
     return _Unpickler(io.BytesIO(body), resolve).load()
-
-
-# ---- rows in an address
-
-
-def rows_path(group: str, keys: Sequence[str], rows: Tensor, total: int) -> str:
-    """Returns the path at which a worker of `group` serves these rows of a batch of `total` rows:
-    the values of the first key, row after row, then those of the next."""
-    mask = np.zeros(total, dtype=bool)
-    mask[rows.numpy()] = True
-    bits = base64.urlsafe_b64encode(np.packbits(mask).tobytes()).decode()
-    return f"{group}/{','.join(keys)}/{total}/{bits}"
-
-
-def read_path(path: str) -> tuple[str, list[str], Tensor]:
-    """Returns (group, keys, rows) of what `rows_path` returned."""
-    group, keys, total, bits = path.split("/")
-    mask = np.unpackbits(np.frombuffer(base64.urlsafe_b64decode(bits), dtype=np.uint8))
-    return group, keys.split(","), torch.from_numpy(np.flatnonzero(mask[: int(total)]))

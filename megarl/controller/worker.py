@@ -1,35 +1,78 @@
-"""Is what a worker process of the controller serves: calls on its main thread, rows of tokens from
-its shelf. `serve` is named to megarl.rpc, which makes the process."""
+"""Is what a worker process of the controller serves: calls on its main thread, and rows of tokens to
+other workers meanwhile. `serve` is named to megarl.rpc, which makes the process."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import enum
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
+from itertools import count
+from pathlib import PurePath
 from pickle import PickleBuffer
 from typing import Any
 
-from megarl.controller.messages import READ, STOP, Peer
-from megarl.controller.registry import Registry
+import numpy as np
+import torch
+from torch import Tensor
+
+from megarl.api.batch import Batch
+from megarl.api.records import ServersLost
+from megarl.api.tokens import Comm, Home, Tokens
+from megarl.controller.messages import (
+    CALL,
+    READ,
+    SIZES,
+    STOP,
+    Call,
+    Field,
+    Peer,
+    Raised,
+    Ref,
+    Reply,
+    Rows,
+    pack,
+    unpack,
+)
+from megarl.controller.remote import invoke
+from megarl.controller.store import Fetch, Store
+from megarl.observability.timers import shown
 from megarl.parallel import exchange  # noqa: F401  a Batch of several ranks travels by it
-from megarl.rpc.link import Link, connect
+from megarl.parallel.groups import waiting_for
+from megarl.rpc.link import Link, Packed, connect
 from megarl.rpc.worker import on_main_thread
 from megarl.utils import stopping
+from megarl.utils.files import DiskFull
+from megarl.utils.stopping import StopRequested
 
 SERVE = "megarl.controller.worker:serve"
 PULL_TIMEOUT = 600.0  # seconds in which another worker sends the rows of one request
+# errors that somebody on the controller catches
+RAISED = (StopRequested, DiskFull, ServersLost)
+_DATA = (
+    type(None),
+    *(bool, int, float, complex, str, bytes, bytearray, slice, range, type, enum.Enum, PurePath),
+    *(Tensor, torch.dtype, torch.device, torch.Size, np.ndarray, np.generic, BaseException),
+)
+
+
+def serve(index: int, count: int, options: Mapping[str, Any]) -> ControlledWorker:
+    """Returns what worker `index` serves. options: {"group": the group's name}."""
+    return ControlledWorker(f"{options['group']}/{index}")
 
 
 class Peers:
-    """Reads from the shelves of other workers; a link stays open for the next time."""
+    """Reads from other workers; a link stays open for the next time."""
 
     def __init__(self) -> None:
         self._links: dict[Peer, Link] = {}
 
-    def fetch(self, peer: Peer, path: str) -> bytearray:
-        """Returns the bytes that a worker serves at `path`. Raises RemoteError with its error,
+    def fetch(self, peer: Peer, asked: Rows) -> bytearray:
+        """Returns the bytes that a worker has for some rows. Raises RemoteError with its error,
         RpcError where it is gone, TimeoutError after PULL_TIMEOUT."""
         if peer not in self._links:
             self._links[peer] = connect(peer.address, peer.name)
-        rows: bytearray = self._links[peer].call(READ, path, PULL_TIMEOUT)
+        rows: bytearray = self._links[peer].call(READ, asked, PULL_TIMEOUT)
         return rows
 
     def close(self) -> None:
@@ -39,28 +82,159 @@ class Peers:
 
 
 class ControlledWorker:
-    """Serves a Registry: its calls run on the process's main thread, in the order in which they
-    came, and rows are read meanwhile."""
+    """Serves calls, on the process's main thread, in the order in which they came, and reads
+    meanwhile."""
 
     def __init__(self, name: str) -> None:
         self._peers = Peers()
-        self._registry = Registry(name, self._peers.fetch)
+        self._calls = Calls(name, self._peers.fetch)
 
     def handle(self, verb: str, payload: Any) -> Any:
-        """Returns what the registry answers. READ is answered at once, with the bytes of rows of
-        tokens (`messages.rows_path`). STOP notes at once that the signal of this number asks the
-        run to stop: a call that runs may be waiting for answers."""
+        """Returns what a call made, or what is held. READ is answered at once, with the bytes of
+        rows. STOP notes at once that the signal of this number asks the run to stop: a call that
+        runs may be waiting for answers."""
         if verb == READ:
-            return PickleBuffer(self._registry.shelf.read(payload))
+            return PickleBuffer(self._calls.store.read(payload))
         if verb == STOP:
             return stopping.note(payload)
-        return on_main_thread(self._registry.handle, verb, payload)
+        return on_main_thread(lambda: Packed((pack(self._calls.handle(verb, payload)),)))
 
     def close(self) -> None:
         """Closes the links to other workers."""
         self._peers.close()
 
 
-def serve(index: int, count: int, options: Mapping[str, Any]) -> ControlledWorker:
-    """Returns what worker `index` serves. options: {"group": the group's name}."""
-    return ControlledWorker(f"{options['group']}/{index}")
+class Calls:
+    """Makes calls with what a worker holds."""
+
+    def __init__(
+        self, name: str, fetch: Fetch, comm: Callable[[], Comm | None] | None = None
+    ) -> None:
+        """Takes what a Store takes."""
+        self.store = Store(name, fetch, comm)
+
+    def handle(self, verb: str, payload: Any) -> Any:
+        """Returns the answer to a request. Raises what the call raises, ValueError for a verb that
+        there is none of."""
+        if verb == CALL:
+            return self.call(payload)
+        if verb == SIZES:
+            return self.store.sizes()
+        raise ValueError(f"a worker of the controller knows no {verb!r}")
+
+    def call(self, call: Call) -> Reply | None:
+        """Makes a call and returns its answer, None where another worker's counts."""
+        store, group = self.store, call.group
+        for name in call.dropped:
+            store.drop(group, name)
+        rank = [peer.name for peer in call.members].index(store.name)
+        with self._scope(call):
+            for id, state in call.batches.items():
+                store.receive(group, id, state, rank, len(call.members))
+            try:
+                fn, args, kwargs = unpack(call.body, lambda ref: store.resolve(group, ref))
+                with shown(name := _named(fn, args)), waiting_for(None, name):
+                    result = fn(*args, **kwargs)
+            except RAISED as e:
+                result = Raised(e)
+            reply = _Answer(store, call).of(result)
+        return reply if rank == 0 or call.each else None
+
+    @contextlib.contextmanager
+    def _scope(self, call: Call) -> Iterator[None]:
+        if call.scope is None:
+            yield
+            return
+        with self.store.objects[call.scope].scope():
+            yield
+
+
+class _Answer:
+    """Makes the answer to one call: what stays here gets a name that is the same on all workers."""
+
+    def __init__(self, store: Store, call: Call) -> None:
+        self._store, self._call = store, call
+        self._new = (f"{call.number}.{i}" for i in count())
+        self._ids = list(call.batches)
+        self._homes: dict[str, Home] = {}  # of tokens that stand in no batch
+
+    def of(self, result: Any) -> Reply:
+        """Returns the answer for what the function returned."""
+        raised = isinstance(result, Raised)
+        if not raised and (self._call.keep or not _is_data(result)):
+            result = self._kept(result)
+        # first, so that tokens which stand in a batch now are known by their keys there
+        group, store = self._call.group, self._store
+        changes = {id: store.changes(group, id, self._new) for id in self._ids}
+        body = pack(result, self._refer)
+        made = self._ids[len(changes) :]
+        changes |= {id: store.changes(group, id, self._new) for id in made}
+        return Reply(body=body, batches=changes)
+
+    def _kept(self, result: Any) -> Ref:
+        id = self._store.object_id(result)
+        if id is None:
+            self._store.objects[id := next(self._new)] = result
+        return Ref("object", id, (type(result).__qualname__, _methods(type(result))))
+
+    def _refer(self, value: Any) -> Ref | None:
+        """Returns what stands for a value that stays here, None for what travels."""
+        if isinstance(value, Ref):
+            return value
+        if isinstance(value, Batch):
+            return self._batch(value)
+        if isinstance(value, Tokens):
+            return self._tokens(value)
+        if isinstance(value, _DATA) or not hasattr(value, "__dict__") or callable(value):
+            return None
+        id = self._store.object_id(value)
+        return None if id is None else self._kept(value)
+
+    def _batch(self, value: Batch) -> Ref:
+        id = self._store.batch_id(self._call.group, value)
+        if id is None:
+            self._store.adopt(self._call.group, id := next(self._new), value)
+            self._ids.append(id)
+        return Ref("batch", id)
+
+    def _tokens(self, value: Tokens) -> Ref:
+        """Tokens are taken for those of the first batch of the call whose held rows they fit."""
+        group = self._call.group
+        key = self._store.tokens_key(group, value)
+        if key is None:
+            key = next(self._new)
+            for id in self._ids:
+                batch = self._store.resolve(group, Ref("batch", id))
+                if torch.equal(batch.lengths[batch.rows], value.lengths):
+                    self._store.keep(group, key, value, batch.rows)
+                    break
+            else:
+                raise ValueError(
+                    "a call returned Tokens that fit no batch among its arguments: return plain "
+                    "tensors, or a Batch"
+                )
+            self._homes[key] = batch.home
+        field = Field(key, value.values.dtype, tuple(value.values.shape[1:]))
+        return Ref("tokens", key, (field, self._homes.get(key)))
+
+
+def _named(fn: Callable[..., Any], args: Sequence[Any]) -> str:
+    """Returns how a call is shown: "MegatronActor.ppo_update", "rollout_metrics"."""
+    if fn is invoke:
+        return f"{type(args[0]).__name__}.{args[1]}"
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
+def _methods(cls: type) -> frozenset[str]:
+    """Returns the names of the public methods of a class."""
+    return frozenset(n for n in dir(cls) if n[0] != "_" and callable(getattr(cls, n, None)))
+
+
+def _is_data(value: Any) -> bool:
+    """Returns whether a result is plain data, which comes to the controller."""
+    if isinstance(value, Mapping):
+        return all(map(_is_data, value.values()))
+    if isinstance(value, list | tuple | set | frozenset):
+        return all(map(_is_data, value))
+    known = isinstance(value, (*_DATA, Batch, Tokens, Ref))
+    return known or (is_dataclass(value) and not isinstance(value, type))
