@@ -23,7 +23,7 @@ from megarl.controlled import ControllerContext, RemoteWorkers
 from megarl.controller.graph_execution import GraphExecution, StepState
 from megarl.controller.graph_plan import GraphPlan
 from megarl.controller.graph_runner import CallFailed
-from megarl.controller.registry import RAISED
+from megarl.controller.worker import RAISED
 from megarl.dataflow.mesh import Devices
 from megarl.dataflow.recipes import recipe_graph
 from megarl.observability.stats_tracker import record_timing

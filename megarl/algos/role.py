@@ -13,7 +13,6 @@ from megarl.algos.rows import Data, as_batch, only
 from megarl.api.batch import Batch, Tokens
 from megarl.api.engine import PARTS, LossFn, LossWeightFn, PendingSave, TrainEngine
 from megarl.api.records import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
-from megarl.utils.unanswered import unanswered
 
 P = ParamSpec("P")
 R = TypeVar("R", bound="Role")
@@ -113,12 +112,10 @@ class Role:
         """Destroys the engine. Collective."""
         self.engine.destroy()
 
-    @unanswered
     def step_lr_scheduler(self) -> None:
         """Moves the learning-rate schedule on, once per training step (not per mini-batch)."""
         self.engine.step_lr_scheduler()
 
-    @unanswered
     def set_version(self, version: int) -> None:
         """Sets the version of the engine's weights."""
         self.engine.set_version(version)

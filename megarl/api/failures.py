@@ -20,6 +20,10 @@ from megarl.utils.files import DiskFull
 T = TypeVar("T")
 
 
+class OtherRankFailed(RuntimeError):
+    """Tells that another rank failed, or is gone: its own error is the reason."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """An error as it travels between ranks: its text, and what tells callers its type apart.
@@ -45,7 +49,7 @@ def merged(
 
     failed: by rank; own: this rank's error. The result is ServersLost with the servers of all where
     that is among them, for what follows from it is the same on every rank, and the other errors may
-    be its consequences; else the rank's own error where it has one; else a RuntimeError (DiskFull
+    be its consequences; else the rank's own error where it has one; else OtherRankFailed (DiskFull
     where that is among them) that names the ranks.
     """
     if lost := [f for f in failed.values() if f.servers]:
@@ -56,7 +60,7 @@ def merged(
     if own is not None or not failed:
         return own
     said = "; ".join(f"rank {rank}: {failure.text}" for rank, failure in failed.items())
-    kind = DiskFull if any(f.disk_full for f in failed.values()) else RuntimeError
+    kind = DiskFull if any(f.disk_full for f in failed.values()) else OtherRankFailed
     return kind(f"{what} failed on {said}")
 
 

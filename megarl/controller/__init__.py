@@ -1,8 +1,8 @@
 """The single controller: one process runs the algorithm, and workers hold models and tokens.
 
     messages  what travels between the controller and a worker
-    shelf     a worker's batches and tokens, which it also serves to other workers
-    registry  a worker's objects, and how it answers a call
+    worker    what a worker serves: calls, and rows of tokens to other workers
+    store     a worker's objects, batches and tokens
     group     WorkerGroup: several workers that are called as one
     remote    Remote: an object that lives on the workers of a group
     batch     RemoteBatch, RemoteTokens: a batch whose tokens lie on workers

@@ -151,7 +151,7 @@ class RemoteBatch(Batch):
         """Returns what the batch is for a call of the group that reads these per-token fields
         (None for all), and all fields that its workers will have."""
         known = group in self._homes
-        state = BatchState(None if known else self.lengths, self.minibatches)
+        state = BatchState(lengths=None if known else self.lengths, minibatches=self.minibatches)
         sent: list[Sample | RemoteTokens] = []
         group.own(self.id, self)
         for name, values in self.per_sample.items():
@@ -194,24 +194,27 @@ class RemoteBatch(Batch):
                 handle.homes[group] = home
 
     def _take(self, group: WorkerGroup, change: BatchChange, number: int) -> Home:
+        def is_new(name: str) -> bool:
+            return self._set.get(name, 0) < number
+
         home = change.home or self._homes[group]
         self._homes[group], self.minibatches = home, change.minibatches
         if change.placed:
             self._placed_on.add(group)
         for name in change.removed:
-            if self._set.get(name, 0) < number and name in self:
+            if is_new(name) and name in self:
                 self.pop(name)
                 self._set[name] = number
         for name, (key, values) in change.samples.items():
             sample = Sample(values, key)
             group.own(key, sample)  # freed, where nobody takes it
             sample.groups.add(group)
-            if self._set.get(name, 0) < number:
+            if is_new(name):
                 super().__setitem__(name, values)
                 self._samples[name], self._set[name] = sample, number
         for name, field in change.tokens.items():
             tokens = RemoteTokens(field, group, home)
-            if self._set.get(name, 0) < number:
+            if is_new(name):
                 self[name], self._set[name] = tokens, number
         return home
 

@@ -7,49 +7,38 @@ same order, and collectives of groups that overlap never cross.
 from __future__ import annotations
 
 import contextlib
-import re
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
-from itertools import count
 from typing import Any
 
+from megarl.api.failures import OtherRankFailed
 from megarl.api.scheduler import Caller, Worker
-from megarl.controller.batch import RemoteBatch, RemoteTokens
+from megarl.controller.batch import RemoteBatch, RemoteTokens, Sample, numbers
 from megarl.controller.messages import (
     CALL,
     READ,
-    BatchState,
     Call,
     Peer,
     Raised,
     Ref,
     Reply,
+    Rows,
     pack,
     unpack,
 )
 from megarl.controller.remote import Remote
 from megarl.parallel.groups import init_distributed
 from megarl.parallel.worlds import World
-from megarl.rpc import link
 from megarl.rpc.errors import RemoteError
+from megarl.rpc.link import Packed
 
 # seconds in which other workers' errors follow the first: they may be its reason, or the same
 GRACE, SOON = 10.0, 0.5
 READ_TIMEOUT = 600.0  # seconds in which a worker sends the rows of one request
-# errors of workers that lost another one, whose own error is the reason: torch's by their kind,
-# gloo's and ours, which have none of their own, by how they begin or what they say
-_OF_TORCH = ("DistBackendError", "DistNetworkError", "DistStoreError")
-_LOST = re.compile(
-    r"^\[\S*gloo\S*\]|gave up waiting for other ranks|waited for rank 0 to finish|"
-    r"but another rank ended meanwhile|^rank \d+ waited in | failed on rank \d|^rank 0 failed in "
-)
-
-
-_numbers = count(1)  # of all calls of this process: what they make is named after them
 
 
 class Pending:
@@ -60,16 +49,15 @@ class Pending:
         what: str,
         workers: Sequence[Worker],
         replies: Sequence[Future[Any]],
-        take: Callable[[list[Reply]], Any],
+        take: Callable[[list[Any]], Any],
     ) -> None:
         self.what, self._workers, self._replies, self._take = what, workers, replies, take
-        self._lock, self.taken = threading.RLock(), False
+        self._lock, self._taken = threading.RLock(), False
         self._value: Any = None
         self._error: Exception | None = None
-        self._earlier: list[Pending] = []
         self._left, self._errors = len(replies), dict[int, BaseException]()
         # ends with the answers, or an error; for concurrent.futures.wait
-        self.future: Future[list[Reply]] = Future()
+        self.future: Future[list[Any]] = Future()
         for rank, reply in enumerate(replies):
             reply.add_done_callback(partial(self._came, rank))
 
@@ -77,36 +65,25 @@ class Pending:
         """Returns whether `result` would not wait."""
         return self.future.done()
 
-    def failed(self) -> bool:
-        """Returns whether `result` would raise the error of a worker at once."""
-        return self.done() and self.future.exception() is not None
-
     def result(self, timeout: float | None = None) -> Any:
         """Returns the first worker's result, after a wait of at most `timeout` s (TimeoutError).
         Raises the error of the first worker that failed for a reason of its own."""
         replies = self.future.result(timeout)
         with self._lock:
-            if not self.taken:
-                self.taken = True
-                self._take_in_order(replies)
+            if not self._taken:
+                self._taken = True
+                try:
+                    self._value = self._take(replies)
+                except Exception as e:
+                    self._error = e
             if self._error is not None:
                 raise self._error
             return self._value
 
-    def follows(self, earlier: Pending) -> None:
-        """Has the result of an earlier call to the same workers be taken before this one's, in
-        whatever order they are asked for: both tell of a batch."""
-        if not earlier.taken:
-            self._earlier.append(earlier)
-
-    def _take_in_order(self, replies: list[Reply]) -> None:
-        while self._earlier:
-            with contextlib.suppress(Exception):  # for whoever asks for it
-                self._earlier.pop().result()
-        try:
-            self._value = self._take(replies)
-        except Exception as e:
-            self._error = e
+    def wait(self) -> None:
+        """Waits for the result, and takes it; its error is for whoever asks for it."""
+        with contextlib.suppress(Exception):
+            self.result()
 
     def silent(self, timeout: float) -> list[str]:
         """Returns the names of the workers that have not answered after `timeout` s."""
@@ -138,40 +115,17 @@ class Pending:
 
 
 def _is_own(error: BaseException) -> bool:
-    """Returns whether a worker failed for a reason of its own, not for another's failure. Of one
-    that died, the log may name anything."""
-    if isinstance(error, RemoteError):
-        kind, said = error.kind, error.text
-    else:
-        kind, said = type(error).__name__, str(error).partition("\n")[0]
-    return kind not in _OF_TORCH and not (kind == "RuntimeError" and _LOST.search(said))
+    """Returns whether a worker failed for a reason of its own, not for another's failure."""
+    return not (isinstance(error, RemoteError) and error.kind == OtherRankFailed.__name__)
 
 
 class _Order:
-    """Is what groups over the same workers share: the order of their calls."""
+    """Is what groups over the same workers share: the order of their calls, and the last call that
+    failed."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.failed: Pending | None = None
-        # what goes with the teller's next call: bodies, and the arguments, which live until then
-        self.told: list[tuple[bytes, Any]] = []
-        self.teller: WorkerGroup | None = None
-
-    def tell(self, teller: WorkerGroup, body: bytes, args: Any) -> bool:
-        """Notes what goes with the teller's next call; returns False where another has to tell."""
-        with self.lock:
-            if self.teller not in (None, teller):
-                return False
-            self.told.append((body, args))
-            self.teller = teller
-            return True
-
-    def take_told(self, caller: WorkerGroup) -> tuple[bytes, ...]:
-        """Returns the bodies of what goes with a call that is made now."""
-        if caller is not self.teller:
-            return ()
-        told, self.told, self.teller = self.told, [], None
-        return tuple(body for body, _ in told)
 
 
 class WorkerGroup:
@@ -241,27 +195,6 @@ class WorkerGroup:
         """Returns a Remote of a copy of `value` that every worker has from now on."""
         return self.submit(_same, (value,), {}, keep=True).result()
 
-    def tell(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Has all workers call `fn(*args, **kwargs)` right before the next call that is made to
-        them, which raises its error, and is not made by a worker where it failed. Raises ValueError
-        where a batch is among the arguments."""
-        found: dict[str, RemoteBatch] = {}
-        body = pack((fn, tuple(args), kwargs), lambda value: self._refer(value, found))
-        if found:
-            raise ValueError(
-                "a method that is marked as unanswered got a batch, whose changes nobody would "
-                "hear of: take the mark from the method"
-            )
-        told = False
-        while not told:
-            self._let_others_tell()
-            told = self._order.tell(self, body, (args, kwargs))
-
-    def _let_others_tell(self) -> None:
-        """Makes the calls that another group over the same workers still has to tell."""
-        if (teller := self._order.teller) is not None and teller is not self:
-            teller.call(_same, None)
-
     def submit(
         self,
         fn: Callable[..., Any],
@@ -280,29 +213,29 @@ class WorkerGroup:
         even where it is plain data.
         """
         self._check_usable()
-        self._let_others_tell()
         found: dict[str, RemoteBatch] = {}
         body = pack((fn, tuple(args), kwargs), lambda value: self._refer(value, found))
         for batch in found.values():
-            batch.settle_sources(self, fields)
+            batch.wait_for(self, fields)
         with self._order.lock:
-            number = next(_numbers)
+            number = next(numbers)
+            states = {id: batch.state_for(self, fields) for id, batch in found.items()}
             call = Call(
                 number=number,
                 group=self.name,
                 members=self.peers,
                 body=body,
-                batches={id: batch.state_for(self, fields, number) for id, batch in found.items()},
+                batches={id: state for id, (state, _) in states.items()},
                 dropped=tuple(self._take_dropped()),
-                told=self._order.take_told(self),
                 scope=self.world.ref(self).id if self.world is not None else None,
                 keep=keep,
                 each=each,
             )
-            packed = link.pack(call)
+            packed = Packed((pack(call),))
             replies = [client.call_async(CALL, packed) for client in self.clients]
+            sent = {id: (found[id], handles) for id, (_, handles) in states.items()}
             what = getattr(fn, "__name__", repr(fn))
-            take = _Taker(self, found, each, number)
+            take = _Taker(self, sent, each, number)
             pending = Pending(what, self.workers, replies, take)
         pending.future.add_done_callback(lambda future: self._ended(pending, future))
         for batch in found.values():
@@ -331,9 +264,9 @@ class WorkerGroup:
         known = isinstance(value, Remote | RemoteBatch | RemoteTokens)
         return value.ref(self) if known else None
 
-    def read(self, peer: Peer, path: str) -> bytearray:
-        """Returns the bytes that one of the workers serves at `path`."""
-        rows: bytearray = self.clients[self.peers.index(peer)].call(READ, path, READ_TIMEOUT)
+    def read(self, peer: Peer, asked: Rows) -> bytearray:
+        """Returns the bytes that one of the workers has for some rows."""
+        rows: bytearray = self.clients[self.peers.index(peer)].call(READ, asked, READ_TIMEOUT)
         return rows
 
     # -- handles
@@ -344,6 +277,8 @@ class WorkerGroup:
 
     def own(self, id: str, handle: Any) -> None:
         """Has the workers free `id` when `handle`, from now on the one that counts, is gone."""
+        if self._handles.get(id) is handle:
+            return
         if (before := self._ends.pop(id, None)) is not None:
             before.detach()
         while id in self._dropped:  # it is not gone after all
@@ -364,24 +299,21 @@ class _Taker:
     """Turns the workers' answers to a call into its result."""
 
     def __init__(
-        self, group: WorkerGroup, batches: dict[str, RemoteBatch], each: bool, number: int
+        self,
+        group: WorkerGroup,
+        sent: dict[str, tuple[RemoteBatch, list[Sample | RemoteTokens]]],
+        each: bool,
+        number: int,
     ) -> None:
-        self.group, self.batches, self.each, self.number = group, batches, each, number
-        self._new: Mapping[str, BatchState] = {}
+        """sent: the call's batches, with what its workers have of them now, by id."""
+        self.group, self.sent, self.each, self.number = group, sent, each, number
+        self._first: Reply | None = None
 
     def __call__(self, replies: list[Reply]) -> Any:
-        """Returns the result of the call. Raises RuntimeError where workers do not say the same of
-        what has to be the same."""
-        first, names = replies[0], [str(worker) for worker in self.group.workers]
-        for name, reply in zip(names, replies, strict=True):
-            if reply.digest != first.digest:
-                raise RuntimeError(
-                    f"workers {names[0]} and {name} do not have the same per-sample fields, names "
-                    "of fields or rows after a call: a verb must leave them alike on every rank"
-                )
-        self._new = first.batches
-        for id, batch in self.batches.items():
-            batch.learn(self.group, first.batches[id], self.number)
+        """Returns the result of the call."""
+        self._first = first = replies[0]
+        for id, (batch, handles) in self.sent.items():
+            batch.learn(self.group, first.batches[id], self.number, handles)
         if self.each:
             return [unpack(reply.body, self._found) for reply in replies]
         result = unpack(first.body, self._found)
@@ -397,7 +329,8 @@ class _Taker:
         if ref.kind == "object":
             return Remote(group, ref.id, *ref.about)
         if ref.kind == "batch":
-            return RemoteBatch(group, ref.id, self._new[ref.id])
+            assert self._first is not None
+            return RemoteBatch(group, ref.id, self._first.batches[ref.id])
         return RemoteTokens(ref.about[0], group, ref.about[1])
 
 

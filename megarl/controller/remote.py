@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from megarl.controller.messages import Ref
@@ -19,13 +19,11 @@ def invoke(target: Any, verb: str, /, *args: Any, **kwargs: Any) -> Any:
 class Remote:
     """Passes on what is done with it to the object on the workers: a method is called on all of
     them, and returns the first one's result (see WorkerGroup); an attribute is read on all of them,
-    or set. `remote.later.method(...)` returns the call under way, a Pending. A method that is
-    marked (utils/unanswered.py) is called right before the next call to the group. The object is
-    freed when its last Remote is gone."""
+    or set. `remote.later.method(...)` returns the call under way, a Pending. The object is freed
+    when its last Remote is gone."""
 
-    def __init__(self, group: WorkerGroup, id: str, kind: str, methods: Mapping[str, bool]) -> None:
-        """Takes the group, the object's id there, the name of its class, and the methods, with
-        whether they are marked as unanswered."""
+    def __init__(self, group: WorkerGroup, id: str, kind: str, methods: Collection[str]) -> None:
+        """Takes the group, the object's id there, the name of its class, and its methods."""
         self._group, self._id, self._kind, self._methods = group, id, kind, methods
         group.own(id, self)
 
@@ -47,9 +45,15 @@ class Remote:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(f"{name!r} of a remote {self._kind}: only public names travel")
-        if name in self._methods:
-            return _method(self, name, wait=True)
-        return self._group.call(getattr, self, name)
+        if name not in self._methods:
+            return self._group.call(getattr, self, name)
+        later = getattr(self.later, name)
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return later(*args, **kwargs).result()
+
+        method.__name__ = name
+        return method
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name.startswith("_"):
@@ -68,16 +72,7 @@ class _Later:
         self._remote = remote
 
     def __getattr__(self, name: str) -> Callable[..., Pending]:
-        method: Callable[..., Pending] = _method(self._remote, name, wait=False)
+        def method(*args: Any, **kwargs: Any) -> Pending:
+            return self._remote._group.submit(invoke, (self._remote, name, *args), kwargs)
+
         return method
-
-
-def _method(remote: Remote, name: str, *, wait: bool) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if wait and remote._methods.get(name):
-            return remote._group.tell(invoke, (remote, name, *args), kwargs)
-        pending = remote._group.submit(invoke, (remote, name, *args), kwargs)
-        return pending.result() if wait else pending
-
-    call.__name__ = name
-    return call

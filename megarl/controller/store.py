@@ -112,7 +112,7 @@ class Store:
         rows that are not."""
         return bytearray().join(self._rows(asked.group, key, asked.rows) for key in asked.keys)
 
-    def _rows(self, group: str, key: str, rows: Tensor) -> memoryview:
+    def _rows(self, group: str, key: str, rows: Tensor) -> bytes:
         held = self._tokens.get((group, key))
         if held is None:
             raise KeyError(f"{self.name} holds no tokens {key} of group {group}")
@@ -120,7 +120,8 @@ class Store:
             named = f"rows {rows.tolist()[:8]} ... of tokens {key}"
             raise ValueError(f"{self.name} does not hold {named}")
         some = held.tokens.take(torch.searchsorted(held.rows, rows))
-        return memoryview(as_bytes(some.values.detach().cpu()).numpy())
+        raw: bytes = as_bytes(some.values.detach().cpu()).numpy().tobytes()
+        return raw
 
     # -- batches
 
@@ -138,7 +139,7 @@ class Store:
         replica = self._replicas[group, id]
         batch = replica.batch
         names = {**state.samples, **{name: f.key for name, f in state.tokens.items()}}
-        for name in [name for name in batch.keys() if name not in names]:
+        for name in [name for name in batch if name not in names]:
             batch.pop(name)
         for name, key in state.samples.items():
             if (group, key) not in self._samples:
@@ -186,7 +187,7 @@ class Store:
         """Returns what a call has made of a batch, whose fields have keys from now on, of `new`."""
         replica = self._replicas[group, id]
         batch, before, is_first = replica.batch, replica.keys, replica.home is None
-        fresh = {name for name in batch.keys() if name in batch.written or name not in before}
+        fresh = {name for name in batch if name in batch.written or name not in before}
         replica.keys = {name: next(new) if name in fresh else before[name] for name in batch}
         batch.written.clear()
         samples, tokens = dict[str, tuple[str, Tensor]](), dict[str, Field]()

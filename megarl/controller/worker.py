@@ -1,5 +1,5 @@
-"""Is what a worker process of the controller serves: calls on its main thread, and rows of tokens to
-other workers meanwhile. `serve` is named to megarl.rpc, which makes the process."""
+"""Is what a worker process of the controller serves: calls on its main thread, and rows of tokens
+to other workers meanwhile. `serve` is named to megarl.rpc, which makes the process."""
 
 from __future__ import annotations
 

@@ -28,7 +28,6 @@ from megarl.parallel.groups import model_scope
 from megarl.parallel.worlds import ranks_of
 from megarl.utils.digests import Fingerprint
 from megarl.utils.env import uses_gpus
-from megarl.utils.unanswered import unanswered
 
 
 class MegatronEngine(EngineLife):
@@ -158,7 +157,6 @@ class MegatronEngine(EngineLife):
         with at_hand, scope, self._mode(False), torch.no_grad():
             yield
 
-    @unanswered
     def step_lr_scheduler(self) -> None:
         """Moves the learning-rate schedule on by one training step. Raises ValueError without an
         optimizer."""
@@ -258,7 +256,6 @@ class MegatronEngine(EngineLife):
         with self.memory.at_hand(), self._scope("fingerprints"):
             return weights.fingerprints(self.state)
 
-    @unanswered
     def set_version(self, version: int) -> None:
         """Sets the version of the weights. After a return to earlier weights, later uploads may
         repeat versions."""

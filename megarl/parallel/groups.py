@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from megarl.api.failures import OtherRankFailed
 from megarl.parallel import mcore
 from megarl.parallel.layout import Coords, Layout
 from megarl.parallel.worlds import PerWorld, inside, this_rank
@@ -270,7 +271,7 @@ def waiting_for(groups: ProcessGroups | None, what: str) -> Iterator[None]:
         if not isinstance(error, dist.DistError) and not _LOST_PEER.match(str(error)):
             raise
         where = f" ({groups.coords})" if groups else ""
-        raise RuntimeError(
+        raise OtherRankFailed(
             f"rank {this_rank()}{where} gave up waiting for other ranks in {what}: one of them "
             f"ended, or did not come within collective_timeout={collective_timeout():g} s; look at "
             f"the other ranks' logs for the first error. Cause: {error}"

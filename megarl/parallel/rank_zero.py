@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from megarl.api.failures import OtherRankFailed
 from megarl.parallel.roll_call import RollCall
 from megarl.parallel.worlds import PerWorld
 from megarl.utils.files import DiskFull
@@ -134,7 +135,7 @@ class RankZero:
         try:
             self._tell(name, "ok", packed)
         except RuntimeError as e:
-            raise RuntimeError(
+            raise OtherRankFailed(
                 f"rank 0 finished {name}, but another rank ended meanwhile, or hangs, for "
                 f"{self._bound}: its log has the first error. Cause: {e}"
             ) from e
@@ -156,7 +157,7 @@ class RankZero:
                 names = self._names_if_they_differ(name)
         except RuntimeError as e:
             missing = self._roll.absent(range(self.size)) or "another rank, which ended"
-            raise RuntimeError(
+            raise OtherRankFailed(
                 f"rank {self.rank} waited in {name} for {missing}: every rank makes this call, and "
                 f"within {key} = {seconds:g} s of the others. Cause: {e}"
             ) from e
@@ -182,7 +183,7 @@ class RankZero:
             with self._roll.wait(name, [0]):  # not for its work, which takes its time
                 dist.broadcast_object_list(box, 0, self._group)
         except RuntimeError as e:
-            raise RuntimeError(
+            raise OtherRankFailed(
                 f"rank {self.rank} waited for rank 0 to finish {name}, and rank 0 ended or took "
                 f"longer than {self._bound}: its log has the first error. Cause: {e}"
             ) from e
@@ -190,7 +191,7 @@ class RankZero:
         if status in _KEPT:
             raise _KEPT[status](value)
         if status == "error":
-            raise RuntimeError(f"rank 0 failed in {name}: {value}")
+            raise OtherRankFailed(f"rank 0 failed in {name}: {value}")
         return pickle.loads(value)  # of our own rank 0, over the group
 
 

@@ -44,7 +44,6 @@ from megarl.trainer.roles import (
     MegatronRef,
 )
 from megarl.utils.files import DiskFull, full_disk_named
-from megarl.utils.unanswered import unanswered
 
 log = get_logger(__name__)
 
@@ -83,7 +82,6 @@ class SelfCheck:
         self._streaks = checks.Streaks(compares_groups=compares)
         self._told_of_untrained = False
 
-    @unanswered
     def begin_step(self, step: int) -> None:
         """Begins a step, which the messages name: `step` counts from 1, as the metrics do."""
         self._resumed |= self._step == 0 and step > 1
@@ -132,7 +130,6 @@ class SelfCheck:
             self._told_of_untrained = True
             warn_once_per_world(log, "%s: nothing is learned from them", finding)
 
-    @unanswered
     def rewards_differ(self, metrics: dict[str, float]) -> None:
         """Warns, once per streak, where the rewards of several steps in a row teach nothing."""
         if finding := self._streaks.step(metrics):

@@ -34,7 +34,6 @@ from megarl.trainer.context import ProcessContext
 from megarl.trainer.recorded_batches import BatchWriter, as_tensors, whole
 from megarl.utils.digests import Fingerprint
 from megarl.utils.liveness import Deadline
-from megarl.utils.unanswered import unanswered
 from megarl.weight_sync.verify import held_checksums
 
 log = get_logger(__name__)
@@ -74,7 +73,6 @@ class StepRecorder:
             for name, role in roles.items():
                 role.update_check = _RecordedUpdates(self, name, role.update_check)
 
-    @unanswered
     def begin_step(self, step: int) -> None:
         """Begins a step; `step` counts from 1."""
         first, self.step = self.step == 0, step

@@ -15,8 +15,8 @@ import torch
 
 from megarl.api.scheduler import Worker
 from megarl.controller.group import WorkerGroup
-from megarl.controller.messages import READ, Peer
-from megarl.controller.registry import Registry
+from megarl.controller.messages import READ, Peer, Rows
+from megarl.controller.worker import Calls
 from megarl.rpc.errors import RemoteError
 from megarl.rpc.link import Packed, pack
 
@@ -42,11 +42,11 @@ class ThreadChannel:
 
     def __init__(self, name: str, fetch: Any, comm: ThreadComm | None) -> None:
         self.comm = comm
-        self.registry = Registry(name, fetch, lambda: self.comm)
+        self.worker_calls = Calls(name, fetch, lambda: self.comm)
         self.worker = Worker(
             name=name, index=int(name.split("/")[1]), address="", host="here", pid=0
         )
-        self.reads: list[str] = []
+        self.reads: list[Rows] = []
         self.calls = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
 
@@ -58,7 +58,7 @@ class ThreadChannel:
     def _answer(self, verb: str, packed: Packed) -> Any:
         try:
             body, *raw = packed.parts
-            answer = self.registry.handle(verb, pickle.loads(body, buffers=raw))
+            answer = self.worker_calls.handle(verb, pickle.loads(body, buffers=raw))
         except Exception as e:
             said = type(e).__name__, str(e), traceback.format_exc()
             raise RemoteError(str(self.worker), *said) from None
@@ -69,9 +69,9 @@ class ThreadChannel:
             return self.read(payload)
         return self.call_async(verb, payload).result(timeout)
 
-    def read(self, key: str) -> bytearray:
+    def read(self, key: Rows) -> bytearray:
         self.reads.append(key)
-        return self.registry.shelf.read(key)
+        return self.worker_calls.store.read(key)
 
     def close(self) -> None:
         self._thread.shutdown()
@@ -82,7 +82,7 @@ def workers(**sizes: int) -> Iterator[list[WorkerGroup]]:
     """Groups of so many workers, by name; any of them can read from all."""
     channels: dict[str, ThreadChannel] = {}
 
-    def fetch(peer: Peer, path: str) -> bytearray:
+    def fetch(peer: Peer, path: Rows) -> bytearray:
         return channels[peer.name].read(path)
 
     groups = []

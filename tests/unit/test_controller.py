@@ -7,9 +7,7 @@ import gc
 import re
 import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,21 +17,21 @@ import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from megarl.api.batch import Batch, Home, Tokens
+from megarl.api.failures import OtherRankFailed
 from megarl.api.records import ServersLost
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
 from megarl.controller import start
 from megarl.controller.batch import RemoteBatch, RemoteTokens
 from megarl.controller.group import Pending, WorkerGroup
-from megarl.controller.registry import RAISED
 from megarl.controller.remote import Remote
 from megarl.controller.rollout import RolloutController
-from megarl.controller.shelf import shares
+from megarl.controller.store import shares
+from megarl.controller.worker import RAISED
 from megarl.rpc.errors import RemoteError, WorkerDied
 from megarl.rpc.local import LocalScheduler
 from megarl.utils.files import DiskFull
 from megarl.utils.stopping import StopRequested
-from megarl.utils.unanswered import unanswered
 from tests.unit.controlled import workers
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -85,24 +83,18 @@ class Engine:
         logp = batch["prox_logp"]
         batch["advantages"] = Tokens(logp.values + 1, logp.lengths)
         batch["seen"] = batch["rewards"] * 2
-        batch["rewards"][0] = 100.0
+        batch["rewards"] = torch.cat([torch.tensor([100.0]), batch["rewards"][1:]])
         batch.pop("logprobs")
         return {"sum": float(batch.gather(batch["advantages"].lengths.float()).sum())}
 
     def itself(self) -> Engine:
         return self
 
-    @unanswered
-    def rescale(self, scale: Any) -> None:
-        if scale is None:
-            raise ValueError("no scale")
-        self.scale = scale
-
     def fail(self, rank: int, batch: Batch) -> None:
         if batch.comm is None or batch.comm.rank == rank:
             raise ValueError(f"no good on {rank}")
         time.sleep(0.1)
-        raise RuntimeError("rank 0 gave up waiting for other ranks in train_batch")
+        raise OtherRankFailed("rank 0 gave up waiting for other ranks in train_batch")
 
 
 def test_rows_are_shared_by_tokens() -> None:
@@ -132,37 +124,6 @@ def test_an_object_on_workers_is_called_read_and_written() -> None:
             driver.call(str, engine)
 
 
-class Alone:
-    """A World of one rank, where no process group is."""
-
-    def __init__(self, ranks: Sequence[int]) -> None:
-        self.ranks = ranks
-
-    def scope(self) -> Any:
-        return nullcontext()
-
-
-def test_a_method_that_is_unanswered_goes_with_the_next_call(monkeypatch: Any) -> None:
-    monkeypatch.setattr("megarl.controller.group.make_world", Alone)
-    with workers(trainers=2) as (group,):
-        part = group.on([1])
-        engine, channels = group.put(Engine(2.0)), group.clients
-        before = channels[0].calls
-        engine.rescale(3.0)
-        engine.rescale(5.0)
-        assert [c.calls for c in channels] == [before] * 2
-        assert group.each(getattr, engine, "scale") == [5.0, 5.0]
-        assert [c.calls for c in channels] == [before + 1] * 2
-        engine.rescale(7.0)
-        assert part.call(getattr, engine, "scale") == 7.0  # of the same workers, so in order
-        engine.rescale(None)
-        with pytest.raises(RemoteError, match="no scale"):
-            engine.scale = 8.0
-        assert engine.scale == 7.0  # nothing was done behind what failed
-        with pytest.raises(ValueError, match="got a batch"):
-            engine.rescale(sent(group))
-
-
 def test_a_batch_travels_to_workers_and_edits_come_back() -> None:
     with workers(driver=1, trainers=2) as (driver, group):
         batch = sent(driver)
@@ -170,7 +131,7 @@ def test_a_batch_travels_to_workers_and_edits_come_back() -> None:
         assert isinstance(batch["input_ids"], RemoteTokens)
         engine = group.put(Engine(2.0))
         batch["prox_logp"] = engine.logp(batch)
-        batch["rewards"][1] = 50.0  # in place
+        batch["rewards"] = torch.tensor([0.0, 50.0, 2.0, 3.0, 4.0])
         batch["extra"] = torch.ones(5)
         assert engine.advantages(batch) == {"sum": 14.0}
         assert batch["rewards"].tolist() == [100, 50, 2, 3, 4]
@@ -340,7 +301,7 @@ def test_errors_that_somebody_catches_arrive_as_they_are() -> None:
 def test_a_worker_that_died_is_the_reason_whatever_its_log_says() -> None:
     replies: list[Future[Any]] = [Future(), Future()]
     pending = Pending("train", [], replies, list)
-    replies[0].set_exception(RuntimeError("[gloo/pair.cc] Connection closed by peer [127.0.0.1]"))
+    replies[0].set_exception(RemoteError("trainers/0", "OtherRankFailed", "it gave up", ""))
     died = "worker trainers/1 (n1, 7) ended with status 137\n--- end of log ---\nNCCL version 2.21"
     replies[1].set_exception(WorkerDied(died))
     with pytest.raises(WorkerDied, match="trainers/1"):
@@ -356,7 +317,7 @@ def test_a_worker_that_died_is_the_reason_whatever_its_log_says() -> None:
     ids=["NCCL", "peer"],
 )
 def test_an_own_error_is_the_reason_whatever_it_says(own: RemoteError) -> None:
-    lost = RemoteError("trainers/0", "DistBackendError", "a remote process exited", "")
+    lost = RemoteError("trainers/0", "OtherRankFailed", "a remote process exited", "")
     replies: list[Future[Any]] = [Future(), Future()]
     pending = Pending("train", [], replies, list)
     replies[0].set_exception(lost)
@@ -391,18 +352,34 @@ def _shared(name: str) -> Any:
     return _SHARED[name]()
 
 
-def test_workers_that_differ_are_named() -> None:
+def test_a_field_that_is_edited_in_place_is_named() -> None:
+    with workers(driver=1) as (driver,):
+        batch = sent(driver)
+        driver.call(len, batch)
+        batch["rewards"][1] = 50.0
+        with pytest.raises(ValueError, match=r"batch\['rewards'\] was edited in place"):
+            driver.call(len, batch)
+        batch["rewards"] = batch["rewards"].clone()
+        assert driver.call(lambda b: b["rewards"].tolist(), batch)[1] == 50.0
+
+
+def test_a_call_that_fails_changes_no_field() -> None:
+    def fail(batch: Batch) -> None:
+        batch["rewards"], batch["more"] = torch.zeros(5), torch.zeros(5)
+        batch.pop("input_ids")
+        raise ValueError("no good")
+
     with workers(driver=1, trainers=2) as (driver, group):
         batch = sent(driver)
 
-        def differ(b: Batch) -> None:
-            assert b.comm is not None
-            b["rewards"] = torch.full((5,), float(b.comm.rank))
+        def fields(batch: Batch) -> dict[str, torch.Tensor]:
+            return batch.per_sample | {n: t.values for n, t in batch.per_token.items()}
 
-        with pytest.raises(
-            RuntimeError, match=r"workers trainers/0 .* and trainers/1 .* do not have"
-        ):
-            group.call(differ, batch)
+        before = group.each(fields, batch)
+        with pytest.raises(RemoteError, match="no good"):
+            group.call(fail, batch)
+        for one, other in zip(before, group.each(fields, batch), strict=True):
+            assert one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
 
 
 @dataclass(frozen=True)
