@@ -21,14 +21,13 @@ from tests.leftovers import Mark
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests" / "system" / "chaos_run.py"
-LAUNCHER, TRAINER, SERVER, REWARD, REAPER = "launcher", "trainer", "server", "reward", "reaper"
+LAUNCHER, TRAINER, SERVER, REWARD = "launcher", "trainer", "server", "reward"
 # what a process of each kind has in its command line
 COMMANDS = {
     LAUNCHER: "megarl.launcher.local",
     TRAINER: SCRIPT.name,
     SERVER: "megarl.server",
     REWARD: "multiprocessing.spawn",
-    REAPER: "-I -S -c",
 }
 # how the launcher ends that was hit; it may not have begun to listen
 ENDED_BY_US = (-signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGTERM)
@@ -58,7 +57,6 @@ class Chaos:
             "kill trainer 1": lambda: self.kill(TRAINER, 1),
             "kill a server": lambda: self.kill(SERVER),
             "kill a reward worker": lambda: self.kill(REWARD),
-            "kill the reaper": lambda: self.kill(REAPER),
             "kill the launcher": lambda: self.kill(LAUNCHER),
             "kill everything": self.kill_all,
             "SIGTERM to the launcher": lambda: os.kill(self.one(LAUNCHER), signal.SIGTERM),
