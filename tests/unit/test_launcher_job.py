@@ -183,11 +183,13 @@ def test_an_engine_is_refused_in_a_launched_controller(tmp_path: Path, monkeypat
 
 def test_a_controller_meets_trainers_of_two_nodes(tmp_path: Path) -> None:
     ways = ["trainer.mode=controller", "allocation_mode=sglang.d1+megatron.d2t8"]
-    controller, *trainers = make(tmp_path, *ways).of(TRAINER)
+    job = make(tmp_path, *ways)
+    controller, *trainers = job.of(TRAINER)
     assert (controller.name, controller.node, controller.ports) == ("controller", 0, ("master",))
     assert controller.env["MEGARL_MEETING"] == "@{address:master}"
     assert "trainer.workers=16" in controller.command
     assert [t.node for t in trainers] == [0] * 8 + [1] * 8
+    assert job.of(TRAINER, 0) == [controller, *trainers[:8]] and job.of(TRAINER, 1) == trainers[8:]
     last = trainers[15]
     assert (last.name, last.ports) == ("trainer 15", ())
     assert last.command[2:] == ("megarl.rpc.worker", "--meet", "@{address:master}", "--index", "15")
