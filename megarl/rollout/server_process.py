@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from megarl.config.rollout import ServerConfig
 from megarl.observability.logging import get_logger
 from megarl.utils.child import TERM_TIMEOUT, Child, Signals, spelled, stop_all
 from megarl.utils.env import free_port, set_threads_default
-from megarl.utils.http import HttpError, call_json
+from megarl.utils.http import HttpError, call_json, split_address
 from megarl.utils.job_token import ENV, job_token
 from megarl.utils.stacks import strangers_at
 from megarl.weight_sync.slices import LOADER, RECEIVER
@@ -44,9 +45,11 @@ class ServerProcess(Child):
         log_path: Path,
         env: Mapping[str, str] | None = None,
         private_log: bool = False,
+        linked: bool = False,
     ) -> None:
-        """Starts the command. private_log: nobody else may read the log."""
-        self.address, self.port = f"{host}:{port}", port
+        """Starts the command. private_log: nobody else may read the log. linked: it answers over a
+        link of the job (megarl.rpc.link), not over HTTP."""
+        self.address, self.port, self._linked = f"{host}:{port}", port, linked
         super().__init__(
             f"server {self.address}",
             command,
@@ -56,9 +59,9 @@ class ServerProcess(Child):
         )
 
     def wait_healthy(self, timeout: float) -> None:
-        """Returns once /health answers 200. Ends a server that dies, is not healthy within
-        `timeout` s, or whose port another process has, and raises RuntimeError or TimeoutError with
-        the tail of its log."""
+        """Returns once /health answers 200, or a linked server listens. Ends a server that dies, is
+        not healthy within `timeout` s, or whose port another process has, and raises RuntimeError
+        or TimeoutError with the tail of its log."""
         deadline = time.monotonic() + timeout
         while (left := deadline - time.monotonic()) > 0:
             if (status := self.poll()) is not None:
@@ -66,8 +69,11 @@ class ServerProcess(Child):
                 raise RuntimeError(f"{self.name} exited with {spelled(status)}{self.tail()}")
             patience = max(1.0, min(left, PROBE_TIMEOUT))
             try:
-                call_json("GET", self.address, "/health", timeout=patience)
-            except HttpError:
+                if self._linked:
+                    socket.create_connection(split_address(self.address), patience).close()
+                else:
+                    call_json("GET", self.address, "/health", timeout=patience)
+            except (HttpError, OSError):
                 time.sleep(POLL_INTERVAL)
             else:
                 self._check_own()

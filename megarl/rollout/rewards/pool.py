@@ -18,7 +18,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -47,6 +47,7 @@ START_TIMEOUT = 120.0
 LOST_PATIENCE, LOST_TRIES, LOST_PAUSE = 60.0, 3, 0.2
 KILL_TIMEOUT = 10.0  # for the kernel to end a killed worker
 MOST_KILLED = 3  # workers that one reward may cost: a kill says nothing of the reward, more do
+_IMPORTABLE = "a reward must be a function at the top level of a module that workers can import"
 # how a worker ended, by what it had said last
 _END = {
     "begun": " ended its worker process",
@@ -108,32 +109,14 @@ class _Worker:
                 self._pipe, self._process = ours, process
             return self._pipe
 
-    def run(
-        self,
-        fn: Callable[..., float],
-        args: tuple[Any, ...],
-        kw: dict[str, Any],
-        *,
-        timeout: float,
-        row_id: object,
-    ) -> float:
-        """Returns fn(*args, **kw), called in the process. Raises RewardError naming the row,
-        RewardTimeout where the call took longer than `timeout` s."""
-        what = titled(fn, row_id)
-        try:
-            payload = pickle.dumps((fn, args, kw))
-        except (pickle.PicklingError, AttributeError, TypeError) as e:
-            raise RewardError(
-                f"{what} cannot be sent to a worker process ({e}); "
-                "a reward must be a function at the top level of a module"
-            ) from e
-        return self._drive(payload, what, timeout)
-
-    def _drive(self, payload: bytes, what: str, timeout: float, killed: int = 0) -> float:
+    def run(self, reward: bytes, what: str, timeout: float, killed: int = 0) -> float:
+        """Returns the value of a pickled reward, called in the process. Raises RewardError naming
+        the row, RewardTimeout where the call took longer than `timeout` s. killed: processes that
+        it has cost so far."""
         kind, value, waited = "", None, self._pipe is not None
         try:
             pipe = self.start()
-            pipe.send_bytes(payload)
+            pipe.send_bytes(reward)
             unread = f"{what}: its worker did not import it within {START_TIMEOUT:g} s"
             kind, value = self._receive(pipe, START_TIMEOUT, unread)
             if kind == "begun":
@@ -149,7 +132,7 @@ class _Worker:
             killed += end == -signal.SIGKILL
             if (waited and not kind) or 0 < killed < MOST_KILLED:  # for want of memory, perhaps
                 log.warning("a reward worker was killed: %s goes to a new one", what)
-                return self._drive(payload, what, timeout, killed)
+                return self.run(reward, what, timeout, killed)
             raise (RewardUnavailable if killed else RewardError)(what + _END[kind]) from e
         if kind in ("error", "unavailable"):
             raise (RewardError if kind == "error" else RewardUnavailable)(f"{what} raised {value}")
@@ -251,8 +234,13 @@ class RewardPool:
             return await fn.score(partial(self.score, row_id=row_id), args, kw)
         if is_asynchronous(fn):
             return await self._awaited(fn, args, kw, row_id)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._score, fn, args, kw, row_id)
+        what = titled(fn, row_id)
+        return await asyncio.wrap_future(self._threads.submit(self._score, fn, args, kw, what))
+
+    def submit(self, reward: bytes, what: str) -> Future[float]:
+        """Returns the Future of a pickled (fn, args, kw), which a worker calls. what: its name in
+        messages."""
+        return self._threads.submit(self._run, reward, what)
 
     async def _awaited(
         self,
@@ -284,13 +272,24 @@ class RewardPool:
             worker.discard()
 
     def _score(
-        self, fn: Callable[..., float], args: tuple[Any, ...], kw: dict[str, Any], row_id: object
+        self, fn: Callable[..., float], args: tuple[Any, ...], kw: dict[str, Any], what: str
     ) -> float:
+        try:
+            reward = pickle.dumps((fn, args, kw))
+        except (pickle.PicklingError, AttributeError, TypeError) as e:
+            raise RewardError(
+                f"{what} cannot be sent to a worker process ({e}); {_IMPORTABLE}"
+            ) from e
+        if self._addresses and getattr(getattr(fn, "func", fn), "__module__", "") == "__main__":
+            raise RewardError(f"{what} is of the script itself, for a reward worker; {_IMPORTABLE}")
+        return self._run(reward, what)
+
+    def _run(self, reward: bytes, what: str) -> float:
         until, tries = time.monotonic() + LOST_PATIENCE, 0
         while True:
             worker, tries = self._idle.get(), tries + 1
             try:
-                return worker.run(fn, args, kw, timeout=self.timeout, row_id=row_id)
+                return worker.run(reward, what, self.timeout)
             except WorkerLost as e:  # a launcher starts it again; others are there meanwhile
                 if tries >= LOST_TRIES and time.monotonic() > until:
                     raise
