@@ -11,11 +11,11 @@ import torch
 from megarl.cli.gap.passes import (
     Passed,
     Routes,
-    Sample,
     by_transformers,
     load_model,
     trained,
 )
+from megarl.cli.gap.tokens import Sample
 from megarl.models.hf_config import read_hf_config
 from tests.dist.engine_jobs import SP, make_engine, save_model
 from tests.tiny import VOCAB

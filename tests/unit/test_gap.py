@@ -22,13 +22,13 @@ from megarl.cli.gap.passes import (
     Passed,
     Routes,
     Runs,
-    Sample,
     Subject,
     run_all,
     served,
     start_server,
     trained,
 )
+from megarl.cli.gap.tokens import Sample
 from megarl.config.earlier_run import CONFIG_FILE, MARKER, RECOVER_DIR
 from megarl.config.engine import TrainEngineConfig
 from megarl.config.loader import load_config, save_config

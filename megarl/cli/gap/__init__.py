@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.cli.command import CommandParser, positive
+from megarl.cli.gap import tokens
 from megarl.config.earlier_run import CONFIG_FILE, checkpoints
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
@@ -32,7 +33,7 @@ from megarl.models.hf_config import read_hf_config
 from megarl.utils.env import quiet_libraries
 
 if TYPE_CHECKING:
-    from megarl.cli.gap.passes import Sample, Subject
+    from megarl.cli.gap.passes import Subject
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -103,10 +104,10 @@ def _subject(cfg: BaseConfig, run: Path | None, against: str) -> Subject:
     )
 
 
-def _samples(args: Namespace, subject: Subject, run: Path | None) -> tuple[list[Sample], str]:
+def _samples(
+    args: Namespace, subject: Subject, run: Path | None
+) -> tuple[list[tokens.Sample], str]:
     """Returns the samples, and what they are. Raises ConfigError where there are none."""
-    from megarl.cli.gap import tokens
-
     model = subject.engine.path
     try:
         vocab = read_hf_config(model, override=subject.engine.override_config).vocab_size

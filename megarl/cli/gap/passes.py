@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megarl.api.records import SaveLoadMeta
+from megarl.cli.gap.tokens import Sample
 from megarl.config.engine import TrainEngineConfig
 from megarl.engine import MegatronEngine
 from megarl.engine.probe import (
@@ -54,21 +55,6 @@ _MODULES = {
     MLP: "mlp",
     MLP_POST_NORM: "post_mlp_layernorm",
 }
-
-
-@dataclass(frozen=True)
-class Sample:
-    """Holds tokens to compare on; the policy wrote those from position `prompt` on."""
-
-    ids: list[int]
-    prompt: int
-
-    def __post_init__(self) -> None:
-        if not 0 < self.prompt < len(self.ids):
-            raise ValueError(
-                f"a sample of {len(self.ids)} tokens with a prompt of {self.prompt}: both prompt "
-                "and answer need a token"
-            )
 
 
 @dataclass(frozen=True)

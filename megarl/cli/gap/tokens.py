@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megarl.cli.gap.passes import Sample
 from megarl.config.errors import ConfigError
 from megarl.observability.episodes import GROUP, read_bytes, read_index, unpack
 
@@ -26,6 +26,21 @@ Let us add the minutes first: 40 + 35 = 75, which is 1 hour and 15 minutes. So t
 In Greek letters: if Δt = 155 min and t₀ = 580 min, then t₁ = t₀ + Δt = 735 min. However, trains
 are late more often than equations admit, and nobody was surprised when it came at a quarter to one.
 """
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Holds tokens to compare on; the policy wrote those from position `prompt` on."""
+
+    ids: list[int]
+    prompt: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.prompt < len(self.ids):
+            raise ValueError(
+                f"a sample of {len(self.ids)} tokens with a prompt of {self.prompt}: both prompt "
+                "and answer need a token"
+            )
 
 
 def of_file(path: Path, model: str, vocab: int, length: int) -> list[Sample]:
