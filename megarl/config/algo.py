@@ -184,7 +184,6 @@ class ValueModelConfig(TrainEngineConfig):
     """Configures a model with one value per token: a critic or a reward model."""
 
     head: Annotated[str, Choices("value")] = "value"
-    """one value per token"""
 
 
 @dataclass(kw_only=True)
@@ -193,8 +192,6 @@ class RewardModelConfig(ValueModelConfig):
     ForSequenceClassification is."""
 
     value_head_bias: bool = False
-    """value head of a language model, which has none: with a bias (HF's ForTokenClassification),
-    or without (ForSequenceClassification)"""
 
 
 @dataclass(kw_only=True)

@@ -107,8 +107,6 @@ def _run_problems(cfg: BaseConfig) -> Iterator[str]:
         if not value or "/" in value or value in (".", "..") or len(value.encode()) > 255:
             yield f"{name}={value!r}: one path component, not empty, without /, at most 255 bytes"
     yield from rule_problems(rules.RUN, cfg)
-    if cfg.profiler.start_step is not None and not cfg.profiler.ranks:
-        yield "profiler.ranks=[]: name ranks from 0"
     slurm = cfg.cluster.slurm
     if slurm.minutes is not None and slurm.save_before >= 60 * slurm.minutes:
         yield (

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from megarl.config import rules
 from megarl.config.check_data import model_path_problems
+from megarl.config.dataset import DatasetConfig
 from megarl.config.recipes import GRPOConfig, held_out_key, held_out_sets
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig, ServerConfig
 from megarl.config.rules import rule_problems
@@ -42,7 +43,10 @@ def rollout_problems(cfg: GRPOConfig, world_size: int | None = None) -> Iterator
     yield from rule_problems(rules.KV, cfg)
     yield from turn_problems(cfg)
     yield from _server_problems(cfg.server, "server")
-    yield from _context_problems(cfg)
+    room, trained = cfg.server.context_length, {"train_dataset": cfg.train_dataset}
+    held_out = {held_out_key(name): data for name, data in held_out_sets(cfg).items()}
+    yield from _context_problems(room, "gconfig", cfg.gconfig, trained)
+    yield from _context_problems(room, "eval_gconfig", cfg.eval_gconfig, held_out)
     yield from _judge_problems(cfg)
     if (built_in := built_in_transport(cfg.weight_sync.type)) is not None:
         yield from transport_problems(cfg, built_in.requirements)
@@ -181,19 +185,17 @@ def _named(s: ServerConfig, *flags: str) -> str:
     return next((flag for flag in flags if flag in given), "")
 
 
-def _context_problems(cfg: GRPOConfig) -> Iterator[str]:
-    room = cfg.server.context_length
-    pairs = [("gconfig", cfg.gconfig, "train_dataset", cfg.train_dataset)]
-    for name, data in held_out_sets(cfg).items():
-        pairs.append(("eval_gconfig", cfg.eval_gconfig, held_out_key(name), data))
-    for gkey, g, dkey, data in pairs:
-        if room <= g.max_new_tokens:
+def _context_problems(
+    room: int, of: str, g: GenerationHyperparameters, data: Mapping[str, DatasetConfig]
+) -> Iterator[str]:
+    """Yields a line for each data set, by its key, whose prompts with their answers exceed `room`
+    tokens; `of` is the section of the sampling parameters."""
+    where, longest = f"server.context_length={room}", g.max_new_tokens
+    for key, each in data.items():
+        if room <= longest:
+            yield f"{where}: leaves no room for a prompt beside {of}.max_new_tokens={longest}"
+        elif each.max_length is not None and room < each.max_length + longest:
             yield (
-                f"server.context_length={room}: leaves no room for a prompt beside "
-                f"{gkey}.max_new_tokens={g.max_new_tokens}"
-            )
-        elif data.max_length is not None and room < data.max_length + g.max_new_tokens:
-            yield (
-                f"server.context_length={room}: smaller than {dkey}.max_length + "
-                f"{gkey}.max_new_tokens = {data.max_length}+{g.max_new_tokens}"
+                f"{where}: smaller than {key}.max_length + {of}.max_new_tokens = "
+                f"{each.max_length}+{longest}"
             )

@@ -204,7 +204,6 @@ class PPOConfig(GRPOConfig):
     """empty: the published algorithms by name compare samples, without a critic (recipe grpo);
     set actor.ratio, actor.surrogate, actor.loss_agg, actor.correction one by one"""
     actor: PPOActorConfig = field(default_factory=lambda: PPOActorConfig(adv_norm="batch"))
-    """the trained policy"""
     critic: PPOCriticConfig = field(default_factory=PPOCriticConfig)
     """the value function; empty path is actor.path"""
     discount: Annotated[float, FRACTION] = 1.0

@@ -23,6 +23,7 @@ saver.keep_best>0                | saver.keep_last>0 | which keeps all otherwise
 recover.restarts>0               | recover.mode=auto | a checkpoint to continue from
 train_dataset.curriculum         | train_dataset.num_workers=0 | else rows are drawn too early
 trainer.workers                  | trainer.mode=controller
+profiler.start_step              | profiler.ranks | name ranks from 0
 """
 OFFLINE = """
 trainer.mode=controller          | | is for recipes with rollouts; set trainer.mode=spmd

@@ -66,7 +66,6 @@ class RecoverConfig(FrequencyConfig):
     """auto: save checkpoints and continue from the newest whole one when started again;
     disabled: neither, and refuse a run directory that holds a run"""
     freq_secs: Annotated[float, POSITIVE] | None = 1800.0
-    """checkpoint every n seconds"""
     keep_last: Annotated[int, Bounds(gt=0, note="mode=disabled keeps none")] = 2
     """keep this many newest checkpoints, at least 1; with 2 a damaged one costs the steps since
     the one before"""
