@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 SERVER, TRAINER, REWARDS, JUDGE = "server", "trainer", "rewards", "judge"
-SERVERS = (SERVER, JUDGE, REWARDS)  # these answer /health, and trainers wait until they do
+SERVERS = (SERVER, JUDGE, REWARDS)  # trainers wait until these answer
 MASTER = "master"  # the endpoint that the ranks meet at
 _MARK = re.compile(r"@\{(address|host|port|gpus|cores):([^{}]+)\}")
 
@@ -53,6 +53,11 @@ class Task:
         if self.workers is not None:
             return self.kind
         return f"{self.role} {self.index}" + (f" (node {self.part} of it)" if self.part else "")
+
+    @property
+    def linked(self) -> bool:
+        """Returns whether the process answers over a link of the job, and not over HTTP."""
+        return self.role == REWARDS
 
     @property
     def endpoint(self) -> str:

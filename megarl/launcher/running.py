@@ -19,17 +19,7 @@ from pathlib import Path
 
 from megarl.config.loader import CHECKED
 from megarl.config.secrets import masked_override
-from megarl.launcher.job import (
-    MASTER,
-    REWARDS,
-    SERVER,
-    SERVERS,
-    TRAINER,
-    Job,
-    Task,
-    endpoints,
-    fill,
-)
+from megarl.launcher.job import MASTER, SERVER, SERVERS, TRAINER, Job, Task, endpoints, fill
 from megarl.launcher.names import ForgedName, Names, Superseded
 from megarl.observability.logging import get_logger
 from megarl.observability.presence import LauncherPresence
@@ -212,7 +202,7 @@ class _NodeRun:
                 env=env,
                 # SGLang logs its arguments, of which the key is one
                 private_log=job_token() is not None and "sglang" in " ".join(command),
-                linked=task.role == REWARDS,
+                linked=task.linked,
             )
         log.info("server %s: pid %d, log %s", server.address, server.pid, server.log_path)
         return server
