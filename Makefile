@@ -219,6 +219,7 @@ bench-data-plane: install  ## a batch's way to its ranks beside one plain gloo s
 
 bench-controller: install  ## what a step costs under a single controller, beside one loop on every rank
 	$(CPU) $(BIN)/python benchmarks/controller.py
+	$(CPU) $(BIN)/python benchmarks/controller.py --calls
 
 bench-client: install  ## what a request costs the client, and what each way to pause costs generation
 	$(CPU) $(BIN)/python benchmarks/client.py

@@ -1,6 +1,7 @@
 """Measures what a step costs more under a single controller than with one loop on every rank.
 
     python benchmarks/controller.py [--samples 64 512 2048] [--rounds 7] [--trainers 2] [--quick]
+    python benchmarks/controller.py --calls [--rounds 7]
 
 Two runs of the GRPO recipe stand side by side, with the same tiny model, the same seed and the same
 made-up batches: two ranks, and a controller with two trainers and a driver. They make their steps
@@ -9,6 +10,9 @@ RLTrainer's own, with its checks, fingerprints and metrics, but for generation a
 which need servers: a batch is made where the driver is. Prints Markdown: the median step of each,
 the median of the rounds' differences and ratios, the controller's calls of a step, and whether the
 weights are the same to the bit.
+
+--calls: a controller's call that computes nothing, beside a bare round trip of
+multiprocessing.connection to as many processes, in turns.
 """
 
 from __future__ import annotations
@@ -21,6 +25,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +207,71 @@ class Side:
             process.wait(60)
 
 
+def answer_bare(pipe: Any) -> None:
+    """Answers whatever comes over a connection of multiprocessing, until it ends."""
+    from multiprocessing.connection import Listener
+
+    with Listener(("127.0.0.1", 0), authkey=b"bench") as listener:
+        pipe.send(listener.address)
+        with listener.accept() as connection:
+            try:
+                while True:
+                    connection.send(connection.recv())
+            except EOFError:
+                return
+
+
+def calls(rounds: int, count: int = 300) -> None:
+    """Prints what a call to one worker and to two takes, beside bare round trips."""
+    import multiprocessing
+    from multiprocessing.connection import Client
+
+    from megarl.api.scheduler import GroupSpec
+    from megarl.controller.group import WorkerGroup
+    from megarl.controller.worker import SERVE
+    from megarl.rpc.local import LocalScheduler
+
+    spawn, scheduler = multiprocessing.get_context("spawn"), LocalScheduler()
+    print("| workers | bare, ms | a call, ms | ratio |\n" + "| --- " * 4 + "|")
+    try:
+        for size in (1, 2):
+            options = {"group": f"group{size}"}
+            spec = GroupSpec(name=f"group{size}", count=size, serve=SERVE, options=options)
+            started = scheduler.start(spec)
+            group = WorkerGroup(spec.name, started.workers, started.clients)
+            links = []
+            for _ in range(size):
+                here, there = spawn.Pipe()
+                spawn.Process(target=answer_bare, args=(there,), daemon=True).start()
+                links.append(Client(here.recv(), authkey=b"bench"))
+
+            ways = partial(_bare, links), partial(group.call, int)
+            pairs = [[_each(fn, count) for fn in ways] for _ in range(rounds)]
+            ratio = statistics.median(b / a for a, b in pairs)
+            medians = [statistics.median(pair[i] for pair in pairs) for i in (0, 1)]
+            print(f"| {size} | {medians[0]:.3f} | {medians[1]:.3f} | {ratio:.2f} |", flush=True)
+            for link in links:
+                link.close()
+    finally:
+        scheduler.close()
+
+
+def _bare(links: list[Any]) -> None:
+    """Sends a message to each process, and takes the answers."""
+    for link in links:
+        link.send(("call", int, (), {}))
+    for link in links:
+        link.recv()
+
+
+def _each(fn: Callable[[], Any], count: int) -> float:
+    """Returns the milliseconds that one of `count` calls takes."""
+    begun = time.perf_counter()
+    for _ in range(count):
+        fn()
+    return 1e3 * (time.perf_counter() - begun) / count
+
+
 ROOT = str(Path(__file__).resolve().parent.parent)
 
 
@@ -210,9 +281,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--trainers", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="2 rounds of 64 samples")
+    parser.add_argument("--calls", action="store_true", help="a call beside a bare round trip")
     parser.add_argument("--work", choices=WAYS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.calls:
+        return calls(args.rounds)
     if args.work:
         return work(args.work, args.folder, args.trainers)
     from megarl.utils.env import free_port

@@ -28,6 +28,7 @@ from megarl.controller.messages import (
     Reply,
     Rows,
     pack,
+    seal,
     unpack,
 )
 from megarl.controller.remote import Remote
@@ -231,7 +232,7 @@ class WorkerGroup:
                 keep=keep,
                 each=each,
             )
-            packed = Packed((pack(call),))
+            packed = Packed((seal(call),))
             replies = [client.call_async(CALL, packed) for client in self.clients]
             sent = {id: (found[id], handles) for id, (_, handles) in states.items()}
             what = getattr(fn, "__name__", repr(fn))

@@ -9,6 +9,7 @@ B rows of a batch.
 
 from __future__ import annotations
 
+import copyreg
 import io
 import math
 import pickle
@@ -164,11 +165,16 @@ class _Pickler(cloudpickle.Pickler):
         return self._refer(obj)
 
     def reducer_override(self, obj: Any) -> Any:
-        """Has tensors travel as the bytes of their values, in host memory."""
-        if type(obj) is Tensor and obj.layout == torch.strided and not obj.is_quantized:
-            raw = bytearray(as_bytes(obj.detach().cpu()).numpy())
-            return tensor, (raw, obj.dtype, tuple(obj.shape))
-        return super().reducer_override(obj)
+        """Has tensors travel as the bytes of their values."""
+        return _reduced(obj) if type(obj) is Tensor else super().reducer_override(obj)
+
+
+def _reduced(values: Tensor) -> Any:
+    """Returns how a tensor is pickled: its values alone, as they are in host memory."""
+    if values.layout != torch.strided or values.is_quantized:
+        return values.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    raw = bytearray(as_bytes(values.detach().cpu()).numpy())
+    return tensor, (raw, values.dtype, tuple(values.shape))
 
 
 class _Unpickler(pickle.Unpickler):
@@ -187,15 +193,20 @@ def tensor(raw: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor
     return from_bytes(torch.frombuffer(raw, dtype=torch.uint8), dtype, ()).reshape(shape)
 
 
-def no_reference(value: Any) -> None:
-    """Has everything be pickled."""
-
-
-def pack(value: Any, refer: Callable[[Any], Ref | None] = no_reference) -> bytes:
+def pack(value: Any, refer: Callable[[Any], Ref | None]) -> bytes:
     """Returns `value` pickled; `refer` returns the reference for what is not to be pickled, None
     for everything else."""
     out = io.BytesIO()
     _Pickler(out, refer).dump(value)
+    return out.getvalue()
+
+
+def seal(message: Call | Reply | None) -> bytes:
+    """Returns a message pickled, which has no code and no references beside its body."""
+    out = io.BytesIO()
+    pickler = pickle.Pickler(out, pickle.HIGHEST_PROTOCOL)
+    pickler.dispatch_table = {**copyreg.dispatch_table, Tensor: _reduced}
+    pickler.dump(message)
     return out.getvalue()
 
 

@@ -32,6 +32,7 @@ from megarl.controller.messages import (
     Reply,
     Rows,
     pack,
+    seal,
     unpack,
 )
 from megarl.controller.remote import invoke
@@ -97,7 +98,7 @@ class ControlledWorker:
             return PickleBuffer(self._calls.store.read(payload))
         if verb == STOP:
             return stopping.note(payload)
-        return on_main_thread(lambda: Packed((pack(self._calls.handle(verb, payload)),)))
+        return on_main_thread(lambda: Packed((seal(self._calls.handle(verb, payload)),)))
 
     def close(self) -> None:
         """Closes the links to other workers."""

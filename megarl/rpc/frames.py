@@ -40,8 +40,8 @@ SIGNED = 2  # parts of a frame that its tag covers
 _MOST_PARTS = 1 << 16
 _JOINED = 1 << 16  # bytes up to which the parts of a frame are sent at once
 _MAGIC, _NONCE = b"megarl-1", 32
-_HEAD = struct.Struct("<QBI")
 _TAG = 16
+_HEAD = struct.Struct(f"<QBIQQ{_TAG}s")  # number, kind, parts, sizes of the signed ones, tag
 # seconds of silence until the system asks the other machine, and between its questions
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 6}
 
@@ -145,11 +145,11 @@ class Wire:
                 f"a message of {sum(sizes):,} bytes in {len(sizes):,} parts: at most {LARGEST:,} "
                 f"bytes in {_MOST_PARTS:,} parts travel at once"
             )
-        head = _HEAD.pack(number, kind, len(sizes))
-        table = struct.pack(f"<{len(sizes)}Q", *sizes)
-        tag = _tag(self._send_key, self._sent, head + table, views[:SIGNED])
+        table = struct.pack(f"<{len(sizes) - SIGNED}Q", *sizes[SIGNED:])
+        about = number, kind, len(sizes), *sizes[:SIGNED]
+        tag = _tag(self._send_key, self._sent, about, table, views[:SIGNED])
         self._sent += 1
-        begin = b"".join((head, table, tag))
+        begin = _HEAD.pack(*about, tag) + table
         if sum(sizes) <= _JOINED:
             self._sock.sendall(b"".join((begin, *views)))
             return
@@ -157,24 +157,24 @@ class Wire:
         for view in views:
             self._sock.sendall(view)
 
-    def receive(self) -> tuple[int, int, list[bytes | bytearray]]:
+    def receive(self) -> tuple[int, int, list[Part]]:
         """Returns (number, kind, parts) of the next frame; raw parts are bytearrays of their own.
         Raises EOFError at the end, Refused for a frame that was changed, left out or repeated."""
-        head = self._read(_HEAD.size)
-        number, kind, count = _HEAD.unpack(head)
-        if not SIGNED <= count <= _MOST_PARTS:
-            raise Refused(f"a frame of {count} parts")
-        table = self._read(8 * count)
-        sizes = struct.unpack(f"<{count}Q", table)
+        number, kind, count, first, second, tag = _HEAD.unpack(self._read(_HEAD.size))
+        if not SIGNED <= count <= _MOST_PARTS or first + second > LARGEST:
+            raise Refused(f"a frame of {count:,} parts, {first + second:,} bytes")
+        table = self._read(8 * (count - SIGNED))
+        sizes = struct.unpack(f"<{count - SIGNED}Q", table)
         if sum(sizes) > LARGEST:
             raise Refused(f"a frame of {sum(sizes):,} bytes, of at most {LARGEST:,}")
-        tag = self._read(_TAG)
-        signed = [self._read(size) for size in sizes[:SIGNED]]
-        own_tag = _tag(self._receive_key, self._received, head + table, signed)
+        both = memoryview(self._read(first + second))
+        signed = both[:first], both[first:]
+        about = number, kind, count, first, second
+        own_tag = _tag(self._receive_key, self._received, about, table, signed)
         if not hmac.compare_digest(tag, own_tag):
             raise Refused("a frame was changed, left out or repeated on its way")
         self._received += 1
-        return number, kind, [*signed, *(self._fill(size) for size in sizes[SIGNED:])]
+        return number, kind, [*signed, *map(self._fill, sizes)]
 
     def close(self) -> None:
         """Ends the connection: whoever sends or receives gets an error."""
@@ -187,6 +187,8 @@ class Wire:
         self._sock.close()
 
     def _read(self, count: int) -> bytes:
+        if not count:
+            return b""
         got = self._in.read(count)
         if len(got) < count:
             raise EOFError("the connection ended")
@@ -199,8 +201,11 @@ class Wire:
         return buffer
 
 
-def _tag(key: bytes, counter: int, head: bytes, signed: Sequence[Part]) -> bytes:
+def _tag(
+    key: bytes, counter: int, about: Sequence[int], table: bytes, signed: Sequence[Part]
+) -> bytes:
     digest = hashlib.blake2b(counter.to_bytes(8, "little"), key=key, digest_size=_TAG)
-    for part in (head, *signed):
+    digest.update(_HEAD.pack(*about, b""))
+    for part in (table, *signed):
         digest.update(part)
     return digest.digest()

@@ -166,7 +166,7 @@ class Link:
             self._answers.put(None)
             self._wire.free()
 
-    def _answered(self, number: int, kind: int, parts: list[bytes | bytearray]) -> None:
+    def _answered(self, number: int, kind: int, parts: list[Part]) -> None:
         future = self._waiting.pop(number, None) or Future()
         try:
             value = pickle.loads(parts[1], buffers=parts[2:])
@@ -178,7 +178,7 @@ class Link:
         else:
             _settle(future, value)
 
-    def _called(self, number: int, parts: list[bytes | bytearray]) -> None:
+    def _called(self, number: int, parts: list[Part]) -> None:
         answer: Future[Any] = Future()
         try:
             payload = pickle.loads(parts[1], buffers=parts[2:])

@@ -157,7 +157,7 @@ def test_nothing_of_a_stranger_is_unpickled(
             )  # fmt: skip
             if wrong != "nothing":
                 with suppress(ConnectionError):
-                    sock.sendall(struct.pack("<QBI", 0, CALL, 2) + bytes(32) + bomb.parts[0])
+                    sock.sendall(struct.pack("<QBIQQ16s", 0, CALL, 2, 4, 9, b"") + bomb.parts[0])
         assert ended(sock)
     assert service.begun == [] and not (tmp_path / "mark").exists()
     with closing(connect(listener.address)) as honest:
@@ -240,7 +240,7 @@ def test_half_a_frame_harms_nobody_else(listener: Listener, link: Link, service:
     with closing(dialed(listener)) as sock:
         wire = introduce(sock, TOKEN)
         wire.send(0, CALL, (b"echo", *pack(1).parts))
-        sock.sendall(struct.pack("<QBI", 1, CALL, 2)[:9])
+        sock.sendall(struct.pack("<QBIQQ16s", 1, CALL, 2, 4, 9, b"")[:9])
         assert link.call("echo", 2) == 2
     assert link.call("echo", 3) == 3
     assert sorted(service.begun) == [1, 2, 3]
@@ -250,7 +250,7 @@ def test_half_a_frame_harms_nobody_else(listener: Listener, link: Link, service:
 def test_a_frame_of_no_sense_ends_its_link(listener: Listener, parts: int) -> None:
     with closing(dialed(listener)) as sock:
         introduce(sock, TOKEN)
-        sock.sendall(struct.pack("<QBI", 0, CALL, parts))
+        sock.sendall(struct.pack("<QBIQQ16s", 0, CALL, parts, 0, 0, b""))
         assert ended(sock)
 
 
