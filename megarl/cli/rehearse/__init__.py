@@ -30,7 +30,7 @@ from typing import Any
 from megarl.cli.command import CommandParser, positive
 from megarl.cli.rehearse.model import VOCAB, Degrees, is_mixed, shrink_model, write_model
 from megarl.cli.rehearse.shrink import (
-    LONG_CONTEXT,
+    CONTEXT,
     Layouts,
     changes,
     shrink_config,
@@ -153,7 +153,7 @@ def make_plan(cfg: BaseConfig, *, cards: Path, ranks: int) -> Plan:
             Degrees.of(here, cluster, raw[path]),
             layers=layouts.layers,
             vocab_size=VOCAB,
-            positions=LONG_CONTEXT,
+            positions=CONTEXT,
         )
     return Plan(cfg=cfg, layouts=layouts, users=users, raw=raw, small=small)
 

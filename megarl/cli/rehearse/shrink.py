@@ -23,8 +23,7 @@ from megarl.utils.importing import is_import_path
 
 OVERLAY = Path(__file__).with_name("overlay.yaml")
 REWARD = "megarl.cli.rehearse.model:even_share"
-CONTEXT = 256  # tokens
-LONG_CONTEXT = 2048  # where the user's code says what the policy reads; a token is a byte or more
+CONTEXT = 2048  # tokens, each of which is a byte or more
 PROMPTS, SEQUENCES = 4, 16  # of a step
 DEGREES = ("tp", "pp", "vpp", "cp", "ep", "etp")
 _LEAST_FIRST = ("etp", "cp", "ep", "tp", "pp")  # what a rehearsal can do without, first
@@ -116,10 +115,8 @@ def shrink_config(
     """Returns `cfg` as it runs two small steps on this machine. models: the directory of each
     engine's small model, by the engine's key."""
     tree, overlay = _tree(cfg), yaml.safe_load(OVERLAY.read_text(encoding="utf-8"))
-    own = is_import_path(cfg.train_dataset.type)
-    context = LONG_CONTEXT if own else CONTEXT
     limit = overlay["limit"] | {
-        "rollout.workflow.options.max_length": context,
+        "rollout.workflow.options.max_length": CONTEXT,
         "weight_sync.senders": layouts.world_size,
     }
     _set(tree, overlay["replace"] | {"fileroot": fileroot})
@@ -132,7 +129,7 @@ def shrink_config(
         reward, judged = REWARD, cfg.judge is not None
         tree["server"] |= {
             "count": min(2, max(1, cfg.server.count)),
-            "context_length": context,
+            "context_length": CONTEXT,
             "dtype": cfg.server.dtype,
             "deterministic": cfg.server.deterministic,
         }
@@ -142,7 +139,7 @@ def shrink_config(
         if section[name] is not None:
             split = "train" if name == "train_dataset" else "test"
             section[name] = _small_data(section[name], overlay["data"], split, reward, judged)
-    if not own:
+    if not is_import_path(cfg.train_dataset.type):
         _set(tree, {"margin": False})  # sums have none
     return checked_config(yaml.safe_dump(tree), [])
 
