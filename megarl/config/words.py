@@ -79,14 +79,15 @@ class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[mi
     """Puts in quotes each text that a plain word would not be read as."""
 
 
-def _text(dumper: Any, text: str) -> yaml.ScalarNode:
+def _text(dumper: Any, value: str | Enum) -> yaml.ScalarNode:
+    text = value.name if isinstance(value, Enum) else str(value)
     style = None if isinstance(Word(text).untyped(), str) else "'"
-    return dumper.represent_scalar(_STR, str(text), style=style)
+    return dumper.represent_scalar(_STR, text, style=style)
 
 
-_Dumper.add_multi_representer(str, _text)
+for _kind in (str, Enum):
+    _Dumper.add_multi_representer(_kind, _text)
 _Dumper.add_representer(str, _text)
-_Dumper.add_multi_representer(Enum, lambda dumper, value: _text(dumper, value.name))
 
 
 def write_yaml(tree: Any) -> str:

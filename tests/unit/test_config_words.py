@@ -129,3 +129,17 @@ def test_words_in_lists_and_sections() -> None:
 def test_a_boolean_stands_for_the_word_of_a_choice() -> None:
     assert load_config(None, ["weight_sync.verify=no"]).weight_sync.verify == "off"
     assert load_config(None, ["actor.recompute_logprob=false"]).actor.recompute_logprob == "false"
+
+
+def test_texts_that_look_like_other_values_are_saved_as_texts(tmp_path: Path) -> None:
+    texts = ["1e3", "010", "no", "12:30", "null", "~", "", "# c", "a: b", "1_000", ".5", "=", "<<"]
+    texts += [" lead", "- item", "0b11", "2026-11-24", "line\nline: x", "x" * 90 + " y" * 60]
+    cfg = load_config(None)
+    cfg.train_dataset.options = {"texts": texts, **{f"k{i}": t for i, t in enumerate(texts)}}
+    cfg.train_dataset.options |= {
+        "number": 1e-5,
+        "many": [1, True, None, float("inf")],
+        "5": {5: 1},
+    }
+    save_config(cfg, tmp_path / "c.yaml")
+    assert load_config(tmp_path / "c.yaml") == cfg
