@@ -18,7 +18,7 @@ from megarl.controller.group import WorkerGroup
 from megarl.controller.worker import SERVE
 from megarl.engine import MegatronEngine
 from megarl.observability.logging import get_logger
-from megarl.rpc.nodes import TRAINERS
+from megarl.rpc.nodes import ROLLOUT, TRAINERS
 from megarl.utils.env import set_collective_timeout
 
 log = get_logger(__name__)
@@ -55,7 +55,7 @@ def driver(
     """Returns the one process of a run that drives rollouts. It has what the client that comes
     first asks for (`get_scheduling_config`); None stands for one whose servers are elsewhere."""
     asked = WorkerSpec() if client is None else WorkerSpec.of(client.get_scheduling_config())
-    return workers("rollout", 1, config, scheduler, asked)
+    return workers(ROLLOUT, 1, config, scheduler, asked)
 
 
 def workers(

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 SERVER, TRAINER, REWARDS, JUDGE = "server", "trainer", "rewards", "judge"
+CONTROLLER, DRIVER = "controller", "driver"  # of trainers that are its workers, and a driver
 SERVERS = (SERVER, JUDGE, REWARDS)  # trainers wait until these answer
 MASTER = "master"  # the endpoint that the ranks meet at
 _MARK = re.compile(r"@\{(address|host|port|gpus|cores):([^{}]+)\}")
@@ -27,8 +28,7 @@ _MARK = re.compile(r"@\{(address|host|port|gpus|cores):([^{}]+)\}")
 class Task:
     """Describes one process. index: a server's number, or a rank. part: which of a server's nodes.
     ports: endpoints that its node chooses. log: a file, empty for the launcher's own output.
-    restarts: times it is started again alone, while the run goes on. workers: of a controller, the
-    trainer processes that it starts."""
+    restarts: times it is started again alone, while the run goes on."""
 
     role: str
     index: int
@@ -40,18 +40,12 @@ class Task:
     ports: tuple[str, ...]
     log: str = ""
     restarts: int = 0
-    workers: int | None = None
-
-    @property
-    def kind(self) -> str:
-        """Returns what the process is: its role, or a controller."""
-        return self.role if self.workers is None else "controller"
 
     @property
     def name(self) -> str:
         """Returns how messages call the process."""
-        if self.workers is not None:
-            return self.kind
+        if self.role in (CONTROLLER, DRIVER):
+            return self.role
         return f"{self.role} {self.index}" + (f" (node {self.part} of it)" if self.part else "")
 
     @property
@@ -94,9 +88,14 @@ class Job:
         return [t for t in self.tasks if t.role == role and node in (None, t.node)]
 
     @property
-    def trainer_nodes(self) -> list[int]:
-        """Returns the nodes that have trainers, in order."""
-        return sorted({t.node for t in self.of(TRAINER)})
+    def leaders(self) -> list[Task]:
+        """Returns the processes whose end is that of the run: the controller, else the trainers."""
+        return self.of(CONTROLLER) or self.of(TRAINER)
+
+    @property
+    def workers(self) -> list[Task]:
+        """Returns the processes that the controller calls, and ends."""
+        return [*self.of(TRAINER), *self.of(DRIVER)] if self.of(CONTROLLER) else []
 
     def to_json(self) -> str:
         """Returns text that `from_json` reads back."""

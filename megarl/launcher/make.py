@@ -17,6 +17,8 @@ from megarl.config.rollout import ServerConfig
 from megarl.config.secrets import environment_names
 from megarl.config.servers import ADDRESSES_ENV, JUDGES_ENV, takes_turns
 from megarl.launcher.job import (
+    CONTROLLER,
+    DRIVER,
     JUDGE,
     MASTER,
     REWARDS,
@@ -29,7 +31,8 @@ from megarl.launcher.job import (
 from megarl.launcher.placement import Seat
 from megarl.launcher.plan import MOVED, Plan, server_sections
 from megarl.rollout.server_process import python_path, release_flags, server_command
-from megarl.rpc.nodes import LOOPBACK, MEETING, PACKAGE, TRAINERS, forwarded
+from megarl.rpc.nodes import LOOPBACK, MEETING, PACKAGE, ROLLOUT, TRAINERS, forwarded
+from megarl.rpc.worker import WorkerStart
 from megarl.utils.env import (
     CONTROLS,
     set_loopback_default,
@@ -186,19 +189,10 @@ class _Maker:
         if self.at(SERVER) and isinstance(plan.cfg, GRPOConfig) and takes_turns(plan.cfg):
             words.append("server.release_memory=true")
         script = (self.python, str(plan.script), *words)
-        controlled, apart = plan.cfg.trainer.mode == "controller", len(self.ranks) > 1
+        if plan.cfg.trainer.mode == "controller":
+            yield from self._controlled(script)
+            return
         first: dict[int, int] = {}  # rank on each node
-        if controlled:  # it starts the trainers of its own node itself, and meets those of several
-            env = {CONTROLS: "1"} | ({MEETING: f"@{{address:{MASTER}}}"} if apart else {})
-            yield self._trainer(
-                0,
-                (*script, f"trainer.workers={plan.nproc}"),
-                env,
-                ports=(MASTER,) if apart else (),
-                workers=plan.nproc,
-            )
-            if not apart:
-                return
         for rank, seat in enumerate(plan.placement.trainers):
             local = rank - first.setdefault(seat.node, rank)
             env = {  # what torchrun would set
@@ -210,28 +204,58 @@ class _Maker:
                 "MASTER_ADDR": f"@{{host:{MASTER}}}",
                 "MASTER_PORT": f"@{{port:{MASTER}}}",
             }
-            if controlled:
-                meet = ("--meet", f"@{{address:{MASTER}}}", "--index", str(rank))
-                command = (self.python, "-m", "megarl.rpc.worker", *meet)
-                yield self._trainer(rank, command, env, log=f"{TRAINERS}_{rank}.log")
-            else:
-                log = f"trainer_{rank}.log" if self.cluster and rank else ""
-                ports = (MASTER,) if rank == 0 else ()
-                yield self._trainer(rank, script, env, log=log, ports=ports)
+            log = f"trainer_{rank}.log" if self.cluster and rank else ""
+            ports = (MASTER,) if rank == 0 else ()
+            yield self._trainer(TRAINER, rank, seat, script, env, log=log, ports=ports)
+
+    def _controlled(self, script: tuple[str, ...]) -> Iterable[Task]:
+        """Yields the trainers and the driver, which register at an endpoint of the controller, then
+        that one, which computes nothing."""
+        plan, seats = self.plan, self.plan.placement.trainers
+        aside = Seat(node=seats[0].node, gpus="")
+        groups = {TRAINERS: (TRAINER, seats), ROLLOUT: (DRIVER, (aside,))}
+        for group, (role, places) in groups.items():
+            for index, seat in enumerate(places):
+                start = WorkerStart(
+                    starter=f"@{{address:{CONTROLLER}.{group}}}",
+                    group=group,
+                    index=index,
+                    count=len(places),
+                    serve="megarl.controller.worker:serve",
+                    options={"group": group},
+                    directory=os.getcwd(),
+                    path=tuple(plan.import_path),
+                    launched=True,
+                )
+                env = start.to_env() | ({} if seat.gpus else {"MEGARL_DEVICE": "cpu"})
+                command = (self.python, "-m", "megarl.rpc.worker")
+                log = f"{group}_{index}.log" if index else ""
+                yield self._trainer(role, index, seat, command, env, log=log)
+        ports = tuple(f"{CONTROLLER}.{group}" for group in groups)
+        met = ",".join(f"{group}=@{{address:{CONTROLLER}.{group}}}" for group in groups)
+        yield self._trainer(
+            CONTROLLER,
+            0,
+            aside,
+            (*script, f"trainer.workers={plan.nproc}"),
+            {CONTROLS: "1", MEETING: met},
+            ports=ports,
+        )
 
     def _trainer(
         self,
-        rank: int,
+        role: str,
+        index: int,
+        seat: Seat,
         command: tuple[str, ...],
         own: Mapping[str, str],
         *,
         log: str = "",
         ports: tuple[str, ...] = (),
-        workers: int | None = None,
     ) -> Task:
-        """Returns a process that has the GPUs of rank `rank`. own: its own variables, beside the
-        servers' addresses, its GPUs and its import path."""
-        cfg, seat = self.plan.cfg, self.plan.placement.trainers[rank]
+        """Returns a process that is no server. own: its own variables, beside the servers'
+        addresses, its GPUs and its import path."""
+        cfg = self.plan.cfg
         env = {**self._base(TRAINER, seat), **own}
         for key, name in ((SERVER, ADDRESSES_ENV), (JUDGE, JUDGES_ENV)):
             if addresses := self.at(key):
@@ -245,15 +269,14 @@ class _Maker:
         )
         env["PYTHONPATH"] = self._import_path()
         return Task(
-            role=TRAINER,
-            index=rank,
+            role=role,
+            index=index,
             node=seat.node,
             gpus=seat.gpus,
             command=command,
             env=_new(env, self.env),
             ports=ports,
             log=str(self.run / "logs" / log) if log else "",
-            workers=workers,
         )
 
     def at(self, role: str) -> list[str]:

@@ -1,9 +1,10 @@
 """Runs one node's processes of a job: starts them, watches them, ends them.
 
 Servers come first. Trainers start once every server of the job is healthy, and all ends when they
-are done or something fails, here or on another node. Nodes tell each other by names (names.py):
-the endpoints that they chose, `ready.server.<i>`, and `end.<node>` with a node's exit status. A
-launcher that has lost a node says so in its place: `lost.<node>`, with the reason.
+are done or something fails, here or on another node; under a controller all ends with that one.
+Nodes tell each other by names (names.py): the endpoints that they chose, `ready.server.<i>`, and
+`end.<node>` with a node's exit status. A launcher that has lost a node says so in its place:
+`lost.<node>`, with the reason.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 
 from megarl.config.loader import CHECKED
 from megarl.config.secrets import masked_override
-from megarl.launcher.job import MASTER, SERVER, SERVERS, TRAINER, Job, Task, endpoints, fill
+from megarl.launcher.job import SERVER, SERVERS, Job, Task, endpoints, fill
 from megarl.launcher.names import ForgedName, Names, Superseded
 from megarl.observability.logging import get_logger
 from megarl.observability.presence import LauncherPresence
@@ -72,7 +73,8 @@ def run_node(job: Job, node: int, *, host: str, names: Names, signals: Signals) 
     with ExitStack() as stack:  # it ends things in reverse order
         run = _NodeRun(job, node, host, names, signals)
         stack.callback(stop_all, run.servers, signals, whole=True)
-        stack.callback(stop_all, run.trainers, signals, timeout=FAIL_GRACE)
+        stack.callback(stop_all, run.workers, signals, timeout=FAIL_GRACE)
+        stack.callback(stop_all, run.leaders, signals, timeout=FAIL_GRACE)
         try:
             status = run.to_the_end()
         except NodeFailed as e:
@@ -83,21 +85,23 @@ def run_node(job: Job, node: int, *, host: str, names: Names, signals: Signals) 
                 run.await_trainers()
         except (Superseded, ForgedName) as e:
             log.error("%s", e)
-            for trainer in run.trainers:  # at once: they write where the newer attempt does
-                signal_group(trainer.pid, signal.SIGKILL)
+            for child in run.trainers:  # at once: they write where the newer attempt does
+                signal_group(child.pid, signal.SIGKILL)
             return NODE_FAILED
         names.put(f"end.{node}", str(status))
         return status
 
 
 class _NodeRun:
-    """Holds the state of run_node; `servers` and `trainers` are what runs here."""
+    """Holds the state of run_node. What runs here: `servers`, `leaders` (Job.leaders), and the
+    `workers` that a leader calls, and ends."""
 
     def __init__(self, job: Job, node: int, host: str, names: Names, signals: Signals) -> None:
         self.job, self.node, self.host = job, node, host
         self.names, self.signals = names, signals
         self.servers: list[ServerProcess] = []
-        self.trainers: list[Child] = []
+        self.leaders: list[Child] = []
+        self.workers: list[Child] = []
         self.presence = LauncherPresence(Path(job.directory), node)
         self.tasks = [t for role in SERVERS for t in job.of(role, node)]
         self.restarts = Counter({task.name: task.restarts for task in self.tasks})
@@ -106,9 +110,14 @@ class _NodeRun:
         self.start_servers()
         if not self.wait_for_servers():
             return 128 + self.signals.received[0]
-        if self.job.of(TRAINER, self.node) and not self.start_trainers():
+        if not self.start_trainers():
             return 128 + self.signals.received[0]
         return self.watch()
+
+    @property
+    def trainers(self) -> list[Child]:
+        """Returns the processes that are no servers."""
+        return [*self.workers, *self.leaders]
 
     # what nodes tell each other
 
@@ -151,10 +160,10 @@ class _NodeRun:
             if (ended := self.names.peek(f"end.{node}")) not in (None, "0"):
                 raise PeerFailed(f"node {node} ended with status {ended}", int(ended))
 
-    def trainers_done(self) -> bool:
-        """Returns whether the trainers of all other nodes have ended well."""
-        others = (n for n in self.job.trainer_nodes if n != self.node)
-        return all(self.names.peek(f"end.{n}") == "0" for n in others)
+    def ended_elsewhere(self) -> list[str | None]:
+        """Returns the exit statuses of the other nodes that have leaders, None of one that runs."""
+        others = sorted({task.node for task in self.job.leaders} - {self.node})
+        return [self.names.peek(f"end.{node}") for node in others]
 
     def filled(self, task: Task) -> tuple[list[str], dict[str, str]]:
         """Returns a task's command and environment with their marks replaced."""
@@ -163,7 +172,7 @@ class _NodeRun:
             return fill(text, address=self.address, gpus=self.gpus, cores=cores())
 
         env = {name: put_in(value) for name, value in task.env.items()}
-        if task.role == TRAINER and self.job.config:
+        if task in self.job.leaders and self.job.config:
             env[CHECKED] = self.job.config
         return [put_in(word) for word in task.command], {**os.environ, **env}
 
@@ -259,47 +268,57 @@ class _NodeRun:
     def start_trainers(self) -> bool:
         """Starts the trainers as torchrun does, but without its agent: the exit status stays the
         trainers'. Returns False when a signal came first."""
-        tasks = self.job.of(TRAINER, self.node)
+        leaders, workers = (
+            [t for t in tasks if t.node == self.node]
+            for tasks in (self.job.leaders, self.job.workers)
+        )
+        if not (tasks := [*workers, *leaders]):
+            return True
         servers = [t.endpoint for t in self.job.of(SERVER) if t.part == 0]
         needed = [t.endpoint for role in SERVERS for t in self.job.of(role) if t.part == 0]
         patience = self.job.start_timeout + self.job.rendezvous_timeout
         if not self.await_names([f"ready.{name}" for name in needed], timeout=patience):
             return False
         if servers:
-            found = ", ".join(map(self.address, servers))
-            log.info("%d server(s) healthy: %s", len(servers), found)
-        if MASTER in tasks[0].ports:
-            self.choose(MASTER)
-        meet = [MASTER] if any(MASTER in t.ports for t in self.job.of(TRAINER)) else []
-        if not self.await_names(meet, timeout=self.job.rendezvous_timeout):
+            addresses = ", ".join(map(self.address, servers))
+            log.info("%d server(s) healthy: %s", len(servers), addresses)
+        for name in (name for task in tasks for name in task.ports):
+            self.choose(name)
+        named = endpoints(w for t in tasks for w in (*t.command, *t.env.values()))
+        if not self.await_names(named, timeout=self.job.rendezvous_timeout):
             return False
-        for task in tasks:
-            command, env = self.filled(task)
-            with deaf_to(signal.SIGUSR1):
-                child = Child(task.name, command, env=env, log_path=task.log)
-            self.trainers.append(child)
-        command, _ = self.filled(tasks[0])
+        self.workers += map(self.start_child, workers)
+        self.leaders += map(self.start_child, leaders)
+        command, _ = self.filled(tasks[-1])
         shown = " ".join(masked_override(a) for a in command[2:])
-        what = tasks[0].name if tasks[0].workers else f"{len(tasks)} trainer process(es)"
-        log.info("%s: %s %s", what, command[1], shown)
+        names = ", ".join(
+            f"{count} {role}" for role, count in Counter(t.role for t in tasks).items()
+        )
+        log.info("started %s: %s %s", names, command[1], shown)
         return True
+
+    def start_child(self, task: Task) -> Child:
+        """Starts a process that is no server."""
+        command, env = self.filled(task)
+        with deaf_to(signal.SIGUSR1):
+            return Child(task.name, command, env=env, log_path=task.log)
 
     # watching
 
     def watch(self) -> int:
-        """Waits until all trainers are done or something fails; returns the exit status. After a
+        """Waits until all leaders are done or something fails; returns the exit status. After a
         signal those here have job.grace seconds to end. Raises NodeFailed when a server dies, or
         another node fails."""
         while True:
             if self.signals.received:
                 return self._interrupted()
-            for trainer in self.trainers:
-                if status := trainer.poll():
-                    return self._failed(trainer, status)
-            if all(t.poll() == 0 for t in self.trainers):
-                if self.trainers:
+            for child in self.trainers:
+                if status := child.poll():
+                    return self._failed(child, status)
+            if all(leader.poll() == 0 for leader in self.leaders):
+                if self.leaders:
                     self.names.put(f"end.{self.node}", "0")
-                if self.trainers_done():
+                if all(status == "0" for status in self.ended_elsewhere()):
                     return 0
             self.check_peers()
             self.revive()
@@ -336,29 +355,26 @@ class _NodeRun:
                 log.error("%s: %s", name, text)
 
     def _interrupted(self) -> int:
-        """Passes the signal on; 0 if every trainer then ends well, else 128 + its number. A node of
-        servers waits for the trainers, which need them to end their step."""
+        """Passes the signal on to the leaders; 0 if every one then ends well, else 128 + its
+        number. A node without them waits for the others, which need it to end their step."""
         number = self.signals.received[0]
         if number == signal.SIGUSR1:  # a scheduler's word for it
             number = signal.SIGTERM
-        if not self.trainers:
+        if not self.leaders:
             stopped = wait_until(
-                lambda: len(self.signals.received) > 1 or self._others_ended(),
+                lambda: len(self.signals.received) > 1 or None not in self.ended_elsewhere(),
                 timeout=self.job.grace,
             )
-            return 0 if stopped and self.trainers_done() else 128 + number
+            well = stopped and all(status == "0" for status in self.ended_elsewhere())
+            return 0 if well else 128 + number
         log.warning(
-            "signal %d: %d trainer process(es) have %g s (recover.grace) to save a checkpoint and "
-            "end",
+            "signal %d: %s has %g s (recover.grace) to save a checkpoint and end",
             self.signals.received[0],
-            len(self.trainers),
+            ", ".join(leader.name for leader in self.leaders),
             self.job.grace,
         )
-        stop_all(self.trainers, self.signals, first=number, timeout=self.job.grace)
-        return 128 + number if any(t.poll() for t in self.trainers) else 0
-
-    def _others_ended(self) -> bool:
-        return all(self.names.peek(f"end.{n}") is not None for n in self.job.trainer_nodes)
+        stop_all(self.leaders, self.signals, first=number, timeout=self.job.grace)
+        return 128 + number if any(leader.poll() for leader in self.leaders) else 0
 
 
 def _obituary(server: ServerProcess) -> str | None:

@@ -50,7 +50,7 @@ def _masked(job: Job, env: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _table(job: Job, records: Mapping[str, Any]) -> Iterator[str]:
-    counts = Counter(task.kind for task in job.tasks if not task.part)
+    counts = Counter(task.role for task in job.tasks if not task.part)
     processes = ", ".join(f"{count} {kind}" for kind, count in counts.items())
     yield f"{job.name}: {len(job.pools)} node(s); processes: {processes}"
     yield f"files go to {job.directory}, processes start in {job.working_directory}"
@@ -59,7 +59,7 @@ def _table(job: Job, records: Mapping[str, Any]) -> Iterator[str]:
     for node, (pool, gpus) in enumerate(zip(job.pools, job.gpus_per_node, strict=True)):
         yield f"{node:<6}{pool:<10}{gpus or '-':<6}{', '.join(_on_node(job, node))}"
     pairs = zip(job.tasks, records["tasks"], strict=True)
-    for _, group in groupby(pairs, key=lambda pair: pair[0].kind):
+    for _, group in groupby(pairs, key=lambda pair: pair[0].role):
         tasks, shown = zip(*group, strict=True)
         yield ""
         for task in tasks:
@@ -79,6 +79,6 @@ def _table(job: Job, records: Mapping[str, Any]) -> Iterator[str]:
 
 def _on_node(job: Job, node: int) -> Iterator[str]:
     tasks = [task for task in job.tasks if task.node == node]
-    for _, group in groupby(tasks, key=lambda task: task.kind):
+    for _, group in groupby(tasks, key=lambda task: task.role):
         first, *others = (task.name for task in group)
         yield f"{first} to {others[-1]}" if len(others) > 1 else ", ".join((first, *others))

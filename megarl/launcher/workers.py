@@ -22,6 +22,7 @@ from megarl.launcher.node import names_of
 from megarl.rpc.errors import WorkerDied
 from megarl.rpc.gathering import Gathering
 from megarl.rpc.group import LOST, Processes, WatchedGroup, worker_env, worker_log
+from megarl.rpc.link import split
 from megarl.rpc.nodes import MEETING, PACKAGE, Resources, forwarded, node_address
 from megarl.utils.child import TERM_TIMEOUT, Child, Signals, stop_all, wait_until
 from megarl.utils.importing import load_object
@@ -29,7 +30,7 @@ from megarl.utils.job_token import ENV as TOKEN
 from megarl.utils.job_token import ensure_job_token
 
 _KINDS = {  # by trainer.scheduler, and under a launcher
-    "launched": "megarl.rpc.launched:LaunchedScheduler",
+    "launched": "megarl.launcher.workers:LaunchedScheduler",
     "local": "megarl.rpc.local:LocalScheduler",
     "ray": "megarl.launcher.workers:RayScheduler",
     "slurm": "megarl.launcher.workers:SlurmScheduler",
@@ -43,6 +44,34 @@ def make_scheduler(config: BaseConfig) -> Scheduler:
     make: Callable[..., Scheduler] = load_object(_KINDS[name], what="scheduler")
     elsewhere = name in ("ray", "slurm")
     return make(interface=config.cluster.interface) if elsewhere else make()
+
+
+class LaunchedScheduler:
+    """Meets the workers of a job, which its launcher has started: its trainers, and a driver of
+    rollouts. Where one ends, the launcher ends the job."""
+
+    def __init__(self) -> None:
+        """Raises KeyError outside of a job whose workers are to be met."""
+        met = os.environ.pop(MEETING).split(",")  # for this process alone
+        self._places: dict[str, str] = dict(pair.split("=", 1) for pair in met)
+        self._stack = contextlib.ExitStack()
+
+    def start(self, spec: GroupSpec) -> WatchedGroup:
+        """Returns a group whose workers serve. Raises ValueError for a group that the launcher has
+        not started, TimeoutError where not all have come after spec.start_timeout."""
+        if spec.name not in self._places:
+            raise ValueError(
+                f"{spec.name}: a launcher starts the groups {', '.join(self._places)}; start "
+                "others by a LocalScheduler"
+            )
+        host, port = split(self._places[spec.name])
+        group = WatchedGroup(spec, Gathering(spec, host, port=port))
+        self._stack.callback(group.stop)
+        return group
+
+    def close(self) -> None:
+        """Ends the groups that have been met."""
+        self._stack.close()
 
 
 class _OnNodes:
@@ -71,7 +100,7 @@ class _OnNodes:
         except BaseException:
             gathering.close()
             raise
-        group = WatchedGroup(spec, agents, gathering)
+        group = WatchedGroup(spec, gathering, agents)
         self._stack.callback(group.stop)
         return group
 

@@ -17,18 +17,10 @@ class Gathering:
 
     A worker registers, with a port that is free on its machine, and is answered when all have: by
     the variables of a torch world, in which worker i is rank i. It is ready when it serves, over
-    the same link. One that a launcher has started asks first for `variables` of its environment.
+    the same link.
     """
 
-    def __init__(
-        self,
-        spec: GroupSpec,
-        host: str,
-        *,
-        port: int = 0,
-        variables: Mapping[str, str] | None = None,
-    ) -> None:
-        self._variables = variables or {}
+    def __init__(self, spec: GroupSpec, host: str, *, port: int = 0) -> None:
         self._count = spec.count
         self._lock = threading.Lock()
         self._links: set[Link] = set()
@@ -56,8 +48,6 @@ class Gathering:
 
     def _handle(self, verb: str, payload: Any, link: Link) -> Any:
         self._links.add(link)
-        if verb == "variables":
-            return self._variables
         if verb == "register":
             return self._register(*payload)
         self._ready[payload.index] = payload, link

@@ -66,9 +66,12 @@ class WatchedGroup:
     calls to one that has ended raise WorkerDied, with its exit status and the end of its log. One
     that stands still is waited for."""
 
-    def __init__(self, spec: GroupSpec, processes: Processes, gathering: Gathering) -> None:
-        """Waits until all workers serve. Raises WorkerDied where one ends before, TimeoutError
-        after spec.start_timeout; then none is left."""
+    def __init__(
+        self, spec: GroupSpec, gathering: Gathering, processes: Processes | None = None
+    ) -> None:
+        """Waits until all workers serve. processes: None where a launcher has started them, which
+        watches them and ends the job where one ends. Raises WorkerDied where one ends before,
+        TimeoutError after spec.start_timeout; then none is left."""
         self.spec, self._processes = spec, processes
         self.workers: Sequence[Worker] = ()
         self.clients: Sequence[Link] = ()
@@ -81,7 +84,8 @@ class WatchedGroup:
             gathering.close()
         except BaseException:
             gathering.close()
-            processes.close()
+            if processes is not None:
+                processes.close()
             raise
         self._watcher = threading.Thread(target=self._watch, name="megarl-workers", daemon=True)
         self._watcher.start()
@@ -89,7 +93,7 @@ class WatchedGroup:
     def poll(self) -> Sequence[Ended]:
         """Returns how workers ended, of those that have."""
         with self._lock:
-            for index, status in self._processes.poll().items():
+            for index, status in self._statuses().items():
                 self._bury(index, status)
             if self._echo is not None:
                 self._echo.show()
@@ -105,16 +109,25 @@ class WatchedGroup:
         for client in self.clients:  # in threads: one that stands still may not read
             threading.Thread(target=client.call_async, args=(END,), daemon=True).start()
         try:
-            wait_until(lambda: len(self.poll()) == self.spec.count, timeout=TERM_TIMEOUT)
+            wait_until(self._over, timeout=TERM_TIMEOUT)
         finally:
-            self._processes.close()
+            if self._processes is not None:
+                self._processes.close()
             for client in self.clients:
                 client.close()
+
+    def _statuses(self) -> Mapping[int, int]:
+        return {} if self._processes is None else self._processes.poll()
+
+    def _over(self) -> bool:
+        if self._processes is None:
+            return not any(link.thread.is_alive() for link in self.clients)
+        return len(self.poll()) == self.spec.count
 
     def _gather(self, gathering: Gathering) -> None:
         deadline = time.monotonic() + self.spec.start_timeout
         while (ready := gathering.ready()) is None:
-            for index, status in self._processes.poll().items():
+            for index, status in self._statuses().items():
                 raise WorkerDied(
                     f"worker {self.spec.name}/{index} ended with status {spelled(status)} before "
                     f"it served{_log_of(self.spec, index)}"
@@ -137,7 +150,9 @@ class WatchedGroup:
         ]
         self.clients = [link for _, link in ready]
         for worker, link in zip(self.workers, self.clients):
-            link.name, link.lost = str(worker), partial(self._wait_for_status, worker.index)
+            link.name = str(worker)
+            if self._processes is not None:
+                link.lost = partial(self._wait_for_status, worker.index)
 
     def _wait_for_status(self, index: int) -> None:
         """Waits until the exit status of a worker whose link has ended is known, for DEATH_WAIT

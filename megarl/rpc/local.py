@@ -25,11 +25,11 @@ class LocalScheduler:
 
     def __init__(self, *, host: str = LOOPBACK) -> None:
         """host: this machine's address, where others than its own processes call the workers.
-        Raises RuntimeError in a job whose trainers its launcher has started on several nodes."""
+        Raises RuntimeError in a job whose trainers its launcher has started."""
         if MEETING in os.environ:
             raise RuntimeError(
-                "the trainers of this job are on several nodes, where a LocalScheduler starts none:"
-                " take the scheduler that megarl.make_scheduler(config) returns"
+                "the launcher has started this job's trainers: take the scheduler that "
+                "megarl.make_scheduler(config) returns in place of a LocalScheduler"
             )
         ensure_job_token()
         self._host = host
@@ -65,7 +65,7 @@ class LocalScheduler:
             gathering.close()
             processes.close()
             raise
-        group = WatchedGroup(spec, processes, gathering)
+        group = WatchedGroup(spec, gathering, processes)
         self._stack.callback(group.stop)
         return group
 

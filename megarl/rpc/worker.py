@@ -1,24 +1,16 @@
 """Is a worker process: serves the calls of whoever started it.
 
-    MEGARL_WORKER='{...}' MEGARL_JOB_TOKEN=... python -m megarl.rpc.worker [options]
+    MEGARL_WORKER='{...}' MEGARL_JOB_TOKEN=... python -m megarl.rpc.worker
 
-    --environment FILE      take the variables of this JSON file, and those of the scheduler
-    --keep                  run the worker as a child, and end what it leaves when it has ended
-    --index N               this is worker N of its group
-    --index-variable NAME   this is the worker whose number is in that variable
-    --meet HOST:PORT        take the variable of whoever will listen there, once it does: a launcher
-                            starts both, and SIGTERM is for the other one to decide
-
-The variable is a WorkerStart as JSON, which a scheduler (megarl.rpc.local) sets. The worker links
-to whoever started it, learns its place in the group (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
-MASTER_PORT), imports what it serves, and says that it is ready; calls come over the same link. When
-it is asked to end, or at SIGTERM, it ends after the call that runs, with status 0; at a second
-signal at once. The end of the link ends it, and all that it started.
+The variable is a WorkerStart as JSON, which a scheduler (megarl.rpc.local) or a launcher sets. The
+worker links to whoever started it, learns its place in the group (RANK, WORLD_SIZE, LOCAL_RANK,
+MASTER_ADDR, MASTER_PORT), imports what it serves, and says that it is ready; calls come over the
+same link. When it is asked to end, or at SIGTERM, it ends after the call that runs, with status 0;
+at a second signal at once. The end of the link ends it, and all that it started.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -26,35 +18,33 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
-from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
 from typing import Any, Self
 
 from megarl.rpc.errors import Refused, RpcError
 from megarl.rpc.link import Handler, Link, Listener, connect, split
-from megarl.rpc.nodes import take_environment
-from megarl.utils.child import POLL_INTERVAL, TERM_TIMEOUT, Child, Signals, stop_all
+from megarl.utils.child import TERM_TIMEOUT
 from megarl.utils.env import address_towards, free_port, quiet_libraries, set_trainer_defaults
 from megarl.utils.importing import add_working_directory, load_object
 from megarl.utils.stacks import dump_on_signal
 
 ENV = "MEGARL_WORKER"
-MEET, MEET_TIMEOUT = "--meet", 1800.0  # seconds
+MEET_TIMEOUT = 1800.0  # seconds that a launched worker waits for its controller to listen
 END, STARTER = "end", "whoever started this worker"
-KEEP = "--keep"
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL for what it started
 _LOOK = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerStart:
-    """Tells a worker who started it (host:port), of which group it is number `index`, what to serve
-    and with which options, and that process's directory and import path."""
+    """Tells a worker who calls it (host:port), of which group it is number `index`, what to serve
+    and with which options, and that process's directory and import path. launched: a launcher
+    starts both, so that the other one may not listen yet, and SIGTERM is for it to decide."""
 
     starter: str
     group: str
@@ -64,6 +54,7 @@ class WorkerStart:
     options: Mapping[str, Any]
     directory: str
     path: tuple[str, ...]
+    launched: bool = False
 
     def to_env(self) -> dict[str, str]:
         """Returns the variable that a worker reads. Raises TypeError where an option is not plain
@@ -126,36 +117,22 @@ def on_main_thread(fn: Callable[..., Any], *args: Any) -> Future[Any]:
 
 def main() -> int:
     """Serves until it is asked to end, or its link does; returns the exit status."""
-    if KEEP in sys.argv:
-        return keep([a for a in sys.argv[1:] if a != KEEP])
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)  # what it starts ends with it
     dump_on_signal()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: for whoever started us to decide
-    start, starter, serving = _start(sys.argv[1:])
+    start, serving = WorkerStart.from_env(os.environ), _Serving()
+    if start.launched:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.chdir(start.directory)
+    starter = _link(start, serving)
+    starter.lost = serving.lost
     handler = _begin(start, starter, serving)
     _main_thread.run()
     handler.close()
     if serving.abandoned.is_set():
         starter.thread.join()  # which ends what is left
     return 0
-
-
-def keep(argv: Sequence[str]) -> int:
-    """Runs a worker with this command line; returns its exit status. Where a scheduler loses sight
-    of processes whose parent has ended, nothing that the worker started is left, however it or
-    this process ends."""
-    command = [sys.executable, "-m", "megarl.rpc.worker", *argv]
-    with Signals() as signals:
-        child = Child("worker", command, env=os.environ)
-        told = 0
-        while (status := child.poll()) is None:
-            for number in signals.received[told:]:
-                child.signal(number)
-                told += 1
-            time.sleep(POLL_INTERVAL)
-        stop_all([child], signals, timeout=0)
-    return status
 
 
 class _Serving:
@@ -184,43 +161,16 @@ class _Serving:
         os.killpg(0, signal.SIGKILL)
 
 
-def _start(argv: Sequence[str]) -> tuple[WorkerStart, Link, _Serving]:
-    """Returns what this worker is, and its link to whoever started it."""
-    parser = argparse.ArgumentParser(prog="python -m megarl.rpc.worker")
-    parser.add_argument("--environment", type=Path)
-    parser.add_argument("--index", type=int)
-    parser.add_argument("--index-variable")
-    parser.add_argument(MEET)
-    given = parser.parse_args(argv)
-    serving = _Serving()
-    if given.environment is not None:
-        take_environment(given.environment)
-    if given.meet is not None:
-        starter = _meet(given.meet, serving)
-        os.environ.update(starter.call("variables"))
-        start = WorkerStart.from_env(os.environ)
-    else:
-        start = WorkerStart.from_env(os.environ)
-        starter = connect(start.starter, STARTER, serving.handle)
-    starter.lost = serving.lost
-    if given.index_variable is not None:
-        given.index = int(os.environ[given.index_variable])
-    os.chdir(start.directory)
-    return start if given.index is None else replace(start, index=given.index), starter, serving
-
-
-def _meet(address: str, serving: _Serving) -> Link:
-    """Returns a link to whoever listens at an address. Raises TimeoutError where nobody does within
-    MEET_TIMEOUT seconds."""
-    deadline = time.monotonic() + MEET_TIMEOUT
+def _link(start: WorkerStart, serving: _Serving) -> Link:
+    """Returns the link to whoever started this worker. Raises RpcError where nobody listens, of a
+    launched worker after MEET_TIMEOUT seconds."""
+    deadline = time.monotonic() + (MEET_TIMEOUT if start.launched else 0.0)
     while True:
         try:
-            return connect(address, STARTER, serving.handle)
-        except Refused:
-            raise
+            return connect(start.starter, STARTER, serving.handle)
         except RpcError as e:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{address}: nobody after {MEET_TIMEOUT:g} s: {e}") from e
+            if isinstance(e, Refused) or time.monotonic() > deadline:
+                raise
             time.sleep(_LOOK)
 
 
@@ -238,7 +188,8 @@ def _begin(start: WorkerStart, starter: Link, serving: _Serving) -> Handler:
     serving.handler = handler
     listener = Listener(serving.handle, host=host)
     # before there was nothing to lose; whoever is told that it is ready may signal at once
-    signal.signal(signal.SIGTERM, signal.SIG_IGN if MEET in sys.argv else _on_signal)
+    if not start.launched:
+        signal.signal(signal.SIGTERM, _on_signal)
     starter.call("ready", replace(mine, address=listener.address))
     return handler
 

@@ -21,7 +21,17 @@ from megarl.config.command_line import parse_command_line
 from megarl.config.errors import ConfigError
 from megarl.config.loader import checked_config
 from megarl.launcher import local, plan
-from megarl.launcher.job import JUDGE, REWARDS, SERVER, TRAINER, Job, endpoints, fill
+from megarl.launcher.job import (
+    CONTROLLER,
+    DRIVER,
+    JUDGE,
+    REWARDS,
+    SERVER,
+    TRAINER,
+    Job,
+    endpoints,
+    fill,
+)
 from megarl.launcher.make import make_job
 from megarl.launcher.node import OPTIONS, node_number
 from megarl.launcher.placement import Placement, Seat, Servers, place, place_here
@@ -158,22 +168,31 @@ def test_70b_on_16_nodes(tmp_path: Path) -> None:
     assert Job.from_json(job.to_json()) == job
 
 
-CONTROLLER = ["actor.parallel.tp=4", "server.count=2", "trainer.mode=controller"]
+CONTROLLED = ["actor.parallel.tp=4", "server.count=2", "trainer.mode=controller"]
 
 
-def test_a_controller_has_the_gpus_of_its_trainers(tmp_path: Path) -> None:
-    (controller,) = make(tmp_path, *CONTROLLER).of(TRAINER)
-    assert (controller.name, controller.workers, controller.ports) == ("controller", 4, ())
-    assert controller.gpus == controller.env["CUDA_VISIBLE_DEVICES"] == "@{gpus:0,1,2,3}"
+def test_a_launcher_starts_a_controller_its_trainers_and_a_driver(tmp_path: Path) -> None:
+    job = make(tmp_path, *CONTROLLED)
+    (controller,), trainers, (driver,) = map(job.of, (CONTROLLER, TRAINER, DRIVER))
+    assert job.leaders == [controller] and job.workers == [*trainers, driver]
+    assert controller.ports == ("controller.trainers", "controller.rollout")
+    assert controller.env["MEGARL_MEETING"] == (
+        "trainers=@{address:controller.trainers},rollout=@{address:controller.rollout}"
+    )
     assert "trainer.workers=4" in controller.command and "WORLD_SIZE" not in controller.env
-    assert "1 controller" in text(tmp_path, *CONTROLLER)
+    assert {t.gpus for t in trainers} == {"@{gpus:0,1,2,3}"} and len(trainers) == 4
+    assert controller.env["CUDA_VISIBLE_DEVICES"] == driver.env["CUDA_VISIBLE_DEVICES"] == ""
+    start = json.loads(trainers[3].env["MEGARL_WORKER"])
+    assert (start["index"], start["count"], start["launched"]) == (3, 4, True)
+    assert start["starter"] == "@{address:controller.trainers}"
+    assert "1 controller" in text(tmp_path, *CONTROLLED)
 
 
 def test_an_engine_is_refused_in_a_launched_controller(tmp_path: Path, monkeypatch) -> None:
     dist = pytest.importorskip("torch.distributed")  # missing in make test-py312
     from megarl.parallel.groups import init_distributed
 
-    (controller,) = make(tmp_path, *CONTROLLER).of(TRAINER)
+    (controller,) = make(tmp_path, *CONTROLLED).of(CONTROLLER)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setenv(CONTROLS, controller.env[CONTROLS])
     with pytest.raises(ValueError, match="wrap the role in megarl"):
@@ -184,18 +203,17 @@ def test_an_engine_is_refused_in_a_launched_controller(tmp_path: Path, monkeypat
 def test_a_controller_meets_trainers_of_two_nodes(tmp_path: Path) -> None:
     ways = ["trainer.mode=controller", "allocation_mode=sglang.d1+megatron.d2t8"]
     job = make(tmp_path, *ways)
-    controller, *trainers = job.of(TRAINER)
-    assert (controller.name, controller.node, controller.ports) == ("controller", 0, ("master",))
-    assert controller.env["MEGARL_MEETING"] == "@{address:master}"
-    assert "trainer.workers=16" in controller.command
+    (controller,), trainers, (driver,) = map(job.of, (CONTROLLER, TRAINER, DRIVER))
+    assert controller.node == driver.node == 0
     assert [t.node for t in trainers] == [0] * 8 + [1] * 8
-    assert job.of(TRAINER, 0) == [controller, *trainers[:8]] and job.of(TRAINER, 1) == trainers[8:]
+    assert job.of(TRAINER, 0) == trainers[:8] and job.of(TRAINER, 1) == trainers[8:]
     last = trainers[15]
     assert (last.name, last.ports) == ("trainer 15", ())
-    assert last.command[2:] == ("megarl.rpc.worker", "--meet", "@{address:master}", "--index", "15")
+    assert last.command[1:] == ("-m", "megarl.rpc.worker")
     assert last.log.endswith("/logs/trainers_15.log") and last.gpus == "@{gpus:0,1,2,3,4,5,6,7}"
     said = text(tmp_path, *ways)
-    assert "controller, trainer 0 to trainer 7" in said and "trainer 8 to trainer 15" in said
+    assert "trainer 0 to trainer 7, driver, controller" in said
+    assert "trainer 8 to trainer 15" in said
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from megarl.rpc.errors import RemoteError, RpcError, WorkerDied
 from megarl.rpc.group import WatchedGroup
 from megarl.rpc.local import LocalScheduler
 from megarl.rpc.nodes import MEETING, TRAINERS
+from megarl.rpc.worker import WorkerStart
 from megarl.utils.child import wait_until
 from megarl.utils.env import free_port
 from megarl.utils.job_token import ENV as TOKEN
@@ -195,25 +196,53 @@ def test_a_link_that_ends_ends_the_worker(
 def test_workers_that_a_launcher_started_are_met(
     spec: GroupSpec, mark: Mark, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """They leave SIGTERM to the controller; other groups are children of this process."""
+    """They wait until the controller listens, and leave SIGTERM to it."""
     monkeypatch.setenv(TOKEN, "the-tests-secret")
     address = f"127.0.0.1:{free_port('127.0.0.1')}"
-    command = [sys.executable, "-m", "megarl.rpc.worker", "--meet", address, "--index"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    launched = [subprocess.Popen([*command, str(i)], env=env) for i in range(2)]
-    monkeypatch.setenv(MEETING, address)
-    with pytest.raises(RuntimeError, match=r"on several nodes.* megarl.make_scheduler\(config\)"):
+    launched = []
+    for index in range(2):
+        start = WorkerStart(
+            starter=address, group=TRAINERS, index=index, count=2, serve=SERVE,
+            options={"a": [1]}, directory=os.getcwd(), path=(), launched=True,
+        )  # fmt: skip
+        env = {**os.environ, **start.to_env(), "PYTHONPATH": str(ROOT)}
+        launched.append(subprocess.Popen([sys.executable, "-m", "megarl.rpc.worker"], env=env))
+    monkeypatch.setenv(MEETING, f"{TRAINERS}={address}")
+    with pytest.raises(RuntimeError, match=r"megarl.make_scheduler\(config\)"):
         LocalScheduler()
     scheduler = make_scheduler(GRPOConfig())
+    with pytest.raises(ValueError, match=r"other: .*trainers"):
+        scheduler.start(replace(spec, name="other"))
     trainers = scheduler.start(replace(spec, name=TRAINERS))
     assert [w.pid for w in trainers.workers] == [p.pid for p in launched]
     launched[0].terminate()
     assert [client.call("place")[0] for client in trainers.clients] == [0, 1]
-    other = scheduler.start(replace(spec, count=1))
-    assert other.clients[0].call("place")[1] == 1
     scheduler.close()
     scheduler.close()
     assert [p.wait(30) for p in launched] == [0, 0]
+    mark.assert_none_left()
+
+
+def test_the_loss_of_a_launched_worker_is_told_at_once(
+    spec: GroupSpec, mark: Mark, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How it ended, its launcher says."""
+    monkeypatch.setenv(TOKEN, "the-tests-secret")
+    address = f"127.0.0.1:{free_port('127.0.0.1')}"
+    start = WorkerStart(
+        starter=address, group=TRAINERS, index=0, count=1, serve=SERVE, options={"a": [1]},
+        directory=os.getcwd(), path=(), launched=True,
+    )  # fmt: skip
+    env = {**os.environ, **start.to_env(), "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, "-m", "megarl.rpc.worker"], env=env) as worker:
+        monkeypatch.setenv(MEETING, f"{TRAINERS}={address}")
+        scheduler = make_scheduler(GRPOConfig())
+        [client] = scheduler.start(replace(spec, name=TRAINERS, count=1)).clients
+        asleep = client.call_async("sleep", 600)
+        worker.kill()
+        with pytest.raises(RpcError, match=r"link to trainers/0 .* lost"):
+            asleep.result(5)
+        scheduler.close()
     mark.assert_none_left()
 
 

@@ -1,0 +1,87 @@
+"""A controller and its workers as tasks of one node: whose end is the run's."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megarl.api.scheduler import GroupSpec
+from megarl.launcher.job import CONTROLLER, DRIVER, TRAINER, Job, Task
+from megarl.launcher.names import LocalNames
+from megarl.launcher.running import run_node
+from megarl.launcher.workers import group_job
+from megarl.utils.child import Signals
+from tests.leftovers import Mark
+
+WAIT = "import time; time.sleep(300)"
+
+
+@pytest.fixture
+def mark(monkeypatch: pytest.MonkeyPatch) -> Mark:
+    mark = Mark()
+    for name, value in mark.env.items():
+        monkeypatch.setenv(name, value)
+    return mark
+
+
+def job(folder: Path, codes: dict[str, str]) -> Job:
+    """A job of one node whose processes run these programs."""
+    spec = GroupSpec(name="g", count=1, serve="m:f", log_dir=str(folder))
+    tasks = tuple(
+        Task(
+            role=role, index=0, node=0, gpus=None, command=(sys.executable, "-c", code), env={},
+            ports=(f"{role}.place",) if role == CONTROLLER else (),
+            log=str(folder / f"{role}.log"),
+        )
+        for role, code in codes.items()
+    )  # fmt: skip
+    return replace(group_job(spec, "h:1"), tasks=tasks)
+
+
+def run(folder: Path, codes: dict[str, str], signals: Signals | None = None) -> int:
+    names = LocalNames()
+    given = signals or Signals()
+    return run_node(job(folder, codes), 0, host="127.0.0.1", names=names, signals=given)
+
+
+def test_the_end_of_the_controller_is_that_of_the_run(tmp_path: Path, mark: Mark) -> None:
+    codes = {TRAINER: WAIT, DRIVER: "pass", CONTROLLER: "import time; time.sleep(1)"}
+    assert run(tmp_path, codes) == 0
+    assert run(tmp_path, codes | {CONTROLLER: "raise SystemExit(7)"}) == 7
+    mark.assert_none_left()
+
+
+def test_a_worker_that_dies_ends_the_run_with_its_name_and_log(
+    tmp_path: Path, mark: Mark, caplog: pytest.LogCaptureFixture
+) -> None:
+    dies = "import os; print('it was the disk', flush=True); os.kill(os.getpid(), 9)"
+    assert run(tmp_path, {TRAINER: dies, DRIVER: WAIT, CONTROLLER: WAIT}) == 137
+    assert "trainer 0 exited with status 137 (SIGKILL" in caplog.text
+    assert "it was the disk" in caplog.text
+    mark.assert_none_left()
+
+
+def test_a_signal_is_for_the_controller(tmp_path: Path, mark: Mark) -> None:
+    """Workers hear of it by their calls, and end by the controller or with it."""
+    ready = tmp_path / "ready"
+    saves = "import pathlib, signal, sys, time\n"
+    saves += "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
+    saves += f"pathlib.Path({str(ready)!r}).touch()\ntime.sleep(300)"
+
+    class Signalled(Signals):
+        """SIGUSR1 comes when the controller is ready."""
+
+        @property
+        def received(self) -> list[int]:
+            return [signal.SIGUSR1] if ready.exists() else []
+
+        @received.setter
+        def received(self, value: list[int]) -> None:
+            pass
+
+    assert run(tmp_path, {TRAINER: WAIT, CONTROLLER: saves}, Signalled()) == 0
+    mark.assert_none_left()
