@@ -285,6 +285,15 @@ def test_silent_strangers_keep_nobody_out(
     assert 32 <= most <= 64 + 4
 
 
+def test_sixty_four_workers_come_at_once(listener: Listener) -> None:
+    with ThreadPoolExecutor(64) as pool, ExitStack() as stack:
+        links = list(pool.map(lambda _: connect(listener.address), range(64)))
+        for link in links:
+            stack.callback(link.close)
+        futures = [link.call_async("echo", i) for i, link in enumerate(links)]
+        assert [future.result(30) for future in futures] == list(range(64))
+
+
 def test_another_jobs_listener_is_refused(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
