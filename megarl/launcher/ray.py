@@ -10,7 +10,8 @@
 RAY_ADDRESS names the cluster, host:port; without it, it is the one that this machine belongs to.
 allocation_mode and `cluster` say what the job needs. Every node is a bundle of a placement group
 (STRICT_SPREAD: no two on one machine) with cluster.n_gpus_per_node GPUs, without GPUs with a CPU
-for each process. Where there is no room the launcher waits cluster.rendezvous_timeout seconds.
+for each process but a controller. Where there is no room the launcher waits
+cluster.rendezvous_timeout seconds.
 
 The working directory and fileroot are on storage that this machine and the nodes share. Ray carries
 no tensors: on every node one agent (megarl.launcher.node) starts, watches and ends the node's
@@ -37,7 +38,7 @@ from megarl.config.command_line import CommandLine
 from megarl.config.errors import ConfigError
 from megarl.launcher.command import Launcher, run_launcher, start_again
 from megarl.launcher.files import JobFiles
-from megarl.launcher.job import Job
+from megarl.launcher.job import CONTROLLER, Job
 from megarl.launcher.placement import SERVER_POOL
 from megarl.launcher.plan import Plan, plan_cluster
 from megarl.launcher.running import NODE_FAILED
@@ -61,7 +62,8 @@ def bundles(job: Job, cluster: ClusterConfig) -> list[Resources]:
     what the configuration adds."""
     found: list[Resources] = []
     for node, gpus in enumerate(job.gpus_per_node):
-        processes = sum(task.node == node for task in job.tasks)
+        # a controller computes nothing
+        processes = sum(t.node == node and t.role != CONTROLLER for t in job.tasks)
         other = cluster.server_pool if job.pools[node] == SERVER_POOL else None
         added = other.ray_resources if other else cluster.ray_resources
         found.append({**({"GPU": gpus, "CPU": 1} if gpus else {"CPU": processes}), **added})
