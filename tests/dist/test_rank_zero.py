@@ -63,7 +63,7 @@ def test_result_reaches_every_rank(world):
 def test_failure_reaches_every_rank_as_rank_zeros_error(world):
     first, second = world.run(failure)
     assert first == ("ValueError", "servers are gone")
-    assert second[0] == "RuntimeError"
+    assert second[0] == "OtherRankFailed"
     assert "rank 0 failed in" in second[1]
     assert "ValueError: servers are gone" in second[1]
 

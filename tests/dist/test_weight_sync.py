@@ -612,7 +612,7 @@ def run_agreeing(failing: tuple[int, ...]) -> str:
 
 def test_an_error_of_one_is_an_error_of_all(world: World) -> None:
     assert world.run(run_agreeing, ()) == ["0", "1"]
-    told = "RuntimeError: weight sync failed on rank 1: KeyError: 'broken 1'"
+    told = "OtherRankFailed: weight sync failed on rank 1: KeyError: 'broken 1'"
     assert world.run(run_agreeing, (1,)) == [told, "KeyError: 'broken 1'"]
     assert world.run(run_agreeing, (0, 1)) == ["KeyError: 'broken 0'", "KeyError: 'broken 1'"]
 
