@@ -100,11 +100,6 @@ def _proof(token: str, role: bytes, about: bytes) -> bytes:
     return hmac.new(token.encode(), role + b"\n" + about, hashlib.sha256).digest()
 
 
-def _keys(token: str, about: bytes) -> tuple[bytes, bytes]:
-    """Returns the keys of frames to the dialer, and to the listener."""
-    return _proof(token, b"to the dialer", about), _proof(token, b"to the listener", about)
-
-
 def _exactly(sock: socket.socket, count: int, deadline: float) -> bytes:
     """Returns the next bytes. Raises TimeoutError at the deadline, EOFError at the end."""
     got = b""
