@@ -180,7 +180,7 @@ def count(text: str) -> Count:
         noqa=sum("noqa" in c for c in said),
         skips=skips,
         tokens=sum(t[0] not in NO_CODE and not kinds[t.start[0] - 1] for t in tokens),
-        errors=sum(is_error(n) for n in nodes),
+        errors=sum(is_error(n) for n in nodes) + sum(map(rules, tree.body)),
         keys=sum(declared_keys(n) for n in nodes),
     )
 
@@ -253,6 +253,16 @@ def is_error(node: ast.AST) -> bool:
             isinstance(said, ast.Constant) and isinstance(said.value, str)
         )
     return isinstance(node, ast.Raise) and node.exc is not None
+
+
+def rules(node: ast.stmt) -> int:
+    """Returns how many rules a module's text has, one a line, as the tables of config/rules.py:
+    what asks | what it needs | why. A line that begins with a space continues the one before."""
+    match node:
+        case ast.Assign(value=ast.Constant(value=str(text))):
+            lines = re.sub(r"\n +", " ", text).strip().splitlines()
+            return len(lines) if all("|" in line for line in lines) else 0
+    return 0
 
 
 def declared_keys(node: ast.AST) -> int:

@@ -167,7 +167,10 @@ def test_the_user_s_code_that_fails_on_one_rank_is_an_error_on_all(worlds, model
     each = ["loss_fn", "loss_weight_fn", group, group]
     verbs = [*each, *each, "forward: post_hook or aggregate_fn"]
     assert first == [
-        *(f"OtherRankFailed: {what} failed on rank 1: KeyError: 'my own mistake'" for what in verbs),
+        *(
+            f"OtherRankFailed: {what} failed on rank 1: KeyError: 'my own mistake'"
+            for what in verbs
+        ),
         "True",
     ]
     assert second == [*(f"KeyError: 'my own mistake'({what}, rank 1)" for what in verbs), "True"]

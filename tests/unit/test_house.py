@@ -68,6 +68,22 @@ def test_lines_are_those_that_the_formatter_prints() -> None:
     assert (found.errors, found.keys) == (1, 1)
 
 
+RULES = """\
+TABLE = \"\"\"
+a & b   |
+    | c | so that it is one rule
+d>1     | e
+\"\"\"
+SENTENCES = \"\"\"
+No rule.
+\"\"\"
+"""
+
+
+def test_a_rule_of_a_table_is_an_error_that_a_user_may_meet() -> None:
+    assert HOUSE["count"](RULES).errors == 2
+
+
 def test_a_number_above_its_limit_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     table = HOUSE["rows"]({"parallel/a.py": FILE, "config/b.py": PACKED, "cli/c.js": "x\n\ny\n"})
     found = HOUSE["measured"](table, 3)
