@@ -117,10 +117,15 @@ class _Worker:
         try:
             pipe = self.start()
             pipe.send_bytes(reward)
-            unread = f"{what}: its worker did not import it within {START_TIMEOUT:g} s"
-            kind, value = self._receive(pipe, START_TIMEOUT, unread)
+            if not pipe.poll(START_TIMEOUT):
+                raise RewardTimeout(
+                    f"{what}: its worker did not import it within {START_TIMEOUT:g} s"
+                )
+            kind, value = pipe.recv()
             if kind == "begun":
-                kind, value = self._receive(pipe, timeout, _late(what, timeout))
+                if not pipe.poll(timeout):
+                    raise RewardTimeout(_late(what, timeout))
+                kind, value = pipe.recv()
         except RewardTimeout:
             self.discard()
             raise
@@ -137,12 +142,6 @@ class _Worker:
         if kind in ("error", "unavailable"):
             raise (RewardError if kind == "error" else RewardUnavailable)(f"{what} raised {value}")
         return value
-
-    @staticmethod
-    def _receive(pipe: Connection, timeout: float, late: str) -> tuple[str, Any]:
-        if not pipe.poll(timeout):
-            raise RewardTimeout(late)
-        return pipe.recv()
 
     def _exit_code(self) -> int | None:
         """Returns the exit code of the process, which has closed its pipe; None where the pool
