@@ -79,8 +79,8 @@ HALF = {
         "kill a reward worker", "stop a trainer for a moment", "a slow disk",
     ],
     "async": [
-        "kill trainer 1", "kill everything", "SIGTERM to the launcher",
-        "stop a server for a moment", "stop the launcher for a moment",
+        "kill trainer 1", "kill everything", "stop a server for a moment",
+        "stop the launcher for a moment",
     ],
 }  # fmt: skip
 SECONDS = [
