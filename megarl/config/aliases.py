@@ -147,7 +147,11 @@ _SFT: Mapping[str, str] = {
     "dataset": "train_dataset.path",
 }
 # their sections whose keys are those of one of our free dicts
-_SECTIONS = {"sglang": "server.options", "rollout.workflow": "rollout.workflow.options"}
+_SECTIONS = {
+    "sglang": "server.options",
+    "server.extra_args": "server.options",
+    "rollout.workflow": "rollout.workflow.options",
+}
 # their keys for which we need none -> what to do
 _SBATCH = "write it among cluster.slurm.sbatch_args, and of another pool among its own sbatch_args"
 NEEDLESS = {
@@ -157,7 +161,7 @@ NEEDLESS = {
     "exclusive": f"{_SBATCH}: --exclusive, --oversubscribe or --mem=... say how nodes are shared",
     "srun_args": "set variables of srun's (SLURM_..., see man srun) in cluster.slurm.sbatch_args "
     "by --export, or in the environment",
-    "poll_seconds": "leave it out: the launcher looks twice a second at first, then every 5 s",
+    "poll_seconds": "leave it out: the launcher asks Slurm every 2 s",
     "match": "leave it out: all of these differences are overlooked",
     "newest": "leave it out: the newest answers weigh as much as all earlier ones",
     "weights_every": "leave it out: weights have their fingerprints after every step",

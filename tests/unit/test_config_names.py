@@ -212,3 +212,29 @@ def test_every_metric_of_the_docs_and_every_phase_may_be_named() -> None:
     phases = set(re.findall(r'(?:record_timing|phase)\("([a-z_]+)"', sources))
     assert len(phases) > 10
     assert of("profiler.phases", f"profiler.phases=[{','.join(sorted(phases))}]") == []
+
+
+@pytest.mark.parametrize(
+    ("gone", "successor"),
+    [
+        ("server.extra_args.mem_fraction_static=0.8", "server.options.mem_fraction_static"),
+        ("server.enforce_eager=true", "server.options."),
+        ("actor.optimizer.warmup_steps=3", "actor.optimizer.warmup_steps_proportion"),
+        (
+            "actor.optimizer.cpu_offload_fraction=0.5",
+            "optimizer.options.optimizer_offload_fraction",
+        ),
+        ("rollout.meeting_timeout=60", "collective_timeout"),
+        ("teacher.request_timeout=60", "rollout.request_timeout"),
+        ("teacher.retry_timeout=60", "rollout.retry_timeout"),
+        ("weight_sync.delta_on_host=true", "leave it out"),
+        ("record.weights_every=2", "leave it out"),
+        ("train_dataset.curriculum.newest=0.5", "leave it out"),
+        ("gateway.match=exact", "leave it out"),
+    ],
+)
+def test_a_key_that_went_is_answered_with_what_takes_its_place(gone: str, successor: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [gone])
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"{gone.partition('=')[0]}: unknown key") and successor in problem
