@@ -140,12 +140,9 @@ _THEIRS: Mapping[str, str] = {
 }
 ALIASES = {name: ours for ours, theirs in _THEIRS.items() for name in theirs.split()}
 # of supervised fine-tuning, where the names above mean something else or nothing
-_SFT: Mapping[str, str] = {
-    **dict.fromkeys(
-        ("max_seq_len", "max_seq_length", "max_model_len", "max_length"), "train_dataset.max_length"
-    ),
-    "dataset": "train_dataset.path",
-}
+_LENGTHS = "max_seq_len max_seq_length max_model_len max_length"
+_SFT = dict.fromkeys(_LENGTHS.split(), "train_dataset.max_length")
+_SFT["dataset"] = "train_dataset.path"
 # their sections whose keys are those of one of our free dicts
 _SECTIONS = {
     "sglang": "server.options",

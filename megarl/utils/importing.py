@@ -159,9 +159,8 @@ def option_problems(
 
 def _space(value: Any) -> str:
     """Returns the fix of a section like {a:b}, which YAML reads as one key, "a:b"."""
-    names = (
-        [n for n, v in value.items() if v is None and ":" in n] if isinstance(value, dict) else ()
-    )
+    items = value.items() if isinstance(value, dict) else ()
+    names = (name for name, item in items if item is None and ":" in name)
     return "".join(f"; YAML wants a space after the colon: {n.replace(':', ': ')}" for n in names)
 
 
