@@ -43,14 +43,18 @@ Seconds = dict[str, float]  # by what took them
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        usage="%(prog)s [BENCH] [--rev REV] [--turns N] [--below RATIO] [-- ARGUMENTS]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("bench", nargs="?", default="quickstart", help="default: quickstart")
     parser.add_argument("--rev", help="a git revision; default: the baseline of pyproject.toml")
     parser.add_argument("--turns", type=int, default=TURNS, help=f"default {TURNS}, the least 6")
     parser.add_argument("--below", type=float, help="fail where a median ratio is not below this")
-    parser.add_argument("arguments", nargs="*", help="of a benchmark of benchmarks/, after --")
-    args = parser.parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    end = words.index("--") if "--" in words else len(words)
+    args = parser.parse_args(words[:end])
+    args.arguments = words[end + 1 :]
     if args.turns < 6:
         parser.error(f"--turns {args.turns}: no interval of 95 % has fewer than 6")
     rev = args.rev or baseline()
