@@ -20,11 +20,9 @@ from megarl.config.recipe_engines import engines, ref_is_below_adapters, saved_e
 from megarl.config.recipes import GRPOConfig, PPOConfig
 from megarl.config.servers import takes_turns
 from megarl.controlled import ControllerContext, RemoteWorkers
-from megarl.controller.graph_execution import GraphExecution, StepState
-from megarl.controller.graph_plan import GraphPlan
-from megarl.controller.graph_runner import CallFailed
+from megarl.controller.graph import CallFailed, GraphExecution, GraphPlan, StepState
 from megarl.controller.worker import RAISED
-from megarl.dataflow.mesh import Devices
+from megarl.dataflow.mesh import Devices, Mesh
 from megarl.dataflow.recipes import recipe_graph
 from megarl.observability.stats_tracker import record_timing
 from megarl.trainer.context import RunContext
@@ -74,7 +72,7 @@ class GraphTrainer(RLTrainer):
             raise ConfigError([f"trainer.options: {e}"]) from e
         for model, home in self.plan.homes.items():  # what logs and checkpoints say
             engines(cfg)[model].parallel = home.where.parallel
-        self._parts: dict[frozenset[int], RemoteWorkers] = {}
+        self._parts: dict[Mesh, RemoteWorkers] = {}
         super().__init__(cfg, ctx)
 
     def make_graph(self, cfg: GRPOConfig, devices: Devices, where: Mapping[str, str]) -> nx.DiGraph:
@@ -87,10 +85,10 @@ class GraphTrainer(RLTrainer):
         return self._at_home("actor")
 
     def _at_home(self, model: str) -> RemoteWorkers:
-        ranks = self.plan.homes[model].ranks
-        if ranks not in self._parts:
-            self._parts[ranks] = self.ctx.part(sorted(ranks))
-        return self._parts[ranks]
+        mesh = self.plan.homes[model].where.mesh
+        if mesh not in self._parts:
+            self._parts[mesh] = self.ctx.part(mesh.devices)
+        return self._parts[mesh]
 
     def set_up_models(self) -> None:
         """Makes every model of the graph on its mesh."""
@@ -142,14 +140,12 @@ class GraphTrainer(RLTrainer):
         """Makes step `step` (from 0) of the graph; returns its metrics."""
         for check in self._checks.values():
             check.begin_step(step + 1)
-        states: list[StepState] = []
         try:
-            self.execution.run(step, step + 1, lambda _, state: states.append(state))
+            return self._metrics(self.execution.step(step), step)
         except CallFailed as e:
             if isinstance(e.__cause__, RAISED):  # which the loop catches
                 raise e.__cause__ from None
             raise
-        return self._metrics(states[0], step)
 
     def _batch(self, step: int) -> Any:
         """Returns the step's batch, which the servers generate."""
@@ -168,15 +164,16 @@ class GraphTrainer(RLTrainer):
     def _metrics(self, state: StepState, step: int) -> dict[str, float]:
         batch, stats = state.batch, rollout_metrics(state.batch, version=step)
         self.check.rewards_differ(stats)
-        for call in self.plan.calls:
-            found = state.stats.get(call.name, {})
+        calls = [call for call in self.plan.calls if call.name in state.worked]
+        for call in calls:
             prefix = "" if call.model == "actor" else f"{call.model}/"
-            stats |= {f"{prefix}{name}": value for name, value in found.items()}
+            stats |= {f"{prefix}{name}": v for name, v in state.stats[call.name].items()}
         stats |= trained_metrics(batch, version=step)
         stats |= state.stats[f"{self.plan.trained['actor'].name}: publish"]
         stats |= self.session.account(batch)
-        for name, (begun, ended) in state.worked.items():
-            stats[f"timing/{name}_s"] = ended - begun
+        for call in calls:
+            begun, ended = state.worked[call.name]
+            stats[f"timing/{call.name}_s"] = ended - begun
         return stats | self._speed(state)
 
     def _speed(self, state: StepState) -> dict[str, float]:

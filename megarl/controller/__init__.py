@@ -7,7 +7,7 @@
     remote    Remote: an object that lives on the workers of a group
     batch     RemoteBatch, RemoteTokens: a batch whose tokens lie on workers
     train     TrainController; rollout: RolloutController
-    graph_*   runs a dataflow graph: its tasks, their order, the copies of models that they work on
+    graph     runs a dataflow graph: its tasks, their order, the copies of models that they work on
 
 docs/controller.md says what runs where and what it costs.
 """

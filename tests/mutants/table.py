@@ -166,12 +166,10 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "controller/graph_plan.py",
-        'earlier[f"{self.trained[call.model].name}: publish"] = 1 + ahead',
-        'earlier[f"{self.trained[call.model].name}: publish"] = ahead',
-        (
-            "tests/unit/test_graph_runner.py::test_ppo_on_two_meshes_is_its_calls_and_the_publication_of_the_actor",
-        ),
+        "controller/graph.py",
+        "taken |= task.ranks",
+        "taken |= set()",
+        ("tests/unit/test_graph.py::test_every_rank_sees_its_tasks_in_the_one_order",),
     ),
     Mutant(
         "controller/messages.py",

@@ -14,8 +14,7 @@ import torch
 from megarl.api.scheduler import GroupSpec, WorkerSpec
 from megarl.cli.trace import read_timeline, trace_events
 from megarl.config.parallel import ParallelConfig
-from megarl.controller.graph_execution import GraphExecution, StepState
-from megarl.controller.graph_runner import CallFailed
+from megarl.controller.graph import CallFailed, GraphExecution, StepState
 from megarl.controller.group import WorkerGroup
 from megarl.controller.worker import SERVE
 from megarl.dataflow import graphs
@@ -76,31 +75,29 @@ def execute(
     graph: nx.DiGraph,
     roles: dict[str, Any],
     look: Callable[[GraphExecution, StepState], None] = lambda execution, state: None,
-    begins: Callable[[int], None] = lambda step: None,
-    **how: Any,
 ) -> Weights:
-    """Runs the steps of a graph, one after the other or with `ahead` under way together; returns
-    the weights of the trained models. look: is called after every step, begins: as its generation
-    begins."""
-
-    def batches(step: int) -> Any:
-        begins(step)
-        return workers.rollout.call(jobs.make_batch, step)
-
+    """Runs the steps of a graph; returns the weights of the trained models. look: is called after
+    every step."""
     execution = GraphExecution(
         graph,
         workers.trainers,
         roles,
-        batches=batches,
+        batches=lambda step: workers.rollout.call(jobs.make_batch, step),
         publish=jobs.publish,
         args={"gae": jobs.GAE | dict(kl_ctl=0.0)},
         spec=jobs.SPEC,
+        keep=("rewards",),
         timeout=120.0,
-        **how,
     )
-    for steps in [range(jobs.STEPS)] if how else [range(i, i + 1) for i in range(jobs.STEPS)]:
-        execution.run(steps.start, steps.stop, lambda _, state: look(execution, state))
-    weights = {model: execution.at_home(model, jobs.state_of) for model in execution.plan.trained}
+    for step in range(jobs.STEPS):
+        state = execution.step(step)
+        look(execution, state)
+        keys = {key for call in execution.plan.calls for key in (*call.inputs, *call.outputs)}
+        assert keys & set(state.batch) <= {"rewards"}  # the others went with their last readers
+    weights = {}
+    for model in execution.plan.trained:
+        home = workers.trainers.on(execution.plan.homes[model].where.mesh.devices)
+        weights[model] = home.call(jobs.state_of, execution.role(model))
     execution.destroy()
     return weights
 
@@ -173,24 +170,6 @@ def test_grpo_remax_and_sft_give_the_bits_of_the_plain_steps(
 
 
 @pytest.mark.full
-def test_generation_one_step_ahead_runs_beside_the_update(
-    workers: Workers, world: World, tmp_path: Path
-) -> None:
-    """Update k waits until generation k + 1 has begun, which without `ahead` waits for it."""
-    graph = allocate(
-        graphs.grpo(recompute=True), {"train_actor": at(0, 2), "ref": at(2, 2)}, DEVICES
-    )
-    (tmp_path / f"generation {jobs.STEPS - 1}").touch()  # after the last update is none
-    roles = jobs.roles(workers.path, "actor", "ref", meeting=tmp_path, kl_coef=0.1)
-
-    def begins(step: int) -> None:
-        (tmp_path / f"generation {step - 1}").touch()
-
-    made = execute(workers, graph, roles, begins=begins, ahead=1)
-    assert_equal(made, world.run(jobs.plain, workers.path, "actor", "ref", kl_coef=0.1)[0])
-
-
-@pytest.mark.full
 def test_copies_in_other_strategies_hold_weights_only_for_their_calls(
     workers: Workers, world: World
 ) -> None:
@@ -209,7 +188,8 @@ def test_copies_in_other_strategies_hold_weights_only_for_their_calls(
     held: list[list[int]] = []
 
     def look(execution: GraphExecution, state: StepState) -> None:
-        held.extend(execution.everywhere(jobs.weight_bytes))
+        roles = execution.roles.values()
+        held.extend(workers.trainers.each(jobs.weight_bytes, role) for role in roles)
 
     models = ("actor", "ref")
     made = execute(workers, graph, jobs.roles(workers.path, *models, kl_coef=0.1), look)
@@ -236,5 +216,5 @@ def test_a_call_that_fails_is_named_with_its_worker(workers: Workers) -> None:
         spec=jobs.SPEC,
     )
     with pytest.raises(CallFailed, match=r"'gae' of step 1, on actor on g0-g1 dp2, .*trainers/0"):
-        execution.run(0, 1)
+        execution.step(0)
     execution.destroy()

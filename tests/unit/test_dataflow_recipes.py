@@ -10,7 +10,7 @@ import pytest
 
 from megarl.config.loader import load_config
 from megarl.config.parallel import ParallelConfig
-from megarl.controller.graph_plan import GraphPlan
+from megarl.controller.graph import GraphPlan
 from megarl.dataflow.call import INFERENCE, TRAIN_STEP, Call
 from megarl.dataflow.graph import allocate, build_graph, calls_of, trained_models
 from megarl.dataflow.graphs import GRAPHS, ppo
