@@ -226,10 +226,9 @@ def calls(rounds: int, count: int = 300) -> None:
     import multiprocessing
     from multiprocessing.connection import Client
 
-    from megarl.api.scheduler import GroupSpec
     from megarl.controller.group import WorkerGroup
     from megarl.controller.worker import SERVE
-    from megarl.rpc.local import LocalScheduler
+    from megarl.rpc.group import GroupSpec, LocalScheduler
 
     spawn, scheduler = multiprocessing.get_context("spawn"), LocalScheduler()
     print("| workers | bare, ms | a call, ms | ratio |\n" + "| --- " * 4 + "|")

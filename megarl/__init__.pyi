@@ -67,7 +67,7 @@ from megarl.rollout.workflows.env import EnvWorkflow as EnvWorkflow
 from megarl.rollout.workflows.multi_turn import MultiTurnWorkflow as MultiTurnWorkflow
 from megarl.rollout.workflows.rlvr import RLVRWorkflow as RLVRWorkflow
 from megarl.rollout.workflows.tool import ToolWorkflow as ToolWorkflow
-from megarl.rpc.local import LocalScheduler as LocalScheduler
+from megarl.rpc.group import LocalScheduler as LocalScheduler
 from megarl.trainer.distill import DistillTrainer as DistillTrainer
 from megarl.trainer.evaluator import Evaluator as Evaluator
 from megarl.trainer.frequency import Frequency as Frequency

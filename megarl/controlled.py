@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from megarl.api.scheduler import Scheduler
 from megarl.ckpt.dist import find_damage
 from megarl.config.recipe_engines import trainer_processes
 from megarl.config.recipes import BaseConfig
@@ -26,6 +25,7 @@ from megarl.controller.messages import STOP
 from megarl.observability import stats_tracker
 from megarl.observability.profiler import Profiler
 from megarl.parallel.rank_zero import RankZero
+from megarl.rpc.group import Scheduler
 from megarl.trainer.context import TRAINER, ProcessContext, RunContext
 from megarl.trainer.rollout_metrics import gathered
 from megarl.utils import stopping

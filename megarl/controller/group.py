@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any
 
 from megarl.api.failures import OtherRankFailed
-from megarl.api.scheduler import Caller, Worker
 from megarl.controller.batch import RemoteBatch, RemoteTokens, Sample, numbers
 from megarl.controller.messages import (
     CALL,
@@ -35,7 +34,8 @@ from megarl.controller.remote import Remote
 from megarl.parallel.groups import init_distributed
 from megarl.parallel.worlds import World
 from megarl.rpc.errors import RemoteError
-from megarl.rpc.link import Packed
+from megarl.rpc.link import Link, Packed
+from megarl.rpc.worker import Worker
 
 # seconds in which other workers' errors follow the first: they may be its reason, or the same
 GRACE, SOON = 10.0, 0.5
@@ -142,7 +142,7 @@ class WorkerGroup:
         self,
         name: str,
         workers: Sequence[Worker],
-        clients: Sequence[Caller],
+        clients: Sequence[Link],
         *,
         order: _Order | None = None,
         world: Any = None,

@@ -8,10 +8,10 @@ from typing import Any
 
 from megarl.api.batch import Batch
 from megarl.api.inference import InferenceEngine, RolloutWorkflow
-from megarl.api.scheduler import Scheduler
 from megarl.config.recipes import BaseConfig
 from megarl.controller.remote import Remote, invoke
 from megarl.controller.start import driver
+from megarl.rpc.group import Scheduler
 
 
 class RolloutController(Remote):

@@ -9,7 +9,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from megarl.api.inference import InferenceEngine
-from megarl.api.scheduler import GroupSpec, Scheduler, WorkerSpec
 from megarl.config.errors import ConfigError
 from megarl.config.loader import run_dir
 from megarl.config.recipe_engines import engines, trainer_processes
@@ -18,7 +17,7 @@ from megarl.controller.group import WorkerGroup
 from megarl.controller.worker import SERVE
 from megarl.engine import MegatronEngine
 from megarl.observability.logging import get_logger
-from megarl.rpc.nodes import ROLLOUT, TRAINERS
+from megarl.rpc.group import ROLLOUT, TRAINERS, GroupSpec, Scheduler, WorkerSpec
 from megarl.utils.env import set_collective_timeout
 
 log = get_logger(__name__)

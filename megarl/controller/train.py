@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from megarl.api.scheduler import Scheduler
 from megarl.config.recipes import BaseConfig
 from megarl.controller.remote import Remote
 from megarl.controller.start import trainers
+from megarl.rpc.group import Scheduler
 
 
 class TrainController(Remote):

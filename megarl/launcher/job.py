@@ -21,6 +21,7 @@ SERVER, TRAINER, REWARDS, JUDGE = "server", "trainer", "rewards", "judge"
 CONTROLLER, DRIVER = "controller", "driver"  # of trainers that are its workers, and a driver
 SERVERS = (SERVER, JUDGE, REWARDS)  # trainers wait until these answer
 MASTER = "master"  # the endpoint that the ranks meet at
+MASTER_MARKS = f"@{{host:{MASTER}}}", f"@{{port:{MASTER}}}"
 _MARK = re.compile(r"@\{(address|host|port|gpus|cores):([^{}]+)\}")
 
 

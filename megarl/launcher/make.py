@@ -21,6 +21,7 @@ from megarl.launcher.job import (
     DRIVER,
     JUDGE,
     MASTER,
+    MASTER_MARKS,
     REWARDS,
     SERVER,
     TRAINER,
@@ -31,8 +32,9 @@ from megarl.launcher.job import (
 from megarl.launcher.placement import Seat
 from megarl.launcher.plan import MOVED, Plan, server_sections
 from megarl.rollout.server_process import python_path, release_flags, server_command
-from megarl.rpc.nodes import LOOPBACK, MEETING, PACKAGE, ROLLOUT, TRAINERS, forwarded
-from megarl.rpc.worker import WorkerStart
+from megarl.rpc.group import ROLLOUT, TRAINERS
+from megarl.rpc.nodes import LOOPBACK, PACKAGE, forwarded
+from megarl.rpc.worker import WorkerStart, rank_env
 from megarl.utils.env import (
     CONTROLS,
     set_loopback_default,
@@ -85,12 +87,12 @@ class _Maker:
     def __init__(self, plan: Plan, env: Mapping[str, str], cluster: bool) -> None:
         self.plan, self.env, self.cluster = plan, env, cluster
         self.python = (plan.cfg.cluster.python if cluster else "") or sys.executable
+        self.worker = (self.python, "-m", "megarl.rpc.worker")
         cfg, placed = plan.cfg, plan.placement
         self.run = run_dir(cfg)
-        self.ranks = Counter(seat.node for seat in placed.trainers)
         self.processes = {
             SERVER: Counter(s.node for key in placed.servers.values() for row in key for s in row),
-            TRAINER: self.ranks,
+            TRAINER: Counter(seat.node for seat in placed.trainers),
         }
         # servers and trainers of a synchronous run take turns with the cores
         if isinstance(cfg, GRPOConfig) and cfg.rollout.max_head_offpolicyness > 0:
@@ -189,58 +191,46 @@ class _Maker:
         if self.at(SERVER) and isinstance(plan.cfg, GRPOConfig) and takes_turns(plan.cfg):
             words.append("server.release_memory=true")
         script = (self.python, str(plan.script), *words)
-        if plan.cfg.trainer.mode == "controller":
-            yield from self._controlled(script)
-            return
-        first: dict[int, int] = {}  # rank on each node
-        for rank, seat in enumerate(plan.placement.trainers):
-            local = rank - first.setdefault(seat.node, rank)
-            env = {  # what torchrun would set
-                "RANK": str(rank),
-                "LOCAL_RANK": str(local),
-                "WORLD_SIZE": str(plan.nproc),
-                "LOCAL_WORLD_SIZE": str(self.ranks[seat.node]),
-                "GROUP_RANK": str(len(first) - 1),
-                "MASTER_ADDR": f"@{{host:{MASTER}}}",
-                "MASTER_PORT": f"@{{port:{MASTER}}}",
-            }
-            log = f"trainer_{rank}.log" if self.cluster and rank else ""
+        controlled = plan.cfg.trainer.mode == "controller"
+        seats = plan.placement.trainers
+        nodes = [seat.node for seat in seats]
+        for rank, seat in enumerate(seats):
+            env = rank_env(rank, nodes, *MASTER_MARKS)
+            command, log = script, f"trainer_{rank}.log" if self.cluster and rank else ""
+            if controlled:
+                command, env = self.worker, env | self._serves(TRAINERS, rank, len(seats))
+                log = f"{TRAINERS}_{rank}.log" if rank else ""
             ports = (MASTER,) if rank == 0 else ()
-            yield self._trainer(TRAINER, rank, seat, script, env, log=log, ports=ports)
-
-    def _controlled(self, script: tuple[str, ...]) -> Iterable[Task]:
-        """Yields the trainers and the driver, which register at an endpoint of the controller, then
-        that one, which computes nothing."""
-        plan, seats = self.plan, self.plan.placement.trainers
-        aside = Seat(node=seats[0].node, gpus="")
-        groups = {TRAINERS: (TRAINER, seats), ROLLOUT: (DRIVER, (aside,))}
-        for group, (role, places) in groups.items():
-            for index, seat in enumerate(places):
-                start = WorkerStart(
-                    starter=f"@{{address:{CONTROLLER}.{group}}}",
-                    group=group,
-                    index=index,
-                    count=len(places),
-                    serve="megarl.controller.worker:serve",
-                    options={"group": group},
-                    directory=os.getcwd(),
-                    path=tuple(plan.import_path),
-                    launched=True,
-                )
-                env = start.to_env() | ({} if seat.gpus else {"MEGARL_DEVICE": "cpu"})
-                command = (self.python, "-m", "megarl.rpc.worker")
-                log = f"{group}_{index}.log" if index else ""
-                yield self._trainer(role, index, seat, command, env, log=log)
-        ports = tuple(f"{CONTROLLER}.{group}" for group in groups)
-        met = ",".join(f"{group}=@{{address:{CONTROLLER}.{group}}}" for group in groups)
+            yield self._trainer(TRAINER, rank, seat, command, env, log=log, ports=ports)
+        if not controlled:
+            return
+        aside = Seat(node=nodes[0], gpus="")
+        env = {"MEGARL_DEVICE": "cpu", **self._serves(ROLLOUT, 0, 1)}
+        yield self._trainer(DRIVER, 0, aside, self.worker, env)
+        groups = TRAINERS, ROLLOUT
+        places = (f"{group}=@{{address:{_starter(group)}}}" for group in groups)
         yield self._trainer(
             CONTROLLER,
             0,
             aside,
             (*script, f"trainer.workers={plan.nproc}"),
-            {CONTROLS: "1", MEETING: met},
-            ports=ports,
+            {CONTROLS: ",".join(places)},
+            ports=tuple(map(_starter, groups)),
         )
+
+    def _serves(self, group: str, index: int, count: int) -> dict[str, str]:
+        """Returns what a worker reads of the controller's group that it is of."""
+        return WorkerStart(
+            starter=f"@{{address:{_starter(group)}}}",
+            group=group,
+            index=index,
+            count=count,
+            serve="megarl.controller.worker:serve",
+            options={"group": group},
+            directory=os.getcwd(),
+            path=tuple(self.plan.import_path),
+            launched=True,
+        ).to_env()
 
     def _trainer(
         self,
@@ -301,6 +291,11 @@ class _Maker:
         elif (processes := self.processes[role][seat.node]) > 1:
             env.setdefault(THREADS, f"@{{cores:{processes}}}")
         return env
+
+
+def _starter(group: str) -> str:
+    """Returns the endpoint of the controller that the workers of a group link to."""
+    return f"{CONTROLLER}.{group}"
 
 
 def _folders(cfg: GRPOConfig) -> Iterable[str]:

@@ -6,32 +6,38 @@ it and ends it. A worker that fails ends its group. Files of a group are in <log
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from megarl.api.scheduler import GroupSpec, Scheduler, WorkerSpec
 from megarl.config.errors import ConfigError
 from megarl.config.recipes import BaseConfig
 from megarl.launcher.files import JobFiles
-from megarl.launcher.job import TRAINER, Job, Task
+from megarl.launcher.job import MASTER, MASTER_MARKS, TRAINER, Job, Task
 from megarl.launcher.names import LOOK_INTERVAL
 from megarl.launcher.node import names_of
 from megarl.rpc.errors import WorkerDied
-from megarl.rpc.gathering import Gathering
-from megarl.rpc.group import LOST, Processes, WatchedGroup, worker_env, worker_log
+from megarl.rpc.group import (
+    LOST,
+    Arrivals,
+    GroupSpec,
+    Processes,
+    Scheduler,
+    WatchedGroup,
+    WorkerSpec,
+)
 from megarl.rpc.link import split
-from megarl.rpc.nodes import MEETING, PACKAGE, Resources, forwarded, node_address
+from megarl.rpc.nodes import PACKAGE, Resources, forwarded, node_address
+from megarl.rpc.worker import rank_env
 from megarl.utils.child import TERM_TIMEOUT, Child, Signals, stop_all, wait_until
+from megarl.utils.env import CONTROLS
 from megarl.utils.importing import load_object
 from megarl.utils.job_token import ENV as TOKEN
-from megarl.utils.job_token import ensure_job_token
 
 _KINDS = {  # by trainer.scheduler, and under a launcher
     "launched": "megarl.launcher.workers:LaunchedScheduler",
-    "local": "megarl.rpc.local:LocalScheduler",
+    "local": "megarl.rpc.group:LocalScheduler",
     "ray": "megarl.launcher.workers:RayScheduler",
     "slurm": "megarl.launcher.workers:SlurmScheduler",
 }
@@ -40,86 +46,73 @@ _KINDS = {  # by trainer.scheduler, and under a launcher
 def make_scheduler(config: BaseConfig) -> Scheduler:
     """Returns the scheduler that trainer.scheduler names, and under a launcher that has started the
     trainers, the one that meets them. Raises what it does without a cluster."""
-    name = "launched" if MEETING in os.environ else config.trainer.scheduler
+    name = "launched" if os.environ.get(CONTROLS) else config.trainer.scheduler
     make: Callable[..., Scheduler] = load_object(_KINDS[name], what="scheduler")
     elsewhere = name in ("ray", "slurm")
     return make(interface=config.cluster.interface) if elsewhere else make()
 
 
-class LaunchedScheduler:
+class LaunchedScheduler(Scheduler):
     """Meets the workers of a job, which its launcher has started: its trainers, and a driver of
     rollouts. Where one ends, the launcher ends the job."""
 
     def __init__(self) -> None:
         """Raises KeyError outside of a job whose workers are to be met."""
-        met = os.environ.pop(MEETING).split(",")  # for this process alone
-        self._places: dict[str, str] = dict(pair.split("=", 1) for pair in met)
-        self._stack = contextlib.ExitStack()
+        super().__init__()
+        places = os.environ[CONTROLS].split(",")
+        os.environ[CONTROLS] = ""  # they are met once
+        self._places: dict[str, str] = dict(pair.split("=", 1) for pair in places)
 
-    def start(self, spec: GroupSpec) -> WatchedGroup:
-        """Returns a group whose workers serve. Raises ValueError for a group that the launcher has
-        not started, TimeoutError where not all have come after spec.start_timeout."""
+    def listen(self, spec: GroupSpec) -> Arrivals:
+        """Listens where the launcher has told the workers. Raises ValueError for a group that it
+        has not started."""
         if spec.name not in self._places:
             raise ValueError(
                 f"{spec.name}: a launcher starts the groups {', '.join(self._places)}; start "
                 "others by a LocalScheduler"
             )
-        host, port = split(self._places[spec.name])
-        group = WatchedGroup(spec, Gathering(spec, host, port=port))
-        self._stack.callback(group.stop)
-        return group
+        return Arrivals(*split(self._places[spec.name]))
 
-    def close(self) -> None:
-        """Ends the groups that have been met."""
-        self._stack.close()
+    def start_processes(self, spec: GroupSpec, address: str) -> None:
+        """Starts none."""
 
 
-class _OnNodes:
+class _OnNodes(Scheduler):
     """Starts groups on nodes that share the log directory with this machine, and have this package
     and the workers' Python at the same path."""
 
     def __init__(self, interface: str) -> None:
-        ensure_job_token()
-        self._host = node_address(interface)
-        self._stack = contextlib.ExitStack()  # ends what is left, whatever one end raises
+        super().__init__()
+        self._interface, self._host = interface, node_address(interface)
 
-    def start(self, spec: GroupSpec) -> WatchedGroup:
-        """Returns a group whose workers serve. Raises ValueError without a log directory,
-        WorkerDied where a worker ends before, TimeoutError after spec.start_timeout, RuntimeError
-        where the cluster has no room."""
+    def listen(self, spec: GroupSpec) -> Arrivals:
+        """Listens where nodes reach this machine. Raises ValueError without a log directory."""
         if not spec.log_dir:
             raise ValueError(
                 f"{spec.name}: log_dir is empty; name a directory that the nodes share"
             )
-        gathering = Gathering(spec, self._host)
-        try:
-            job = group_job(spec, gathering.address)
-            files = JobFiles.of(job)
-            files.write_records(job, os.environ)
-            agents = self._start_agents(spec, job, files, f"{time.time_ns()}.0")
-        except BaseException:
-            gathering.close()
-            raise
-        group = WatchedGroup(spec, gathering, agents)
-        self._stack.callback(group.stop)
-        return group
+        return Arrivals(self._host)
 
-    def _start_agents(self, spec: GroupSpec, job: Job, files: JobFiles, attempt: str) -> Processes:
+    def start_processes(self, spec: GroupSpec, address: str) -> Processes:
+        """Starts an agent on each node of a job."""
+        job = group_job(spec, address, self._interface)
+        files = JobFiles.of(job)
+        files.write_records(job, os.environ)
+        return self.start_agents(spec, job, files, f"{time.time_ns()}.0")
+
+    def start_agents(self, spec: GroupSpec, job: Job, files: JobFiles, attempt: str) -> Processes:
         """Starts an agent on each node of the job."""
         raise NotImplementedError
 
-    def close(self) -> None:
-        """Ends the groups that are left, and the connection that this has made."""
-        self._stack.close()
 
-
-def group_job(spec: GroupSpec, address: str) -> Job:
-    """Returns a group of workers, which register at `address`, as a job."""
+def group_job(spec: GroupSpec, address: str, interface: str = "") -> Job:
+    """Returns a group of workers, which link to `address`, as a job. interface: the nodes' own."""
     variables = forwarded(os.environ)
     path = [str(PACKAGE.parent), *filter(None, [variables.get("PYTHONPATH")])]
     env = {"PYTHONPATH": os.pathsep.join(path)}
     if spec.worker.cpus and "OMP_NUM_THREADS" not in variables:
         env["OMP_NUM_THREADS"] = str(spec.worker.cpus)
+    nodes = range(spec.count)
     tasks = [
         Task(
             role=TRAINER,
@@ -127,11 +120,11 @@ def group_job(spec: GroupSpec, address: str) -> Job:
             node=index,
             gpus=None,
             command=(spec.python, "-m", "megarl.rpc.worker"),
-            env=env | worker_env(spec, address, index),
-            ports=(),
-            log=str(Path(worker_log(spec, index)).resolve()),
+            env=env | rank_env(index, nodes, *MASTER_MARKS) | spec.env(index, address),
+            ports=() if index else (MASTER,),
+            log=str(Path(spec.log(index)).resolve()),
         )
-        for index in range(spec.count)
+        for index in nodes
     ]
     return Job(
         name=spec.name,
@@ -140,7 +133,7 @@ def group_job(spec: GroupSpec, address: str) -> Job:
         working_directory=os.getcwd(),
         pools=("workers",) * spec.count,
         gpus_per_node=(spec.worker.gpus,) * spec.count,
-        interface="",
+        interface=interface,
         tasks=tuple(tasks),
         forwarded=tuple(variables),
         hidden=(),
@@ -168,7 +161,7 @@ class RayScheduler(_OnNodes):
         if not ray.is_initialized():
             self._stack.enter_context(connected())
 
-    def _start_agents(self, spec: GroupSpec, job: Job, files: JobFiles, attempt: str) -> Processes:
+    def start_agents(self, spec: GroupSpec, job: Job, files: JobFiles, attempt: str) -> Processes:
         from megarl.launcher.ray_cluster import RayNodes
 
         return RayNodes(
@@ -200,12 +193,12 @@ class SlurmScheduler(_OnNodes):
             )
         super().__init__(interface)
 
-    def _start_agents(self, spec: GroupSpec, job: Job, files: JobFiles, attempt: str) -> Processes:
+    def start_agents(self, spec: GroupSpec, job: Job, files: JobFiles, attempt: str) -> Processes:
         self._step = _SlurmStep(spec, job, files, attempt)
         return self._step
 
     def start(self, spec: GroupSpec) -> WatchedGroup:
-        """Returns a group whose workers serve; see _OnNodes.start. Errors show what srun says."""
+        """Returns a group whose workers serve; see Scheduler. Errors show what srun says."""
         try:
             return super().start(spec)
         except (WorkerDied, TimeoutError) as e:

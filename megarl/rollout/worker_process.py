@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from megarl.api.scheduler import GroupSpec, WorkerSpec
-from megarl.rpc.local import LocalScheduler
+from megarl.rpc.group import GroupSpec, LocalScheduler, WorkerSpec
 
 START_TIMEOUT = 300.0  # seconds until a worker must serve
 

@@ -16,9 +16,6 @@ from megarl.config.errors import ConfigError
 
 PACKAGE = Path(__file__).resolve().parents[1]
 LOOPBACK = "127.0.0.1"
-# group=host:port,... at which a launched controller meets the workers that were launched with it
-MEETING = "MEGARL_MEETING"
-TRAINERS, ROLLOUT = "trainers", "rollout"  # the names of their groups
 Resources = dict[str, float]
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 # what processes of a cluster get of the environment that a job is started from

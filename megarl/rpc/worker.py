@@ -2,11 +2,11 @@
 
     MEGARL_WORKER='{...}' MEGARL_JOB_TOKEN=... python -m megarl.rpc.worker
 
-The variable is a WorkerStart as JSON, which a scheduler (megarl.rpc.local) or a launcher sets. The
-worker links to whoever started it, learns its place in the group (RANK, WORLD_SIZE, LOCAL_RANK,
-MASTER_ADDR, MASTER_PORT), imports what it serves, and says that it is ready; calls come over the
-same link. When it is asked to end, or at SIGTERM, it ends after the call that runs, with status 0;
-at a second signal at once. The end of the link ends it, and all that it started.
+The variable is a WorkerStart as JSON, which a scheduler (megarl.rpc.group) or a launcher sets,
+beside the worker's place in the group (`rank_env`). The worker imports what it serves, then links
+to whoever started it, and calls come over that link. When it is asked to end, or at SIGTERM, it
+ends after the call that runs, with status 0; at a second signal at once. The end of the link ends
+it, and all that it started.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from queue import SimpleQueue
 from types import FrameType
@@ -29,7 +29,7 @@ from typing import Any, Self
 from megarl.rpc.errors import Refused, RpcError
 from megarl.rpc.link import Handler, Link, Listener, connect, split
 from megarl.utils.child import TERM_TIMEOUT
-from megarl.utils.env import address_towards, free_port, quiet_libraries, set_trainer_defaults
+from megarl.utils.env import address_towards, quiet_libraries, set_trainer_defaults
 from megarl.utils.importing import add_working_directory, load_object
 from megarl.utils.stacks import dump_on_signal
 
@@ -70,13 +70,32 @@ class WorkerStart:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Presence:
-    """Tells who started a worker that it is there: its number, where it runs and is called."""
+class Worker:
+    """Names a worker that serves: group/index, its address host:port, its machine and process."""
 
+    name: str
     index: int
+    address: str
     host: str
     pid: int
-    address: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.host}, {self.pid})"
+
+
+def rank_env(rank: int, nodes: Sequence[int], host: str, port: str) -> dict[str, str]:
+    """Returns what torchrun sets for a rank. nodes: the node of each rank. host, port: where the
+    ranks meet."""
+    node, order = nodes[rank], list(dict.fromkeys(nodes))
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(nodes[:rank].count(node)),
+        "WORLD_SIZE": str(len(nodes)),
+        "LOCAL_WORLD_SIZE": str(nodes.count(node)),
+        "GROUP_RANK": str(order.index(node)),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": port,
+    }
 
 
 class MainThread:
@@ -121,15 +140,19 @@ def main() -> int:
         os.setpgid(0, 0)  # what it starts ends with it
     dump_on_signal()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: for whoever started us to decide
-    start, serving = WorkerStart.from_env(os.environ), _Serving()
+    start = WorkerStart.from_env(os.environ)
     if start.launched:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.chdir(start.directory)
+    set_trainer_defaults(os.environ)
+    quiet_libraries()
+    add_working_directory()
+    sys.path.extend(p for p in start.path if p not in sys.path)
+    serve = load_object(start.serve, what="worker")
+    serving = _Serving(serve(start.index, start.count, start.options))
     starter = _link(start, serving)
-    starter.lost = serving.lost
-    handler = _begin(start, starter, serving)
     _main_thread.run()
-    handler.close()
+    serving.handler.close()
     if serving.abandoned.is_set():
         starter.thread.join()  # which ends what is left
     return 0
@@ -138,14 +161,12 @@ def main() -> int:
 class _Serving:
     """Answers the calls of whoever started the worker, and of other workers."""
 
-    def __init__(self) -> None:
-        self.handler: Handler | None = None
-        self.abandoned = threading.Event()
+    def __init__(self, handler: Handler) -> None:
+        self.handler, self.abandoned = handler, threading.Event()
 
     def handle(self, verb: str, payload: Any, link: Link) -> Any:
         if verb == END:
             return _main_thread.end()
-        assert self.handler is not None, "calls come when the worker is ready"
         return self.handler.handle(verb, payload)
 
     def lost(self) -> None:
@@ -162,36 +183,31 @@ class _Serving:
 
 
 def _link(start: WorkerStart, serving: _Serving) -> Link:
-    """Returns the link to whoever started this worker. Raises RpcError where nobody listens, of a
-    launched worker after MEET_TIMEOUT seconds."""
+    """Listens to other workers, and links to whoever started this one. Raises RpcError where nobody
+    listens, of a launched worker after MEET_TIMEOUT seconds."""
+    host = address_towards(split(start.starter)[0])
+    worker = Worker(
+        name=f"{start.group}/{start.index}",
+        index=start.index,
+        address=Listener(serving.handle, host=host).address,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+    )
     deadline = time.monotonic() + (MEET_TIMEOUT if start.launched else 0.0)
     while True:
         try:
-            return connect(start.starter, STARTER, serving.handle)
+            starter = connect(start.starter, STARTER, serving.handle)
+            break
         except RpcError as e:
             if isinstance(e, Refused) or time.monotonic() > deadline:
                 raise
             time.sleep(_LOOK)
-
-
-def _begin(start: WorkerStart, starter: Link, serving: _Serving) -> Handler:
-    """Meets the other workers, makes what is served, and serves it."""
-    host = address_towards(split(start.starter)[0])
-    mine = Presence(index=start.index, host=socket.gethostname(), pid=os.getpid(), address=host)
-    os.environ.update(starter.call("register", (mine, free_port(host))))
-    set_trainer_defaults(os.environ)
-    quiet_libraries()
-    add_working_directory()
-    sys.path.extend(p for p in start.path if p not in sys.path)
-    serve = load_object(start.serve, what="worker")
-    handler: Handler = serve(start.index, start.count, start.options)
-    serving.handler = handler
-    listener = Listener(serving.handle, host=host)
+    starter.lost = serving.lost
     # before there was nothing to lose; whoever is told that it is ready may signal at once
     if not start.launched:
         signal.signal(signal.SIGTERM, _on_signal)
-    starter.call("ready", replace(mine, address=listener.address))
-    return handler
+    starter.call("ready", worker)
+    return starter
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:

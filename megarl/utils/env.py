@@ -20,7 +20,9 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 CGROUPS = Path("/sys/fs/cgroup")
-CONTROLS = "MEGARL_CONTROLLER"  # set where a launcher has a process start the trainers
+# set where a launcher has started a process's workers: group=host:port,... at which it meets them;
+# empty when it has
+CONTROLS = "MEGARL_CONTROLLER"
 # whose warnings a user of megarl can do nothing about
 _LIBRARIES = ("megatron", "torchdata", r"torch\.distributed")
 _collective_seconds = 1800.0

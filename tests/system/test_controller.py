@@ -26,7 +26,7 @@ from megarl.controller import start
 from megarl.controller.train import TrainController
 from megarl.parallel.groups import init_distributed
 from megarl.rpc.errors import RemoteError, WorkerDied
-from megarl.rpc.local import LocalScheduler
+from megarl.rpc.group import LocalScheduler
 from megarl.utils.env import free_port
 from tests.embedded_server import Client, Server, embedded_server
 

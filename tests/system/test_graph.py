@@ -11,7 +11,6 @@ import networkx as nx
 import pytest
 import torch
 
-from megarl.api.scheduler import GroupSpec, WorkerSpec
 from megarl.cli.trace import read_timeline, trace_events
 from megarl.config.parallel import ParallelConfig
 from megarl.controller.graph import CallFailed, GraphExecution, StepState
@@ -22,7 +21,7 @@ from megarl.dataflow.graph import allocate
 from megarl.dataflow.mesh import Allocation, Devices, Mesh
 from megarl.observability.timeline import timeline
 from megarl.parallel.groups import init_distributed
-from megarl.rpc.local import LocalScheduler
+from megarl.rpc.group import GroupSpec, LocalScheduler, WorkerSpec
 from tests.dist.engine_jobs import save_model
 from tests.dist.invariance import UPDATES, worst
 from tests.dist.world import World

@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 import megarl
-from megarl.api.scheduler import GroupSpec, WorkerSpec
 from megarl.rpc.errors import WorkerDied
+from megarl.rpc.group import GroupSpec, WorkerSpec
 
 
 def main(name: str, folder: str, leave: bool) -> None:

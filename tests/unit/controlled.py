@@ -13,12 +13,12 @@ from typing import Any
 import cloudpickle
 import torch
 
-from megarl.api.scheduler import Worker
 from megarl.controller.group import WorkerGroup
 from megarl.controller.messages import READ, Peer, Rows
 from megarl.controller.worker import Calls
 from megarl.rpc.errors import RemoteError
 from megarl.rpc.link import Packed, pack
+from megarl.rpc.worker import Worker
 
 
 class ThreadComm:

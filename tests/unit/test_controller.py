@@ -29,7 +29,7 @@ from megarl.controller.rollout import RolloutController
 from megarl.controller.store import shares
 from megarl.controller.worker import RAISED
 from megarl.rpc.errors import RemoteError, WorkerDied
-from megarl.rpc.local import LocalScheduler
+from megarl.rpc.group import LocalScheduler
 from megarl.utils.files import DiskFull
 from megarl.utils.stopping import StopRequested
 from tests.unit.controlled import workers

@@ -176,7 +176,7 @@ def test_a_launcher_starts_a_controller_its_trainers_and_a_driver(tmp_path: Path
     (controller,), trainers, (driver,) = map(job.of, (CONTROLLER, TRAINER, DRIVER))
     assert job.leaders == [controller] and job.workers == [*trainers, driver]
     assert controller.ports == ("controller.trainers", "controller.rollout")
-    assert controller.env["MEGARL_MEETING"] == (
+    assert controller.env[CONTROLS] == (
         "trainers=@{address:controller.trainers},rollout=@{address:controller.rollout}"
     )
     assert "trainer.workers=4" in controller.command and "WORLD_SIZE" not in controller.env

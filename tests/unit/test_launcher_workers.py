@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from megarl.api.scheduler import GroupSpec
 from megarl.launcher.job import CONTROLLER, DRIVER, TRAINER, Job, Task
 from megarl.launcher.names import LocalNames
 from megarl.launcher.running import run_node
 from megarl.launcher.workers import group_job
+from megarl.rpc.group import GroupSpec
 from megarl.utils.child import Signals
 from tests.leftovers import Mark
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from megarl.api.scheduler import GroupSpec, WorkerSpec
 from megarl.config.engine import TrainEngineConfig
 from megarl.config.recipes import GRPOConfig
 from megarl.config.rollout import RolloutConfig, ServerConfig
@@ -25,14 +24,11 @@ from megarl.launcher.files import JobFiles
 from megarl.launcher.workers import SlurmScheduler, bundle, group_job, make_scheduler, srun_command
 from megarl.rollout.local import SGLangEngine
 from megarl.rpc import group as group_module
-from megarl.rpc import local
 from megarl.rpc.errors import RemoteError, RpcError, WorkerDied
-from megarl.rpc.group import WatchedGroup
-from megarl.rpc.local import LocalScheduler
-from megarl.rpc.nodes import MEETING, TRAINERS
+from megarl.rpc.group import TRAINERS, GroupSpec, LocalScheduler, WatchedGroup, WorkerSpec
 from megarl.rpc.worker import WorkerStart
 from megarl.utils.child import wait_until
-from megarl.utils.env import free_port
+from megarl.utils.env import CONTROLS, free_port
 from megarl.utils.job_token import ENV as TOKEN
 from tests.leftovers import Mark
 
@@ -207,7 +203,7 @@ def test_workers_that_a_launcher_started_are_met(
         )  # fmt: skip
         env = {**os.environ, **start.to_env(), "PYTHONPATH": str(ROOT)}
         launched.append(subprocess.Popen([sys.executable, "-m", "megarl.rpc.worker"], env=env))
-    monkeypatch.setenv(MEETING, f"{TRAINERS}={address}")
+    monkeypatch.setenv(CONTROLS, f"{TRAINERS}={address}")
     with pytest.raises(RuntimeError, match=r"megarl.make_scheduler\(config\)"):
         LocalScheduler()
     scheduler = make_scheduler(GRPOConfig())
@@ -235,7 +231,7 @@ def test_the_loss_of_a_launched_worker_is_told_at_once(
     )  # fmt: skip
     env = {**os.environ, **start.to_env(), "PYTHONPATH": str(ROOT)}
     with subprocess.Popen([sys.executable, "-m", "megarl.rpc.worker"], env=env) as worker:
-        monkeypatch.setenv(MEETING, f"{TRAINERS}={address}")
+        monkeypatch.setenv(CONTROLS, f"{TRAINERS}={address}")
         scheduler = make_scheduler(GRPOConfig())
         [client] = scheduler.start(replace(spec, name=TRAINERS, count=1)).clients
         asleep = client.call_async("sleep", 600)
@@ -248,8 +244,7 @@ def test_the_loss_of_a_launched_worker_is_told_at_once(
 
 CONTROLLER = """
 import sys, time
-from megarl.api.scheduler import GroupSpec
-from megarl.rpc.local import LocalScheduler
+from megarl.rpc.group import GroupSpec, LocalScheduler
 
 group = LocalScheduler().start(GroupSpec(name="group", count=2, serve=sys.argv[1]))
 print(*[client.call("child") for client in group.clients], flush=True)
@@ -296,7 +291,7 @@ def test_workers_have_gpus_of_their_own(
     spec: GroupSpec, mark: Mark, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7,9")
-    monkeypatch.setattr(local, "uses_gpus", lambda env: True)
+    monkeypatch.setattr(group_module, "uses_gpus", lambda env: True)
     monkeypatch.setattr("megarl.utils.env.uses_gpus", lambda env, torch_version: True)
     spec, scheduler = replace(spec, worker=WorkerSpec(gpus=2)), LocalScheduler()
     with pytest.raises(
