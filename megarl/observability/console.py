@@ -49,7 +49,7 @@ class ConsoleSink:
         if self._table and stats:
             self._console.print(stats_table(stats, width=self._console.width))
         line = progress_line(step, stats, total_steps, seconds_per_step(self._ends))
-        self._console.print(Text(line, style="bold"))
+        self._console.print(Text(line, style="bold"), soft_wrap=True)
 
     def close(self) -> None:
         """Does nothing: the console stays open."""

@@ -146,7 +146,8 @@ def summary_lines(summary: Summary) -> list[tuple[str, str]]:
     ]
     if "prompts" in summary:
         lines.append(("prompts", _identity(summary["prompts"])))
-    lines.append(("trained", _trained(summary)))
+    if summary["samples_trained"] or "prompts" in summary:  # a script may log neither
+        lines.append(("trained", _trained(summary)))
     first = "reward" if "reward" in summary else "loss"
     if first in summary:
         lines.append((first, " → ".join(map(plain, summary[first]))))

@@ -136,7 +136,8 @@ class _Worker:
                 return late()
             killed += end == -signal.SIGKILL
             if (waited and not kind) or 0 < killed < MOST_KILLED:  # for want of memory, perhaps
-                log.warning("a reward worker was killed: %s goes to a new one", what)
+                if not self._ended:
+                    log.warning("a reward worker was killed: %s goes to a new one", what)
                 return self.run(reward, what, timeout, killed)
             raise (RewardUnavailable if killed else RewardError)(what + _END[kind]) from e
         if kind in ("error", "unavailable"):
