@@ -27,7 +27,6 @@ from megarl.config.base import Bounds as Bounds
 from megarl.config.base import Choices as Choices
 from megarl.config.errors import ConfigError as ConfigError
 from megarl.config.loader import load_config as load_config
-from megarl.config.loader import load_expr_config as load_expr_config
 from megarl.config.loader import run_dir as run_dir
 from megarl.config.recipes import DistillConfig as DistillConfig
 from megarl.config.recipes import DPOConfig as DPOConfig
@@ -36,6 +35,7 @@ from megarl.config.recipes import PPOConfig as PPOConfig
 from megarl.config.recipes import RMConfig as RMConfig
 from megarl.config.recipes import SFTConfig as SFTConfig
 from megarl.config.rollout import GenerationHyperparameters as GenerationHyperparameters
+from megarl.config.script import load_expr_config as load_expr_config
 from megarl.controller.rollout import RolloutController as RolloutController
 from megarl.controller.train import TrainController as TrainController
 from megarl.data.dataset import build_dataset as build_dataset

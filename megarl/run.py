@@ -121,8 +121,8 @@ def help_text(command: CommandLine) -> str:
 def load(command: CommandLine) -> BaseConfig:
     """Returns the recipe of a command line, with --checked the one that a launcher has checked and
     put into the environment. --recipe NAME is short for recipe=NAME."""
-    from megarl.config.hub import fetch_hub_models
     from megarl.config.loader import CHECKED, checked_config, load_config
+    from megarl.config.script import fetch_hub_models
 
     if "checked" not in command.switches:
         recipe = [f"recipe={command.options['recipe']}"] if "recipe" in command.options else []
@@ -140,7 +140,7 @@ def check_all(cfg: BaseConfig, world_size: int, *, only: bool) -> None:
     only: nothing starts afterwards. Raises ConfigError."""
     from megarl.config.check import check_config
     from megarl.config.earlier_run import check_run_dir
-    from megarl.config.hub import fetch_hub_models
+    from megarl.config.script import fetch_hub_models
     from megarl.trainer.preflight import check_models, check_writable
 
     fetch_hub_models(cfg)

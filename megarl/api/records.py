@@ -14,8 +14,8 @@ from torch import Tensor
 from megarl.config.loader import run_dir
 from megarl.config.recipes import BaseConfig
 from megarl.config.rollout import GenerationHyperparameters
+from megarl.config.script import note_read
 from megarl.config.servers import listed_addresses
-from megarl.config.unread import note_read
 from megarl.config.weight_sync import WeightSyncConfig, requirements_of, transport_name
 
 

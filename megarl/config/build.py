@@ -1,75 +1,65 @@
-"""Makes a recipe's dataclass of a tree of plain values: types, interpolations, unknown keys.
+"""Makes a recipe's dataclass of a tree of words and plain values.
 
-`_filled` gives the words of the tree the types of their keys and puts the tree above the defaults,
-OmegaConf follows interpolations, and `_Maker` makes the objects, whose plain values pydantic
-checks.
+One reading of the tree along the keys of the dataclass gives every key its value, and a line to the
+problems for what is wrong. Interpolations stay texts in it; OmegaConf follows them among the values
+of all keys, and the result is read once more.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import MISSING, asdict, is_dataclass
-from enum import Enum
-from functools import cache
-from typing import Any
-
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from pydantic import TypeAdapter, ValidationError
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, is_dataclass, replace
+from typing import Any, get_args, get_origin
 
 from megarl.config.allocation import AllocationMode
-from megarl.config.base import SeamConfig
-from megarl.config.compose import merged
-from megarl.config.errors import ConfigError
-from megarl.config.hints import unknown_key
+from megarl.config.compose import Tree, Word, merged, untyped
+from megarl.config.errors import ConfigError, raise_if_any
+from megarl.config.help import unknown_key
 from megarl.config.recipes import BaseConfig, main_role
-from megarl.config.schema import Key, children, key_table, show
-from megarl.config.secrets import Path, from_environment, interpolations, remember
-from megarl.config.words import Word, as_type
+from megarl.config.schema import UNIONS, Key, children, key_table, make, not_a_choice, show
+from megarl.config.secrets import Path, at, from_environment, interpolations, remember
 
-Tree = dict[str, Any]
+_REFERENCE = re.compile(r"\$\{(\w+(?:\.\w+)*)\}")
 _REQUIRED = "???"  # OmegaConf's sign of a value that is still to be given
+_FOR_TRUE, _FOR_FALSE = ("on", "yes", "true"), ("off", "no", "false")
 
 
-def build(cls: type[BaseConfig], tree: Tree, problems: list[str]) -> BaseConfig | None:
-    """Returns the dataclass `cls` with the values of `tree`, a tree of words and plain values. Adds
-    a line to `problems` for all that is wrong; None where no object can be made."""
-    whole = _filled(cls, tree)
-    if whole.get("allocation_mode"):
-        whole = _filled(cls, merged(_allocated(cls, whole, problems), tree))
-    texts = dict(interpolations(whole))
-    hidden = {".".join(map(str, path)): texts[path] for path in from_environment(texts)}
-    maker = _Maker(cls, problems, hidden)
-    try:
-        resolved = _resolved(whole, texts)
-    except OmegaConfBaseException as e:
-        first = str(e).splitlines()[0]
-        problems.append(f"{e.full_key}: {first}" if e.full_key else first)
-        there = {str(path[0]) for path in texts}
-        maker.make(cls, {k: v for k, v in whole.items() if k not in there})
-        return None
-    cfg: BaseConfig | None = maker.make(cls, resolved)
-    if cfg is not None:
-        remember(cfg, texts)
+def build(cls: type[BaseConfig], tree: Tree, problems: Sequence[str] = ()) -> BaseConfig:
+    """Returns the dataclass `cls` with the values of `tree`, a tree of words and plain values.
+    Raises ConfigError with all that is wrong, after the `problems` that are known."""
+    reading = _Reading(cls)
+    whole, texts = reading.resolved(tree)
+    if whole.get("allocation_mode") and not is_interpolation(whole["allocation_mode"]):
+        reading = _Reading(cls)
+        whole, texts = reading.resolved(merged(_allocated(cls, whole, reading.problems), tree))
+    raise_if_any(dict.fromkeys([*problems, *reading.problems]))
+    cfg: BaseConfig = make(cls, whole)
+    remember(cfg, texts)
     return cfg
 
 
-def _resolved(whole: Tree, texts: Mapping[Path, str]) -> Tree:
-    """Returns the tree without interpolations, which are `texts`. OmegaConf gets the sections alone
-    that they stand in or name, as it takes its time for each value; all where a name is
-    interpolated itself."""
-    words = " ".join(texts.values())
-    names = {path[0] for path in texts} | set(re.findall(r"\w+", words))
-    nested = re.search(r"\{[^}]*\$\{", words)
-    part = {name: value for name, value in whole.items() if nested or name in names}
-    values: Any = OmegaConf.to_container(OmegaConf.create(part), resolve=True) if texts else {}
-    return whole | values
+def _allocated(cls: type[BaseConfig], whole: Tree, problems: list[str]) -> Tree:
+    """Returns the keys that allocation_mode decides. Those that are set stay above them, and the
+    checks (check.py) compare both."""
+    tree: Tree = {}
+    try:
+        decided = AllocationMode.from_str(whole["allocation_mode"]).keys(main_role(cls))
+    except ConfigError as e:
+        problems += e.problems
+        return tree
+    for name, value in decided.items():
+        if name in key_table(cls):
+            put(tree, name, value)
+    return tree
 
 
-def is_seam(key: Key | None) -> bool:
-    """Returns whether the key names code, of which a text is the short form."""
-    return key is not None and key.section is not None and issubclass(key.section, SeamConfig)
+def put(tree: Tree, name: str, value: Any) -> None:
+    """Sets a dotted key of a tree, and makes the sections that it lies in."""
+    *sections, last = name.split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+    tree[last] = value
 
 
 def is_interpolation(value: Any) -> bool:
@@ -84,44 +74,199 @@ def leaves(value: Any, name: str = "") -> list[str]:
     return [leaf for k, v in value.items() for leaf in leaves(v, f"{name}.{k}".lstrip("."))]
 
 
-def _filled(cls: type, tree: Tree, parent: Any = None) -> Tree:
-    """Returns the tree with every word as its key takes it, every seam in its long form, and the
-    defaults of `cls`, or of its instance `parent`, where it has no value. Keys that there are not
-    stay."""
-    given = {str(name): value for name, value in tree.items()}
-    filled: Tree = {}
-    for key in children(cls, parent=parent):
-        value = given.pop(key.name, MISSING)
-        if is_seam(key) and isinstance(value, str) and not is_interpolation(value):
+@dataclass
+class _Reading:
+    """Reads trees along the keys of `root`; adds a line to `problems` for what is wrong in them.
+    texts: interpolations that are followed already, by their places; None as long as they stay.
+    hidden: of these the ones that read the environment, whose values are not shown."""
+
+    root: type
+    problems: list[str] = field(default_factory=list)
+    texts: Mapping[Path, str] | None = None
+    hidden: Mapping[str, str] = field(default_factory=dict)
+
+    def resolved(self, tree: Tree) -> tuple[Tree, Mapping[Path, str]]:
+        """Returns the tree with the value of every key, and the interpolations that were in it."""
+        whole = self.section(self.root, tree)
+        texts = dict(interpolations(whole))
+        if not texts:
+            return whole, texts
+        try:
+            values = _referred(whole, texts) or _followed(whole, texts)
+        except ConfigError as e:
+            self.problems += e.problems
+            return whole, texts
+        self.texts = texts
+        self.hidden = {".".join(map(str, path)): texts[path] for path in from_environment(texts)}
+        return self.section(self.root, values), texts
+
+    def section(self, cls: type, tree: Tree, prefix: str = "", parent: Any = None) -> Tree:
+        """Returns the values of all keys of a section: the one of the tree, or the default, which
+        the instance `parent` gives where there is one."""
+        given = {str(name): value for name, value in tree.items()}
+        values: Tree = {}
+        for key in children(cls, prefix, parent):
+            name = key.name.removeprefix(prefix)
+            value = given.pop(name, _plain(key.default))
+            # a choice of ours may be a section elsewhere, as `algorithm` is in verl
+            if key.choices and value and isinstance(value, dict):
+                given[name], value = value, _plain(key.default)
+            values[name] = self.value(key, value)
+        for name, value in given.items():
+            self.problems += [unknown_key(self.root, n) for n in leaves(value, prefix + name)]
+        return values
+
+    def value(self, key: Key, value: Any) -> Any:
+        """Returns the value of one key; the default for a wrong one."""
+        if self.texts is None and is_interpolation(value):
+            return str(value)
+        if value is MISSING or (value == _REQUIRED and isinstance(value, str)):
+            return self._wrong(key, f"{key.name}: required, set it")
+        if value is None:
+            needs = f"{key.name}=null: needs a value of type {key.type_name}"
+            return None if key.nullable else self._wrong(key, needs)
+        if key.seam and isinstance(value, str):
             value = {"type": value}
-        if value is MISSING:
-            filled[key.name] = _REQUIRED if key.default is MISSING else _plain(key.default)
-        elif key.section is not None and isinstance(value, dict):
-            own = key.default if is_dataclass(key.default) else None
-            filled[key.name] = _filled(key.section, value, own)
-        elif key.element is not None and isinstance(value, dict):
-            filled[key.name] = {n: _plain(v) for n, v in key.default.items()} | {
-                str(n): _filled(key.element, v, key.default.get(n)) if isinstance(v, dict) else v
-                for n, v in value.items()
-            }
-        else:
-            filled[key.name] = _meant(key, value)
-    return filled | {name: as_type(value, Any) for name, value in given.items()}
+        if key.section is not None:
+            return self._section(key, value)
+        if key.element is not None and isinstance(value, dict):
+            values = dict(_plain(key.default))
+            for name, section in value.items():
+                own = key.default.get(name, MISSING)
+                one = replace(
+                    key,
+                    name=f"{key.name}.{name}",
+                    default=own,
+                    annotation=key.element,
+                    section=key.element,
+                    element=None,
+                )
+                values[str(name)] = self.value(one, section)
+            return values
+        return self._leaf(key, value)
+
+    def _section(self, key: Key, value: Any) -> Any:
+        assert key.section is not None
+        if isinstance(value, dict):
+            own = key.default if isinstance(key.default, key.section) else None
+            return self.section(key.section, value, key.name + ".", own)
+        inside = ", ".join(inner.name for inner in children(key.section, key.name + "."))
+        a_value = f"{key.name}={self._shown(key, value)}: a section, not a value; it has {inside}"
+        return self._wrong(key, a_value)
+
+    def _leaf(self, key: Key, value: Any) -> Any:
+        try:
+            typed = self.typed(value, key.annotation)
+        except (ValueError, TypeError, OverflowError):
+            if self._hidden(key):
+                why = "the value behind it is not of the key's type"
+            else:
+                fix = "; write [a,b]" if key.type_name.startswith("list") else ""
+                why = f"not of type {key.type_name}{fix}"
+            return self._wrong(key, f"{key.name}={self._shown(key, value)}: {why}")
+        if key.limits is None or key.limits.allow(typed) or is_interpolation(typed):
+            return typed
+        # YAML 1.1 reads off, on, no, yes as booleans: so may they be meant where one is a choice
+        truth = untyped(value) if isinstance(value, Word) else None
+        alike = {True: (*_FOR_TRUE, key.limits.true), False: _FOR_FALSE}
+        words = alike.get(truth, ()) if isinstance(truth, bool) else ()
+        meant = [word for word in words if key.limits.allow(word)]
+        return meant[0] if meant else self._wrong(key, not_a_choice(key, self._shown(key, value)))
+
+    def typed(self, value: Any, annotation: Any) -> Any:
+        """Returns a value, of dicts, lists and words, as the annotation takes it. Raises ValueError
+        where it takes none such; with pydantic for what is not one of YAML's types."""
+        if self.texts is None and is_interpolation(value):
+            return str(value)
+        origin, inner = get_origin(annotation) or annotation, get_args(annotation)
+        if annotation is Any:
+            return untyped(value)
+        if origin in UNIONS:
+            return self._any_of(value, inner)
+        if origin is list and isinstance(value, list):
+            return [self.typed(v, *(inner or (Any,))) for v in value]
+        if origin is dict and isinstance(value, dict):
+            name, of = inner or (Any, Any)
+            return {self.typed(k, name): self.typed(v, of) for k, v in value.items()}
+        if origin in (str, bool, int, float):
+            return _scalar(value, origin)
+        if origin in (list, dict):
+            raise ValueError
+        from pydantic import TypeAdapter  # here, as no key of ours needs it, and its import is long
+
+        members = getattr(annotation, "__members__", {})
+        if isinstance(value, str) and value in members:
+            return members[value]
+        adapter = TypeAdapter(annotation)
+        try:
+            return adapter.validate_python(untyped(value))
+        except ValueError:
+            return adapter.validate_python(value)  # a path may be a number
+
+    def _any_of(self, value: Any, annotations: tuple[Any, ...]) -> Any:
+        if value is None and type(None) in annotations:
+            return None
+        for annotation in filter(lambda each: each is not type(None), annotations):
+            try:
+                return self.typed(value, annotation)
+            except (ValueError, TypeError, OverflowError):
+                continue
+        raise ValueError
+
+    def _shown(self, key: Key, value: Any) -> str:
+        """Returns a value for a message; of the environment's the interpolation."""
+        plain = value if isinstance(value, str) else untyped(value)
+        return ", ".join(self._hidden(key)) or show(plain)
+
+    def _hidden(self, key: Key) -> list[str]:
+        """Returns the texts of the environment's values in the key, or in what it lies in."""
+        own = key.name + "."
+        texts = ((name + ".", text) for name, text in self.hidden.items())
+        return [text for name, text in texts if name.startswith(own) or own.startswith(name)]
+
+    def _wrong(self, key: Key, problem: str) -> Any:
+        self.problems.append(problem)
+        return _REQUIRED if key.default is MISSING else _plain(key.default)
 
 
-def _meant(key: Key, value: Any) -> Any:
-    """Returns a word as its key takes it. YAML 1.1 reads off, on, no, yes as booleans: so may they
-    be meant where one is a choice."""
-    typed = as_type(value, key.annotation)
-    if key.limits and not key.allows(typed) and isinstance(value, Word):
-        alike: tuple[str, ...] = ("off", "no", "false")
-        if value.untyped() is True:
-            alike = ("on", "yes", "true", key.limits.true or "true")
-        typed = next((word for word in alike if key.allows(word)), typed)
-    return typed
+def _referred(whole: Tree, texts: Mapping[Path, str]) -> Tree | None:
+    """Returns the tree without interpolations where each of them, `texts`, is the name of a key
+    or section that has none; else None."""
+    values: dict[Path, Any] = {}
+    for path, text in texts.items():
+        name = _REFERENCE.fullmatch(text)
+        try:
+            values[path] = at(whole, name[1].split(".")) if name else text
+        except (LookupError, TypeError):
+            return None
+        if any(interpolations(values[path])):
+            return None
+    for path, value in values.items():
+        at(whole, path[:-1])[path[-1]] = value
+    return whole
+
+
+def _followed(whole: Tree, texts: Mapping[Path, str]) -> Tree:
+    """Returns the tree without interpolations, which are `texts`. Raises ConfigError for one that
+    leads nowhere. OmegaConf gets the sections alone that they stand in or name, as it takes its
+    time for each value; all where a name is interpolated itself."""
+    from omegaconf import OmegaConf  # here: its import takes as long as half of a start's checks
+    from omegaconf.errors import OmegaConfBaseException
+
+    words = " ".join(texts.values())
+    names = {path[0] for path in texts} | set(re.findall(r"\w+", words))
+    nested = re.search(r"\{[^}]*\$\{", words)
+    part = {name: value for name, value in whole.items() if nested or name in names}
+    try:
+        values: Any = OmegaConf.to_container(OmegaConf.create(part), resolve=True)
+    except OmegaConfBaseException as e:
+        first = str(e).splitlines()[0]
+        raise ConfigError([f"{e.full_key}: {first}" if e.full_key else first]) from e
+    return whole | values
 
 
 def _plain(value: Any) -> Any:
+    """Returns a default as a tree has it."""
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
     if isinstance(value, dict):
@@ -129,107 +274,18 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, list) else value
 
 
-def _allocated(cls: type[BaseConfig], whole: Tree, problems: list[str]) -> Tree:
-    """Returns the keys that allocation_mode decides. Those that are set stay above them, and the
-    checks (check.py) compare both."""
-    tree: Tree = {}
-    try:
-        text = OmegaConf.create(whole).allocation_mode
-        decided = AllocationMode.from_str(str(text)).keys(main_role(cls))
-    except ConfigError as e:
-        problems += e.problems
-        return tree
-    except OmegaConfBaseException:  # which is reported with all others
-        return tree
-    for name, value in decided.items():
-        if name in key_table(cls):
-            *sections, last = name.split(".")
-            place = tree
-            for section in sections:
-                place = place.setdefault(section, {})
-            place[last] = value
-    return tree
-
-
-@cache
-def _adapter(annotation: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(annotation)
-
-
-class _Maker:
-    """Makes the objects of resolved trees; adds a line to `problems` for what is wrong in them.
-    hidden: texts that read the environment, by key, to show in place of their values."""
-
-    def __init__(self, root: type, problems: list[str], hidden: Mapping[str, str]) -> None:
-        self.root, self.problems, self.hidden = root, problems, hidden
-
-    def make(self, cls: type, tree: Tree, prefix: str = "", parent: Any = None) -> Any:
-        """Returns an object of `cls`; None where a value of it has no default and is wrong."""
-        values: dict[str, Any] = {}
-        keys = {key.name.removeprefix(prefix): key for key in children(cls, prefix, parent)}
-        for name, value in tree.items():
-            key = keys.get(name)
-            # a choice of ours may be a section elsewhere, as `algorithm` is in verl
-            if key is None or (key.choices and value and isinstance(value, dict)):
-                lines = [unknown_key(self.root, n) for n in leaves(value, f"{prefix}{name}")]
-                self.problems += lines
-            else:
-                values[name] = self.value(key, value)
-        given = {name: value for name, value in values.items() if value is not MISSING}
-        absent = [n for n, key in keys.items() if n not in tree and key.default is MISSING]
-        missing = [n for n in keys if tree.get(n) == _REQUIRED or n in absent]
-        self.problems += [f"{prefix}{name}: required, set it" for name in missing]
-        complete = all(n in given or key.default is not MISSING for n, key in keys.items())
-        return cls(**given) if complete else None
-
-    def value(self, key: Key, value: Any) -> Any:
-        """Returns the value of one key, MISSING for a wrong one, whose default stands in."""
-        if value == _REQUIRED and isinstance(value, str):
-            return MISSING
-        if value is None:
-            needs = f"{key.name}=null: needs a value of type {key.type_name}"
-            return None if key.nullable else self._wrong(needs)
-        if key.element is not None and isinstance(value, dict):
-            made = {n: self._element(f"{key.name}.{n}", key.element, v) for n, v in value.items()}
-            return {name: section for name, section in made.items() if section is not MISSING}
-        if key.section is None:
-            return self._plain(key, value)
-        if not isinstance(value, dict):
-            inside = ", ".join(k.name for k in children(key.section, key.name + "."))
-            problem = f"{key.name}={show(value)}: a section, not a value; it has {inside}"
-            return self._wrong(problem)
-        own = key.default if isinstance(key.default, key.section) else None
-        made = self.make(key.section, value, key.name + ".", own)
-        return MISSING if made is None else made
-
-    def _element(self, name: str, cls: type, value: Any) -> Any:
-        if isinstance(value, dict):
-            made = self.make(cls, value, name + ".")
-            return MISSING if made is None else made
-        return self._wrong(f"{name}={show(value)}: a section, not a value")
-
-    def _plain(self, key: Key, value: Any) -> Any:
-        typed = value
-        if isinstance(value, str) and key.base_type is not str:  # as an interpolation brings it
-            typed = as_type(Word(value), key.annotation)
-        if key.base_type is str and isinstance(value, int | float):
-            typed = str(value)
-        number = isinstance(typed, str) and key.base_type in (int, float)
-        own = isinstance(key.base_type, type) and key.base_type.__module__ != "builtins"
-        if own and issubclass(key.base_type, Enum):
-            typed = key.base_type.__members__.get(value, value)
-        try:
-            return _adapter(key.annotation).validate_python(typed, strict=not (number or own))
-        except ValidationError:
-            return self._wrong(self._not_of_type(key, value))
-
-    def _not_of_type(self, key: Key, value: Any) -> str:
-        """Says so without showing a value of the environment."""
-        if (text := self.hidden.get(key.name)) is not None:
-            return f"{key.name}={text}: the value behind it is not of the key's type"
-        fix = "; write [a,b]" if key.type_name.startswith("list") else ""
-        return f"{key.name}={show(value)}: not of type {key.type_name}{fix}"
-
-    def _wrong(self, problem: str) -> Any:
-        self.problems.append(problem)
-        return MISSING
+def _scalar(value: Any, kind: type) -> Any:
+    """Returns a text, number or boolean as the type takes it; raises ValueError where it does not.
+    A text, as a word is one, is read as YAML reads it, but 010 is ten."""
+    plain = Word(value).untyped() if isinstance(value, str) else value
+    if kind is str and isinstance(value, str | int | float) and not isinstance(value, bool):
+        return str(value)
+    if kind is bool and (isinstance(plain, bool) or value in ("0", "1")):
+        return plain is True or value == "1"
+    if kind in (int, float) and isinstance(plain, str):
+        plain = kind(plain)
+    if kind is int and type(plain) is int:
+        return plain
+    if kind is float and type(plain) in (int, float):
+        return float(plain)
+    raise ValueError

@@ -44,7 +44,7 @@ from megarl.config.recipes import (
 )
 from megarl.config.rollout import GenerationConfig
 from megarl.config.rules import rule_problems
-from megarl.config.schema import choice_problems, number_problems
+from megarl.config.schema import value_problems
 from megarl.config.weight_sync import built_in_transport
 from megarl.utils.http import split_address
 from megarl.utils.importing import is_import_path
@@ -60,7 +60,7 @@ def check_config(
     """Raises ConfigError with all problems of `cfg`; `world_size` None leaves out those that depend
     on it. own_script: a script of the user's runs it, which may have metrics and phases of its own.
     """
-    problems = [*choice_problems(cfg), *number_problems(cfg), *_run_problems(cfg)]
+    problems = [*value_problems(cfg), *_run_problems(cfg)]
     if not own_script and not runs_own_code(cfg):
         problems += [*metric_problems(cfg), *phase_problems(cfg.profiler)]
     problems += _allocation_problems(cfg, world_size)

@@ -10,14 +10,13 @@ from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from megarl.config.algo import PPOActorConfig, PPOCriticConfig
 from megarl.config.engine import ALL_LINEAR, LoRAConfig, OptimizerConfig
 from megarl.config.errors import raise_if_any
 from megarl.config.parallel import ParallelConfig
 from megarl.config.rules import ACTOR, OPTIMIZER, PARALLEL, rule_problems
-from megarl.config.schema import choice_problems, number_problems, show
+from megarl.config.schema import show, value_problems
 
 _STATE_DTYPES = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 # fields of megatron-core's OptimizerConfig that keys of ours, the engine's dtype or megarl set
@@ -31,9 +30,7 @@ _SET_BY_KEYS = (
 
 def check_parallel(parallel: ParallelConfig, world_size: int) -> None:
     """Raises ConfigError that names the degrees that do not fit `world_size`."""
-    raise_if_any(
-        [*number_problems(parallel, "parallel."), *parallel_problems(parallel, world_size)]
-    )
+    raise_if_any([*value_problems(parallel, "parallel."), *parallel_problems(parallel, world_size)])
 
 
 def parallel_problems(
@@ -124,13 +121,11 @@ def actor_problems(cfg: PPOActorConfig, key: str = "actor.") -> Iterator[str]:
 def check_actor(cfg: PPOActorConfig, temperature: float) -> None:
     """Raises ConfigError, a ValueError, with everything that is wrong with an actor's settings."""
     sampled = f"temperature={temperature}: training needs sampled tokens; set it above 0"
-    raise_if_any([*_own(cfg, "actor."), *actor_problems(cfg), *([sampled] * (temperature <= 0))])
+    raise_if_any(
+        [*value_problems(cfg, "actor."), *actor_problems(cfg), *([sampled] * (temperature <= 0))]
+    )
 
 
 def check_critic(cfg: PPOCriticConfig) -> None:
     """Raises ConfigError, a ValueError, with everything that is wrong with a critic's settings."""
-    raise_if_any(_own(cfg, "critic."))
-
-
-def _own(cfg: Any, key: str) -> list[str]:
-    return [*(key + problem for problem in choice_problems(cfg)), *number_problems(cfg, key)]
+    raise_if_any(value_problems(cfg, "critic."))

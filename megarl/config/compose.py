@@ -9,28 +9,155 @@ Every file holds keys from the top level down. Later entries win over earlier on
 own keys win over all, unless `_self_` in the list puts them elsewhere; just below them is the
 preset that they name in `algorithm` (presets.py). Sections are merged key by key; lists are
 replaced.
+
+To YAML 1.1 `010` is eight, `12:30` seven hundred and fifty and `no` false, which is not what the
+name of a run or a path means. So a plain word is read as a `Word`, its text, of which build.py
+makes what its key takes. Null alone is null at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+import typing
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from os.path import exists
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from megarl.config import presets
 from megarl.config.errors import ConfigError
-from megarl.config.words import NOT_YAML, read_yaml
 
-DEFAULTS, SELF = "defaults", "_self_"
 Tree = dict[str, Any]
+Override = tuple[str, str, Any]  # its plus signs, its dotted name, its value with words
+_DEFAULTS, _SELF = "defaults", "_self_"
 # keys whose values name a file or a directory; any other value does as file.py:name
 _FILES = ("path", "files", "tokenizer_path", "chat_template", "adapter_path")
+# what PyYAML raises for a text that is no YAML, or holds a tag its value does not fit
+NOT_YAML = (yaml.YAMLError, ValueError, LookupError, AttributeError)
+_Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_KEPT = ("tag:yaml.org,2002:null", "tag:yaml.org,2002:merge")
+_STR = "tag:yaml.org,2002:str"
+_INT = re.compile(r"[-+]?(0|[1-9][0-9_]*|0x_*[0-9a-fA-F][0-9a-fA-F_]*|0b_*[01][01_]*)")
+_FLOAT = re.compile(
+    r"[-+]?([0-9][0-9_]*\.[0-9_]*([eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+"
+    r"|\.[0-9][0-9_]*([eE][-+]?[0-9]+)?|\.(inf|Inf|INF))|\.(nan|NaN|NAN)"
+)
+_NO_DIGITS = re.compile(r"[-+]?0[xb]_+")
+_BOOL = {"yes": True, "true": True, "on": True, "no": False, "false": False, "off": False}
+
+
+class Word(str):
+    """Is a plain word of a YAML text, as it was typed."""
+
+    def untyped(self) -> Any:
+        """Returns the value where no type is known, as in options: a number, a boolean or text. A
+        number has base 10, or begins with 0x or 0b; one that begins with 0 besides is text, and so
+        is 12:30."""
+        text = str(self)
+        if _INT.fullmatch(text):
+            return int(text.replace("_", ""), 0)
+        if _FLOAT.fullmatch(text):
+            plain = text.replace("_", "").lower()
+            return float(plain.replace(".inf", "inf").replace(".nan", "nan"))
+        return _BOOL.get(text.lower(), text) if text in _spellings(text) else text
+
+
+def _spellings(text: str) -> tuple[str, ...]:
+    return text.lower(), text.capitalize(), text.upper()
+
+
+class _Loader(_Base):  # type: ignore[misc]
+    """Leaves plain words as they were typed, but for null and <<; a key that comes twice is an
+    error."""
+
+    yaml_implicit_resolvers: typing.ClassVar = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag in _KEPT]
+        for first, resolvers in _Base.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if twice := [key for key in keys if keys.count(key) > 1]:
+            raise yaml.MarkedYAMLError(None, None, f"duplicate key {twice[0]}", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def _scalar(loader: Any, node: yaml.ScalarNode) -> str:
+    if _NO_DIGITS.fullmatch(node.value):
+        raise yaml.MarkedYAMLError(None, None, f"{node.value} has no digits", node.start_mark)
+    return node.value if node.style else Word(node.value)
+
+
+_Loader.add_constructor(_STR, _scalar)
+
+
+class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
+    """Puts in quotes each text that a plain word would not be read as."""
+
+
+def _text(dumper: Any, value: str | Enum) -> yaml.ScalarNode:
+    text = value.name if isinstance(value, Enum) else str(value)
+    style = None if isinstance(Word(text).untyped(), str) else "'"
+    return dumper.represent_scalar(_STR, text, style=style)
+
+
+for _kind in (str, Enum):
+    _Dumper.add_multi_representer(_kind, _text)
+_Dumper.add_representer(str, _text)
+
+
+def write_yaml(tree: Any) -> str:
+    """Returns YAML of dicts, lists and plain values, which `read_yaml` reads as they are."""
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+def read_yaml(text: str) -> Any:
+    """Returns the tree of a YAML text, with words. Raises one of NOT_YAML."""
+    return yaml.load(text, Loader=_Loader)
+
+
+def read_override(text: str) -> Any:
+    """Returns the value of an override key=text. Raises one of NOT_YAML. A plain word is all of the
+    text: a name may hold what a file takes for a comment."""
+    read = read_yaml(text) if text.strip() else ""
+    whole = isinstance(read, Word) or (read is None and text.lstrip().startswith("#"))
+    return Word(text.strip()) if whole else read
+
+
+def untyped(value: Any) -> Any:
+    """Returns `value`, of dicts, lists and words, without words: each as what it looks like."""
+    if isinstance(value, dict):
+        return {untyped(k): untyped(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [untyped(v) for v in value]
+    return value.untyped() if isinstance(value, Word) else value
+
+
+# files
+
+
+def compose(path: Path, overrides: Sequence[Override]) -> tuple[Tree, list[Override]]:
+    """Returns the keys of the file with its defaults, and the overrides that chose no file. Raises
+    ConfigError naming a file that is missing, is no YAML, or includes itself."""
+    plain = {name: value for plus, name, value in overrides if plus != "+" and "." not in name}
+    switches = {k: v for k, v in plain.items() if v is None or isinstance(v, str)}
+    composer = _Composer(switches=switches)
+    tree, rest = merged(composer.read(path), presets.below(plain)), []
+    for plus, name, value in overrides:
+        group = "." not in name and (path.parent / name).is_dir()
+        if plus == "+" and isinstance(value, str) and group:
+            tree = merged(tree, composer.read(_group_file(path, name, value)))
+        elif not (name in composer.groups and (value is None or isinstance(value, str))):
+            rest.append((plus, name, value))
+    return tree, rest
 
 
 @dataclass(kw_only=True)
-class Composer:
+class _Composer:
     """Reads files; `switches` maps a group to the option that the command line wants for it, or to
     None for no option. `groups` collects the groups that were met."""
 
@@ -38,18 +165,18 @@ class Composer:
     groups: set[str] = field(default_factory=set)
 
     def read(self, path: Path, inside: tuple[Path, ...] = ()) -> Tree:
-        """Returns the merged keys of `path` and its defaults; `inside` are the files that led here.
-        Raises ConfigError naming a file that is missing, is no YAML, or includes itself."""
+        """Returns the merged keys of `path` and its defaults; `inside` are the files that led
+        here."""
         if path.resolve() in inside:
             chain = " -> ".join(str(p) for p in (*inside, path.resolve()))
             raise ConfigError([f"--config {inside[0]}: a file is among its own defaults: {chain}"])
-        own = _read_yaml(path)
-        entries = own.pop(DEFAULTS, [])
+        own = _read_file(path)
+        entries = own.pop(_DEFAULTS, [])
         if not isinstance(entries, list):
             raise ConfigError([f"--config {path}: defaults: must be a list of files and groups"])
         tree: Tree = {}
-        for entry in entries if SELF in entries else [*entries, SELF]:
-            if entry == SELF:
+        for entry in entries if _SELF in entries else [*entries, _SELF]:
+            if entry == _SELF:
                 tree = merged(merged(tree, presets.below(own)), own)
                 continue
             for file in self._files(path, entry):
@@ -69,18 +196,11 @@ class Composer:
         self.groups.add(str(group))
         option = self.switches.get(str(group), option)
         if option is not None:
-            yield group_file(path, str(group), str(option))
+            yield _group_file(path, str(group), str(option))
 
 
-def group_file(path: Path, group: str, option: str) -> Path:
-    """Returns the file of a group's option beside the configuration `path`. Raises ConfigError
-    where there is none."""
+def _group_file(path: Path, group: str, option: str) -> Path:
     return _existing(path, path.parent / group / option, f"{group}={option}")
-
-
-def has_group(path: Path, group: str) -> bool:
-    """Returns whether there is a directory of that group beside the configuration `path`."""
-    return (path.parent / group).is_dir()
 
 
 def _existing(path: Path, file: Path, wanted: str) -> Path:
@@ -92,7 +212,7 @@ def _existing(path: Path, file: Path, wanted: str) -> Path:
     raise ConfigError([f"--config {path}: {wanted}: no such file {file}; {there}"])
 
 
-def _read_yaml(path: Path) -> Tree:
+def _read_file(path: Path) -> Tree:
     if not path.is_file():
         raise ConfigError([f"--config {path}: no such file"])
     try:

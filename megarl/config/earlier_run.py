@@ -16,15 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
+from megarl.config.compose import NOT_YAML
 from megarl.config.errors import ConfigError, raise_if_any
 from megarl.config.loader import config_yaml, run_dir
 from megarl.config.recipe_engines import engines, model_override, model_path, saved_engines
 from megarl.config.recipes import BaseConfig
 from megarl.config.secrets import MASK, masked
-from megarl.config.words import NOT_YAML
 from megarl.utils.digests import broken_seal
 
 STATS_FILE, CONFIG_FILE = "stats.jsonl", "config.yaml"
@@ -189,6 +187,9 @@ def _shown(config: Flat, key: str, other: Flat) -> Any:
 def _value_now(tree: dict[str, Any], key: str) -> Any:
     """Returns the value of a key with the environment of now; as it is written where that lacks a
     variable, and None where there is no such key."""
+    from omegaconf import OmegaConf  # here, as only a run that goes on needs its long import
+    from omegaconf.errors import OmegaConfBaseException
+
     try:
         return OmegaConf.select(OmegaConf.create(tree), key)
     except OmegaConfBaseException:

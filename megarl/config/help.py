@@ -1,4 +1,5 @@
-"""Renders --help: every key of the recipes with type, default, choices and its one-line meaning."""
+"""Renders --help, every key of the recipes with type, default, choices and its one-line meaning;
+and says which key an unknown one was meant to be."""
 
 from __future__ import annotations
 
@@ -8,9 +9,10 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, fields
 
+from megarl.config.aliases import NEEDLESS, aliased, role_of
 from megarl.config.errors import ConfigError
 from megarl.config.recipes import RECIPES, BaseConfig, find_recipe
-from megarl.config.schema import Key, all_keys, children, show
+from megarl.config.schema import Key, all_keys, children, key_table, show
 
 INDENT = 34
 
@@ -80,3 +82,69 @@ def _one_key(key: Key, width: int) -> list[str]:
     if len(head) < INDENT - 1:
         return [head.ljust(INDENT) + lines[0], *(pad + line for line in lines[1:])]
     return [head, *(pad + line for line in lines)]
+
+
+# unknown keys
+
+
+def unknown_key(cls: type, name: str) -> str:
+    """Returns the line on a key that `cls` lacks."""
+    if name in key_table(cls):
+        return f"{name}: dots are for the command line; in YAML nest the key in its section"
+    elsewhere = _elsewhere(cls, name)
+    if aliased(key_table(cls), name) is None and elsewhere:
+        return f"{name}: unknown key of this recipe; {elsewhere}"
+    also = f" ({elsewhere})" if elsewhere.endswith(" it") else ""
+    return f"{name}: unknown key{_hint(cls, name)}{also}"
+
+
+def _elsewhere(cls: type, name: str) -> str:
+    """Says which other recipe has the key, under this name or under ours; empty where none has."""
+    for recipe, other in RECIPES.items():
+        table = key_table(other)
+        if other is not cls and name in table:
+            return f"recipe={recipe} has it"
+        if other is not cls and (ours := aliased(table, name)) is not None:
+            return f"recipe={recipe} has {ours}"
+    return ""
+
+
+def _hint(cls: type, name: str) -> str:
+    """Returns what to do about a key that `cls` lacks, as the end of a line."""
+    if (needless := NEEDLESS.get(_last(name))) is not None:
+        return f"; {needless}"
+    near = _nearest_key(key_table(cls), name)
+    return f"; did you mean {near}?" if near else "; --help lists all keys"
+
+
+def _nearest_key(table: dict[str, Key], name: str) -> str | None:
+    """Returns the key that `name` was probably meant to be, None where none is like it.
+
+    It looks for another trainer's name of a key (aliases.py), then for the same last part (`tp` ->
+    `actor.parallel.tp`), then for similar names inside the section that the front of `name` does
+    reach, then for a similar last part anywhere. Among equals, the key of most of the sections of
+    `name` comes first, then that of the role it mentions, else of the recipe's main role.
+    """
+    if (ours := aliased(table, name)) is not None:
+        return ours
+    names = [k for k in table if not name.startswith(k + ".")]
+    alike = [k for k in names if _last(k) == _last(name)]
+    if not alike:
+        fronts = ["", *(f"{k}." for k, key in table.items() if key.section is not None)]
+        front = max((f for f in fronts if name.startswith(f)), key=len)
+        inside = [k.removeprefix(front) for k in names if k.startswith(front)]
+        if near := difflib.get_close_matches(name.removeprefix(front), inside, n=1, cutoff=0.65):
+            return front + near[0]
+        near = difflib.get_close_matches(_last(name), {_last(k) for k in names}, n=1, cutoff=0.75)
+        alike = [k for k in names if _last(k) in near]
+    sections, role = set(name.split(".")[:-1]), role_of(table, name)
+
+    def distance(key: str) -> tuple[int, bool]:
+        own = key.split(".")[:-1]
+        return -len(sections.intersection(own)), own[:1] != [role]
+
+    return min(alike, key=distance, default=None)
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]

@@ -13,6 +13,7 @@ ConfigError.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import fields
@@ -20,25 +21,24 @@ from pathlib import Path
 from typing import Any, TypeVar, overload
 
 from megarl.config import presets
-from megarl.config.build import build, is_interpolation, is_seam, leaves
+from megarl.config.build import build, is_interpolation, leaves
 from megarl.config.command_line import parse_command_line
-from megarl.config.compose import Composer, Tree, group_file, has_group, merged
-from megarl.config.errors import raise_if_any
-from megarl.config.hub import fetch_hub_models
-from megarl.config.recipes import BaseConfig, own_code, recipe_class
-from megarl.config.schema import (
-    choice_problems,
-    find_key,
-    show,
+from megarl.config.compose import (
+    NOT_YAML,
+    Override,
+    Tree,
+    compose,
+    read_override,
+    read_yaml,
+    write_yaml,
 )
-from megarl.config.secrets import written_tree
-from megarl.config.unread import begin_script, note_set
-from megarl.config.words import NOT_YAML, read_override, read_yaml, write_yaml
-from megarl.utils.env import quiet_libraries, set_collective_timeout
+from megarl.config.recipes import BaseConfig, own_code, recipe_class
+from megarl.config.schema import find_key, show
+from megarl.config.secrets import at, written_tree
 from megarl.utils.files import write_whole
 
+_SET = "_set_keys"  # of a configuration, beside its keys
 CHECKED = "MEGARL_CHECKED_CONFIG"  # the variable with the text of `checked_config`
-Override = tuple[str, str, Any]
 C = TypeVar("C", bound=BaseConfig)
 Source = str | os.PathLike[str] | Sequence[str] | None
 
@@ -77,7 +77,7 @@ def checked_config(text: str, overrides: Sequence[str]) -> BaseConfig:
     """Returns the configuration that a launcher has checked: `text` is what `config_yaml` made of
     it, the overrides what the launcher knows only when processes start."""
     problems: list[str] = []
-    parsed = _parse_overrides(overrides, problems)
+    parsed = _parsed(overrides, problems)
     return _load(read_yaml(text), parsed, problems)
 
 
@@ -91,20 +91,12 @@ def _load(
 ) -> BaseConfig:
     """Returns the configuration of the keys of a file and overrides of them."""
     cls = recipe_class(tree, _values(parsed), cls)
-    changes = [(_type_of_seam(cls, name, value), value) for _, name, value in parsed]
-    for name, value in changes:
-        _drop_options(tree, cls, name, value)
-    for name, value in changes:
-        _apply_override(tree, cls, name, value, problems)
+    _override(tree, cls, parsed, problems)
     if foreign:
         known = {field.name for field in fields(cls)}
         tree = {name: value for name, value in tree.items() if name in known}
     cfg = build(cls, tree, problems)
-    if cfg is not None:
-        problems += choice_problems(cfg)
-    raise_if_any(problems)
-    assert isinstance(cfg, cls)
-    note_set(cfg, leaves(tree))
+    object.__setattr__(cfg, _SET, tuple(leaves(tree)))
     return cfg
 
 
@@ -115,21 +107,9 @@ def own_class(source: str | os.PathLike[str] | None, overrides: Sequence[str] = 
     return own_code(tree, _values(parsed))
 
 
-def load_expr_config(args: Sequence[str], cls: type[C]) -> tuple[C, str | None]:
-    """Returns a script's configuration and the path of its YAML file.
-
-    cls: its dataclass, a recipe's (GRPOConfig, ...) or the script's own below one. args: the
-    command line, `--config X.yaml a.b=c +new.key=v`. Models on the hub are fetched, and their paths
-    are those of the snapshots; collective_timeout counts from now on. Raises ConfigError for a
-    configuration that is wrong, and for a model that cannot be had. Warnings of torchdata and
-    megatron-core that a user can do nothing about are hidden.
-    """
-    config = load_config(args, cls=cls)
-    fetch_hub_models(config)
-    set_collective_timeout(config.collective_timeout)
-    begin_script(config)
-    quiet_libraries()
-    return config, parse_command_line(args, options=("config",)).options.get("config")
+def keys_set(cfg: BaseConfig) -> tuple[str, ...]:
+    """Returns the dotted names of the keys that a file or the command line set."""
+    return getattr(cfg, _SET, ())
 
 
 def config_yaml(cfg: BaseConfig) -> str:
@@ -155,34 +135,18 @@ def _read(
     source: str | os.PathLike[str] | None, overrides: Sequence[str], problems: list[str]
 ) -> tuple[Tree, list[Override]]:
     """Returns the keys of the file, and the overrides of them."""
-    parsed = _parse_overrides(overrides, problems)
+    parsed = _parsed(overrides, problems)
     if source is None:
         return presets.below(_values(parsed)), parsed
-    return _compose(Path(source), parsed)
+    return compose(Path(source), parsed)
 
 
 def _values(parsed: Sequence[Override]) -> dict[str, Any]:
     return {name: value for _, name, value in parsed}
 
 
-def _compose(path: Path, parsed: list[Override]) -> tuple[Tree, list[Override]]:
-    """Returns the keys of the file with its defaults, and the overrides that chose no file."""
-    plain = {name: value for plus, name, value in parsed if plus != "+" and "." not in name}
-    composer = Composer(
-        switches={k: v for k, v in plain.items() if v is None or isinstance(v, str)}
-    )
-    tree, rest = composer.read(path), []
-    tree = merged(tree, presets.below(plain))
-    for plus, name, value in parsed:
-        if plus == "+" and "." not in name and isinstance(value, str) and has_group(path, name):
-            tree = merged(tree, composer.read(group_file(path, name, value)))
-        elif not (name in composer.groups and (value is None or isinstance(value, str))):
-            rest.append((plus, name, value))
-    return tree, rest
-
-
-def _parse_overrides(overrides: Sequence[str], problems: list[str]) -> list[Override]:
-    """Returns (its plus signs, dotted name, value with words) of every well-formed one."""
+def _parsed(overrides: Sequence[str], problems: list[str]) -> list[Override]:
+    """Returns every override that is well-formed."""
     parsed = []
     for text in overrides:
         name, equals, value = text.lstrip("+").partition("=")
@@ -191,48 +155,40 @@ def _parse_overrides(overrides: Sequence[str], problems: list[str]) -> list[Over
             problems.append(f"{text!r}: an override is key=value, +key=value or ++key=value")
             continue
         try:
-            read = read_override(value)
+            parsed.append((plus, name, read_override(value)))
         except NOT_YAML as e:
             reason = " ".join(str(e).split())
             problems.append(f"{text!r}: the value is not valid YAML, quote it: {reason}")
-            continue
-        parsed.append((plus, name, read))
     return parsed
 
 
-def _apply_override(
-    tree: Tree, cls: type[BaseConfig], name: str, value: Any, problems: list[str]
+def _override(
+    tree: Tree, cls: type[BaseConfig], parsed: Sequence[Override], problems: list[str]
 ) -> None:
-    """Sets the key `name` of the tree."""
-    *parents, last = name.split(".")
-    for depth, part in enumerate(parents, start=1):
-        above = ".".join(parents[:depth])
-        if is_seam(find_key(cls, above)) and isinstance(tree.get(part), str):
-            tree[part] = {"type": tree[part]}
-        if not isinstance(tree.get(part), dict):
-            if tree.get(part) is not None:
-                problems.append(f"{name}: {above}={show(tree[part])} is a value, not a section")
-                return
-            tree[part] = {}
-        tree = tree[part]
-    tree[last] = value
-
-
-def _type_of_seam(cls: type[BaseConfig], name: str, value: Any) -> str:
-    """Returns the key that `name` is short for: of a seam its type, where a text is given."""
-    short = isinstance(value, str) and not is_interpolation(value)
-    return f"{name}.type" if short and is_seam(find_key(cls, name)) else name
-
-
-def _drop_options(tree: Tree, cls: type[BaseConfig], name: str, value: Any) -> None:
-    """Drops the options that the file gave a section's type, where `name` sets another type."""
-    *sections, last = name.split(".")
-    key = find_key(cls, name)
-    if last != "type" or key is None:
-        return
-    for section in sections:
-        tree = tree.get(section, {})
-        if not isinstance(tree, dict):
-            return
-    if tree.get(last, key.default) != value:
-        tree.pop("options", None)
+    """Sets keys of the tree. A text for a seam is its type; the options that the file gave a
+    section's type go where it gets another."""
+    changes = []
+    for _, name, value in parsed:
+        key = find_key(cls, name)
+        if key is not None and key.seam and isinstance(value, str) and not is_interpolation(value):
+            key = find_key(cls, name := f"{name}.type")
+        changes.append((name.split("."), value))
+        if key is not None and name.endswith(".type"):
+            with contextlib.suppress(LookupError, TypeError, AttributeError):  # not in the file
+                section = at(tree, name.split(".")[:-1])
+                if section.get("type", key.default) != value:
+                    section.pop("options", None)
+    for parts, value in changes:
+        section = tree
+        for depth, part in enumerate(parts[:-1], start=1):
+            above, inner = ".".join(parts[:depth]), section.get(part)
+            key = find_key(cls, above)
+            if key is not None and key.seam and isinstance(inner, str):
+                inner = {"type": inner}
+            elif inner is not None and not isinstance(inner, dict):
+                name = ".".join(parts)
+                problems.append(f"{name}: {above}={show(inner)} is a value, not a section")
+                break
+            section[part] = section = {} if inner is None else inner
+        else:
+            section[parts[-1]] = value

@@ -1,4 +1,4 @@
-"""Reads which keys a recipe has off its dataclasses: for --help, nearest-key hints and checks.
+"""Reads which keys a recipe has off its dataclasses: for loading, checks and --help.
 
 A key is a field of a dataclass. Its annotation may give bounds or choices (base.py), and the text
 below the field is its help. It needs the standard library alone, so that --help is instant.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import difflib
 import inspect
 import itertools
 import textwrap
@@ -19,8 +18,9 @@ from dataclasses import MISSING, dataclass
 from functools import cache
 from typing import Any
 
-from megarl.config.aliases import aliased, role_of
-from megarl.config.base import ANY_FLOAT, ANY_INT, Bounds, Choices, is_finite
+from megarl.config.base import ANY_FLOAT, ANY_INT, Bounds, Choices, SeamConfig, is_finite
+
+UNIONS = (types.UnionType, typing.Union)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +29,9 @@ class Key:
     is a group of further keys. element: of a dict of sections by name, the dataclass of each."""
 
     name: str
+    default: Any  # dataclasses.MISSING when a value is required
     owner: type
     annotation: Any
-    default: Any  # dataclasses.MISSING when a value is required
     section: type | None
     element: type | None
     bounds: Bounds | None
@@ -40,7 +40,7 @@ class Key:
     @property
     def help(self) -> str:
         """Returns the text below the field."""
-        return _texts(self.owner).get(_last(self.name), "")
+        return _texts(self.owner).get(self.name.rpartition(".")[2], "")
 
     @property
     def choices(self) -> tuple[Any, ...] | None:
@@ -52,10 +52,6 @@ class Key:
         """Returns whether an import path is a value beside the choices."""
         return self.limits is not None and self.limits.or_path
 
-    def allows(self, value: Any) -> bool:
-        """Returns whether `value` is one of the choices, or an import path where those are."""
-        return self.limits is None or self.limits.allow(value)
-
     @property
     def nullable(self) -> bool:
         """Returns whether null is a value of the key."""
@@ -65,6 +61,11 @@ class Key:
     def free_form(self) -> bool:
         """Returns whether the key is a plain dict, which takes keys of any name."""
         return typing.get_origin(self.annotation) is dict and self.element is None
+
+    @property
+    def seam(self) -> bool:
+        """Returns whether the key names code, of which a text is the short form."""
+        return self.section is not None and issubclass(self.section, SeamConfig)
 
     @property
     def base_type(self) -> Any:
@@ -88,7 +89,7 @@ def _type_name(annotation: Any) -> str:
 
 
 def _strip_none(annotation: Any) -> Any:
-    if typing.get_origin(annotation) not in (types.UnionType, typing.Union):
+    if typing.get_origin(annotation) not in UNIONS:
         return annotation
     rest = [a for a in typing.get_args(annotation) if a is not type(None)]
     return rest[0] if len(rest) == 1 else annotation
@@ -96,10 +97,9 @@ def _strip_none(annotation: Any) -> Any:
 
 def _element(annotation: Any) -> type | None:
     """Returns the dataclass of a dict of sections, None for any other annotation."""
-    if typing.get_origin(annotation) is not dict:
-        return None
-    value = typing.get_args(annotation)[1]
-    return value if isinstance(value, type) and dataclasses.is_dataclass(value) else None
+    inner = typing.get_args(annotation)[1:] if typing.get_origin(annotation) is dict else ()
+    sections = (a for a in inner if isinstance(a, type) and dataclasses.is_dataclass(a))
+    return next(sections, None)
 
 
 def _default(field: dataclasses.Field[Any], parent: Any) -> Any:
@@ -111,18 +111,30 @@ def _default(field: dataclasses.Field[Any], parent: Any) -> Any:
 
 
 @cache
-def _annotations(cls: type) -> dict[str, tuple[Any, list[Any]]]:
-    """Returns, by field, its type and what its annotation says of the values."""
+def _declared(cls: type) -> list[tuple[dataclasses.Field[Any], dict[str, Any]]]:
+    """Returns the fields of `cls`, each with what its Key has of the declaration alone."""
     plain, whole = typing.get_type_hints(cls), typing.get_type_hints(cls, include_extras=True)
-    return {name: (plain[name], _said(whole[name])) for name in plain}
+    declared = []
+    for field in dataclasses.fields(cls):
+        base, notes = _strip_none(plain[field.name]), _notes(whole[field.name])
+        known = {
+            "owner": cls,
+            "annotation": plain[field.name],
+            "section": base if dataclasses.is_dataclass(base) and isinstance(base, type) else None,
+            "element": _element(plain[field.name]),
+            "bounds": next((x for x in notes if isinstance(x, Bounds)), None),
+            "limits": next((x for x in notes if isinstance(x, Choices)), None),
+        }
+        declared.append((field, known))
+    return declared
 
 
-def _said(annotation: Any) -> list[Any]:
+def _notes(annotation: Any) -> list[Any]:
+    """Returns what an annotation says beside types."""
     if typing.get_origin(annotation) is typing.Annotated:
         return list(annotation.__metadata__)
-    if typing.get_origin(annotation) in (types.UnionType, typing.Union, list):
-        return [x for part in typing.get_args(annotation) for x in _said(part)]
-    return []
+    inner = typing.get_args(annotation) if typing.get_origin(annotation) in (*UNIONS, list) else ()
+    return [note for part in inner for note in _notes(part)]
 
 
 @cache
@@ -147,20 +159,8 @@ def _texts(cls: type) -> dict[str, str]:
 
 def children(cls: type, prefix: str = "", parent: Any = None) -> Iterator[Key]:
     """Yields the keys directly in `cls`; defaults come from the instance `parent`, if given."""
-    assert dataclasses.is_dataclass(cls)
-    for field in dataclasses.fields(cls):
-        annotation, said = _annotations(cls)[field.name]
-        base = _strip_none(annotation)
-        yield Key(
-            name=prefix + field.name,
-            owner=cls,
-            annotation=annotation,
-            default=_default(field, parent),
-            section=base if dataclasses.is_dataclass(base) and isinstance(base, type) else None,
-            element=_element(annotation),
-            bounds=next((x for x in said if isinstance(x, Bounds)), None),
-            limits=next((x for x in said if isinstance(x, Choices)), None),
-        )
+    for field, known in _declared(cls):
+        yield Key(name=prefix + field.name, default=_default(field, parent), **known)
 
 
 def all_keys(cls: type, *, parent: Any = None) -> Iterator[Key]:
@@ -191,93 +191,64 @@ def _key_table(cls: type) -> dict[str, Key]:
     return {k.name: k for k in all_keys(cls)}
 
 
-def find_key(cls: type, name: str) -> Key | None:
-    """Returns the key `name`, which may lie in a dict of sections (valid_datasets.math.size); None
-    for one that there is not."""
-    if (key := key_table(cls).get(name)) is not None:
-        return key
-    for above in key_table(cls).values():
-        _, _, rest = name.removeprefix(above.name + ".").partition(".")
-        if above.element is not None and name.startswith(above.name + ".") and rest:
-            return find_key(above.element, rest)
+def find_key(cls: type, name: str, prefix: str = "", parent: Any = None) -> Key | None:
+    """Returns the key `name` of the section `prefix`, which `cls` is, or of those below it: it may
+    lie in a dict of sections (valid_datasets.math.size). None for one that there is not."""
+    for key in children(cls, prefix, parent):
+        own, _, rest = name.removeprefix(f"{key.name}.").partition(".")
+        if key.name == name:
+            return key
+        if not name.startswith(f"{key.name}."):
+            continue
+        if key.section is not None:
+            default = key.default if isinstance(key.default, key.section) else None
+            return find_key(key.section, name, f"{key.name}.", default)
+        if key.element is not None and rest:
+            return find_key(key.element, name, f"{key.name}.{own}.")
     return None
 
 
-def nearest_keys(cls: type, name: str) -> list[str]:
-    """Returns the keys that `name` was probably meant to be, best first.
-
-    It looks for another trainer's name of a key (aliases.py), then for the same last part (`tp` ->
-    `actor.parallel.tp`), then for similar names inside the section that the front of `name` does
-    reach, then for a similar last part anywhere. Among equals, the role that `name` mentions comes
-    first, else the recipe's main role.
-    """
-    table = key_table(cls)
-    if (ours := aliased(table, name)) is not None:
-        return [ours]
-    names = [k for k in table if not name.startswith(k + ".")]
-    last = _last(name)
-    if same := [k for k in names if _last(k) == last]:
-        return _ranked(same, table, name)
-    fronts = ["", *(f"{k}." for k, key in table.items() if key.section is not None)]
-    front = max((f for f in fronts if name.startswith(f)), key=len)
-    inside = {k.removeprefix(front): k for k in names if k.startswith(front)}
-    if close := difflib.get_close_matches(name.removeprefix(front), inside, cutoff=0.65):
-        return [inside[c] for c in close]
-    lasts = difflib.get_close_matches(last, {_last(k) for k in names}, n=1, cutoff=0.75)
-    return _ranked([k for k in names if _last(k) in lasts], table, name)
+def make(cls: type, tree: dict[str, Any]) -> Any:
+    """Returns an object of the dataclass `cls`, of a tree that has a value for each of its keys."""
+    values = dict(tree)
+    for field, known in _declared(cls):
+        value = values[field.name]
+        if isinstance(value, dict) and known["section"] is not None:
+            values[field.name] = make(known["section"], value)
+        elif isinstance(value, dict) and known["element"] is not None:
+            values[field.name] = {name: make(known["element"], v) for name, v in value.items()}
+    return cls(**values)
 
 
-def _ranked(names: list[str], table: dict[str, Key], wrong: str) -> list[str]:
-    """Sorts keys: most of the sections of `wrong` first, then its role's, then in recipe order."""
-    sections, role = set(wrong.split(".")[:-1]), role_of(table, wrong)
-
-    def distance(name: str) -> tuple[int, bool]:
-        own = name.split(".")[:-1]
-        return -len(sections.intersection(own)), own[:1] != [role]
-
-    return sorted(names, key=distance)
-
-
-def _last(name: str) -> str:
-    return name.rsplit(".", 1)[-1]
-
-
-def choice_problems(cfg: Any) -> list[str]:
-    """Returns a line for each value of `cfg` that is not among the choices of its key."""
-    return [
-        not_a_choice(key, key.default)
-        for key in all_keys(type(cfg), parent=cfg)
-        if not key.allows(key.default)
-    ]
-
-
-def not_a_choice(key: Key, value: Any) -> str:
-    """Returns the line that says which choices the key has."""
-    path = " (or pkg.module:name)" if key.or_path else ""
-    return f"{key.name}={show(value)}: not one of {', '.join(map(show, key.choices or ()))}{path}"
-
-
-def number_problems(cfg: Any, prefix: str = "") -> Iterator[str]:
-    """Yields a line for each number of the dataclass `cfg` that is not finite, or outside the
-    bounds of its key; `prefix` is the section that `cfg` is, with its dot."""
+def value_problems(cfg: Any, prefix: str = "") -> Iterator[str]:
+    """Yields a line for each value of the dataclass `cfg` that is not among the choices of its key,
+    for each number that is not finite, or outside the bounds; `prefix` is the section that `cfg`
+    is, with its dot."""
     for key in all_keys(type(cfg), parent=cfg):
-        values = key.default if isinstance(key.default, list) else [key.default]
-        for value in values:
+        if key.limits is not None and not key.limits.allow(key.default):
+            yield prefix + not_a_choice(key, show(key.default))
+        for value in key.default if isinstance(key.default, list) else [key.default]:
             if isinstance(value, bool) or not isinstance(value, int | float):
                 continue
             largest = ANY_INT if isinstance(value, int) else ANY_FLOAT
             wrong = [b for b in (key.bounds, largest) if b is not None and not b.allow(value)]
             if wrong:
-                yield _out_of(wrong[0], prefix, key, finite=is_finite(value))
+                yield prefix + _out_of(wrong[0], key, finite=is_finite(value))
                 break
 
 
-def _out_of(bounds: Bounds, prefix: str, key: Key, *, finite: bool) -> str:
+def not_a_choice(key: Key, shown: str) -> str:
+    """Returns the line that says which choices the key has, of a value as it is to be shown."""
+    path = " (or pkg.module:name)" if key.or_path else ""
+    return f"{key.name}={shown}: not one of {', '.join(map(show, key.choices or ()))}{path}"
+
+
+def _out_of(bounds: Bounds, key: Key, *, finite: bool) -> str:
     each = "each " if isinstance(key.default, list) else ""
     kind = "" if finite else "a finite number "
     null = ", or null" if key.nullable else ""
     note = f" ({bounds.note})" if bounds.note else ""
-    return f"{prefix}{key.name}={show(key.default)}: {each}must be {kind}{bounds}{null}{note}"
+    return f"{key.name}={show(key.default)}: {each}must be {kind}{bounds}{null}{note}"
 
 
 def show(value: Any) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from megarl.config.words import NOT_YAML
+from megarl.config.compose import NOT_YAML
 
 MASK = "***"
 _SECRET = re.compile(
@@ -56,8 +56,9 @@ def is_secret(name: str) -> bool:
 def remember(cfg: Any, texts: Mapping[Path, str]) -> None:
     """Notes in `cfg` which of its values came from the environment; `texts` are all interpolations
     that it was resolved from, by their places."""
-    resolved = _values(cfg)
-    written = {path: (texts[path], _at(resolved, path)) for path in from_environment(texts)}
+    read = from_environment(texts)
+    values = _values(cfg) if read else {}
+    written = {path: (texts[path], at(values, path)) for path in read}
     object.__setattr__(cfg, _ATTRIBUTE, written)
 
 
@@ -167,8 +168,8 @@ def _replaced(cfg: Any, by: Callable[[str, Any], Any]) -> dict[str, Any]:
     for path, (text, value) in getattr(cfg, _ATTRIBUTE, {}).items():
         *parents, last = path
         with contextlib.suppress(LookupError, TypeError):  # its section is another since, or null
-            if _at(tree, path) == value:  # else somebody has set another since
-                _at(tree, parents)[last] = by(text, value)
+            if at(tree, path) == value:  # else somebody has set another since
+                at(tree, parents)[last] = by(text, value)
     return tree
 
 
@@ -215,7 +216,8 @@ def from_environment(texts: Mapping[Path, str]) -> list[Path]:
     return read
 
 
-def _at(tree: Any, path: Sequence[str | int]) -> Any:
+def at(tree: Any, path: Sequence[str | int]) -> Any:
+    """Returns what stands at a place of `tree`, of dicts and lists."""
     for step in path:
         tree = tree[int(step)] if isinstance(tree, list) else tree[step]
     return tree

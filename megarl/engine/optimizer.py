@@ -13,7 +13,7 @@ from megarl.api.records import FinetuneSpec
 from megarl.config.check_engine import optimizer_problems
 from megarl.config.engine import OptimizerConfig
 from megarl.config.errors import raise_if_any
-from megarl.config.schema import number_problems
+from megarl.config.schema import value_problems
 from megarl.parallel import mcore
 
 from megatron.core.distributed import DistributedDataParallel  # isort: skip
@@ -36,7 +36,7 @@ _DEFAULTS = {"initial_loss_scale": 2.0**16, "hysteresis": 1, "optimizer_offload_
 
 def check(cfg: OptimizerConfig, dtype: torch.dtype) -> None:
     """Raises ValueError for settings that this machine or the weights' dtype cannot do."""
-    raise_if_any([*number_problems(cfg, "optimizer."), *optimizer_problems("optimizer", cfg)])
+    raise_if_any([*value_problems(cfg, "optimizer."), *optimizer_problems("optimizer", cfg)])
     if cfg.precision_aware and not (mcore.on_cuda() and find_spec("transformer_engine")):
         raise ValueError(
             "optimizer.precision_aware=True needs a GPU and Transformer Engine's FusedAdam "

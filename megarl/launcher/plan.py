@@ -12,17 +12,17 @@ from pathlib import Path
 from megarl.config.allocation import AllocationMode
 from megarl.config.check import check_config
 from megarl.config.command_line import CommandLine
+from megarl.config.compose import Word, read_override
 from megarl.config.earlier_run import check_run_dir
 from megarl.config.errors import ConfigError
-from megarl.config.hub import fetch_hub_models
 from megarl.config.loader import config_yaml, own_class
 from megarl.config.recipe_engines import trainer_processes
 from megarl.config.recipes import BaseConfig, GRPOConfig
 from megarl.config.rollout import ServerConfig
+from megarl.config.script import fetch_hub_models
 from megarl.config.secrets import masked_override
 from megarl.config.servers import needs_servers, settle_turns
 from megarl.config.weight_sync import Requirements
-from megarl.config.words import Word, read_override
 from megarl.launcher.container import check_fileroot, checked_from_here, seen_from_here
 from megarl.launcher.devices import check_devices
 from megarl.launcher.job import JUDGE, SERVER

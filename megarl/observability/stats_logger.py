@@ -21,8 +21,8 @@ from typing import Any, Protocol
 from megarl.config.loader import run_dir
 from megarl.config.recipes import BaseConfig
 from megarl.config.run import StatsLoggerConfig
+from megarl.config.script import note_read, warn_of_unread
 from megarl.config.secrets import public_tree
-from megarl.config.unread import note_read, warn_of_unread
 from megarl.observability.console import ConsoleSink
 from megarl.observability.logging import env_rank, get_logger
 from megarl.utils.files import DiskFull, full_disk_named, write_whole

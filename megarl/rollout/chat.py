@@ -12,7 +12,7 @@ from megarl.api.inference import SAMPLES_MISSING, InferenceEngine, RolloutWorkfl
 from megarl.api.records import ModelRequest, ModelResponse
 from megarl.config.recipes import GRPOConfig
 from megarl.config.rollout import GenerationHyperparameters
-from megarl.config.unread import REWARD_KEYS, note_read
+from megarl.config.script import REWARD_KEYS, note_read
 from megarl.observability.logging import get_logger
 from megarl.rollout.chat_template import ChatTemplate
 from megarl.rollout.generation import attempt_key, seed_version, stable_seed

@@ -14,8 +14,8 @@ from megarl.api.records import FinetuneSpec, WeightUpdateMeta
 from megarl.config.check_rollout import kv_problems
 from megarl.config.recipes import GRPOConfig
 from megarl.config.rollout import RolloutConfig
+from megarl.config.script import CLIENT_KEYS, note_read
 from megarl.config.servers import server_addresses
-from megarl.config.unread import CLIENT_KEYS, note_read
 from megarl.config.weight_sync import WeightSyncConfig
 from megarl.parallel.rank_zero import RankZero
 from megarl.rollout import tally

@@ -9,7 +9,7 @@ from dataclasses import MISSING, dataclass
 from typing import Annotated, Any
 
 from megarl.config.base import POSITIVE, TIMEOUT, Bounds, Choices
-from megarl.config.schema import children, number_problems
+from megarl.config.schema import children, value_problems
 
 
 @dataclass(kw_only=True)
@@ -51,7 +51,7 @@ class ServerArgs:
     """which lines to log"""
 
     def __post_init__(self) -> None:
-        for problem in number_problems(self):
+        for problem in value_problems(self):
             name, _, rest = problem.partition("=")
             raise ValueError(f"{_flag(name)}={rest.replace(', or null', '')}")
         try:

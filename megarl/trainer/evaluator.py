@@ -11,7 +11,7 @@ from megarl.api.inference import RolloutWorkflow
 from megarl.config.loader import run_dir
 from megarl.config.recipes import GRPOConfig
 from megarl.config.run import EvaluatorConfig
-from megarl.config.unread import REWARD_KEYS, note_read
+from megarl.config.script import REWARD_KEYS, note_read
 from megarl.data.dataset import RowDataset
 from megarl.observability.stats_tracker import record_timing
 from megarl.parallel.rank_zero import on_rank_zero

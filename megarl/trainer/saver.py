@@ -18,7 +18,7 @@ from megarl.config.loader import run_dir
 from megarl.config.recipe_engines import engines, model_path
 from megarl.config.recipes import BaseConfig
 from megarl.config.run import SaverConfig
-from megarl.config.unread import note_read
+from megarl.config.script import note_read
 from megarl.data.tokenizer import tokenizer_to_save
 from megarl.observability.logging import env_rank, get_logger
 from megarl.parallel.rank_zero import on_rank_zero

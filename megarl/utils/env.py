@@ -14,7 +14,6 @@ import re
 import socket
 import warnings
 from collections.abc import Mapping, MutableMapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -198,9 +197,11 @@ def has_interface(name: str) -> bool:
 
 def uses_gpus(env: Mapping[str, str], *, torch_version: str | None = None) -> bool:
     """Returns whether trainers compute on GPUs, by the environment and torch's build alone."""
-    return env.get("MEGARL_DEVICE") != "cpu" and not (torch_version or version("torch")).endswith(
-        "+cpu"
-    )
+    if env.get("MEGARL_DEVICE") == "cpu":
+        return False
+    from importlib.metadata import version  # here, as its import takes as long as many checks
+
+    return not (torch_version or version("torch")).endswith("+cpu")
 
 
 def visible_gpus(

@@ -14,12 +14,11 @@ import os
 import sys
 import sysconfig
 import traceback
+import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-from pydantic import TypeAdapter, ValidationError
 
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
@@ -202,6 +201,10 @@ def _name(fn: Callable[..., Any]) -> str:
 def _fits(value: Any, annotation: Any) -> bool:
     """Judges a value of Python or of YAML, where a list may stand for a tuple. An annotation that
     pydantic cannot read lets every value pass."""
+    if type(value) in (typing.get_args(annotation) if _is_union(annotation) else (annotation,)):
+        return True
+    from pydantic import TypeAdapter, ValidationError  # here: its import is long, and seldom needed
+
     try:
         adapter = TypeAdapter(annotation)
         adapter.validate_python(value, strict=True)
@@ -215,6 +218,10 @@ def _fits(value: Any, annotation: Any) -> bool:
     except (ValidationError, TypeError):
         return False
     return True
+
+
+def _is_union(annotation: Any) -> bool:
+    return typing.get_origin(annotation) in (types.UnionType, typing.Union)
 
 
 def _spelled(annotation: Any) -> str:

@@ -13,10 +13,11 @@ import yaml
 from megarl.config.aliases import ALIASES, aliased
 from megarl.config.base import Choices, SeamConfig
 from megarl.config.errors import ConfigError
-from megarl.config.loader import load_config, load_expr_config, run_dir, save_config
+from megarl.config.loader import load_config, run_dir, save_config
 from megarl.config.recipes import RECIPES, GRPOConfig, SFTConfig
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.config.schema import key_table
+from megarl.config.script import load_expr_config
 
 
 def problems(*overrides: str, yaml: Path | None = None) -> list[str]:
@@ -248,6 +249,10 @@ def test_a_plus_sign_sets_a_key_as_none_does() -> None:
         (
             "actor.adv_norm=grp",
             "actor.adv_norm=grp: not one of group, group_mean, group_batch, batch, none",
+        ),
+        (
+            "actor.moe.router_replay=maybe",
+            "actor.moe.router_replay=maybe: not one of off, trainer, rollout",
         ),
         ("nonsense", "'nonsense': an override is key=value, +key=value or ++key=value"),
         ("a..b=1", "'a..b=1': an override is key=value, +key=value or ++key=value"),

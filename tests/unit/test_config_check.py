@@ -28,7 +28,7 @@ from megarl.config.recipe_engines import (
     trained_engines,
 )
 from megarl.config.recipes import RECIPES
-from megarl.config.schema import Key, all_keys, key_table, number_problems
+from megarl.config.schema import Key, all_keys, key_table, value_problems
 from megarl.parallel.layout import Layout
 from megarl.trainer.preflight import check_models
 from tests.hf_stub import write_stub
@@ -501,7 +501,7 @@ def test_every_number_is_finite_and_within_its_bounds(recipe: str) -> None:
     table = key_table(RECIPES[recipe])
     real = [f"{k.name}={{}}" for k in table.values() if k.section and k.default is None]
     cfg = load_config(None, [f"recipe={recipe}", *real])
-    assert not list(number_problems(cfg))
+    assert not list(value_problems(cfg))
     keys = [k for k in all_keys(type(cfg), parent=cfg) if k.base_type in (int, float)]
 
     def low(key: Key) -> float:
@@ -517,7 +517,7 @@ def test_every_number_is_finite_and_within_its_bounds(recipe: str) -> None:
     for values in bad:
         for key, value in values.items():
             put(cfg, key.name, value)
-        found = list(number_problems(cfg))
+        found = list(value_problems(cfg))
         assert [p.partition("=")[0] for p in found] == [k.name for k in values]
         assert all(": must be " in p for p in found)
         for key in values:

@@ -11,8 +11,8 @@ import pytest
 
 from megarl.config.algo import PPOActorConfig
 from megarl.config.errors import ConfigError
-from megarl.config.hub import fetch_hub_models
 from megarl.config.recipes import DistillConfig, GRPOConfig, SFTConfig
+from megarl.config.script import fetch_hub_models
 from megarl.trainer.preflight import (
     check_models,
     check_writable,

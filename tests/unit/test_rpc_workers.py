@@ -326,7 +326,7 @@ def test_a_driver_gets_the_gpus_of_the_servers_that_its_client_starts(
     client = SGLangEngine(RolloutConfig(), ServerConfig(count=2, tp=2), model_path="m")
     assert WorkerSpec.of(client.get_scheduling_config()) == WorkerSpec()
     monkeypatch.delenv("MEGARL_DEVICE", raising=False)
-    monkeypatch.setattr("megarl.utils.env.version", lambda package: "2.11.0+cu129")
+    monkeypatch.setattr("importlib.metadata.version", lambda package: "2.11.0+cu129")
     assert WorkerSpec.of(client.get_scheduling_config()) == WorkerSpec(gpus=4)
     given: list[str | None] = []
     monkeypatch.setattr(
@@ -344,7 +344,7 @@ def test_what_an_engine_asks_for_is_what_a_worker_gets(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("MEGARL_DEVICE", raising=False)
-    monkeypatch.setattr("megarl.utils.env.version", lambda package: "2.11.0+cu129")
+    monkeypatch.setattr("importlib.metadata.version", lambda package: "2.11.0+cu129")
     asked = MegatronEngine(TrainEngineConfig()).get_scheduling_config()
     assert WorkerSpec.of(asked) == WorkerSpec(gpus=1, cpus=4)
     worker = WorkerSpec.of({**asked, "memory_per_process": 10 << 30})

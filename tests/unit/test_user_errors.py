@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 import megarl
-from megarl.config.words import read_yaml
+from megarl.config.compose import read_yaml
 from megarl.utils.importing import in_users_lines, user_lines
 
 
