@@ -45,8 +45,11 @@ def with_step(readme: str) -> str:
     return QUOTE.sub(lambda m: m[1] + textwrap.dedent(step).rstrip() + "\n" + m[2], readme)
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Writes the reference of the keys, and `::: A B` as a block of mkdocstrings for each name."""
+def on_page_markdown(markdown: str, page: Any = None, **_: Any) -> str:
+    """Writes the reference of the keys, and `::: A B` as a block of mkdocstrings for each name.
+    Both rank below the other pages in the search."""
+    if page is not None and (MARK in markdown or NAMES.search(markdown)):
+        page.meta["search"] = {"boost": 0.3}
     markdown = markdown.replace(MARK, reference()) if MARK in markdown else markdown
     return NAMES.sub(lambda m: "\n\n".join(f"::: megarl.{x}" for x in m[1].split()), markdown)
 
