@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -60,77 +59,67 @@ class Alone(Flow):
 class Empty:
     def __init__(self, reward_fn, gconfig, tokenizer, *, reward_pool): pass
 """
-CALLED = (
-    r"called as \(prompt, completion, prompt_ids, completion_ids, row_id=, .*answer=.*\*\*row\)"
-)
-CASES = {
+# a configuration, and what its error names beside the key; None for one that is sound
+CASES: dict[str, str | None] = {
     "train_dataset.reward=mine:good": None,
     "train_dataset.reward=mine:short": None,
-    "train_dataset.reward=mine:odd": r"odd\(completion, solution\): missing a required.*'solution'",
+    "train_dataset.reward=mine:odd": "solution",
     "train_dataset.reward=mine:Judge train_dataset.reward.options.scale=2": None,
-    "train_dataset.reward=mine:Judge train_dataset.reward.options.sale=2": (
-        r"reward\.options\.sale=2: Judge has no such option; it takes scale"
-    ),
-    "train_dataset.reward=judge": r"train_dataset\.reward=judge: nothing says which server judges",
+    "train_dataset.reward=mine:Judge train_dataset.reward.options.sale=2": "options.sale=2 scale",
+    "train_dataset.reward=judge": "judge server",
     "train_dataset.reward=judge train_dataset.reward.options.base_url=http://a/v1": None,
     (
         "train_dataset.reward=judge train_dataset.reward.options.base_url=http://a/v1 "
         "train_dataset.reward.options.scale=[1,1]"
-    ): r"train_dataset\.reward: scale=\[1, 1\]: use two numbers",
-    "train_dataset.reward=mine:closed": rf"unexpected keyword argument 'row_id'.*{CALLED}",
-    "train_dataset.reward=mine:wants": rf"missing a required.*'entry'; it is {CALLED}",
+    ): "scale=[1, 1]",
+    "train_dataset.reward=mine:closed": "'row_id' answer= **row",
+    "train_dataset.reward=mine:wants": "'entry' answer= **row",
     "train_dataset.reward=mine:slow": None,
-    "train_dataset.reward=mine:other": r"cannot be sent to a worker process",
-    "train_dataset.reward=mine:TABLE": r"a dict, not a function; expected reward\(",
-    "train_dataset.reward=mine:Flow": r"a class without async __call__, not a function",
-    "train_dataset.reward=mine:Still": r"without async __call__, not a function; expected reward",
-    "train_dataset.reward=mine:goood": r"mine has no goood; did you mean good\?",
+    "train_dataset.reward=mine:other": "worker",
+    "train_dataset.reward=mine:TABLE": "dict reward(",
+    "train_dataset.reward=mine:Flow": "__call__",
+    "train_dataset.reward=mine:Still": "__call__ reward(",
+    "train_dataset.reward=mine:goood": "goood good?",
     "train_dataset.reward=mine.py:good": None,
     "train_dataset.reward=./mine.py:good": None,
-    "train_dataset.reward=yours.py:good": r"there is no file yours\.py in /",
-    "train_dataset.reward=empty/os.py:good": r"the name os already means .*; rename the file$",
-    "train_dataset.reward=sub/mine:good": r"use 'package\.module:name' or 'path/file\.py:name'",
-    "train_dataset.reward=mine:good train_dataset.reward.options.answer=1": (
-        r"reward\.options\.answer=1: megarl gives good this argument; leave it out"
-    ),
+    "train_dataset.reward=yours.py:good": "yours.py /",
+    "train_dataset.reward=empty/os.py:good": "os rename",
+    "train_dataset.reward=sub/mine:good": "'package.module:name' 'path/file.py:name'",
+    "train_dataset.reward=mine:good train_dataset.reward.options.answer=1": "options.answer=1 good",
     "train_dataset.reward=mine:scaled train_dataset.reward.options.scale=2": None,
-    "train_dataset.reward=mine:scaled train_dataset.reward.options.scale=x": (
-        r"train_dataset\.reward\.options\.scale='x': not of type float$"
-    ),
-    "train_dataset.reward=mine:scaled": r"missing a required.*'scale'",
-    "train_dataset.reward=yours:good": r"no module yours; it must be in the working directory \(/",
-    "train_dataset.reward=broken:good": r"NameError: .*nonsense.*broken\.py, line 2\)$",
-    "train_dataset.reward=syntax:good": r"SyntaxError: .*syntax\.py, line 1\)$",
-    "train_dataset.reward=leaves:good": r"SystemExit: 3 \(.*leaves\.py, line 1\)$",
-    "train_dataset.reward=imports:good": r"No module named 'nothing_there'.*imports\.py, line 1\)$",
-    "train_dataset.reward=gsm9k": r"unknown reward 'gsm9k': use one of",
+    "train_dataset.reward=mine:scaled train_dataset.reward.options.scale=x": "scale='x' float",
+    "train_dataset.reward=mine:scaled": "'scale'",
+    "train_dataset.reward=yours:good": "yours directory /",
+    "train_dataset.reward=broken:good": "NameError nonsense broken.py, line 2",
+    "train_dataset.reward=syntax:good": "SyntaxError syntax.py, line 1",
+    "train_dataset.reward=leaves:good": "SystemExit: 3 leaves.py, line 1",
+    "train_dataset.reward=imports:good": "'nothing_there' imports.py, line 1",
+    "train_dataset.reward=gsm9k": "'gsm9k' gsm8k",
     "rollout.workflow=mine:Flow": None,
-    "rollout.workflow=mine:NoPool": r"'reward_pool'.*expected Workflow\(reward_fn, gconfig",
-    "rollout.workflow=mine:Plain": r"arun_episode is not async; expected async def arun_episode",
-    "rollout.workflow=mine:Alone": r"too many positional arguments; expected async def arun_epis",
-    "rollout.workflow=mine:Empty": r"has no method arun_episode",
-    "rollout.workflow=Flow": r"rollout\.workflow: workflow 'Flow': use 'package\.module:name'",
-    "rollout.backend=mine:Client": r"Client: no subclass of megarl\.RemoteSGLangEngine; make it",
-    "actor.loss=mine:fails": r"actor\.loss=mine:fails: failed: KeyError: 'boom' \(.*mine\.py, line",
-    "train_dataset.type=mine:rows train_dataset.reward=mine:good": (
-        r"train_dataset: dataset type mine:rows: failed: AttributeError: .*\(.*mine\.py, line"
-    ),
-    "+train_dataset.options.levle=2": r"options\.levle=2: arithmetic has no such",
-    "+train_dataset.options.level=two": r"options\.level='two': not of type int",
-    "+train_dataset.options.count=4": r"4 rows do not fill one batch of batch_size=8",
-    "train_dataset.type=gsm8k train_dataset.path=bad.jsonl": r"bad\.jsonl line 2: the answer is 42",
-    "train_dataset.type=gsm8k train_dataset.path=words.jsonl train_dataset.batch_size=2": (
-        r"train_dataset: row 1: the answer 'six apples' is neither a number nor an expression"
-    ),
-    "train_dataset.path=bad.jsonl": r"type=arithmetic: makes its own .*set train_dataset\.type=",
-    "train_dataset.type=reasoning_gym +train_dataset.options.task=[a]": r"use one of \['",
-    "gconfig.stop_token_ids=[-1]": r"stop_token_ids=\[-1\]: each must be >= 0",
-    "gconfig.stop_token_ids=[130]": r"stop_token_ids=\[130\]: the model's vocab_size is 130",
-    "gconfig.stop=['']": r"an empty text would end every answer",
-    "tokenizer_path=./empty": r"tokenizer_path=empty: has no tokenizer \(tokenizer\.json",
-    "fileroot=bad.jsonl": r"run directory /.*/bad\.jsonl/.* cannot be made: .*set another fileroot",
-    "trial_name=" + 300 * "x": r"one path component, .*at most 255 bytes",
-    "train_dataset.batch_size=2000": r"1000 rows do not fill one batch of batch_size=2000",
+    "rollout.workflow=mine:NoPool": "'reward_pool' Workflow(reward_fn, gconfig",
+    "rollout.workflow=mine:Plain": "async def arun_episode",
+    "rollout.workflow=mine:Alone": "arun_episode(",
+    "rollout.workflow=mine:Empty": "arun_episode",
+    "rollout.workflow=Flow": "'Flow' 'package.module:name'",
+    "rollout.backend=mine:Client": "Client megarl.RemoteSGLangEngine",
+    "actor.loss=mine:fails": "KeyError: 'boom' mine.py, line",
+    "train_dataset.type=mine:rows train_dataset.reward=mine:good": "AttributeError mine.py, line",
+    "+train_dataset.options.levle=2": "options.levle=2 arithmetic level",
+    "+train_dataset.options.level=two": "options.level='two' int",
+    "+train_dataset.options.count=4": "4 batch_size=8",
+    "train_dataset.type=gsm8k train_dataset.path=bad.jsonl": "bad.jsonl line 2 42",
+    (
+        "train_dataset.type=gsm8k train_dataset.path=words.jsonl train_dataset.batch_size=2"
+    ): "row 1 'six apples'",
+    "train_dataset.path=bad.jsonl": "arithmetic train_dataset.type=",
+    "train_dataset.type=reasoning_gym +train_dataset.options.task=[a]": "task=",
+    "gconfig.stop_token_ids=[-1]": "stop_token_ids=[-1] >= 0",
+    "gconfig.stop_token_ids=[130]": "stop_token_ids=[130] vocab_size 130",
+    "gconfig.stop=['']": "empty",
+    "tokenizer_path=./empty": "tokenizer_path=empty tokenizer.json",
+    "fileroot=bad.jsonl": "/bad.jsonl/ fileroot",
+    "trial_name=" + 300 * "x": "255",
+    "train_dataset.batch_size=2000": "1000 batch_size=2000",
 }
 
 
@@ -168,15 +157,15 @@ def arguments(*more: str) -> list[str]:
 def test_mistakes_in_data_and_code_are_one_line(
     home: Path, case: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status, message = main([*arguments(*case.split()), "--check"]), CASES[case]
+    status, names = main([*arguments(*case.split()), "--check"]), CASES[case]
     out, err = capsys.readouterr()
-    if message is None:
-        assert (status, err) == (0, "") and out.startswith("the configuration is sound")
+    if names is None:
+        assert (status, err) == (0, "") and out
         return
     assert status == 2 and err.count("\n") == 1, err
     keys = [word.lstrip("+").partition(".")[0].partition("=")[0] for word in case.split()]
     assert err.startswith(tuple(f"config error: {key}" for key in (*keys, "actor", "the run")))
-    assert re.search(message, err.strip()), err
+    assert all(name in err for name in names.split()), err
     assert not (home / "runs").exists()
 
 
@@ -191,9 +180,9 @@ def test_a_start_makes_the_same_checks(
         monkeypatch.setattr(module, name, lambda *_: pytest.fail("something was started"))
     more = ["rollout.addresses=[127.0.0.1:1]"]
     assert check(arguments(*more, "train_dataset.reward=mine:closed")) == 2
-    assert "unexpected keyword argument 'row_id'" in capsys.readouterr().err
+    assert "'row_id'" in capsys.readouterr().err
     assert check(arguments(*more, "+train_dataset.options.count=4")) == 2
-    assert "do not fill one batch" in capsys.readouterr().err
+    assert "batch_size=8" in capsys.readouterr().err
     assert not (home / "runs").exists()
 
 
@@ -202,10 +191,8 @@ def test_code_that_ends_the_process_does_not_end_the_launcher(
 ) -> None:
     args = arguments("train_dataset.reward=dies:good", "--check")
     assert local.main(args) == 2
-    assert capsys.readouterr().err == (
-        "config error: train_dataset.reward=dies:good: cannot be imported: the process ended with "
-        "status 7\n"
-    )
+    error = capsys.readouterr().err
+    assert "train_dataset.reward=dies:good" in error and "status 7" in error
 
 
 CONFIG = """
@@ -233,15 +220,16 @@ def test_the_launcher_does_not_import_the_class_of_the_configuration(
     assert type(cfg) is GRPOConfig and cfg.seed == 5 and not hasattr(cfg, "bonus")
     assert "seed: ${oc.env:SEED,5}" in config_yaml(cfg) and "confs" not in sys.modules
     assert local.main([*arguments(named, "--check"), "bonos=2"]) == 2
-    assert "bonos: unknown key; did you mean bonus?" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "bonos" in error and "bonus" in error
     (home / "dies").touch()
     assert local.main(arguments(named, "--check")) == 2
-    said = f"config error: {named}: cannot be imported: the process ended with status 7\n"
-    assert capsys.readouterr().err == said
+    error = capsys.readouterr().err
+    assert named in error and "status 7" in error
 
 
 def test_code_that_never_returns_is_given_up() -> None:
-    with pytest.raises(TimeoutError, match=r"no answer within 0\.2 s"):
+    with pytest.raises(TimeoutError, match=r"0\.2 s"):
         call_isolated(time.sleep, 300, timeout=0.2)
 
 
@@ -264,8 +252,7 @@ def test_a_check_that_is_killed_from_outside_is_made_once_more(tmp_path: Path) -
         env=os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"},
     )  # fmt: skip
     assert run.stdout == "answer\n"
-    assert run.stderr.count("as for want of memory: asking once more\n") == 2
-    assert "the process was killed (SIGKILL)" in run.stderr.splitlines()[-1]
+    assert "SIGKILL" in run.stderr.splitlines()[-1]
     assert (tmp_path / "killed.seen").read_text() == "x" * 4
 
 
@@ -300,7 +287,7 @@ def test_code_that_is_looked_at_ends_with_who_looks_at_it(tmp_path: Path) -> Non
 def test_the_launchers_check_starts_nothing(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = arguments("--check", "actor.parallel.tp=2", "train_dataset.reward=mine:good")
     assert local.main(args) == 0
-    assert capsys.readouterr().out == "the configuration is sound, for 2 trainer process(es)\n"
+    assert "2 trainer" in capsys.readouterr().out
     assert local.main([*args, "--nproc", "3"]) == 2
     assert "world size 3" in capsys.readouterr().err
     assert {p.name for p in home.iterdir() if p.is_dir()} - {"__pycache__"} == {"empty", "model"}
