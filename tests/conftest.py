@@ -11,6 +11,11 @@ import pytest
 from tests.warm import warm_starts
 
 STARTED = time.monotonic()
+# what libraries read once, in every program of a job
+ALIKE = {
+    "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}  # fmt: skip
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -23,6 +28,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(scope="session")
 def warm() -> Iterator[None]:
-    """Programs start by fork from a process that has imported everything (tests/warm.py)."""
-    with warm_starts():
-        yield
+    """Programs start by fork from a process that has imported everything (tests/warm.py). All have
+    the variables that tests set for some: one that has others starts cold."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ALIKE.items():
+            patch.setenv(name, value)
+        with warm_starts():
+            yield

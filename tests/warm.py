@@ -55,7 +55,8 @@ READ_ONCE = (
     "TOKENIZERS_", "XDG_", "HOME", "LANG", "LC_", "TZ",
 )  # fmt: skip
 MODULES = ("megarl.", "tests.", "torch.distributed.")  # and scripts: others know nothing of forks
-READ_AT_START = {"PYTHONPATH", "PYTHONUNBUFFERED"}  # but these two, which `_become` follows
+READ_AT_START = ("PYTHONPATH", "PYTHONUNBUFFERED")  # but these two, which `_become` follows
+READ_LATER = ("TORCHELASTIC_", "TORCH_NCCL_")  # nor these, which torchrun gives its ranks
 # what a group may be sent: a zygote, which is in its parent's, ends with its link alone
 OF_THE_GROUP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 ROOM = 1 << 16  # bytes for a command line and for an environment, as /proc shows them
@@ -207,7 +208,8 @@ def _new_zygote(env: Mapping[str, str]) -> tuple[subprocess.Popen[bytes], socket
 
 
 def _read_once(env: Mapping[str, str]) -> dict[str, str]:
-    return {k: v for k, v in env.items() if k.startswith(READ_ONCE) and k not in READ_AT_START}
+    others = READ_AT_START + READ_LATER
+    return {k: v for k, v in env.items() if k.startswith(READ_ONCE) and not k.startswith(others)}
 
 
 def _words(command: Sequence[str]) -> list[str]:
@@ -310,13 +312,18 @@ def _become(
     sys.stdout = sys.__stdout__ = _text(1, unbuffered)  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _text(2, True)  # type: ignore[misc]
     sys.path[:] = ["", *_python_path(request.env), *site]
+    be_another()
+
+
+def be_another() -> None:
+    """Gives a fork what an import took from its parent: draws, and how a rank logs."""
     import numpy as np
 
     from megarl.observability.logging import ROOT, get_logger
 
-    np.random.seed()  # the fork's own; `random` does so itself
+    np.random.seed()  # `random` does so itself
     logging.getLogger(ROOT).handlers.clear()
-    get_logger()  # at the level of this process's rank
+    get_logger()
 
 
 def _text(number: int, unbuffered: bool) -> io.TextIOWrapper:

@@ -22,6 +22,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from tests.warm import IMPORTS, be_another
+
 JOB_TOKEN = "MEGARL_JOB_TOKEN"
 
 
@@ -40,6 +42,8 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
 
     torch.set_num_threads(1)
     import megarl.parallel.mcore  # noqa: F401  (CPU patches before megatron)
+
+    be_another()
 
     # a file, not a port: somebody else may take a free port before rank 0 listens at it
     torch.distributed.init_process_group(
@@ -62,10 +66,12 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
 
 
 class _Processes:
-    """The ranks of a world: what takes them seconds is to import everything."""
+    """The ranks of a world. What takes seconds is to import everything: a server of forks does it
+    once for all."""
 
     def __init__(self, size: int) -> None:
-        ctx, self.folder = mp.get_context("spawn"), tempfile.TemporaryDirectory()
+        ctx, self.folder = mp.get_context("forkserver"), tempfile.TemporaryDirectory()
+        ctx.set_forkserver_preload(list(IMPORTS))
         self.procs: list[Any] = []
         self.pipes: list[Connection] = []
         for rank in range(size):

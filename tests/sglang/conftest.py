@@ -56,6 +56,11 @@ def token() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def starts_are_warm(warm: None) -> None:
+    """Trainers start in a tenth of the time; SGLang has an interpreter of its own."""
+
+
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     home = tmp_path_factory.mktemp("pair")

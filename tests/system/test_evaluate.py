@@ -14,7 +14,6 @@ from examples.tiny_model import make_model
 from tests.leftovers import Mark
 
 ROOT = Path(__file__).resolve().parents[2]
-ENV = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
 def evaluate(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -113,8 +112,9 @@ def test_an_evaluation_can_be_repeated_and_is_never_overwritten(tmp_path: Path) 
         "eval_gconfig.max_new_tokens=3", "seed=7",
     ]  # fmt: skip
     command = [sys.executable, "-m", "megarl.cli", "eval", *asked]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
     for _ in range(2):
-        done = subprocess.run(command, cwd=tmp_path, env=ENV, capture_output=True, timeout=240)
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, timeout=240)
         assert done.returncode == 0, done.stderr
     first, second = tmp_path / "eval" / "final", tmp_path / "eval" / "final-2"
     assert (first / "samples.jsonl").read_text() == (second / "samples.jsonl").read_text()

@@ -6,6 +6,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -61,10 +62,19 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [save_tiny(home / f"m{i}", "qwen3", layers=2, seed=i) for i in (0, 1)]
 
 
-@pytest.fixture
-def servers(models: list[Path], tmp_path: Path) -> Iterator[list[Server]]:
-    with two_servers(models[0], tmp_path) as both:
+@pytest.fixture(scope="module")
+def pair(models: list[Path]) -> Iterator[list[Server]]:
+    with two_servers(models[0], models[0].parent) as both:
         yield both
+
+
+@pytest.fixture
+def servers(models: list[Path], pair: list[Server]) -> list[Server]:
+    """Both as they were started: the first model, version 0."""
+    for server in pair:
+        body = {"model_path": str(models[0]), "weight_version": "0"}
+        server.ok("/update_weights_from_disk", body)
+    return pair
 
 
 def connect(servers: list[Server], sync: WeightSyncConfig | None = None, **config: Any):
@@ -204,9 +214,10 @@ def test_an_id_under_way_is_refused_as_sglang_does(servers):
 
 
 @pytest.mark.parametrize("ended", [True, False])
-def test_a_server_that_has_ended_does_not_object_to_being_left(models, tmp_path, ended):
+def test_a_server_that_has_ended_does_not_object_to_being_left(models, servers, tmp_path, ended):
     """As where a script ends its servers before its engines. One that lives does."""
-    with embedded_server(models[0], log=tmp_path / "log") as server:
+    other = embedded_server(models[0], log=tmp_path / "log")
+    with other if ended else nullcontext(servers[0]) as server:
         channel = UpdateChannel(
             Servers(addresses([server])),
             backend="gloo",

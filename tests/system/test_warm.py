@@ -118,10 +118,14 @@ def test_a_start_is_warm_and_others_are_cold(tmp_path: Path) -> None:
     """A warm program finds modules that it did not import."""
     script = tmp_path / "modules.py"
     script.write_text("import sys\nprint('torch' in sys.modules)\n")
-    for command, warm in (
-        ([str(script)], True),
-        (["-c", script.read_text()], False),
-        (["-B", str(script)], False),
+    for command, variables, warm in (
+        ([str(script)], {}, True),
+        ([str(script)], {"TORCHELASTIC_RUN_ID": "a rank of torchrun"}, True),
+        ([str(script)], {"HF_HUB_OFFLINE": "0"}, False),
+        (["-c", script.read_text()], {}, False),
+        (["-B", str(script)], {}, False),
     ):
-        out = subprocess.check_output([sys.executable, *command], text=True, timeout=60)
-        assert out == f"{warm}\n", command
+        out = subprocess.check_output(
+            [sys.executable, *command], env=os.environ | variables, text=True, timeout=60
+        )
+        assert out == f"{warm}\n", (command, variables)
