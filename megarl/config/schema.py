@@ -225,7 +225,8 @@ def value_problems(cfg: Any, prefix: str = "") -> Iterator[str]:
     for each number that is not finite, or outside the bounds; `prefix` is the section that `cfg`
     is, with its dot."""
     for key in all_keys(type(cfg), parent=cfg):
-        if key.limits is not None and not key.limits.allow(key.default):
+        unset = key.nullable and key.default is None
+        if key.limits is not None and not unset and not key.limits.allow(key.default):
             yield prefix + not_a_choice(key, show(key.default))
         for value in key.default if isinstance(key.default, list) else [key.default]:
             if isinstance(value, bool) or not isinstance(value, int | float):
