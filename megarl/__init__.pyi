@@ -42,8 +42,8 @@ from megarl.data.dataset import build_dataset as build_dataset
 from megarl.data.loader import build_dataloader as build_dataloader
 from megarl.data.tokenizer import load_hf_tokenizer as load_hf_tokenizer
 from megarl.engine import MegatronEngine as MegatronEngine
-from megarl.launcher.workers import RayScheduler as RayScheduler
-from megarl.launcher.workers import SlurmScheduler as SlurmScheduler
+from megarl.launcher.ray import RayScheduler as RayScheduler
+from megarl.launcher.slurm import SlurmScheduler as SlurmScheduler
 from megarl.launcher.workers import make_scheduler as make_scheduler
 from megarl.observability import stats_tracker as stats_tracker
 from megarl.observability.stats_logger import StatsLogger as StatsLogger

@@ -7,21 +7,51 @@ known only when a node has started stands as a mark, which `fill` replaces:
     @{address:server.0}  host:port of that endpoint; @{host:...} and @{port:...} are its halves
     @{gpus:0,1}          names of those of the node's GPUs
     @{cores:4}           the node's cores divided by 4, at least 1
+
+Nodes read the records, and the variables that processes get, from files (`JobFiles`).
 """
 
 from __future__ import annotations
 
+import fnmatch
 import json
+import os
 import re
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
+
+PACKAGE = Path(__file__).resolve().parents[1]
 
 SERVER, TRAINER, REWARDS, JUDGE = "server", "trainer", "rewards", "judge"
 CONTROLLER, DRIVER = "controller", "driver"  # of trainers that are its workers, and a driver
 SERVERS = (SERVER, JUDGE, REWARDS)  # trainers wait until these answer
 MASTER = "master"  # the endpoint that the ranks meet at
 MASTER_MARKS = f"@{{host:{MASTER}}}", f"@{{port:{MASTER}}}"
+Resources = dict[str, float]  # of Ray, by name
+# what processes of a cluster get of the environment that a job is started from
+FORWARDED = """
+PATH LD_LIBRARY_PATH PYTHONPATH VIRTUAL_ENV HOME USER LANG LC_* TMPDIR MEGARL_* OMP_* MKL_*
+CUDA_HOME CUDA_DEVICE_* CUDA_LAUNCH_* NCCL_* GLOO_* NVTE_* TORCH_* PYTORCH_* TRITON_* SGLANG_*
+HF_* HUGGING_FACE_* TRANSFORMERS_* TOKENIZERS_* WANDB_* UCX_* FI_* *_proxy *_PROXY SSL_CERT_*
+REQUESTS_CA_BUNDLE
+"""
+# what a process keeps of its scheduler's environment
+_KEPT = (
+    "SLURM*",
+    "PMI*",
+    "CUDA_VISIBLE_DEVICES",
+    "GPU_DEVICE_ORDINAL",
+    "NVIDIA_*",
+    "PATH",
+    "HOME",
+    "USER",
+    "TMPDIR",
+    "RAY_*",
+    "KUBERNETES_*",
+)
 _MARK = re.compile(r"@\{(address|host|port|gpus|cores):([^{}]+)\}")
 
 
@@ -144,3 +174,64 @@ def endpoints(texts: Iterable[str]) -> list[str]:
     kinds = ("address", "host", "port")
     found = (m for text in texts for m in _MARK.finditer(text))
     return list(dict.fromkeys(m[2] for m in found if m[1] in kinds))
+
+
+def described(resources: Resources) -> str:
+    """Returns resources as text, like GPU 8, CPU 1."""
+    return ", ".join(f"{name} {amount:g}" for name, amount in resources.items())
+
+
+def forwarded(env: Mapping[str, str], more: Iterable[str] = ()) -> dict[str, str]:
+    """Returns the variables of `env` that processes on a cluster get; `more` are further names or
+    patterns."""
+    patterns = (*FORWARDED.split(), *more)
+    return {k: env[k] for k in sorted(env) if any(fnmatch.fnmatchcase(k, p) for p in patterns)}
+
+
+@dataclass(frozen=True)
+class JobFiles:
+    """Names the files of a job: all in <run>/launch, which only the user may read. python: the
+    interpreter of its nodes."""
+
+    directory: Path
+    python: str = sys.executable
+
+    @classmethod
+    def of(cls, job: Job) -> Self:
+        """Returns those of a job, as absolute paths."""
+        return cls(Path(job.working_directory, job.directory, "launch"), job.python)
+
+    @property
+    def job(self) -> Path:
+        """Returns the file of the records."""
+        return self.directory / "job.json"
+
+    @property
+    def environment(self) -> Path:
+        """Returns the file of the variables that processes get."""
+        return self.directory / "environment.json"
+
+    def agent(self, attempt: str, *number: str) -> list[str]:
+        """Returns the command of a node's agent. number: the options that say which node it is."""
+        words = ["-m", "megarl.launcher.node", "--job", str(self.job), "--environment"]
+        return [self.python, *words, str(self.environment), "--attempt", attempt, *number]
+
+    def write(self, job: Job, env: Mapping[str, str]) -> None:
+        """Writes the records, and the variables that processes get, the job's token among them, for
+        the user's eyes only."""
+        self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.job.write_text(job.to_json(), encoding="utf-8")
+        self.environment.unlink(missing_ok=True)
+        fd = os.open(self.environment, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(fd, "w", encoding="utf-8") as f:
+            json.dump({name: env[name] for name in job.forwarded if name in env}, f, indent=1)
+
+
+def take_environment(path: Path) -> None:
+    """Makes the variables of the JSON file `path` this process's environment, with those that its
+    scheduler set."""
+    given = json.loads(path.read_text(encoding="utf-8"))
+    for name in list(os.environ):
+        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in _KEPT):
+            del os.environ[name]
+    os.environ.update(given)

@@ -32,10 +32,10 @@ from collections.abc import Sequence
 from megarl.config.command_line import CommandLine
 from megarl.launcher.command import Launcher, run_launcher, start_again
 from megarl.launcher.job import Job
-from megarl.launcher.names import LocalNames
+from megarl.launcher.names import Names
+from megarl.launcher.node import run_node
 from megarl.launcher.plan import Plan, plan_here
-from megarl.launcher.running import run_node
-from megarl.rpc.nodes import LOOPBACK
+from megarl.rpc.group import LOOPBACK
 from megarl.utils.child import Signals
 from megarl.utils.job_token import ensure_job_token
 
@@ -48,20 +48,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _start(plan: Plan, job: Job, command: CommandLine) -> int:
-    return launch(job)
-
-
-def launch(job: Job) -> int:
     """Runs the job to its end, starting it again as recover.restarts allows; returns the exit
     status."""
     ensure_job_token()  # every process it starts inherits it
     with Signals() as signals:
-        return start_again(job.restarts, signals, lambda: run_once(job, signals))
 
+        def run_once() -> int:
+            return run_node(job, 0, host=LOOPBACK, names=Names(), signals=signals)
 
-def run_once(job: Job, signals: Signals) -> int:
-    """Starts everything, waits for the end and ends everything; returns the exit status."""
-    return run_node(job, 0, host=LOOPBACK, names=LocalNames(), signals=signals)
+        return start_again(job.restarts, signals, run_once)
 
 
 if __name__ == "__main__":

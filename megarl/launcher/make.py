@@ -22,18 +22,19 @@ from megarl.launcher.job import (
     JUDGE,
     MASTER,
     MASTER_MARKS,
+    PACKAGE,
     REWARDS,
     SERVER,
     TRAINER,
     Job,
     Task,
     endpoint,
+    forwarded,
 )
 from megarl.launcher.placement import Seat
 from megarl.launcher.plan import MOVED, Plan, server_sections
 from megarl.rollout.server_process import python_path, release_flags, server_command
-from megarl.rpc.group import ROLLOUT, TRAINERS
-from megarl.rpc.nodes import LOOPBACK, PACKAGE, forwarded
+from megarl.rpc.group import LOOPBACK, ROLLOUT, TRAINERS
 from megarl.rpc.worker import WorkerStart, rank_env
 from megarl.utils.env import (
     CONTROLS,

@@ -8,17 +8,23 @@ of an older one that still run, on a node that its scheduler had lost, end when 
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import hmac
+import ipaddress
 import json
 import os
 import re
+import socket
+import struct
 import time
 from pathlib import Path
-from typing import Protocol
 
+from megarl.config.errors import ConfigError
+from megarl.rpc.group import LOOPBACK
 from megarl.utils.files import write_whole
 
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 LOOK_INTERVAL = 1.0  # seconds between looks at the shared directory
 NEWEST = "newest"
 _BEFORE = "before"  # the attempt that this one followed
@@ -33,38 +39,25 @@ class ForgedName(RuntimeError):
     """Says that a value was not written with this job's token, or for another attempt."""
 
 
-class Names(Protocol):
-    """Stores texts by name, for all nodes of a job."""
+class Names:
+    """Stores texts by name, for all nodes of a job: here those of one machine, in memory."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, str] = {}
 
     def put(self, name: str, value: str) -> None:
         """Publishes a value, in place of an earlier one."""
+        self._known[name] = value
 
     def peek(self, name: str) -> str | None:
         """Returns the value, None where nobody has published one."""
+        return self._known.get(name)
 
     def check(self) -> None:
         """Raises Superseded where a newer attempt has begun."""
 
 
-class LocalNames:
-    """Holds the names of a job on one machine, in memory."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, str] = {}
-
-    def put(self, name: str, value: str) -> None:
-        """Publishes a value, in place of an earlier one."""
-        self._values[name] = value
-
-    def peek(self, name: str) -> str | None:
-        """Returns the value, None where nobody has published one."""
-        return self._values.get(name)
-
-    def check(self) -> None:
-        """Does nothing: there is one attempt."""
-
-
-class FileNames:
+class FileNames(Names):
     """Holds the names of one attempt in <directory>/<attempt>. attempt: <job id>.<n>[.<n>], whose
     numbers grow from one attempt to the next."""
 
@@ -74,7 +67,7 @@ class FileNames:
         self._root, self.attempt, self._token = directory, attempt, token.encode()
         self._directory = directory / attempt
         self._directory.mkdir(parents=True, exist_ok=True)
-        self._known: dict[str, str] = {}
+        super().__init__()
         self._looked = -LOOK_INTERVAL
         self._there: frozenset[str] = frozenset()
 
@@ -177,3 +170,37 @@ def _superseded(mine: str, newest: str) -> str:
         f"attempt {mine} is not the newest of this run, {newest} is: ending at once, since both "
         "would write to the same files"
     )
+
+
+def node_address(interface: str = "") -> str:
+    """Returns the IPv4 address at which other nodes reach this one: that of the interface, else of
+    the host's name, else of the route to elsewhere. Raises ConfigError where there is none."""
+    if interface:
+        return _interface_address(interface)
+    try:
+        address = socket.gethostbyname(socket.gethostname())
+    except OSError:
+        address = LOOPBACK
+    if ipaddress.ip_address(address).is_loopback:  # as /etc/hosts often has it
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+            try:
+                s.connect(("192.0.2.1", 9))  # nothing is sent; the system chooses the interface
+            except OSError as e:
+                raise ConfigError(
+                    ["this node has no address that others reach: name its cluster.interface"]
+                ) from e
+            address = s.getsockname()[0]
+    return address
+
+
+def _interface_address(interface: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        request = struct.pack("256s", interface.encode()[:15])
+        try:
+            answer = fcntl.ioctl(s.fileno(), _GET_ADDRESS, request)
+        except OSError as e:
+            known = ", ".join(name for _, name in socket.if_nameindex())
+            raise ConfigError(
+                [f"cluster.interface={interface}: no IPv4 address here; there are {known}"]
+            ) from e
+    return socket.inet_ntoa(answer[20:24])

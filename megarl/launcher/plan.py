@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -21,13 +24,11 @@ from megarl.config.recipes import BaseConfig, GRPOConfig
 from megarl.config.rollout import ServerConfig
 from megarl.config.script import fetch_hub_models
 from megarl.config.secrets import masked_override
-from megarl.config.servers import needs_servers, settle_turns
+from megarl.config.servers import needs_servers, settle_turns, takes_turns
 from megarl.config.weight_sync import Requirements
 from megarl.launcher.container import check_fileroot, checked_from_here, seen_from_here
-from megarl.launcher.devices import check_devices
-from megarl.launcher.job import JUDGE, SERVER
+from megarl.launcher.job import JUDGE, PACKAGE, SERVER
 from megarl.launcher.placement import Placement, Servers, place, place_here
-from megarl.rpc.nodes import PACKAGE
 from megarl.trainer.named import (
     check_code,
     check_data,
@@ -39,6 +40,8 @@ from megarl.trainer.named import (
 from megarl.trainer.preflight import check_models, check_writable
 from megarl.utils.env import uses_gpus, visible_gpus
 
+ASK_TIMEOUT = 180.0  # seconds an interpreter may take to import torch
+_ASK_NCCL = "import torch; print(*torch.cuda.nccl.version(), sep='.')"
 MOVED = "MEGARL_SECRET_"  # variables with the secrets that were typed as overrides
 
 
@@ -243,3 +246,66 @@ def _placed(plan: Plan, placement: Placement) -> Plan:
         settle_turns(cfg, shared=plan.own and started and (placement.shared or plan.colocated))
         check_devices(cfg, placement, plan.needs)
     return replace(plan, placement=placement)
+
+
+def check_devices(cfg: GRPOConfig, placement: Placement, needs: Requirements) -> None:
+    """Raises ConfigError where trainers and the launcher's servers cannot work as they are placed.
+    needs: those of the transport of weights.
+    """
+    streamed = needs.process_group
+    if placement.shared and streamed:
+        raise ConfigError(
+            [
+                f"weight_sync.type={cfg.weight_sync.type}: too few GPUs are visible, so servers "
+                "and trainers would share some, and NCCL cannot connect two processes on one GPU; "
+                "use weight_sync.type=colocated or disk, or a smaller --nproc or server.count"
+            ]
+        )
+    sglang = cfg.server.type == "sglang"
+    bounded = any(a.startswith("--mem-fraction") for a in cfg.server.arguments)
+    if placement.shared and sglang and not bounded and not takes_turns(cfg):
+        raise ConfigError(
+            [
+                "servers and trainers share GPUs, and SGLang keeps most of a GPU's memory from its "
+                "start to its end: say how much with "
+                "server.options.mem_fraction_static=0.3, and leave the trainers the "
+                "rest; or have them use the GPUs in turn with server.release_memory=true"
+            ]
+        )
+    if cfg.cluster.container:  # whose interpreters are not here
+        return
+    on_gpus = placement.trainers[0].gpus is not None and bool(placement.servers[SERVER])
+    python = os.path.abspath(cfg.server.python) if cfg.server.python else sys.executable
+    if on_gpus and streamed and sglang and python != os.path.abspath(sys.executable):
+        check_nccl(sys.executable, cfg.server.python)
+
+
+def check_nccl(ours: str, theirs: str) -> None:
+    """Raises ConfigError unless torch has one NCCL version in both interpreters."""
+    with ThreadPoolExecutor() as pool:
+        own, other = pool.map(_nccl_version, (ours, theirs))
+    if own != other:
+        raise ConfigError(
+            [
+                f"server.python={theirs} has NCCL {other} and the trainers' {ours} has NCCL "
+                f"{own}: NCCL connects equal versions only; install one torch in both, or use "
+                "weight_sync.type=disk"
+            ]
+        )
+
+
+def _nccl_version(python: str) -> str:
+    command = [python, "-c", _ASK_NCCL]
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=ASK_TIMEOUT,
+            check=True,
+        )
+        return done.stdout.strip().splitlines()[-1]
+    except (OSError, subprocess.SubprocessError, IndexError) as e:
+        why = (str(getattr(e, "stderr", None) or e).strip().splitlines() or ["no output"])[-1]
+        raise ConfigError([f"{python}: cannot tell the NCCL version of its torch: {why}"]) from e

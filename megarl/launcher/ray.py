@@ -37,13 +37,13 @@ from megarl.config.cluster import ClusterConfig
 from megarl.config.command_line import CommandLine
 from megarl.config.errors import ConfigError
 from megarl.launcher.command import Launcher, run_launcher, start_again
-from megarl.launcher.files import JobFiles
-from megarl.launcher.job import CONTROLLER, Job
+from megarl.launcher.job import CONTROLLER, Job, JobFiles, Resources, described
+from megarl.launcher.node import NODE_FAILED
 from megarl.launcher.placement import SERVER_POOL
 from megarl.launcher.plan import Plan, plan_cluster
-from megarl.launcher.running import NODE_FAILED
+from megarl.launcher.workers import NodeScheduler
 from megarl.observability.logging import get_logger
-from megarl.rpc.nodes import Resources, described
+from megarl.rpc.group import GroupSpec, Processes, WorkerSpec
 from megarl.utils.child import Signals
 from megarl.utils.job_token import ensure_job_token
 
@@ -53,8 +53,8 @@ log = get_logger("launcher")
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the launcher with the command line `argv` (None: this process's); returns the exit
     status."""
-    ray = Launcher(help=__doc__ or "", plan=_plan, start=_start, asks=_asks)
-    return run_launcher(ray, argv)
+    on_ray = Launcher(help=__doc__ or "", plan=_plan, start=_start, asks=_asks)
+    return run_launcher(on_ray, argv)
 
 
 def bundles(job: Job, cluster: ClusterConfig) -> list[Resources]:
@@ -68,6 +68,12 @@ def bundles(job: Job, cluster: ClusterConfig) -> list[Resources]:
         added = other.ray_resources if other else cluster.ray_resources
         found.append({**({"GPU": gpus, "CPU": 1} if gpus else {"CPU": processes}), **added})
     return found
+
+
+def bundle(worker: WorkerSpec) -> Resources:
+    """Returns what is asked of Ray for a worker."""
+    wanted = {"GPU": worker.gpus, "CPU": worker.cpus or 1, "memory": worker.memory}
+    return {name: float(amount) for name, amount in wanted.items() if amount}
 
 
 def _plan(command: CommandLine) -> Plan:
@@ -101,7 +107,7 @@ def _start(plan: Plan, job: Job, command: CommandLine) -> int:
 
     ensure_job_token()
     files = JobFiles.of(job)
-    files.write_records(job, os.environ)
+    files.write(job, os.environ)
     with connected(), Signals(signal.SIGUSR1) as signals:
         running = RayJob(job, files, bundles(job, plan.cfg.cluster), signals)
         try:
@@ -111,6 +117,36 @@ def _start(plan: Plan, job: Job, command: CommandLine) -> int:
             status = NODE_FAILED
         log.info("%s ended with status %d after %d attempt(s)", job.name, status, running.attempts)
     return status
+
+
+class RayScheduler(NodeScheduler):
+    """Starts each worker in an actor of its own, all of a group in one placement group (PACK). A
+    worker ends with its actor, and with this process. interface: the network interface of this
+    machine that nodes reach; empty is that of its name."""
+
+    def __init__(self, *, interface: str = "") -> None:
+        """Connects to the cluster of RAY_ADDRESS, or to this machine's, unless this process has.
+        Raises ConfigError where there is none."""
+        super().__init__(interface)
+        import ray
+
+        from megarl.launcher.ray_cluster import connected
+
+        if not ray.is_initialized():
+            self._stack.enter_context(connected())
+
+    def start_agents(self, spec: GroupSpec, job: Job, files: JobFiles, attempt: str) -> Processes:
+        from megarl.launcher.ray_cluster import RayNodes
+
+        return RayNodes(
+            files,
+            attempt,
+            [bundle(spec.worker)] * spec.count,
+            spread="PACK",
+            limit=spec.start_timeout,
+            key="start_timeout",
+            signals=Signals(),
+        )
 
 
 if __name__ == "__main__":

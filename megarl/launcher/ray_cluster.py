@@ -27,13 +27,10 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.config.errors import ConfigError
-from megarl.launcher.files import JobFiles
-from megarl.launcher.job import Job
+from megarl.launcher.job import PACKAGE, Job, JobFiles, Resources, described
 from megarl.launcher.names import FileNames
-from megarl.launcher.node import names_of
-from megarl.launcher.running import NODE_FAILED
+from megarl.launcher.node import NODE_FAILED, names_of
 from megarl.observability.logging import get_logger
-from megarl.rpc.nodes import PACKAGE, Resources, described
 from megarl.utils.child import Child, LogTail, Signals, wait_until
 
 log = get_logger("launcher")

@@ -21,8 +21,8 @@ from concurrent.futures import Future
 from typing import Any
 
 from megarl.rollout.rewards import RewardPool
+from megarl.rpc.group import LOOPBACK
 from megarl.rpc.link import Link, Listener
-from megarl.rpc.nodes import LOOPBACK
 from megarl.utils.importing import add_working_directory
 from megarl.utils.stacks import dump_on_signal
 

@@ -26,20 +26,30 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from megarl.config.cluster import ClusterConfig
 from megarl.config.command_line import CommandLine
-from megarl.config.errors import ConfigError
+from megarl.config.earlier_run import RECOVER_DIR
+from megarl.config.errors import EXIT_CODE, ConfigError
 from megarl.launcher.command import Launcher, run_launcher
-from megarl.launcher.job import Job
+from megarl.launcher.job import PACKAGE, Job, JobFiles
+from megarl.launcher.names import LOOK_INTERVAL
+from megarl.launcher.node import names_of
+from megarl.launcher.placement import REWARD_POOL, SERVER_POOL
 from megarl.launcher.plan import Plan, plan_cluster
-from megarl.launcher.slurm_script import Files, batch_script
+from megarl.launcher.workers import NodeScheduler
 from megarl.observability.logging import get_logger
-from megarl.utils.child import LogTail
+from megarl.rpc.errors import WorkerDied
+from megarl.rpc.group import LOST, GroupSpec, Processes, WatchedGroup, WorkerSpec
+from megarl.utils.child import TERM_TIMEOUT, Child, LogTail, Signals, stop_all, wait_until
+from megarl.utils.job_token import ENV as TOKEN
 from megarl.utils.job_token import ensure_job_token
 
 log = get_logger("launcher")
@@ -48,11 +58,40 @@ FAILED = 1  # exit status of a job that Slurm ended
 COMMAND_TIMEOUT = 60.0  # seconds one command of Slurm may take
 POLL = 2.0  # seconds between looks at the state of a job
 SILENCE = 600.0  # seconds without an answer of Slurm's after which the job is not followed further
+END_WAIT = 120  # seconds the other nodes have to end when one has
+IDLE_LIMIT = 3  # attempts without a checkpoint after which a job is not queued again
+# arguments that say how nodes are shared
+_SHARING = ("--exclusive", "--oversubscribe", "-s", "--mem")
 # states that a job does not leave by itself
 _TERMINAL = """
 COMPLETED FAILED CANCELLED TIMEOUT NODE_FAIL PREEMPTED OUT_OF_MEMORY BOOT_FAIL DEADLINE REVOKED
 LAUNCH_FAILED RECONFIG_FAIL
 """
+
+
+class Files(JobFiles):
+    """Names the files of a job that Slurm runs. status: the job's exit status, written at its end.
+    idle: a line for each attempt in a row that ended without a new checkpoint."""
+
+    @property
+    def script(self) -> Path:
+        return self.directory / "job.sbatch"
+
+    @property
+    def id(self) -> Path:
+        return self.directory / "job_id"
+
+    @property
+    def status(self) -> Path:
+        return self.directory / "status"
+
+    @property
+    def idle(self) -> Path:
+        return self.directory / "idle"
+
+    def log(self, job_id: str) -> Path:
+        """Returns the file that the job's output goes to."""
+        return self.directory / f"slurm-{job_id}.log"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +193,7 @@ def submit(plan: Plan, job: Job) -> tuple[str, Files]:
             ]
         )
     ensure_job_token()
-    files.write_records(job, os.environ)
+    files.write(job, os.environ)
     for old in (files.status, files.idle):
         old.unlink(missing_ok=True)
     files.script.write_text(batch_script(job, plan.cfg.cluster, files), encoding="utf-8")
@@ -215,6 +254,198 @@ def _slurm(*command: str) -> subprocess.CompletedProcess[str]:
     except subprocess.TimeoutExpired:
         why = f"{command[0]}: no answer within {COMMAND_TIMEOUT:g} s"
         return subprocess.CompletedProcess(command, 1, stdout="", stderr=why)
+
+
+# the batch script
+
+
+def batch_script(job: Job, cluster: ClusterConfig, files: Files) -> str:
+    """Returns the script. It starts one agent on every node, again as recover.restarts allows, and
+    queues the job again when it is told to end before it is done."""
+    directives = [f"#SBATCH {_quoted(word)}" for word in _directives(job, cluster, files)]
+    body = _BODY.format(
+        directory=shlex.quote(job.working_directory),
+        python_path=shlex.quote(str(PACKAGE.parent)),
+        status=shlex.quote(str(files.status)),
+        checkpoints=shlex.quote(str(files.directory.parent / RECOVER_DIR)),
+        idle=shlex.quote(str(files.idle)),
+        idle_limit=IDLE_LIMIT,
+        restarts=job.restarts,
+        requeue=int(cluster.slurm.requeue),
+        config_error=EXIT_CODE,
+        srun=shlex.join(_srun(job, cluster, files)).replace("'$attempt'", '"$attempt"'),
+    )
+    return "\n".join(("#!/bin/bash", *directives, body))
+
+
+def _quoted(word: str) -> str:
+    """Returns a word as sbatch reads it off a line of directives."""
+    return f'"{word}"' if " " in word else word
+
+
+def _directives(job: Job, cluster: ClusterConfig, files: Files) -> Iterator[str]:
+    """Yields sbatch's arguments: the job's, then those of each pool, which is a component of a
+    heterogeneous job."""
+    slurm = cluster.slurm
+    yield f"--job-name=megarl-{job.name.replace('/', '-')}"
+    yield f"--output={files.log('%j')}"
+    yield "--open-mode=append"
+    yield "--export=PATH,HOME,USER,LANG"
+    yield f"--signal=B:USR1@{slurm.save_before}"
+    for pool in dict.fromkeys(job.pools):
+        if pool != job.pools[0]:
+            yield "hetjob"
+        if slurm.minutes:
+            yield f"--time={slurm.minutes}"
+        yield "--requeue" if slurm.requeue else "--no-requeue"
+        yield f"--nodes={job.pools.count(pool)}"
+        yield "--ntasks-per-node=1"
+        other = {SERVER_POOL: cluster.server_pool, REWARD_POOL: cluster.reward_pool}.get(pool)
+        arguments = other.sbatch_args if other else slurm.sbatch_args
+        if not any(argument.startswith(_SHARING) for argument in arguments):
+            yield from ("--exclusive", "--mem=0")
+        if gpus := job.gpus_per_node[job.pools.index(pool)]:
+            yield f"--gpus-per-node={gpus}"
+        yield from arguments
+
+
+def _srun(job: Job, cluster: ClusterConfig, files: Files) -> Iterator[str]:
+    """Yields the words of the command that starts the agents."""
+    yield from ("srun", "--export=ALL", "--label", "--kill-on-bad-exit=0", f"--wait={END_WAIT}")
+    if components := len(set(job.pools)) - 1:
+        yield f"--het-group=0-{components}"
+    if cluster.container:
+        yield f"--container-image={cluster.container}"
+    if cluster.container and cluster.container_mounts:
+        mounts = (m if ":" in m else f"{m}:{m}" for m in cluster.container_mounts)
+        yield f"--container-mounts={','.join(mounts)}"
+    yield from files.agent("$attempt", "--node-variable", "SLURM_PROCID")
+
+
+_BODY = """
+cd {directory} || exit 1
+export PYTHONPATH={python_path}${{PYTHONPATH:+:$PYTHONPATH}}
+told=0  # whether somebody wants the job to end
+tries=0
+# SIGUSR1 comes before the time limit. srun passes it on, and every node saves and ends.
+trap 'told=1; kill -USR1 "$step" 2>/dev/null' USR1 TERM
+checkpoints() {{ ls {checkpoints} 2>/dev/null; }}
+before=$(checkpoints)
+finish() {{ echo "$1" > {status}; exit "$1"; }}
+while true; do
+    attempt=$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}.$tries
+    {srun} &
+    step=$!
+    [ "$told" = 0 ] || kill -USR1 "$step"
+    # a signal ends a wait early
+    while wait "$step"; status=$?; kill -0 "$step" 2>/dev/null; do :; done
+    if [ "$status" = 0 ] || [ "$status" = {config_error} ]; then finish "$status"; fi
+    # a job that Slurm is ending, or queues again by itself, is left to it
+    state=$(squeue -h -j "$SLURM_JOB_ID" -o %T 2>/dev/null | head -n 1)
+    [ "$state" = RUNNING ] || finish "$status"
+    if [ "$told" = 1 ]; then
+        [ {requeue} = 1 ] || finish "$status"
+        if [ "$(checkpoints)" = "$before" ]; then echo >> {idle}; else rm -f {idle}; fi
+        if [ -f {idle} ] && [ "$(wc -l < {idle})" -ge {idle_limit} ]; then
+            echo "{idle_limit} attempts in a row ended before a checkpoint: not queueing again"
+            echo "raise cluster.slurm.minutes, or lower cluster.slurm.save_before"
+            finish "$status"
+        fi
+        echo "status $status: queueing the job again, to continue"
+        scontrol requeue "$SLURM_JOB_ID"  # ends this script, too
+        sleep 60
+        finish "$status"
+    fi
+    [ "$tries" -lt {restarts} ] || finish "$status"
+    tries=$((tries + 1))
+    echo "status $status: starting again, $(({restarts} - tries)) restart(s) left"
+done
+"""
+
+
+# workers of a script that runs in an allocation
+
+
+class SlurmScheduler(NodeScheduler):
+    """Starts each group by one `srun --overlap`, in the job that this process belongs to.
+    interface: the network interface of this machine that nodes reach; empty is that of its name."""
+
+    def __init__(self, *, interface: str = "") -> None:
+        """Raises ConfigError outside of an allocation, or without an address."""
+        if not os.environ.get("SLURM_JOB_ID"):
+            raise ConfigError(
+                ["SLURM_JOB_ID is not set: start this in an allocation, by sbatch or salloc"]
+            )
+        super().__init__(interface)
+
+    def start_agents(self, spec: GroupSpec, job: Job, files: JobFiles, attempt: str) -> Processes:
+        self._step = _SlurmStep(spec, job, files, attempt)
+        return self._step
+
+    def start(self, spec: GroupSpec) -> WatchedGroup:
+        """Returns a group whose workers serve; see Scheduler. Errors show what srun says."""
+        try:
+            return super().start(spec)
+        except (WorkerDied, TimeoutError) as e:
+            raise type(e)(f"{e}{self._step.srun.tail()}") from e
+
+
+class _SlurmStep:
+    """Holds the srun of a group's agents, and reads what they say of their ends."""
+
+    def __init__(self, spec: GroupSpec, job: Job, files: JobFiles, attempt: str) -> None:
+        self._names = names_of(job, attempt)
+        self._count, self._over = spec.count, 0.0
+        self.srun = Child(
+            f"srun of {spec.name}",
+            srun_command(spec, files, attempt),
+            env={k: v for k, v in os.environ.items() if k != TOKEN}
+            | {"PYTHONPATH": str(PACKAGE.parent)},
+            log_path=files.directory / f"srun-{attempt}.log",
+        )
+
+    def poll(self) -> Mapping[int, int]:
+        """Returns the exit statuses of the agents, which are those of their workers."""
+        status = self.srun.poll()
+        ends = {k: self._names.peek(f"end.{k}") for k in range(self._count)}
+        ended = {k: int(text) for k, text in ends.items() if text is not None}
+        if status is None:
+            return ended
+        self._over = self._over or time.monotonic()
+        if time.monotonic() < self._over + 2 * LOOK_INTERVAL:  # they may have said more
+            return ended
+        return dict.fromkeys(range(self._count), LOST) | ended
+
+    def close(self) -> None:
+        """Has the agents that are left end, with their workers, and srun with them."""
+        if self.srun.poll() is None:
+            self._names.put("lost.0", "the controller needs these workers no more")
+            wait_until(lambda: self.srun.poll() is not None, timeout=TERM_TIMEOUT)
+        stop_all([self.srun], Signals())
+
+
+def srun_command(spec: GroupSpec, files: JobFiles, attempt: str) -> list[str]:
+    """Returns the command that starts the agents of a group. Groups with GPUs do not share them:
+    their steps take what they ask for, the others lie over all."""
+    return [
+        *("srun", f"--job-name={spec.name}", f"--ntasks={spec.count}"),
+        *("--export=PATH,HOME,USER,LANG,PYTHONPATH,SLURM_CONF", "--kill-on-bad-exit=0"),
+        *("--wait=0", *_asks(spec.worker)),
+        *files.agent(attempt, "--node-variable", "SLURM_PROCID"),
+    ]
+
+
+def _asks(worker: WorkerSpec) -> Iterator[str]:
+    cpus = worker.cpus or 1
+    yield f"--cpus-per-task={cpus}"
+    if worker.gpus:
+        yield from ("--exact", f"--gpus-per-task={worker.gpus}")
+    else:
+        yield "--overlap"
+    if worker.memory:  # Slurm has no bound for a task, but one for each of its cores
+        yield f"--mem-per-cpu={-(-worker.memory // (cpus << 20))}M"
+    elif worker.gpus:
+        yield "--mem=0"
 
 
 if __name__ == "__main__":

@@ -218,6 +218,13 @@ class Signals:
             self._before[number] = signal.signal(number, self._note)
         return self
 
+    @property
+    def status(self) -> int:
+        """Returns the exit status of a process that the first signal ends; SIGUSR1 is a scheduler's
+        word for SIGTERM."""
+        number = self.received[0]
+        return 128 + (signal.SIGTERM if number == signal.SIGUSR1 else number)
+
     def __exit__(
         self,
         kind: type[BaseException] | None,

@@ -78,7 +78,7 @@ MUTANTS = (
         ("tests/unit/test_launcher_devices.py::test_trainers_first_then_servers",),
     ),
     Mutant(
-        "launcher/slurm_script.py",
+        "launcher/slurm.py",
         'yield f"--het-group=0-{components}"',
         'yield f"--het-group=0-{components + 1}"',
         (

@@ -21,6 +21,7 @@ from megarl.config.command_line import parse_command_line
 from megarl.config.errors import ConfigError
 from megarl.config.loader import checked_config
 from megarl.launcher import local, plan
+from megarl.launcher.command import show
 from megarl.launcher.job import (
     CONTROLLER,
     DRIVER,
@@ -31,13 +32,12 @@ from megarl.launcher.job import (
     Job,
     endpoints,
     fill,
+    forwarded,
 )
 from megarl.launcher.make import make_job
 from megarl.launcher.node import OPTIONS, node_number
 from megarl.launcher.placement import Placement, Seat, Servers, place, place_here
 from megarl.launcher.plan import plan_cluster
-from megarl.launcher.show import show
-from megarl.rpc.nodes import forwarded
 from megarl.utils.env import CONTROLS
 from tests.hf_stub import write_stub
 

@@ -10,11 +10,9 @@ import pytest
 
 from megarl.config.errors import ConfigError
 from megarl.launcher import names, node
-from megarl.launcher.job import TRAINER, Job, Task
-from megarl.launcher.names import FileNames, ForgedName, Superseded
-from megarl.launcher.node import node_number
-from megarl.launcher.running import NODE_FAILED, run_node
-from megarl.rpc.nodes import node_address, take_environment
+from megarl.launcher.job import TRAINER, Job, Task, take_environment
+from megarl.launcher.names import FileNames, ForgedName, Superseded, node_address
+from megarl.launcher.node import NODE_FAILED, node_number, run_node
 from megarl.utils.child import Signals
 
 

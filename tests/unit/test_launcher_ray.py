@@ -13,8 +13,8 @@ from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
 from megarl.launcher import command, ray
 from megarl.launcher.job import TRAINER
-from megarl.launcher.names import LocalNames
-from megarl.launcher.running import NODE_FAILED, run_node
+from megarl.launcher.names import Names
+from megarl.launcher.node import NODE_FAILED, run_node
 from megarl.utils.child import Signals
 from tests.hf_stub import write_stub
 from tests.unit.test_launcher_job import CASES, make
@@ -100,7 +100,7 @@ def test_agents_end_where_the_launcher_says_that_a_node_is_lost(
     """Node 1 has nothing to do but to wait for the trainers of node 0."""
     job = make(tmp_path, "allocation_mode=sglang.d1t8+megatron.d8")
     job = replace(job, tasks=tuple(job.of(TRAINER)))
-    names = LocalNames()
+    names = Names()
     names.put("lost.0", "its network is cut")
     with Signals() as signals:
         assert run_node(job, 1, host="127.0.0.1", names=names, signals=signals) == NODE_FAILED

@@ -15,8 +15,7 @@ import pytest
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
 from megarl.launcher import slurm
-from megarl.launcher.slurm import JobState, parse_job
-from megarl.launcher.slurm_script import Files, batch_script
+from megarl.launcher.slurm import Files, JobState, batch_script, parse_job
 from tests.unit.test_launcher_job import GOLDEN, POOLS, make
 
 LINE = (

@@ -1,4 +1,4 @@
-"""A controller and its workers as tasks of one node: whose end is the run's."""
+"""A controller and its workers as tasks of one node: whose end is the run's, and with which status."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from megarl.launcher.command import start_again
 from megarl.launcher.job import CONTROLLER, DRIVER, TRAINER, Job, Task
-from megarl.launcher.names import LocalNames
-from megarl.launcher.running import run_node
+from megarl.launcher.names import Names
+from megarl.launcher.node import run_node
 from megarl.launcher.workers import group_job
 from megarl.rpc.group import GroupSpec
 from megarl.utils.child import Signals
@@ -43,7 +44,7 @@ def job(folder: Path, codes: dict[str, str]) -> Job:
 
 
 def run(folder: Path, codes: dict[str, str], signals: Signals | None = None) -> int:
-    names = LocalNames()
+    names = Names()
     given = signals or Signals()
     return run_node(job(folder, codes), 0, host="127.0.0.1", names=names, signals=given)
 
@@ -85,3 +86,17 @@ def test_a_signal_is_for_the_controller(tmp_path: Path, mark: Mark) -> None:
 
     assert run(tmp_path, {TRAINER: WAIT, CONTROLLER: saves}, Signalled()) == 0
     mark.assert_none_left()
+
+
+def test_a_signal_between_two_attempts_is_the_reason_of_the_end() -> None:
+    signals = Signals(signal.SIGUSR1)
+    statuses = iter((7, 137))
+
+    def attempt() -> int:
+        status = next(statuses)
+        if status == 137:  # of a trainer, while the signal comes
+            signals.received.append(signal.SIGUSR1)
+        return status
+
+    assert start_again(3, signals, attempt) == 128 + signal.SIGTERM
+    assert start_again(0, Signals(), lambda: 137) == 137

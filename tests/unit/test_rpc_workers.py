@@ -20,8 +20,10 @@ from megarl.config.engine import TrainEngineConfig
 from megarl.config.recipes import GRPOConfig
 from megarl.config.rollout import RolloutConfig, ServerConfig
 from megarl.engine import MegatronEngine
-from megarl.launcher.files import JobFiles
-from megarl.launcher.workers import SlurmScheduler, bundle, group_job, make_scheduler, srun_command
+from megarl.launcher.job import JobFiles
+from megarl.launcher.ray import bundle
+from megarl.launcher.slurm import SlurmScheduler, srun_command
+from megarl.launcher.workers import group_job, make_scheduler
 from megarl.rollout.local import SGLangEngine
 from megarl.rpc import group as group_module
 from megarl.rpc.errors import RemoteError, RpcError, WorkerDied
