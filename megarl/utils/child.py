@@ -1,9 +1,10 @@
 """Starts, watches and ends helper processes, none of which outlives this one.
 
 Every helper leads a process group. Nobody writes to a pipe whose writing end this process holds and
-whose reading end the group's leader holds; the kernel is asked to kill the group when the writing
-end is gone, however this process ended (Linux). Unlike a parent-death signal this reaches the whole
-group, and does not depend on the thread that started it.
+whose reading end it shares with the group's leader; the kernel is asked to kill the group when the
+writing end is gone, however this process ended (Linux). Unlike a parent-death signal this reaches
+the whole group, also where its leader has ended before, and does not depend on the thread that
+started it.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import contextlib
 import fcntl
 import multiprocessing as mp
 import os
+import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -29,6 +32,7 @@ POLL_INTERVAL = 0.1  # seconds
 TERM_TIMEOUT = 30.0  # seconds a process may take to end after a signal, as torchrun gives
 ORPHAN_GRACE = 1.0  # for what an ended process left running
 KILL_TIMEOUT = 10.0
+MOST_FILES = 8192  # that a process is taken to have open
 LOG_TAIL = 40  # lines of a log that are shown of a process that died
 
 
@@ -48,7 +52,7 @@ class Child:
         """Starts the command. log_path: gets its output, in place of this process's own.
         private_log: nobody else may read the log."""
         self.name, self.log_path = name, log_path and Path(log_path)
-        with _tether() as fds, _output(self.log_path, private_log) as out:
+        with _tether(self) as fds, _output(self.log_path, private_log) as out:
             self._process = subprocess.Popen(
                 command,
                 env=dict(env),
@@ -103,7 +107,7 @@ def _output(log_path: str | Path, private: bool) -> Iterator[IO[bytes] | None]:
 # the pipe whose writing end this process holds until its own end
 
 
-_pipe: list[int] = []
+_pipe: list[int] = []  # its reading and its writing end
 _making = threading.Lock()
 
 
@@ -120,20 +124,27 @@ os.register_at_fork(after_in_child=_let_go)
 
 
 @contextlib.contextmanager
-def _tether() -> Iterator[tuple[int, ...]]:
-    """Yields the `pass_fds` of a process to start inside: a reading end, to be tied."""
+def _tether(child: Child) -> Iterator[tuple[int, ...]]:
+    """Yields the `pass_fds` of a process to start inside: a reading end, to be tied. This process
+    has it as long as it has `child`."""
     if sys.platform != "linux":
         yield ()
         return
     with _making:
         if not _pipe:
-            _pipe.extend(os.pipe())
+            reading, writing = os.pipe()
+            # of a process that ends Linux releases the highest number first
+            high = min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], MOST_FILES) // 2
+            _pipe.extend((reading, fcntl.fcntl(writing, fcntl.F_DUPFD_CLOEXEC, high)))
+            os.close(writing)
     # opened anew: whom to signal is a property of the open file, and every group has its own
     fd = os.open(f"/proc/self/fd/{_pipe[0]}", os.O_RDONLY | os.O_NONBLOCK)
     try:
         yield (fd,)
-    finally:
+    except BaseException:
         os.close(fd)
+        raise
+    weakref.finalize(child, os.close, fd).atexit = False
 
 
 def _tie(fd: int, pgid: int) -> None:

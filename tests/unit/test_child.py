@@ -1,0 +1,58 @@
+"""Helper processes end with whoever started them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl.utils.child import Child
+from tests.leftovers import Mark
+
+ROOT = Path(__file__).parents[2]
+# the leader starts another process, which has none of its files, and ends
+STARTER = """
+import os, sys, time
+from megarl.utils.child import Child
+leader = "import subprocess, sys; subprocess.Popen(['sleep', '300']); print('started', flush=True)"
+child = Child("leader", [sys.executable, "-c", leader], env=os.environ)
+while child.poll() is None:
+    time.sleep(0.05)
+print("leader ended", flush=True)
+time.sleep(300)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux ends them")
+def test_what_a_dead_leader_left_ends_with_its_starter() -> None:
+    mark = Mark()
+    starter = subprocess.Popen(
+        [sys.executable, "-c", STARTER],
+        env={**os.environ, **mark.env, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert starter.stdout is not None
+        assert [starter.stdout.readline() for _ in range(2)] == ["started\n", "leader ended\n"]
+        assert len(mark.left()) == 2  # the starter, and what the leader left
+        starter.send_signal(signal.SIGKILL)
+        starter.wait(30)
+        mark.assert_none_left()
+    finally:
+        mark.kill()
+        starter.communicate(timeout=30)
+
+
+def test_a_child_that_cannot_start_leaves_no_file_open() -> None:
+    files = Path("/proc/self/fd")
+    Child("true", ["true"], env={}).wait(30)
+    before = len(list(files.iterdir()))
+    with pytest.raises(FileNotFoundError):
+        Child("nothing", ["/no/such/program"], env={})
+    Child("true", ["true"], env={}).wait(30)
+    assert len(list(files.iterdir())) == before
