@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from megarl.ckpt.dist import find_damage
-from megarl.config.recipe_engines import trainer_processes
+from megarl.config.recipe_engines import engines, trainer_processes
 from megarl.config.recipes import BaseConfig
 from megarl.controller import start
 from megarl.controller.group import WorkerGroup
 from megarl.controller.messages import STOP
+from megarl.engine import MegatronEngine
 from megarl.observability import stats_tracker
 from megarl.observability.profiler import Profiler
 from megarl.parallel.rank_zero import RankZero
@@ -97,7 +98,8 @@ class ControllerContext(RunContext):
         """Starts the workers, and has all processes be seen."""
         scheduler: Scheduler = load_object(MAKE_SCHEDULER, what="scheduler")(self.cfg)
         self._scheduler = scheduler
-        self.trainers = self._workers(start.trainers(self.cfg, scheduler))
+        engine = MegatronEngine(next(iter(engines(self.cfg).values())))
+        self.trainers = self._workers(start.trainers(self.cfg, scheduler, engine))
         self.rollout = self._workers(start.driver(self.cfg, scheduler))
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # they have the GPUs
         n = self.world_size

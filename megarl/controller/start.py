@@ -11,11 +11,10 @@ from weakref import WeakKeyDictionary
 from megarl.api.inference import InferenceEngine
 from megarl.config.errors import ConfigError
 from megarl.config.loader import run_dir
-from megarl.config.recipe_engines import engines, trainer_processes
+from megarl.config.recipe_engines import trainer_processes
 from megarl.config.recipes import BaseConfig
 from megarl.controller.group import WorkerGroup
 from megarl.controller.worker import SERVE
-from megarl.engine import MegatronEngine
 from megarl.observability.logging import get_logger
 from megarl.rpc.group import ROLLOUT, TRAINERS, GroupSpec, Scheduler, WorkerSpec
 from megarl.utils.env import set_collective_timeout
@@ -28,24 +27,16 @@ _started: WeakKeyDictionary[Scheduler, dict[str, WorkerGroup]] = WeakKeyDictiona
 def trainers(
     config: BaseConfig,
     scheduler: Scheduler,
-    engine: Any = None,
+    engine: Any,
     ranks: Sequence[int] | None = None,
 ) -> WorkerGroup:
     """Returns the trainer processes of a run, which share one world of torch.distributed: so many
     as trainer.workers says, or the part of them that `ranks` names. Each has what the engine or
-    role whose model comes first asks for (`get_scheduling_config`); None stands for a
-    MegatronEngine."""
+    role whose model comes first asks for (`get_scheduling_config`)."""
     count = trainer_processes(config)
-    engine = engine or MegatronEngine(next(iter(engines(config).values())))
     asked = WorkerSpec.of(engine.get_scheduling_config())
     whole = workers(TRAINERS, count, config, scheduler, asked)
-    if ranks is None:
-        return whole
-    part = f"{TRAINERS}.{'-'.join(map(str, ranks))}"
-    groups = _started[scheduler]
-    if part not in groups:
-        groups[part] = whole.on(ranks)
-    return groups[part]
+    return whole if ranks is None else whole.on(ranks)
 
 
 def driver(

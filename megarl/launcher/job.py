@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -65,10 +65,10 @@ class Task:
     index: int
     part: int = 0
     node: int
-    gpus: str | None
+    gpus: str | None = None
     command: tuple[str, ...]
     env: dict[str, str]
-    ports: tuple[str, ...]
+    ports: tuple[str, ...] = ()
     log: str = ""
     restarts: int = 0
 
@@ -99,20 +99,20 @@ class Job:
     themselves. Times are in seconds."""
 
     name: str
-    config: str
+    config: str = ""
     directory: str
     working_directory: str
     pools: tuple[str, ...]
     gpus_per_node: tuple[int, ...]
-    interface: str
+    interface: str = ""
     tasks: tuple[Task, ...]
     forwarded: tuple[str, ...]
-    hidden: tuple[str, ...]
+    hidden: tuple[str, ...] = ()
     python: str
     start_timeout: float
     rendezvous_timeout: float
     grace: float
-    restarts: int
+    restarts: int = 0
 
     def of(self, role: str, node: int | None = None) -> list[Task]:
         """Returns the tasks of a role, on one node or (None) on all."""
@@ -134,14 +134,13 @@ class Job:
 
     @classmethod
     def from_json(cls, text: str) -> Job:
-        """Returns the job that `to_json` wrote."""
-        read: dict[str, Any] = json.loads(text)
-        for name in ("pools", "gpus_per_node", "forwarded", "hidden"):
-            read[name] = tuple(read[name])
-        for task in read["tasks"]:
-            task.update(command=tuple(task["command"]), ports=tuple(task["ports"]))
-        read["tasks"] = tuple(Task(**task) for task in read["tasks"])
-        return cls(**read)
+        """Returns the job that `to_json` wrote, or a dry run showed. Raises ValueError, TypeError
+        or LookupError for other text."""
+        from pydantic import TypeAdapter  # here, since launchers only write
+
+        read = json.loads(text)
+        read["forwarded"] = [*read["forwarded"]]  # of a dry run with their values
+        return TypeAdapter(cls).validate_python(read)
 
 
 def endpoint(role: str, index: int, part: int = 0) -> str:

@@ -43,11 +43,11 @@ from megarl.utils.job_token import ensure_job_token
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the launcher with the command line `argv` (None: this process's); returns the exit
     status."""
-    here = Launcher(help=__doc__ or "", plan=plan_here, start=_start, cluster=False)
+    here = Launcher(help=__doc__ or "", plan=plan_here, start=launch, cluster=False)
     return run_launcher(here, argv)
 
 
-def _start(plan: Plan, job: Job, command: CommandLine) -> int:
+def launch(plan: Plan, job: Job, command: CommandLine) -> int:
     """Runs the job to its end, starting it again as recover.restarts allows; returns the exit
     status."""
     ensure_job_token()  # every process it starts inherits it

@@ -160,6 +160,11 @@ class FileNames(Names):
         return hmac.new(self._token, text.encode(), hashlib.sha256).hexdigest()
 
 
+def new_attempt() -> str:
+    """Returns the name of an attempt that begins now."""
+    return f"{time.time_ns()}.0"
+
+
 def _numbers(attempt: str) -> tuple[int, ...]:
     """Returns the numbers in an attempt's name; a later attempt has greater ones."""
     return tuple(int(n) for n in re.findall(r"\d+", attempt))

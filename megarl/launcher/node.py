@@ -135,7 +135,7 @@ def _read_job(command: CommandLine) -> Job:
     path = Path(command.options["job"])
     try:
         return Job.from_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError, KeyError) as e:
+    except (OSError, ValueError, TypeError, LookupError) as e:
         raise ConfigError([f"--job {path}: not the records of a job: {e}"]) from e
 
 

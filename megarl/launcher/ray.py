@@ -103,19 +103,25 @@ def _start(plan: Plan, job: Job, command: CommandLine) -> int:
     status. Raises ConfigError where there is no Ray."""
     if importlib.util.find_spec("ray") is None:
         raise ConfigError(['ray is not installed: pip install "megarl[ray]"'])
-    from megarl.launcher.ray_cluster import NoRoom, RayJob, connected
+    from megarl.launcher.ray_cluster import NoRoom, connected, run_attempt
 
     ensure_job_token()
     files = JobFiles.of(job)
     files.write(job, os.environ)
+    asked, attempts = bundles(job, plan.cfg.cluster), 0
     with connected(), Signals(signal.SIGUSR1) as signals:
-        running = RayJob(job, files, bundles(job, plan.cfg.cluster), signals)
+
+        def run_once() -> int:
+            nonlocal attempts
+            attempts += 1
+            return run_attempt(job, files, asked, signals)
+
         try:
-            status = start_again(job.restarts, signals, running.run_once)
+            status = start_again(job.restarts, signals, run_once)
         except NoRoom as e:
             log.error("%s", e)
             status = NODE_FAILED
-        log.info("%s ended with status %d after %d attempt(s)", job.name, status, running.attempts)
+        log.info("%s ended with status %d after %d attempt(s)", job.name, status, attempts)
     return status
 
 

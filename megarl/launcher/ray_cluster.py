@@ -28,7 +28,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.config.errors import ConfigError
 from megarl.launcher.job import PACKAGE, Job, JobFiles, Resources, described
-from megarl.launcher.names import FileNames
+from megarl.launcher.names import FileNames, new_attempt
 from megarl.launcher.node import NODE_FAILED, names_of
 from megarl.observability.logging import get_logger
 from megarl.utils.child import Child, LogTail, Signals, wait_until
@@ -172,65 +172,55 @@ def _wait_for(group: PlacementGroup, wanted: str, limit: float, key: str, signal
     return not signals.received
 
 
-class RayJob:
-    """Runs a job, each attempt on nodes of its own. bundles: what each takes of Ray's resources."""
+def run_attempt(job: Job, files: JobFiles, bundles: Sequence[Resources], signals: Signals) -> int:
+    """Runs a job once on nodes of its own, and ends all that it started; returns the exit status.
+    Raises NoRoom where the cluster has none within cluster.rendezvous_timeout."""
+    attempt = new_attempt()
+    ray_nodes = RayNodes(
+        files,
+        attempt,
+        bundles,
+        spread="STRICT_SPREAD",
+        limit=job.rendezvous_timeout,
+        key="cluster.rendezvous_timeout",
+        signals=signals,
+    )
+    try:
+        if not ray_nodes.nodes:
+            return signals.status
+        return _follow(job, attempt, ray_nodes, signals)
+    finally:
+        ray_nodes.close()
 
-    def __init__(
-        self, job: Job, files: JobFiles, bundles: Sequence[Resources], signals: Signals
-    ) -> None:
-        self.job, self.files, self.bundles, self.signals = job, files, bundles, signals
-        self.attempts = 0
-        self._stamp = time.strftime("%Y%m%d%H%M%S", time.gmtime())
 
-    def run_once(self) -> int:
-        """Runs one attempt to its end and ends all that it started; returns the exit status. Raises
-        NoRoom where the cluster has none within cluster.rendezvous_timeout."""
-        attempt = f"{self._stamp}.{self.attempts}"
-        self.attempts += 1
-        ray_nodes = RayNodes(
-            self.files,
-            attempt,
-            self.bundles,
-            spread="STRICT_SPREAD",
-            limit=self.job.rendezvous_timeout,
-            key="cluster.rendezvous_timeout",
-            signals=self.signals,
-        )
-        try:
-            if not ray_nodes.nodes:
-                return 128 + self.signals.received[0]
-            return self._watch(attempt, ray_nodes)
-        finally:
-            ray_nodes.close()
-
-    def _watch(self, attempt: str, ray_nodes: RayNodes) -> int:
-        """Waits until all agents have ended; returns the status of the attempt. When one has ended
-        the others have END_WAIT seconds, after a signal recover.grace seconds more."""
-        names, nodes = names_of(self.job, attempt), ray_nodes.nodes
-        for node in nodes:
-            log.info("attempt %s: %s, log %s", attempt, node.where, node.log)
-        tails = [LogTail(node.log, f"{k}: ") for k, node in enumerate(nodes)]
-        first_failure, passed_on, deadline = 0, 0, math.inf
-        while running := {k: node for k, node in enumerate(nodes) if node.status is None}:
-            ray_nodes.hear(LOOK)
-            for number in self.signals.received[passed_on:]:
-                passed_on += 1
-                ray_nodes.signal(number)
-                deadline = time.monotonic() + self.job.grace + END_WAIT
-            for tail in tails:
-                tail.show()
-            for number, node in running.items():
-                if node.status is None and time.monotonic() > deadline:
-                    node.status, node.lost = NODE_FAILED, f"it did not end within {END_WAIT:g} s"
-                if node.status is None:
-                    continue
-                deadline = min(deadline, time.monotonic() + END_WAIT)
-                first_failure = first_failure or node.status
-                if node.status:
-                    _tell_others(number, node, names)
+def _follow(job: Job, attempt: str, ray_nodes: RayNodes, signals: Signals) -> int:
+    """Waits until all agents have ended; returns the status of the attempt. When one has ended the
+    others have END_WAIT seconds, after a signal recover.grace seconds more."""
+    names, nodes = names_of(job, attempt), ray_nodes.nodes
+    for node in nodes:
+        log.info("attempt %s: %s, log %s", attempt, node.where, node.log)
+    tails = [LogTail(node.log, f"{k}: ") for k, node in enumerate(nodes)]
+    first_failure, passed_on, deadline = 0, 0, math.inf
+    while running := {k: node for k, node in enumerate(nodes) if node.status is None}:
+        ray_nodes.hear(LOOK)
+        for number in signals.received[passed_on:]:
+            passed_on += 1
+            ray_nodes.signal(number)
+            deadline = time.monotonic() + job.grace + END_WAIT
         for tail in tails:
-            tail.show(rest=True)
-        return NODE_FAILED if any(node.lost for node in nodes) else first_failure
+            tail.show()
+        for number, node in running.items():
+            if node.status is None and time.monotonic() > deadline:
+                node.status, node.lost = NODE_FAILED, f"it did not end within {END_WAIT:g} s"
+            if node.status is None:
+                continue
+            deadline = min(deadline, time.monotonic() + END_WAIT)
+            first_failure = first_failure or node.status
+            if node.status:
+                _tell_others(number, node, names)
+    for tail in tails:
+        tail.show(rest=True)
+    return NODE_FAILED if any(node.lost for node in nodes) else first_failure
 
 
 def _tell_others(number: int, node: _Node, names: FileNames) -> None:

@@ -7,7 +7,6 @@ it and ends it. A worker that fails ends its group. Files of a group are in <log
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from megarl.launcher.job import (
     Task,
     forwarded,
 )
-from megarl.launcher.names import node_address
+from megarl.launcher.names import new_attempt, node_address
 from megarl.rpc.group import (
     Arrivals,
     GroupSpec,
@@ -98,7 +97,7 @@ class NodeScheduler(Scheduler):
         job = group_job(spec, address, self._interface)
         files = JobFiles.of(job)
         files.write(job, os.environ)
-        return self.start_agents(spec, job, files, f"{time.time_ns()}.0")
+        return self.start_agents(spec, job, files, new_attempt())
 
     def start_agents(self, spec: GroupSpec, job: Job, files: JobFiles, attempt: str) -> Processes:
         """Starts an agent on each node of the job."""
@@ -118,7 +117,6 @@ def group_job(spec: GroupSpec, address: str, interface: str = "") -> Job:
             role=TRAINER,
             index=index,
             node=index,
-            gpus=None,
             command=(spec.python, "-m", "megarl.rpc.worker"),
             env=env | rank_env(index, nodes, *MASTER_MARKS) | spec.env(index, address),
             ports=() if index else (MASTER,),
@@ -128,7 +126,6 @@ def group_job(spec: GroupSpec, address: str, interface: str = "") -> Job:
     ]
     return Job(
         name=spec.name,
-        config="",
         directory=str(Path(spec.log_dir, spec.name)),
         working_directory=os.getcwd(),
         pools=("workers",) * spec.count,
@@ -136,10 +133,8 @@ def group_job(spec: GroupSpec, address: str, interface: str = "") -> Job:
         interface=interface,
         tasks=tuple(tasks),
         forwarded=tuple(variables),
-        hidden=(),
         python=spec.python,
         start_timeout=spec.start_timeout,
         rendezvous_timeout=spec.start_timeout,
         grace=TERM_TIMEOUT,
-        restarts=0,
     )

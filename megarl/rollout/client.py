@@ -28,7 +28,7 @@ from megarl.rollout.requester import Connection, Requester
 from megarl.rollout.server_pool import PROBE_TIMEOUT
 from megarl.rollout.server_waits import check_routes, wait_for_version, wait_healthy
 from megarl.rollout.user_calls import stuck_threads
-from megarl.rollout.worker_process import START_TIMEOUT
+from megarl.rollout.worker_link import START_TIMEOUT
 from megarl.rollout.workers import WorkerPool
 from megarl.utils.importing import load_object
 from megarl.wire.routes import RouteShape

@@ -1,11 +1,11 @@
-"""Talks to one worker of `rollout.workers`, for the coordinator (`workers.py`)."""
+"""Starts one worker process of `rollout.workers`, and talks to it, for the coordinator."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import cloudpickle
 
@@ -14,12 +14,48 @@ from megarl.rollout.answers import News
 from megarl.rollout.episode import Episode
 from megarl.rollout.frames import unpacked
 from megarl.rollout.worker import HEAR, HEAR_TIMEOUT, TELL
-from megarl.rollout.worker_process import Process
 from megarl.rpc.errors import RpcError
+from megarl.rpc.group import GroupSpec, LocalScheduler, WorkerSpec
 
 T = TypeVar("T")
 
+START_TIMEOUT = 300.0  # seconds until a worker must serve
 STANDSTILL = 300.0  # seconds for which a worker's event loop may stand still
+
+
+class Process(Protocol):
+    """Is a worker process that serves an EpisodeWorker."""
+
+    async def call(self, verb: str, payload: Any = None) -> Any:
+        """Returns the worker's answer. Raises RemoteError where it raised, RpcError where it has
+        ended."""
+
+    def stop(self) -> None:
+        """Ends it."""
+
+
+class RpcProcess:
+    """Starts and holds worker number `index`, a process beside this one."""
+
+    def __init__(self, index: int) -> None:
+        """Raises what LocalScheduler.start does."""
+        self._group = LocalScheduler().start(
+            GroupSpec(
+                name=f"rollout_worker_{index}",
+                count=1,
+                serve="megarl.rollout.worker:serve",
+                worker=WorkerSpec(env={"OMP_NUM_THREADS": "1"}),
+                start_timeout=START_TIMEOUT,
+            )
+        )
+
+    async def call(self, verb: str, payload: Any = None) -> Any:
+        """Returns the worker's answer; see Process."""
+        return await self._group.clients[0].acall(verb, payload)
+
+    def stop(self) -> None:
+        """Ends the process. May be called twice."""
+        self._group.stop()
 
 
 @dataclass(eq=False)

@@ -22,8 +22,7 @@ from megarl.rollout.pickling import Workflows
 from megarl.rollout.requester import ClientState, Requester
 from megarl.rollout.sample_loop import SETTLE_TIMEOUT
 from megarl.rollout.worker import ABOUT, BEGIN
-from megarl.rollout.worker_link import Job, Link
-from megarl.rollout.worker_process import Process, RpcProcess
+from megarl.rollout.worker_link import Job, Link, Process, RpcProcess
 from megarl.rpc.errors import RemoteError, RpcError
 
 log = get_logger(__name__)

@@ -321,14 +321,6 @@ def test_restarts(
     stage.all_gone()
 
 
-def test_no_restart_after_a_signal(stage: Stage) -> None:
-    process = stage.start(WAIT, *stage.sft, "recover.restarts=3")
-    stage.trainers(1)
-    process.terminate()
-    status, output = stage.finish()
-    assert status == 128 + signal.SIGTERM and "starting again" not in output
-
-
 def test_config_errors_start_nothing(stage: Stage) -> None:
     cases = [
         (["actor.parallel.tp=3"], "num_attention_heads=4"),

@@ -1,4 +1,4 @@
-"""A controller and its workers as tasks of one node: whose end is the run's, and with which status."""
+"""A controller and its workers as tasks of one node: whose end is the run's, and its status."""
 
 from __future__ import annotations
 
