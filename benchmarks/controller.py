@@ -288,8 +288,7 @@ def main() -> None:
         return calls(args.rounds)
     if args.work:
         return work(args.work, args.folder, args.trainers)
-    from megarl.utils.env import free_port
-    from megarl.utils.job_token import ensure_job_token
+    from megarl.utils.env import ensure_job_token, free_port
     from tests.tiny import save_tiny
     from tests.tiny_tokenizer import save_tokenizer
 

@@ -41,8 +41,7 @@ from megarl.models.hf_config import read_hf_config
 from megarl.models.piece_table import PieceTable, build_piece_table
 from megarl.parallel.layout import Layout
 from megarl.rollout.server_process import ServerProcess, start_server
-from megarl.utils.env import free_port
-from megarl.utils.job_token import ensure_job_token
+from megarl.utils.env import ensure_job_token, free_port
 from megarl.weight_sync.sender import WeightSender
 from megarl.weight_sync.transports import WeightSource
 from tests.sglang.servers import ENV, OPTIONS, START_TIMEOUT, config

@@ -51,39 +51,94 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_working_directory()
     dump_on_signal()
     with stopping.listening(spokesman=_rank() == 0):
-        return _start(argv) or stopping.status()
+        try:
+            cfg = _checked(sys.argv[1:] if argv is None else argv)
+        except ConfigError as e:
+            return _refuse(e.report(), EXIT_CODE)
+        return (0 if cfg is None else _run_whole(cfg)) or stopping.status()
 
 
-def _start(argv: Sequence[str] | None) -> int:
-    try:
-        command = parse_command_line(
-            sys.argv[1:] if argv is None else argv,
-            options=("config", "recipe"),
-            switches=("help", "print-config", "check", "checked"),
-        )
-        if "help" in command.switches:
-            with contextlib.suppress(BrokenPipeError):  # --help | head
-                print(help_text(command), flush=True)
-            return 0
-        cfg = load(command)
-        if "print-config" in command.switches:
-            from megarl.config.loader import config_yaml
+def _checked(argv: Sequence[str]) -> BaseConfig | None:
+    """Returns the configuration to run, after all checks; None where nothing is to run. Raises
+    ConfigError."""
+    command = parse_command_line(
+        argv,
+        options=("config", "recipe"),
+        switches=("help", "print-config", "check", "checked"),
+    )
+    if "help" in command.switches:
+        with contextlib.suppress(BrokenPipeError):  # --help | head
+            print(_help(command), flush=True)
+        return None
+    from megarl.config.loader import config_yaml
+    from megarl.config.script import fetch_hub_models  # here, so that --help is instant
 
-            _say(config_yaml(cfg))
-            return 0
-        only = "check" in command.switches
-        world_size = _world_size(cfg, only)
-        if "checked" in command.switches:
-            prepare(cfg)
-        else:
-            check_all(cfg, world_size, only=only)
-    except ConfigError as e:
-        return _refuse(e.report(), EXIT_CODE)
+    cfg = _read(command)
+    only = "check" in command.switches
+    if "print-config" in command.switches:
+        _say(config_yaml(cfg))
+        return None
+    world_size = _world_size(cfg, only)
+    fetch_hub_models(cfg)
+    if "checked" in command.switches or _rank() != 0:
+        _prepare(cfg, only=only)
+        return None if only else cfg
+    # rank 0 checks for all; torchrun ends the others where it refuses
+    from megarl.trainer.preflight import check_contents, check_recipe, check_writable
+
+    check_recipe(cfg, world_size)
+    _prepare(cfg, only=only)
+    check_contents(cfg)
     if only:
         under = " under one controller" if cfg.trainer.mode == "controller" else ""
         _say(f"the configuration is sound, for {world_size} trainer process(es){under}")
-        return 0
-    return _run_whole(cfg)
+        return None
+    check_writable(cfg)
+    return cfg
+
+
+def _prepare(cfg: BaseConfig, *, only: bool) -> None:
+    """Sets what has to be set before torch is imported, by the run or by code that it names.
+    Raises ConfigError where a run, not `only` its checks, has no servers."""
+    quiet_libraries()
+    servers: list[str] = []
+    if isinstance(cfg, GRPOConfig):
+        try:
+            servers = server_addresses(cfg.rollout)
+        except OSError as e:
+            raise ConfigError([f"rollout.addresses_file: cannot be read: {e}; make it"]) from e
+        if not (only or servers) and needs_servers(cfg):
+            raise ConfigError(
+                [
+                    "no generation server: name running ones in rollout.addresses=[host:port,...] "
+                    f"or {ADDRESSES_ENV}, or start with python -m megarl.launcher.local"
+                ]
+            )
+    set_trainer_defaults(os.environ, servers=servers, block_fp8=uses_block_fp8(cfg))
+
+
+def _read(command: CommandLine) -> BaseConfig:
+    """Returns the recipe of a command line, with --checked the one that a launcher has checked and
+    put into the environment. --recipe NAME is short for recipe=NAME."""
+    from megarl.config.loader import CHECKED, checked_config, load_config
+
+    if "checked" not in command.switches:
+        recipe = [f"recipe={command.options['recipe']}"] if "recipe" in command.options else []
+        overrides = [*recipe, *command.words, *command.overrides]
+        return load_config(command.options.get("config"), overrides)
+    if (text := os.environ.pop(CHECKED, None)) is None:
+        raise ConfigError([f"--checked: {CHECKED} is not set; a launcher sets it, leave it out"])
+    return checked_config(text, command.overrides)
+
+
+def _help(command: CommandLine) -> str:
+    """Returns the text of --help, with the keys of --recipe or of all recipes; where words name
+    sections, only their keys."""
+    recipe = command.options.get("recipe")
+    recipes = [recipe] if recipe else tuple(RECIPES)
+    if command.words:
+        return "\n\n".join(render_section(word, recipes) for word in command.words)
+    return f"{(__doc__ or '').strip()}\n\n{render_help(recipes)}"
 
 
 def _run_whole(cfg: BaseConfig) -> int:
@@ -106,76 +161,6 @@ def _run_whole(cfg: BaseConfig) -> int:
         print(shown, file=sys.stderr, flush=True)
         return FAILED
     return 0
-
-
-def help_text(command: CommandLine) -> str:
-    """Returns the text of --help, with the keys of --recipe or of all recipes; where words name
-    sections, only their keys."""
-    recipe = command.options.get("recipe")
-    recipes = [recipe] if recipe else tuple(RECIPES)
-    if command.words:
-        return "\n\n".join(render_section(word, recipes) for word in command.words)
-    return f"{(__doc__ or '').strip()}\n\n{render_help(recipes)}"
-
-
-def load(command: CommandLine) -> BaseConfig:
-    """Returns the recipe of a command line, with --checked the one that a launcher has checked and
-    put into the environment. --recipe NAME is short for recipe=NAME."""
-    from megarl.config.loader import CHECKED, checked_config, load_config
-    from megarl.config.script import fetch_hub_models
-
-    if "checked" not in command.switches:
-        recipe = [f"recipe={command.options['recipe']}"] if "recipe" in command.options else []
-        overrides = [*recipe, *command.words, *command.overrides]
-        return load_config(command.options.get("config"), overrides)
-    if (text := os.environ.pop(CHECKED, None)) is None:
-        raise ConfigError([f"--checked: {CHECKED} is not set; a launcher sets it, leave it out"])
-    cfg = checked_config(text, command.overrides)
-    fetch_hub_models(cfg)
-    return cfg
-
-
-def check_all(cfg: BaseConfig, world_size: int, *, only: bool) -> None:
-    """Checks everything, as a launcher does, and sets what has to be set before torch is imported.
-    only: nothing starts afterwards. Raises ConfigError."""
-    from megarl.config.check import check_config
-    from megarl.config.earlier_run import check_run_dir
-    from megarl.config.script import fetch_hub_models
-    from megarl.trainer.preflight import check_models, check_writable
-
-    fetch_hub_models(cfg)
-    check_config(cfg, world_size)
-    check_models(cfg)
-    if _rank() == 0:  # alone: by the time the others look, it may have begun to write
-        check_run_dir(cfg)
-    if not only and isinstance(cfg, GRPOConfig) and needs_servers(cfg) and not _servers(cfg):
-        raise ConfigError(
-            [
-                "no generation server: name running ones in rollout.addresses=[host:port,...] or "
-                f"{ADDRESSES_ENV}, or start with python -m megarl.launcher.local"
-            ]
-        )
-    prepare(cfg)
-    if _rank() == 0:  # the others would read and import the same
-        check_named(cfg)
-        if not only:
-            check_writable(cfg)
-
-
-def check_named(cfg: BaseConfig) -> None:
-    """Checks the place, the tokenizer, the data and the code that the configuration names; code may
-    import torch. Raises ConfigError."""
-    from megarl.trainer.named import check_code, check_data, check_place, check_tokenizer
-
-    check_place(cfg)
-    check_tokenizer(cfg)
-    check_code(cfg, check_data(cfg, renders=True))
-
-
-def prepare(cfg: BaseConfig) -> None:
-    """Sets what has to be set before torch is imported."""
-    quiet_libraries()
-    set_trainer_defaults(os.environ, servers=_servers(cfg), block_fp8=uses_block_fp8(cfg))
 
 
 def run(cfg: BaseConfig) -> None:
@@ -201,10 +186,6 @@ def run(cfg: BaseConfig) -> None:
 
         assert isinstance(cfg, OfflineConfig), type(cfg)
         offline.run(cfg, trainer)
-
-
-def _servers(cfg: BaseConfig) -> list[str]:
-    return server_addresses(cfg.rollout) if isinstance(cfg, GRPOConfig) else []
 
 
 def _world_size(cfg: BaseConfig, only_checks: bool) -> int:

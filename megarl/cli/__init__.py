@@ -6,17 +6,21 @@ A command is a module with `main(argv) -> exit status`; it is imported when it i
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import difflib
 import importlib
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
+from typing import Any, NoReturn
 
 from megarl.config.errors import EXIT_CODE, ConfigError
 from megarl.utils.stacks import dump_on_signal
 
+RUN = "the run's directory, <fileroot>/<experiment_name>/<trial_name>"
 # they read files that somebody else may have written, or a full disk cut short
 READERS = ("report", "status", "view", "trace", "diff")
 # the module of each command, and what it does
@@ -39,13 +43,17 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv` (None: this process's) and returns the exit status: the
     command's, 2 for a wrong command line or configuration."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help", "help"):
-        print(help_text())
-        return 0 if words else EXIT_CODE
-    name, *rest = words
+    name, *rest = list(sys.argv[1:] if argv is None else argv) or [""]
+    if name in ("", "-h", "--help", "help"):
+        print("usage: megarl COMMAND ...   (megarl COMMAND --help says how)\n")
+        print("\n".join(f"  {name:10}{about}" for name, (_, about) in COMMANDS.items()))
+        return 0 if name else EXIT_CODE
     if name not in COMMANDS:
-        print(f"megarl: {_unknown(name)}", file=sys.stderr)
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
+        if name.startswith("--"):
+            hint = f"a command comes first; to train, megarl run {name} ..."
+        print(f"megarl: {name}: no such command; {hint}", file=sys.stderr)
         return EXIT_CODE
     sys.argv[0] = f"megarl {name}"
     dump_on_signal()
@@ -59,29 +67,79 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as e:
         if name not in READERS:
             raise
-        print(f"megarl {name}: {_damaged(e)}", file=sys.stderr)
+        frames = traceback.extract_tb(e.__traceback__)
+        ours = [f for f in frames if f.filename.startswith(str(Path(__file__).parents[1]))]
+        where = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}"
+        what = f"{type(e).__name__}: {' '.join(str(e).split())}"
+        print(f"megarl {name}: the run directory cannot be read ({where}): {what}", file=sys.stderr)
         return EXIT_CODE
 
 
-def _damaged(error: Exception) -> str:
-    """Returns what reading a run directory met, and where megarl read it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = [f for f in frames if f"{Path(__file__).parents[1]}" in f.filename]
-    where = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else ""
-    what = " ".join(str(error).split())
-    return f"the run directory cannot be read ({where}): {type(error).__name__}: {what}"
+class CommandParser(argparse.ArgumentParser):
+    """Parses the words of a command. --help shows `text`, the docstring of the command's module; a
+    wrong command line raises ConfigError."""
+
+    def __init__(self, name: str, text: str | None) -> None:
+        super().__init__(
+            prog=f"megarl {name}",
+            description=text,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """Raises ConfigError with `message` and the usage."""
+        raise ConfigError([f"{message}; {' '.join(self.format_usage().split())}"])
+
+    def path(self, name: str, text: str) -> None:
+        """Adds a path that has to be given, `name` in upper case."""
+        self.add_argument(name.lower(), metavar=name, type=Path, help=text)
+
+    def keys(self) -> None:
+        """Adds `keys`, words of the form key=value."""
+        text = "changes of the configuration"
+        self.add_argument("keys", metavar="key=value", type=_key, nargs="*", default=[], help=text)
+
+    def option(self, name: str, kind: Callable[[str], Any], text: str, default: Any = None) -> None:
+        """Adds --name VALUE, of which `kind` makes the value."""
+        self.add_argument(f"--{name}", type=kind, help=text, default=default)
+
+    def switch(self, name: str, text: str) -> None:
+        """Adds --name, which is True where it is given."""
+        self.add_argument(f"--{name}", action="store_true", help=text)
+
+    def read(self, argv: Sequence[str] | None) -> argparse.Namespace:
+        """Returns the values in `argv` (None: this process's); options may stand anywhere."""
+        return self.parse_intermixed_args(argv)
 
 
-def help_text() -> str:
-    """Returns the text of `megarl --help`."""
-    width = max(map(len, COMMANDS)) + 2
-    lines = [f"  {name:{width}}{about}" for name, (_, about) in COMMANDS.items()]
-    return "\n".join(["usage: megarl COMMAND ...   (megarl COMMAND --help says how)", "", *lines])
+def positive(text: str) -> int:
+    """Returns the whole number of an option, at least 1."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text}: use a whole number of at least 1")
+    return int(text)
 
 
-def _unknown(name: str) -> str:
-    if name.startswith("--"):
-        return f"{name}: a command comes first; to train, megarl run {name} ..."
-    near = difflib.get_close_matches(name, COMMANDS, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
-    return f"{name}: no such command; {hint}"
+def step_range(text: str) -> tuple[int, int]:
+    """Returns the first and the last step that "10-12" or "7" names, counted from 1."""
+    first, dash, last = text.partition("-")
+    last = last if dash else first
+    if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last)):
+        why = f"{text}: give the first and the last step, such as 10-12"
+        raise argparse.ArgumentTypeError(why)
+    return int(first), int(last)
+
+
+def free_path(base: Path, sign: str) -> Path:
+    """Returns `base`, or where it exists the first of BASE-2, BASE-3, ... that does not, with
+    `sign` for the dash."""
+    if not base.exists():
+        return base
+    others = (base.with_name(f"{base.name}{sign}{n}") for n in count(2))
+    return next(path for path in others if not path.exists())
+
+
+def _key(text: str) -> str:
+    if "=" not in text:
+        raise argparse.ArgumentTypeError(f"{text}: give key=value")
+    return text

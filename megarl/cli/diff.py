@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megarl.cli.command import RUN, CommandParser, step_range
+from megarl.cli import RUN, CommandParser, step_range
 from megarl.config.earlier_run import configs_apart, differences
 from megarl.config.errors import ConfigError
 from megarl.observability.fingerprints import (

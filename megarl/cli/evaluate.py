@@ -30,7 +30,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megarl.cli.command import CommandParser, free_path, positive
+from megarl.cli import CommandParser, free_path, positive
 from megarl.config.dataset import DatasetConfig
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from megarl.cli.command import RUN, CommandParser, free_path, positive
+from megarl.cli import RUN, CommandParser, free_path, positive
 from megarl.cli.diff import SHOWN, diff, recorded
 from megarl.config.earlier_run import CONFIG_FILE, RECOVER_DIR, Checkpoint, checkpoints
 from megarl.config.errors import ConfigError

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from megarl.cli.command import RUN, CommandParser
+from megarl.cli import RUN, CommandParser
 from megarl.config.errors import ConfigError
 from megarl.observability.console import duration
 from megarl.observability.presence import BEAT, ENDED, FAILED, RUNNING, read_launcher, read_presence
@@ -36,6 +36,7 @@ POLL = 2.0  # seconds between two looks with --follow
 OVER = ("finished", "stopped", "failed", "dead")
 BAD = ("failed", "dead")
 _GOING = {"alive", "silent", "stopped"}  # health of a process that may go on
+_LETTERS = {"": "dead", "Z": "dead", "T": "stopped", "t": "stopped"}  # of states in /proc
 _METRICS = {
     "reward": "reward/mean",
     "loss": "loss",
@@ -54,15 +55,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.switch("json", "one object instead of lines")
     parser.switch("follow", "say it again at every change, until the run ends")
     args = parser.read(argv)
-    shown: tuple[Any, ...] = ()
+    shown: list[Any] = []
     while True:
         now = status(args.run)
-        health = [p["health"] for p in now["processes"]]
-        news = (now["state"], now["step"], now["last_error"], now["servers"], health)
+        news = [now["state"], now["step"], now["last_error"], now["servers"]]
+        news += [process["health"] for process in now["processes"]]
         if news != shown:
             shown = news
-            lines = [json.dumps(now)] if args.json else [f"{n:14}{text}" for n, text in _lines(now)]
-            print(*lines, sep="\n", flush=True)
+            print(json.dumps(now) if args.json else "\n".join(_lines(now)), flush=True)
         if not args.follow or now["state"] in OVER:
             return int(now["state"] in BAD)
         time.sleep(POLL)
@@ -79,18 +79,25 @@ def status(directory: Path) -> dict[str, Any]:
             why = "no run has begun there; name <fileroot>/.../<trial_name>"
             raise ConfigError([f"{directory}: {why}"]) from None
         run = Run(label="", rows=[])
-    processes = [_process(record) for record in records]
     rows = [row for row in run.rows if row["step"] > 0]
     last = rows[-1] if rows else {}
-    summary = run.summary if _is_current(directory, records) else {}
-    launcher = _launcher(directory, records)
-    state = _state(summary, processes)
-    error = _last_error(summary, processes, launcher, bad=state in BAD)
-    if state in BAD and launcher and _is_there(launcher):
-        state = "restarting"
+    processes = [_process(record) for record in records]
+    started = records[0]["started"] if records else 0.0  # an older file is of an earlier start
+    summary = directory / "summary.json"
+    end = str(run.summary.get("status", ""))
+    if records and not (summary.exists() and summary.stat().st_mtime >= started):
+        end = ""
+    state = _state(end, processes)
+    restarting, reason = _launcher(directory, started, bad=state in BAD)
+    errors = [f"{p['name']}: {p['error']}" for p in processes if p["error"]]
+    if end.startswith("failed"):
+        errors.append(end.removeprefix("failed: "))
+    if dead := [p for p in processes if p["health"] == "dead"]:
+        names = ", ".join(f"{p['name']} (pid {p['pid']} on {p['host']})" for p in dead)
+        errors.append(f"ended without a word: {names}")
     return {
         "run": "/".join(directory.resolve().parts[-2:]),
-        "state": state,
+        "state": "restarting" if restarting else state,
         "step": int(last.get("step", 0)),
         "total_steps": (records[0] if records else run.summary).get("total_steps"),
         "elapsed_s": run.elapsed,
@@ -99,27 +106,18 @@ def status(directory: Path) -> dict[str, Any]:
         "eval_by_dataset": {
             name: _last(run.rows, f"eval/{name}/accuracy") for name in run.datasets
         },
-        **_pace(rows),
+        **_pace(rows[-RECENT:]),
         "processes": processes,
         "servers": _servers(records[0]) if records and state not in OVER else [],
-        "last_error": error,
+        "last_error": "; ".join(filter(None, [reason, *errors[:1]])) or None,
     }
-
-
-def _is_current(directory: Path, records: Sequence[Record]) -> bool:
-    """Returns whether summary.json is of the newest start, not of one before it."""
-    summary = directory / "summary.json"
-    if not summary.exists():
-        return False
-    return not records or summary.stat().st_mtime >= records[0]["started"]
 
 
 def _process(record: Record) -> dict[str, Any]:
     """Returns a trainer process by what it last said, and whether it is still there."""
     silent_s, since = time.time() - record["beat"], record["phase_since"]
-    if record["state"] in (ENDED, FAILED):
-        health = record["state"]
-    elif (health := _health_here(record)) == "alive" and silent_s > SILENT:
+    health = record["state"] if record["state"] in (ENDED, FAILED) else _health(record)
+    if health == "alive" and silent_s > SILENT:
         health = "silent"
     return {
         "name": record.get("name") or f"trainer {record['rank']}",
@@ -133,40 +131,42 @@ def _process(record: Record) -> dict[str, Any]:
     }
 
 
-def _health_here(record: Record) -> str:
+def _health(record: Record) -> str:
     """Returns alive, stopped or dead, as the system sees a process; alive on another host."""
-    if not _is_here(record):
-        return "alive"
-    letter = letter_of(record["pid"])
-    return {"": "dead", "Z": "dead", "T": "stopped", "t": "stopped"}.get(letter, "alive")
+    return _LETTERS.get(letter_of(record["pid"]), "alive") if _is_here(record) else "alive"
 
 
 def _is_here(record: Record) -> bool:
     return record["host"] == socket.gethostname()
 
 
-def _is_there(launcher: Record) -> bool:
-    return _is_here(launcher) and _health_here(launcher) != "dead"
-
-
-def _launcher(directory: Path, records: Sequence[Record]) -> Record | None:
-    """Returns what the launcher of the newest start said; None where another way started it."""
-    launcher = read_launcher(directory)
-    if launcher is None or _is_there(launcher):
-        return launcher
-    return None if records and launcher["beat"] < records[0]["started"] else launcher
-
-
-def _state(summary: Record, processes: Sequence[Record]) -> str:
-    """Returns running, finished, stopped (early), failed or dead, as the processes are."""
+def _state(end: str, processes: Sequence[Record]) -> str:
+    """Returns running, finished, stopped (early), failed or dead, as the processes are. end: what
+    summary.json says."""
     health = {p["health"] for p in processes}
     if "dead" in health:
         return "dead"
-    if (end := summary.get("status")) and not health & _GOING:
-        return str(end).split(":")[0].split()[0]
+    if end and not health & _GOING:
+        return end.split(":")[0].split()[0]
     if "failed" in health:
         return "failed"
     return "running" if health & _GOING else "stopped"
+
+
+def _launcher(directory: Path, started: float, *, bad: bool) -> tuple[bool, str | None]:
+    """Returns whether a launcher on this host starts the run again, which is `bad` now, and why a
+    start failed: the launcher saw which process ended first."""
+    record = read_launcher(directory)
+    if record is None:
+        return False, None
+    if _is_here(record) and _health(record) != "dead":
+        return bad, record["error"] or record["before"]
+    if record["beat"] < started:  # another way has started the run since
+        return False, None
+    reason: str | None = record["error"]
+    if bad and reason is None and _is_here(record) and record["state"] == RUNNING:
+        reason = f"the launcher (pid {record['pid']} on {record['host']}) is gone"
+    return False, reason
 
 
 def _last(rows: Sequence[Record], key: str) -> float | None:
@@ -174,12 +174,12 @@ def _last(rows: Sequence[Record], key: str) -> float | None:
 
 
 def _pace(rows: Sequence[Record]) -> dict[str, float | None]:
-    """Returns the seconds of a step, the median of the last ones, and their trained tokens/s."""
-    recent = [row for row in rows[-RECENT:] if row.get("timing/step_s")]
-    if not recent:
+    """Returns the seconds of a step, the median of `rows`, and their trained tokens/s."""
+    timed = [row for row in rows if row.get("timing/step_s")]
+    if not timed:
         return {"seconds_per_step": None, "tokens_per_s": None}
-    seconds = [float(row["timing/step_s"]) for row in recent]
-    tokens = sum(float(row.get("tokens/trained") or 0) for row in recent)
+    seconds = [float(row["timing/step_s"]) for row in timed]
+    tokens = sum(float(row.get("tokens/trained") or 0) for row in timed)
     return {
         "seconds_per_step": round(statistics.median(seconds), 3),
         "tokens_per_s": round(tokens / sum(seconds), 1),
@@ -199,41 +199,13 @@ def _servers(record: Record) -> list[dict[str, str]]:
             return f"no answer: {e}"
         return "alive"
 
-    addresses = record["servers"]
     with ThreadPoolExecutor(max_workers=16) as pool:
-        answers = zip(addresses, pool.map(health, addresses))
-        return [{"address": address, "health": answer} for address, answer in answers]
+        answers = pool.map(health, record["servers"])
+        return [{"address": a, "health": h} for a, h in zip(record["servers"], answers)]
 
 
-def _last_error(
-    summary: Record, processes: Sequence[Record], launcher: Record | None, *, bad: bool
-) -> str | None:
-    """Returns why the run failed, or why it is started again: the launcher's word, which saw the
-    first process end, then that of a process."""
-    reasons: list[str | None] = []
-    if launcher:
-        there = _is_there(launcher)
-        reasons.append(launcher["error"] or (launcher["before"] if there else None))
-        gone = _is_here(launcher) and launcher["state"] == RUNNING and not there
-        if bad and gone and not reasons[0]:
-            reasons = [f"the launcher (pid {launcher['pid']} on {launcher['host']}) is gone"]
-    errors = [f"{p['name']}: {p['error']}" for p in processes if p["error"]]
-    end = str(summary.get("status", ""))
-    if end.startswith("failed"):
-        errors.append(end.removeprefix("failed: "))
-    dead = [p for p in processes if p["health"] == "dead"]
-    if dead:
-        names = (f"{p['name']} (pid {p['pid']} on {p['host']})" for p in dead)
-        errors.append(f"ended without a word: {', '.join(names)}")
-    return "; ".join(filter(None, [*reasons, *errors[:1]])) or None
-
-
-# showing it
-
-
-def _lines(now: Record) -> Iterator[tuple[str, str]]:
-    """Yields what people read: a name and a text."""
-    yield "run", f"{now['run']}: {now['state']}"
+def _lines(now: Record) -> Iterator[str]:
+    """Yields what people read."""
     step = f"{now['step']}"
     if now["total_steps"]:
         step += f" of {now['total_steps']}"
@@ -241,28 +213,23 @@ def _lines(now: Record) -> Iterator[tuple[str, str]]:
         step += f" in {duration(now['elapsed_s'])}"
     if now["last_step_s_ago"] is not None:
         step += f", {now['last_step_s_ago']:.0f} s ago"
-    yield "step", step
+    lines = [("run", f"{now['run']}: {now['state']}"), ("step", step)]
     numbers = {name: now[name] for name in _METRICS}
     for title, values in ("numbers", numbers), ("eval", now["eval_by_dataset"]):
-        if texts := [f"{name} {v:.4g}" for name, v in values.items() if v is not None]:
-            yield title, ", ".join(texts)
+        texts = [f"{name} {v:.4g}" for name, v in values.items() if v is not None]
+        lines.append((title, ", ".join(texts)))
     if now["seconds_per_step"] is not None:
         pace = f"{now['seconds_per_step']:.3g} s a step, {now['tokens_per_s']:,.0f} tokens/s"
-        yield "pace", f"{pace} trained"
-    yield from _process_lines(now["processes"])
-    for server in now["servers"]:
-        yield "server", f"{server['address']}: {server['health']}"
-    if now["last_error"]:
-        yield "last error", now["last_error"]
-
-
-def _process_lines(processes: Sequence[Record]) -> Iterator[tuple[str, str]]:
-    """Yields a line for each of the first processes; those that something is wrong with lead."""
-    first = sorted(processes, key=lambda p: p["health"] in ("alive", ENDED))
-    for p in first[:SHOWN]:
+        lines.append(("pace", f"{pace} trained"))
+    # those that something is wrong with lead
+    processes = sorted(now["processes"], key=lambda p: p["health"] in ("alive", ENDED))
+    for p in processes[:SHOWN]:
         text = f"{p['health']}, on {p['host']}, pid {p['pid']}"
         if p["phase"] and p["health"] not in (ENDED, FAILED):
             text += f", in {p['phase']} for {p['phase_s'] or 0:.0f} s"
-        yield p["name"], text
-    if rest := first[SHOWN:]:
-        yield "", f"and {len(rest)} more: {', '.join(sorted({p['health'] for p in rest}))}"
+        lines.append((p["name"], text))
+    if rest := {p["health"] for p in processes[SHOWN:]}:
+        lines.append(("", f"and {len(processes) - SHOWN} more: {', '.join(sorted(rest))}"))
+    lines += [("server", f"{s['address']}: {s['health']}") for s in now["servers"]]
+    lines.append(("last error", now["last_error"]))
+    yield from (f"{name:14}{text}" for name, text in lines if text)

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.cli.command import RUN, CommandParser, step_range
+from megarl.cli import RUN, CommandParser, step_range
 from megarl.config.errors import ConfigError
 from megarl.observability.presence import read_presence
 from megarl.observability.timeline import (

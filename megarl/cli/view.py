@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megarl.cli.command import RUN, CommandParser, positive, step_range
+from megarl.cli import RUN, CommandParser, positive, step_range
 from megarl.config.errors import ConfigError
 from megarl.utils.files import human
 

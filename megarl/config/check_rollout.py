@@ -15,9 +15,8 @@ from megarl.config.rollout import GenerationHyperparameters, RolloutConfig, Serv
 from megarl.config.rules import rule_problems
 from megarl.config.servers import addresses_in, turn_problems
 from megarl.config.weight_sync import Requirements, WeightSyncConfig, built_in_transport
-from megarl.utils.env import is_here
+from megarl.utils.env import JOB_TOKEN, is_here
 from megarl.utils.http import split_address
-from megarl.utils.job_token import ENV
 
 
 def generation_problems(key: str, g: GenerationHyperparameters) -> Iterator[str]:
@@ -175,7 +174,7 @@ def _server_problems(s: ServerConfig, key: str) -> Iterator[str]:
     if _named(s, "--api-key"):
         yield (
             f"--api-key among {key}.options: everybody on the machine reads command lines; leave "
-            f"it out, and set {ENV} in the environment, which servers take for it"
+            f"it out, and set {JOB_TOKEN} in the environment, which servers take for it"
         )
 
 

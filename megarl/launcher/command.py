@@ -15,14 +15,15 @@ from itertools import groupby
 from typing import Any
 
 from megarl.config.command_line import CommandLine, help_or_command_line
+from megarl.config.container import View
 from megarl.config.earlier_run import ended
 from megarl.config.errors import EXIT_CODE, ConfigError
 from megarl.config.secrets import MASK, masked_override, masked_text, masked_yaml
-from megarl.launcher.container import seen_from_here
 from megarl.launcher.job import Job
 from megarl.launcher.make import make_job
-from megarl.launcher.plan import Plan, check_named
+from megarl.launcher.plan import Plan
 from megarl.observability.logging import get_logger
+from megarl.trainer.preflight import check_contents, check_writable
 from megarl.utils.child import Signals
 from megarl.utils.importing import add_working_directory
 from megarl.utils.stacks import dump_on_signal
@@ -81,14 +82,15 @@ def _run(launcher: Launcher, command: CommandLine) -> int:
         asks = launcher.asks(plan, job) if format == TABLE else ""
         print("\n\n".join(filter(None, (show(job, os.environ, format), asks))))
         return 0
-    only = "check" in command.switches
-    check_named(plan, writes=not only)
-    if only:
+    check_contents(plan.cfg, path=plan.import_path, launcher=True)
+    if "check" in command.switches:
         on_nodes = f" on {len(job.pools)} node(s)" if launcher.cluster else ""
         under = " under one controller" if plan.cfg.trainer.mode == "controller" else ""
         print(f"the configuration is sound, for {plan.nproc} trainer process(es){under}{on_nodes}")
         return 0
-    if plan.own and (line := ended(seen_from_here(plan.cfg))) is not None:
+    here = View(plan.cfg).seen
+    check_writable(here)
+    if plan.own and (line := ended(here)) is not None:
         log.info("%s", line)
         return 0
     return launcher.start(plan, job, command)

@@ -37,7 +37,7 @@ from megarl.launcher.node import run_node
 from megarl.launcher.plan import Plan, plan_here
 from megarl.rpc.group import LOOPBACK
 from megarl.utils.child import Signals
-from megarl.utils.job_token import ensure_job_token
+from megarl.utils.env import ensure_job_token
 
 
 def main(argv: Sequence[str] | None = None) -> int:

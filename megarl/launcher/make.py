@@ -44,7 +44,7 @@ from megarl.utils.env import (
     set_sglang_defaults,
     set_trainer_defaults,
 )
-from megarl.utils.job_token import ENV as TOKEN
+from megarl.utils.env import JOB_TOKEN as TOKEN
 
 THREADS = "OMP_NUM_THREADS"
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

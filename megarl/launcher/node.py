@@ -50,10 +50,9 @@ from megarl.utils.child import (
     stop_all,
     wait_until,
 )
-from megarl.utils.env import cores, free_port, visible_gpus
+from megarl.utils.env import JOB_TOKEN as TOKEN
+from megarl.utils.env import cores, ensure_job_token, free_port, job_token, visible_gpus
 from megarl.utils.http import in_thread
-from megarl.utils.job_token import ENV as TOKEN
-from megarl.utils.job_token import ensure_job_token, job_token
 from megarl.utils.stopping import SETTLE
 
 log = get_logger("launcher")

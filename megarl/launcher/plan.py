@@ -9,14 +9,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 from megarl.config.allocation import AllocationMode
-from megarl.config.check import check_config
 from megarl.config.command_line import CommandLine
 from megarl.config.compose import Word, read_override
-from megarl.config.earlier_run import check_run_dir
+from megarl.config.container import check_fileroot
 from megarl.config.errors import ConfigError
 from megarl.config.loader import config_yaml, own_class
 from megarl.config.recipe_engines import trainer_processes
@@ -26,18 +24,10 @@ from megarl.config.script import fetch_hub_models
 from megarl.config.secrets import masked_override
 from megarl.config.servers import needs_servers, settle_turns, takes_turns
 from megarl.config.weight_sync import Requirements
-from megarl.launcher.container import check_fileroot, checked_from_here, seen_from_here
 from megarl.launcher.job import JUDGE, PACKAGE, SERVER
 from megarl.launcher.placement import Placement, Servers, place, place_here
-from megarl.trainer.named import (
-    check_code,
-    check_data,
-    check_place,
-    check_tokenizer,
-    read_config,
-    transport_needs,
-)
-from megarl.trainer.preflight import check_models, check_writable
+from megarl.trainer.named import read_config, transport_needs
+from megarl.trainer.preflight import check_recipe
 from megarl.utils.env import uses_gpus, visible_gpus
 
 ASK_TIMEOUT = 180.0  # seconds an interpreter may take to import torch
@@ -131,22 +121,6 @@ def server_sections(cfg: BaseConfig) -> dict[str, ServerConfig]:
     return {SERVER: cfg.server} | ({JUDGE: cfg.judge} if cfg.judge else {})
 
 
-def check_named(plan: Plan, *, writes: bool) -> None:
-    """Checks the run directory, the tokenizer, the data and the code that the configuration names;
-    a process of its own imports the code. Raises ConfigError. With `writes` the directory is made.
-    """
-    check_place(seen_from_here(plan.cfg))
-    if plan.own:
-        checked_from_here(plan.cfg, check_tokenizer, None)
-    data = partial(check_data, isolated=True, path=plan.import_path, renders=plan.own)
-    unread: dict[str, tuple[str, ...]] = {}
-    rows = checked_from_here(plan.cfg, data, unread)
-    code = partial(check_code, row_keys=rows, isolated=True, path=plan.import_path, recipe=plan.own)
-    checked_from_here(plan.cfg, code, None)
-    if writes:
-        check_writable(seen_from_here(plan.cfg))
-
-
 def _read(command: CommandLine) -> Plan:
     """Returns the plan without its placement."""
     script = PACKAGE / "run.py"
@@ -165,9 +139,7 @@ def _read(command: CommandLine) -> Plan:
     text = config_yaml(cfg) if whole else ""
     fetch_hub_models(cfg)
     check_fileroot(cfg)
-    checked_from_here(cfg, lambda seen: check_config(seen, nproc, own_script=not own), None)
-    checked_from_here(cfg, check_models, None)
-    checked_from_here(cfg, partial(check_run_dir, cfg), None)
+    check_recipe(cfg, nproc, own_script=not own, launcher=True)
     rl = cfg if isinstance(cfg, GRPOConfig) else None
     return Plan(
         cfg=cfg,

@@ -45,7 +45,7 @@ from megarl.launcher.workers import NodeScheduler
 from megarl.observability.logging import get_logger
 from megarl.rpc.group import GroupSpec, Processes, WorkerSpec
 from megarl.utils.child import Signals
-from megarl.utils.job_token import ensure_job_token
+from megarl.utils.env import ensure_job_token
 
 log = get_logger("launcher")
 

@@ -49,8 +49,8 @@ from megarl.observability.logging import get_logger
 from megarl.rpc.errors import WorkerDied
 from megarl.rpc.group import LOST, GroupSpec, Processes, WatchedGroup, WorkerSpec
 from megarl.utils.child import TERM_TIMEOUT, Child, LogTail, Signals, stop_all, wait_until
-from megarl.utils.job_token import ENV as TOKEN
-from megarl.utils.job_token import ensure_job_token
+from megarl.utils.env import JOB_TOKEN as TOKEN
+from megarl.utils.env import ensure_job_token
 
 log = get_logger("launcher")
 

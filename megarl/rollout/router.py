@@ -13,8 +13,8 @@ from typing import Any
 from megarl.observability.logging import get_logger
 from megarl.rollout.server_choice import Server
 from megarl.rollout.server_pool import POLL_INTERVAL, PROBE_TIMEOUT, ServerPool
+from megarl.utils.env import job_token
 from megarl.utils.http import as_object, split_address
-from megarl.utils.job_token import job_token
 
 log = get_logger(__name__)
 

@@ -21,17 +21,20 @@ from megarl.config.servers import server_addresses
 from megarl.observability.logging import get_logger
 from megarl.rollout.server_choice import Server, State
 from megarl.utils.http import (
+    LINGER,
+    Deadline,
     HttpError,
     accepted,
     as_object,
     authorization,
     decode_answer,
     in_thread,
+    outcomes,
     retry_after,
     shown,
     split_address,
+    start_calls,
 )
-from megarl.utils.liveness import LINGER, Deadline, outcomes, start_calls
 
 log = get_logger(__name__)
 

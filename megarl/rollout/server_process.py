@@ -14,9 +14,8 @@ from typing import Any
 from megarl.config.rollout import ServerConfig
 from megarl.observability.logging import get_logger
 from megarl.utils.child import TERM_TIMEOUT, Child, Signals, spelled, stop_all
-from megarl.utils.env import free_port, set_threads_default
+from megarl.utils.env import JOB_TOKEN, free_port, job_token, set_threads_default
 from megarl.utils.http import HttpError, call_json, split_address
-from megarl.utils.job_token import ENV, job_token
 from megarl.utils.stacks import strangers_at
 from megarl.weight_sync.slices import LOADER, RECEIVER
 
@@ -28,7 +27,7 @@ PROBE_TIMEOUT = 30.0  # of one /health: SGLang's generates a token
 # SGLang takes its key as an argument alone, and arguments are everybody's to read: this adds it
 # inside the process, before those of the command line, which may hold another one
 _SGLANG_WITH_KEY = (
-    f"import os, runpy, sys; sys.argv[1:1] = ['--api-key', os.environ['{ENV}']]; "
+    f"import os, runpy, sys; sys.argv[1:1] = ['--api-key', os.environ['{JOB_TOKEN}']]; "
     "runpy.run_module('sglang.launch_server', run_name='__main__', alter_sys=True)"
 )
 

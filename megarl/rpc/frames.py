@@ -28,8 +28,7 @@ from io import BufferedReader
 from socket import SocketIO
 
 from megarl.rpc.errors import Refused
-from megarl.utils.env import collective_timeout
-from megarl.utils.job_token import ENV, job_token
+from megarl.utils.env import JOB_TOKEN, collective_timeout, job_token
 
 Part = bytes | bytearray | memoryview
 
@@ -61,7 +60,7 @@ def greet(sock: socket.socket, instance: bytes, token: str) -> Wire:
     answer = _exactly(sock, 2 * _NONCE, deadline)
     about = instance + nonce + answer[:_NONCE]
     if not hmac.compare_digest(answer[_NONCE:], _proof(token, b"dialer", about)):
-        raise Refused(f"a stranger: its proof is not of this job's token ({ENV})")
+        raise Refused(f"a stranger: its proof is not of this job's token ({JOB_TOKEN})")
     sock.sendall(_proof(token, b"listener", about))
     return Wire(
         sock, _proof(token, b"to the dialer", about), _proof(token, b"to the listener", about)
@@ -81,9 +80,11 @@ def introduce(sock: socket.socket, token: str) -> Wire:
     try:
         proof = _exactly(sock, _NONCE, deadline)
     except (EOFError, ConnectionError):
-        raise Refused(f"it takes this process for a stranger: {ENV} is another there") from None
+        raise Refused(
+            f"it takes this process for a stranger: {JOB_TOKEN} is another there"
+        ) from None
     if not hmac.compare_digest(proof, _proof(token, b"listener", about)):
-        raise Refused(f"its proof is not of this job's token ({ENV})")
+        raise Refused(f"its proof is not of this job's token ({JOB_TOKEN})")
     return Wire(
         sock, _proof(token, b"to the listener", about), _proof(token, b"to the dialer", about)
     )
@@ -92,7 +93,7 @@ def introduce(sock: socket.socket, token: str) -> Wire:
 def own_token() -> str:
     """Returns the job's token. Raises ValueError where the environment has none."""
     if (token := job_token()) is None:
-        raise ValueError(f"{ENV} is not set: who calls a worker runs code in it")
+        raise ValueError(f"{JOB_TOKEN} is not set: who calls a worker runs code in it")
     return token
 
 

@@ -27,8 +27,14 @@ from megarl.utils.child import (
     stop_all,
     wait_until,
 )
-from megarl.utils.env import CONTROLS, free_port, memory_bytes, uses_gpus, visible_gpus
-from megarl.utils.job_token import ensure_job_token
+from megarl.utils.env import (
+    CONTROLS,
+    ensure_job_token,
+    free_port,
+    memory_bytes,
+    uses_gpus,
+    visible_gpus,
+)
 
 log = get_logger(__name__)
 

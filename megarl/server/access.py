@@ -15,8 +15,7 @@ from urllib.parse import urlsplit
 from starlette.requests import Request
 
 from megarl.server.errors import ServerError
-from megarl.utils.env import is_loopback
-from megarl.utils.job_token import ENV
+from megarl.utils.env import JOB_TOKEN, is_loopback
 
 _WILDCARDS = ("", "0.0.0.0", "::")
 
@@ -47,7 +46,7 @@ class Access:
         if self._token is not None and not known:
             raise ServerError(
                 f"{request.url.path} is for this server's job alone: send its token, "
-                f"`Authorization: Bearer ...` (a job takes it from the environment's {ENV})",
+                f"`Authorization: Bearer ...` (a job takes it from the environment's {JOB_TOKEN})",
                 status=401,
             )
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -69,7 +68,7 @@ class Access:
         if host is not None and not self._is_own(host):
             raise ServerError(
                 f"Host: {host} is not this server's; call it by its IP address, by localhost or "
-                f"by its machine's name, or give it and the job one {ENV}",
+                f"by its machine's name, or give it and the job one {JOB_TOKEN}",
                 status=403,
             )
         if origin is not None and origin.lower().partition("://")[2] != (host or "").lower():

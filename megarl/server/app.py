@@ -28,8 +28,8 @@ from megarl.server.core import ServerCore
 from megarl.server.endpoints import Endpoints
 from megarl.server.replies import answer, guarded
 from megarl.server.weight_endpoints import WeightEndpoints
+from megarl.utils.env import job_token
 from megarl.utils.http import in_thread
-from megarl.utils.job_token import job_token
 
 logger = logging.getLogger(__name__)
 _STOP_TIMEOUT = 2.0

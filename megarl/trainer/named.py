@@ -6,7 +6,6 @@ code that is named does.
 
 from __future__ import annotations
 
-import errno
 import inspect
 import os
 import sys
@@ -28,8 +27,7 @@ from megarl.data.preference import check_margins
 from megarl.data.sources import check_batches, load_rows
 from megarl.rollout.rewards import check_rows, get_reward_fn, is_registered, load_reward
 from megarl.trainer.user_code import ALGORITHMS, Named, code_problems
-from megarl.utils.importing import in_one_line, is_import_path
-from megarl.utils.isolated import call_isolated
+from megarl.utils.importing import call_isolated, in_one_line, is_import_path
 
 T = TypeVar("T")
 Rows = Sequence[dict[str, Any]]
@@ -46,22 +44,12 @@ def read_config(
     own = own_class(source, overrides)
     if own is None:
         return load_config(source, overrides, foreign=foreign)
-    found = _isolated(_read_as_ours, source, overrides, foreign, path, what=[own])
-    if isinstance(found, tuple):
-        raise ConfigError(found)
-    return found
+    return _isolated(_read_as_ours, source, overrides, foreign, path=path, what=[own])
 
 
-def _read_as_ours(
-    source: str | None, overrides: Sequence[str], foreign: bool, path: Sequence[str]
-) -> BaseConfig | tuple[str, ...]:
-    """Returns the configuration, which can be unpickled without the user's code; or what is wrong
-    with it."""
-    sys.path[:0] = path
-    try:
-        cfg: BaseConfig = _as_ours(load_config(source, overrides, foreign=foreign))
-    except ConfigError as e:
-        return e.problems
+def _read_as_ours(source: str | None, overrides: Sequence[str], foreign: bool) -> BaseConfig:
+    """Returns the configuration, which can be unpickled without the user's code."""
+    cfg: BaseConfig = _as_ours(load_config(source, overrides, foreign=foreign))
     return cfg
 
 
@@ -79,29 +67,20 @@ def _as_ours(value: Any) -> Any:
 def check_place(cfg: BaseConfig) -> None:
     """Raises ConfigError where the run directory cannot be made. Writes nothing."""
     directory = run_dir(cfg).absolute()
-    try:
-        there = next(p for p in (directory, *directory.parents) if p.exists())
-        if not there.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there))
-        if not os.access(there, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(there))
-    except OSError as e:
-        raise ConfigError(
-            [f"the run directory {directory} cannot be made: {e}; set another fileroot"]
-        ) from e
+    there = next(p for p in (directory, *directory.parents) if os.path.exists(p))
+    if not (os.path.isdir(there) and os.access(there, os.W_OK | os.X_OK)):
+        why = f"{there} is no directory that can be written to; set another fileroot"
+        raise ConfigError([f"the run directory {directory} cannot be made: {why}"])
 
 
 def check_tokenizer(cfg: BaseConfig) -> None:
     """Raises ConfigError where the tokenizer's directory holds nothing of a tokenizer."""
-    name = next(iter(engines(cfg)))
-    key, path = f"{name}.path", Path(cfg.tokenizer_path or model_path(cfg, name))
-    if path.is_dir() and not any(found for p in _TOKENIZER_FILES for found in path.glob(p)):
-        key = "tokenizer_path" if cfg.tokenizer_path else key
+    key, path = _tokenizer(cfg)
+    directory = Path(path)
+    if directory.is_dir() and not any(file for p in _TOKENIZER_FILES for file in directory.glob(p)):
+        why = "has no tokenizer (tokenizer.json, tokenizer_config.json, ...)"
         raise ConfigError(
-            [
-                f"{key}={path}: has no tokenizer (tokenizer.json, tokenizer_config.json, ...); set "
-                "tokenizer_path to a directory that has one"
-            ]
+            [f"{key}={directory}: {why}; set tokenizer_path to a directory that has one"]
         )
 
 
@@ -115,80 +94,76 @@ def check_data(
     """
     own = [f"{k}={d.type}" for k, d in sources(cfg).items() if is_import_path(d.type)]
     if isolated and own:
-        problems, row_keys, first = _isolated(_read_data, cfg, path, what=own)
+        row_keys, first = _isolated(_read_data, cfg, path=path, what=own)
     else:
-        problems, row_keys, first = _read_data(cfg)
-    raise_if_any(problems)
-    if renders:
-        what = [
-            f"the tokenizer of {cfg.tokenizer_path or model_path(cfg, next(iter(engines(cfg))))}"
-        ]
-        if not _plainly_rendered(cfg, first):
-            raise_if_any(
-                _isolated(_rendered_apart, cfg, first, what=what)
-                if isolated
-                else _rendered(cfg, first)
-            )
+        row_keys, first = _read_data(cfg)
+    if renders and not _renders_plainly(cfg, first):
+        if isolated:
+            what = ["the tokenizer of {1}".format(*_tokenizer(cfg))]
+            _isolated(_check_rendering, cfg, first, True, what=what)
+        else:
+            _check_rendering(cfg, first)
     return row_keys
 
 
 First = dict[str, tuple[str, dict[str, Any]]]  # of each source: what it is read for, and a row
 
 
-def _plainly_rendered(cfg: BaseConfig, first: First) -> bool:
+def _tokenizer(cfg: BaseConfig) -> tuple[str, str]:
+    """Returns the key that names the run's tokenizer, and its directory."""
+    if cfg.tokenizer_path:
+        return "tokenizer_path", cfg.tokenizer_path
+    name = next(iter(engines(cfg)))
+    return f"{name}.path", model_path(cfg, name)
+
+
+def _renders_plainly(cfg: BaseConfig, first: First) -> bool:
     """Returns whether the tokenizer's own files make tokens of a row of each source. Where they do
     not, transformers has the last word."""
-    from megarl.data.encoding import encode_rows
     from megarl.data.plain_tokenizer import PlainTokenizer
 
     template = cfg.tokenizer.chat_template
     try:
-        tokenizer = PlainTokenizer(
-            Path(cfg.tokenizer_path or model_path(cfg, next(iter(engines(cfg))))),
-            Path(template).read_text(encoding="utf-8") if template else "",
-        )
-        for name, (purpose, row) in first.items():
-            list(encode_rows([row], sources(cfg)[name], tokenizer, purpose))
+        text = Path(template).read_text(encoding="utf-8") if template else ""
+        return not any(_unrendered(cfg, first, PlainTokenizer(Path(_tokenizer(cfg)[1]), text)))
     except Exception:  # a tokenizer's files may be wrong in any way
         return False
-    return True
 
 
-def _rendered_apart(cfg: BaseConfig, first: First) -> list[str]:
-    """Returns what `_rendered` does, in a process that does nothing else. transformers imports
-    torch where there is one, though a tokenizer needs none: that is half of a start's checks."""
-    if not cfg.trust_remote_code:  # a tokenizer's own code may import it
+def _check_rendering(cfg: BaseConfig, first: First, alone: bool = False) -> None:
+    """Raises ConfigError where the run's tokenizer cannot make tokens of a source's row. alone: in
+    a process that does nothing else. transformers imports torch where there is one, though a
+    tokenizer needs none: that is half of a start's checks."""
+    if alone and not cfg.trust_remote_code:  # a tokenizer's own code may import it
         sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
         os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # that there is no torch
-    return _rendered(cfg, first)
-
-
-def _rendered(cfg: BaseConfig, first: First) -> list[str]:
-    """Returns a line for each source of whose row the run's tokenizer cannot make tokens."""
-    from megarl.data.encoding import encode_rows
     from megarl.data.tokenizer import run_tokenizer
     from megarl.utils.env import quiet_libraries
 
     quiet_libraries()
-    key = "tokenizer_path" if cfg.tokenizer_path else f"{next(iter(engines(cfg)))}.path"
-    path = cfg.tokenizer_path or model_path(cfg, next(iter(engines(cfg))))
+    key, path = _tokenizer(cfg)
     try:
         tokenizer = run_tokenizer(cfg, path)
     except Exception as e:  # a tokenizer's files may be wrong in any way
-        return [f"{key}={path}: its tokenizer cannot be loaded: {in_one_line(e)}"]
-    problems = []
+        why = f"its tokenizer cannot be loaded: {in_one_line(e)}"
+        raise ConfigError([f"{key}={path}: {why}"]) from e
+    raise_if_any(_unrendered(cfg, first, tokenizer))
+
+
+def _unrendered(cfg: BaseConfig, first: First, tokenizer: Any) -> Iterator[str]:
+    """Yields a line for each source of whose row the tokenizer cannot make tokens."""
+    from megarl.data.encoding import encode_rows
+
     for name, (purpose, row) in first.items():
         try:
             list(encode_rows([row], sources(cfg)[name], tokenizer, purpose))
         except ValueError as e:
-            problems.append(f"{name}: {e}")
-    return problems
+            yield f"{name}: {e}"
 
 
-def _read_data(
-    cfg: BaseConfig, path: Sequence[str] = ()
-) -> tuple[list[str], dict[str, tuple[str, ...]], First]:
-    sys.path[:0] = path
+def _read_data(cfg: BaseConfig) -> tuple[dict[str, tuple[str, ...]], First]:
+    """Returns what rewards get of the rows of each source, and its first row. Raises ConfigError
+    naming each source that is not sound."""
     purpose = data_purpose(cfg)
     problems, row_keys, first = [], {}, First()
     trained: set[int] = set()
@@ -218,7 +193,8 @@ def _read_data(
             check_batches(count, cfg.train_dataset)
     except ValueError as e:
         problems.insert(0, f"train_dataset: {e}")
-    return problems, row_keys, first
+    raise_if_any(problems)
+    return row_keys, first
 
 
 def _check_answers(data: SourceConfig, rows: Sequence[dict[str, Any]], cfg: BaseConfig) -> None:
@@ -251,13 +227,11 @@ def check_code(
     named = [c for c in _named_code(cfg, row_keys) if recipe or c.key != "rollout.workflow"]
     if isolated:  # what a script defines itself, it finds itself
         named = [code for code in named if not code.target.startswith("__main__:")]
-    if not named:
-        return
-    if not isolated:
-        raise_if_any(code_problems(named, path))
-        return
     what = [f"{code.key}={code.target}" for code in named]
-    raise_if_any(_isolated(code_problems, named, path, what=what))
+    if isolated and named:
+        raise_if_any(_isolated(code_problems, named, path=path, what=what))
+    else:
+        raise_if_any(code_problems(named))
 
 
 def transport_needs(cfg: GRPOConfig, path: Sequence[str] = ()) -> Requirements:
@@ -269,23 +243,19 @@ def transport_needs(cfg: GRPOConfig, path: Sequence[str] = ()) -> Requirements:
         return built_in.requirements
     if type_.startswith("__main__:"):  # what a script defines itself, it finds itself
         return Requirements()
-    found = _isolated(_needs_of, type_, path, what=[f"weight_sync.type={type_}"])
-    if isinstance(found, str):
-        raise ConfigError([found])
-    return found
+    return _isolated(_needs_of, type_, path=path, what=[f"weight_sync.type={type_}"])
 
 
-def _needs_of(type_: str, path: Sequence[str]) -> Requirements | str:
-    sys.path[:0] = path
+def _needs_of(type_: str) -> Requirements:
     try:
         return requirements_of(type_)
     except ValueError as e:
-        return f"weight_sync.type: {e}"
+        raise ConfigError([f"weight_sync.type: {e}"]) from e
 
 
-def _isolated(fn: Callable[..., T], *args: Any, what: Sequence[str]) -> T:
+def _isolated(fn: Callable[..., T], *args: Any, what: Sequence[str], path: Sequence[str] = ()) -> T:
     try:
-        return call_isolated(fn, *args, timeout=IMPORT_TIMEOUT)
+        return call_isolated(fn, *args, timeout=IMPORT_TIMEOUT, path=path, answers=ConfigError)
     except (TimeoutError, ChildProcessError) as e:
         raise ConfigError([f"{', '.join(what)}: cannot be imported: {e}"]) from e
 

@@ -1,24 +1,63 @@
-"""Checks a recipe against its models, before any process group or server exists. No torch."""
+"""Checks a recipe, before any process group or server exists: its rules, its models, the place of
+its run, its data and its code.
+
+No check imports torch, except where the user's code does.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from megarl.config.check import check_config
+from megarl.config.container import View
+from megarl.config.earlier_run import check_run_dir
 from megarl.config.errors import ConfigError, raise_if_any
 from megarl.config.loader import run_dir
 from megarl.config.recipe_engines import engines, model_override, model_path, saved_engines
 from megarl.config.recipes import BaseConfig, DistillConfig, GRPOConfig
 from megarl.models.hf_config import ModelConfig, check_layout, read_hf_config
 from megarl.models.lora import check_lora
+from megarl.trainer.named import check_code, check_data, check_place, check_tokenizer
 from megarl.utils.env import attention_problems
 from megarl.utils.http import HttpError, as_object, call_json
 
 PROBE_BYTES = 1 << 20
+
+
+def check_recipe(
+    cfg: BaseConfig, world_size: int, *, own_script: bool = False, launcher: bool = False
+) -> None:
+    """Checks the rules, the models and the run directory of a recipe for `world_size` trainers.
+    Raises ConfigError for the first of them that is wrong, with all its problems.
+
+    own_script: a script of the user's runs it, which may have metrics and phases of its own.
+    launcher: a launcher asks, so that paths may be those of a container.
+    """
+    view = View(cfg, inside=not launcher)
+    view.check(lambda seen: check_config(seen, world_size, own_script=own_script))
+    view.check(check_models)
+    view.check(lambda seen: check_run_dir(cfg, seen))
+
+
+def check_contents(cfg: BaseConfig, *, path: Sequence[str] = (), launcher: bool = False) -> None:
+    """Checks the place of a run, its tokenizer, its data and its code, after `check_recipe`; the
+    code may import torch. Raises ConfigError as that does, and writes nothing.
+
+    path: the folder of the user's script, where one runs the recipe and makes its workflow.
+    launcher: a launcher asks, so that code is imported in a process of its own.
+    """
+    view, ours = View(cfg, inside=not launcher), not path
+    check_place(view.seen)
+    if ours:
+        view.check(check_tokenizer)
+    data = view.check(lambda seen: check_data(seen, isolated=launcher, path=path, renders=ours))
+    row_keys = data or {}
+    view.check(lambda seen: check_code(seen, row_keys, isolated=launcher, path=path, recipe=ours))
 
 
 def _stop_token_problems(cfg: GRPOConfig, vocab_size: int) -> Iterator[str]:

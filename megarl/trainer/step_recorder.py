@@ -33,7 +33,7 @@ from megarl.trainer.batch_fingerprints import field_fingerprints
 from megarl.trainer.context import ProcessContext
 from megarl.trainer.recorded_batches import BatchWriter, as_tensors, whole
 from megarl.utils.digests import Fingerprint
-from megarl.utils.liveness import Deadline
+from megarl.utils.http import Deadline
 from megarl.weight_sync.verify import held_checksums
 
 log = get_logger(__name__)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import pickle
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,9 +74,8 @@ class Named:
     config: Any = None
 
 
-def code_problems(named: Sequence[Named], path: Sequence[str] = ()) -> list[str]:
-    """Returns a line for each problem; `path` goes in front of the import path."""
-    sys.path[:0] = path
+def code_problems(named: Sequence[Named]) -> list[str]:
+    """Returns a line for each problem."""
     return [problem for code in named for problem in _problems(code)]
 
 

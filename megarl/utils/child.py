@@ -26,7 +26,7 @@ from types import FrameType, TracebackType
 from typing import IO, Any
 
 from megarl.utils import stopping
-from megarl.utils.job_token import ENV, job_token
+from megarl.utils.env import JOB_TOKEN, job_token
 
 POLL_INTERVAL = 0.1  # seconds
 TERM_TIMEOUT = 30.0  # seconds a process may take to end after a signal, as torchrun gives
@@ -273,7 +273,7 @@ def spelled(status: int) -> str:
 def log_tail(path: Path) -> str:
     """Returns the end of a process's log, without the job's token."""
     lines = path.read_text(errors="replace").splitlines()[-LOG_TAIL:]
-    return "\n".join(lines).replace(job_token() or "\0", f"<{ENV}>")
+    return "\n".join(lines).replace(job_token() or "\0", f"<{JOB_TOKEN}>")
 
 
 class LogTail:

@@ -11,7 +11,9 @@ import logging
 import os
 import random
 import re
+import secrets
 import socket
+import threading
 import warnings
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
@@ -19,12 +21,14 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 CGROUPS = Path("/sys/fs/cgroup")
+JOB_TOKEN = "MEGARL_JOB_TOKEN"  # what a job's own processes share
 # set where a launcher has started a process's workers: group=host:port,... at which it meets them;
 # empty when it has
 CONTROLS = "MEGARL_CONTROLLER"
 # whose warnings a user of megarl can do nothing about
 _LIBRARIES = ("megatron", "torchdata", r"torch\.distributed")
 _collective_seconds = 1800.0
+_making = threading.Lock()
 
 
 def set_trainer_defaults(
@@ -225,6 +229,21 @@ def set_collective_timeout(seconds: float) -> None:
     world with them."""
     global _collective_seconds
     _collective_seconds = seconds
+
+
+def job_token() -> str | None:
+    """Returns the job's token, None where the environment has none."""
+    return os.environ.get(JOB_TOKEN) or None
+
+
+def ensure_job_token() -> str:
+    """Returns the job's token, the same to all threads, and puts a new one into the environment
+    where there is none."""
+    with _making:
+        token = job_token()
+        if token is None:
+            token = os.environ[JOB_TOKEN] = secrets.token_hex(16)
+        return token
 
 
 def quiet_libraries() -> None:

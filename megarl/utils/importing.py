@@ -1,6 +1,6 @@
-"""Loads objects that a configuration names by "package.module:name" or "path/to/file.py:name",
-compares the calls that megarl is going to make with their signatures, and shows their errors by the
-user's own lines.
+"""Loads objects that a configuration names by "package.module:name" or "path/to/file.py:name", here
+or in a process that may hang, exit or crash; compares the calls that megarl is going to make with
+their signatures, and shows their errors by the user's own lines.
 """
 
 from __future__ import annotations
@@ -10,16 +10,24 @@ import importlib
 import importlib.util
 import inspect
 import json
+import logging
+import multiprocessing as mp
 import os
+import signal
 import sys
 import sysconfig
 import traceback
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from megarl.utils.child import end_with_parent, signal_group
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 
@@ -103,6 +111,67 @@ def in_one_line(error: BaseException) -> str:
     if isinstance(error, SyntaxError) or not own:
         return message
     return f"{message} ({own[-1].filename}, line {own[-1].lineno})"
+
+
+def call_isolated(
+    fn: Callable[..., T],
+    *args: Any,
+    timeout: float,
+    path: Sequence[str] = (),
+    answers: type[Exception] | tuple[()] = (),
+) -> T:
+    """Returns fn(*args), called in a fresh interpreter with `path` in front of this one's import
+    path. Raises an error of `fn` that is one of `answers`, TimeoutError after `timeout` seconds,
+    and ChildProcessError where the process ends without an answer. One that was killed says nothing
+    about `fn`: then another one is asked, once."""
+    context = mp.get_context("spawn")
+    for last in (False, True):
+        ours, theirs = context.Pipe(duplex=False)
+        work = (theirs, fn, args, path, answers)
+        process = context.Process(target=_answer, args=work, daemon=True)
+        process.start()
+        theirs.close()
+        try:
+            if not ours.poll(timeout):
+                raise TimeoutError(f"no answer within {timeout:g} s")
+            value, error = ours.recv()
+        except EOFError as e:
+            process.join(timeout)
+            why = f"the process ended with status {process.exitcode}"
+            if process.exitcode != -signal.SIGKILL:
+                raise ChildProcessError(why) from e
+            # from outside: by a user, or for memory
+            why = "the process was killed (SIGKILL), as for want of memory"
+            if last:
+                raise ChildProcessError(why) from e
+            logger.warning("%s: asking once more", why)
+        else:
+            if error is not None:
+                raise error
+            return value  # type: ignore[no-any-return]
+        finally:
+            assert process.pid is not None
+            signal_group(process.pid, signal.SIGKILL)
+            process.kill()  # it may not lead its group yet
+            process.join()
+            ours.close()
+    raise AssertionError
+
+
+def _answer(
+    pipe: Connection,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    path: Sequence[str],
+    answers: type[Exception] | tuple[()],
+) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to answer, who then ends us
+    end_with_parent()
+    sys.path[:0] = path
+    try:
+        pipe.send((fn(*args), None))
+    except answers as e:
+        pipe.send((None, e))
 
 
 def call_problem(

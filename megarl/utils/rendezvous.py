@@ -13,7 +13,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from megarl.utils.job_token import job_token
+from megarl.utils.env import job_token
 
 _BACKLOG = 2048  # connections that may wait, for ranks that all come at once
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megarl.api.records import WeightUpdateMeta
 from megarl.config.weight_sync import transport_class
 from megarl.parallel.agreement import SLACK
-from megarl.utils.liveness import Deadline
+from megarl.utils.http import Deadline
 from megarl.weight_sync.phases import Phases
 from megarl.weight_sync.transports import Transport, WeightSource
 from megarl.wire.process_group import bounded

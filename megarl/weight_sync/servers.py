@@ -1,6 +1,6 @@
 """Control calls to all generation servers at once, by SGLang's HTTP protocol.
 
-The loss of one server (see utils.liveness) may show as another's failure first (a broadcast passed
+The loss of one server (see utils.http) may show as another's failure first (a broadcast passed
 on by servers), so the others are looked at before anyone is blamed.
 """
 
@@ -16,8 +16,19 @@ from typing import Any
 import torch
 
 from megarl.api.records import INITIAL_VERSION, ServersLost
-from megarl.utils.http import STRANGER, HttpError, as_object, shown
-from megarl.utils.liveness import LINGER, Answer, Calls, Deadline, absent, start_calls, wait_for
+from megarl.utils.http import (
+    LINGER,
+    STRANGER,
+    Answer,
+    Calls,
+    Deadline,
+    HttpError,
+    absent,
+    as_object,
+    shown,
+    start_calls,
+    wait_for,
+)
 
 # A broken broadcast shows sooner than the server's own words about it; wait this long for them.
 GRACE = 5.0

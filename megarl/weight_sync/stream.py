@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from megarl.api.records import WeightUpdateMeta
 from megarl.models.gather import Bucket, BucketGatherer
-from megarl.utils.liveness import Deadline
+from megarl.utils.http import Deadline
 from megarl.weight_sync.encoding import Ready
 from megarl.weight_sync.phases import Phases
 from megarl.weight_sync.plan import SyncPlan

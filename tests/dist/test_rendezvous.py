@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.utils.job_token import ENV
+from megarl.utils.env import JOB_TOKEN
 from megarl.utils.rendezvous import meet
 from megarl.wire.process_group import destroy_update_group, join_group
 from tests.dist.world import World, free_port
@@ -24,7 +24,7 @@ def world(worlds: Any) -> World:
 def run_meeting(port: int, tokens: list[str], timeout: float) -> float | None:
     """Returns an all-reduced sum over the two ranks, None where they have not met."""
     rank = dist.get_rank()
-    with mock.patch.dict(os.environ, {ENV: tokens[rank]}):
+    with mock.patch.dict(os.environ, {JOB_TOKEN: tokens[rank]}):
         store = meet("127.0.0.1", port, rank=rank, world_size=2, timeout=timeout)
     try:
         group = join_group(

@@ -16,7 +16,7 @@ from megarl.api.records import ModelRequest, ModelResponse
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
 from megarl.config.weight_sync import WeightSyncConfig
 from megarl.rollout.client import RemoteSGLangEngine
-from megarl.utils.liveness import Deadline
+from megarl.utils.http import Deadline
 from megarl.weight_sync.servers import Servers
 from tests.sglang.conftest import Pair
 from tests.sglang.servers import RealServer, hf_greedy, hf_logprobs

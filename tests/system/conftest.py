@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.utils.job_token import ENV as JOB_TOKEN
+from megarl.utils.env import JOB_TOKEN as JOB_TOKEN
 from tests.system.cluster_run import COMMAND, ClusterRun, local_run
 from tests.tiny import save_tiny
 from tests.tiny_tokenizer import save_tokenizer

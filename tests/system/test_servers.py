@@ -21,7 +21,7 @@ from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
 from megarl.config.weight_sync import WeightSyncConfig
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.utils.env import free_port
-from megarl.utils.liveness import Deadline
+from megarl.utils.http import Deadline
 from megarl.weight_sync.channel import UpdateChannel
 from megarl.weight_sync.servers import Servers
 from tests.embedded_server import Server, addresses, embedded_server, two_servers

@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from megarl.api.records import ServersLost
-from megarl.utils.http import HttpError
-from megarl.utils.liveness import Answer, Deadline
+from megarl.utils.http import Answer, Deadline, HttpError
 from megarl.weight_sync import channel as module
 from megarl.weight_sync.channel import UpdateChannel
 from megarl.weight_sync.servers import ServerInfo, Servers

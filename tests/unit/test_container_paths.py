@@ -14,6 +14,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.loader import run_dir, save_config
 from megarl.launcher import plan
 from megarl.launcher.plan import Plan, plan_here
+from megarl.trainer.preflight import check_contents
 from megarl.utils.digests import seal
 from tests.hf_stub import write_stub
 
@@ -44,12 +45,10 @@ def test_paths_of_a_container_are_looked_for_where_this_machine_has_them(
     data = (*chat, "train_dataset.path=/there/rows.jsonl")
     mapped = job(*inside, "actor.path=/there/model", *data)
     assert mapped.cfg.actor.path == "/there/model"  # the processes get the container's
-    plan.check_named(mapped, writes=False)
+    check_contents(mapped.cfg, launcher=True)
     listed = ("train_dataset.type=chat", "train_dataset.files=[/there/rows.jsonl]")
-    plan.check_named(
-        job(*inside, "actor.path=/there/model", *listed, "train_dataset.reward=exact"),
-        writes=False,
-    )
+    more = job(*inside, "actor.path=/there/model", *listed, "train_dataset.reward=exact")
+    check_contents(more.cfg, launcher=True)
     # what this machine has a mount of is checked; what only the image has is not
     with pytest.raises(ConfigError, match="none"):
         job(*inside, "actor.path=/there/none")
@@ -59,10 +58,8 @@ def test_paths_of_a_container_are_looked_for_where_this_machine_has_them(
     with pytest.raises(ConfigError, match="n_samples"):  # others stay errors
         job(*inside, "actor.path=/image/model", "gconfig.n_samples=0")
     # data that only the image has
-    plan.check_named(
-        job(*inside, "actor.path=/there/model", *chat, "train_dataset.path=/image/rows.jsonl"),
-        writes=False,
-    )
+    hidden = job(*inside, "actor.path=/there/model", *chat, "train_dataset.path=/image/rows.jsonl")
+    check_contents(hidden.cfg, launcher=True)
 
 
 def test_of_mounts_within_each_other_the_innermost_has_a_path(

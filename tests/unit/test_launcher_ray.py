@@ -70,7 +70,8 @@ def test_ray_that_is_not_installed_is_a_clear_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(command, "check_named", lambda plan, writes: None)
+    for check in ("check_contents", "check_writable"):
+        monkeypatch.setattr(command, check, lambda cfg, **how: None)
     assert ray.main(line(tmp_path)) == 2
     assert 'ray is not installed: pip install "megarl[ray]"' in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()

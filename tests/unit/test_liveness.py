@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from megarl.utils.http import HttpError, accepted
-from megarl.utils.liveness import Answer, Calls, start_calls
+from megarl.utils.http import Answer, Calls, HttpError, accepted, start_calls
 
 
 class Slow:

@@ -17,7 +17,7 @@ from megarl.config.recipes import GRPOConfig
 from megarl.data.dataset import build_dataset
 from megarl.data.loader import build_dataloader
 from megarl.observability import stats_tracker
-from megarl.run import check_named
+from megarl.trainer.preflight import check_contents
 from tests.hf_stub import write_stub
 from tests.tiny_tokenizer import save_tokenizer
 from tests.unit.bigram import BigramEngine, rollout
@@ -137,7 +137,7 @@ def config(**changed: str | None) -> GRPOConfig:
 def test_everything_is_named_in_the_configuration(home: Path) -> None:
     cfg = config()
     assert type(cfg).__name__ == "MyConfig" and vars(cfg)["patience"] == 4
-    check_named(cfg)
+    check_contents(cfg)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_what_does_not_fit_is_refused_before_a_start(
     if key == "actor__loss":
         changed |= {"actor__loss__options__scale": None}
     with pytest.raises(ConfigError, match=message):
-        check_named(config(**changed))
+        check_contents(config(**changed))
 
 
 def test_rows_in_the_samplers_order_and_the_collators_form(home: Path) -> None:

@@ -31,7 +31,7 @@ from megarl.config.recipe_engines import engines
 from megarl.config.recipes import RECIPES
 from megarl.config.schema import all_keys
 from megarl.models.hf_config import check_layout, parse_hf_config, read_hf_config
-from megarl.utils.isolated import call_isolated
+from megarl.utils.importing import call_isolated
 from tests.unit.test_reallocation_plan import FAMILIES, config
 
 ROOT = Path(__file__).resolve().parents[2]

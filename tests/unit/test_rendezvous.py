@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 import torch.distributed as dist
 
-from megarl.utils.job_token import ENV, ensure_job_token, job_token
+from megarl.utils.env import JOB_TOKEN, ensure_job_token, job_token
 from megarl.utils.rendezvous import listen, meet
 from tests.dist.world import free_port
 
@@ -49,13 +49,13 @@ def test_a_port_that_is_taken_is_named() -> None:
 
 def test_the_jobs_token_is_what_its_processes_meet_under(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    monkeypatch.setenv(ENV, "ours")
+    monkeypatch.setenv(JOB_TOKEN, "ours")
     port = free_port()
     first = meet("127.0.0.1", port, rank=0, world_size=2, timeout=5)
     first.set("address", "here")
     assert meet("127.0.0.1", port, rank=1, world_size=2, timeout=5).get("address") == b"here"
     for other in ("theirs", None):
-        monkeypatch.setenv(ENV, other) if other else monkeypatch.delenv(ENV)
+        monkeypatch.setenv(JOB_TOKEN, other) if other else monkeypatch.delenv(JOB_TOKEN)
         stranger = meet("127.0.0.1", port, rank=1, world_size=2, timeout=5)
         assert not stranger.check(["address"])
         stranger.set("address", "elsewhere")
@@ -63,9 +63,9 @@ def test_the_jobs_token_is_what_its_processes_meet_under(monkeypatch: pytest.Mon
 
 
 def test_a_token_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(ENV, "")
+    monkeypatch.setenv(JOB_TOKEN, "")
     assert job_token() is None
     made = ensure_job_token()
     assert len(made) == 32 and job_token() == ensure_job_token() == made
-    monkeypatch.setenv(ENV, "the user's")
+    monkeypatch.setenv(JOB_TOKEN, "the user's")
     assert ensure_job_token() == "the user's"

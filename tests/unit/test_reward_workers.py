@@ -21,8 +21,7 @@ from megarl.rollout.rewards import RewardError, RewardPool, RewardTimeout, get_r
 from megarl.rollout.rewards.errors import RewardUnavailable
 from megarl.rollout.rewards.parts import Scored
 from megarl.rollout.server_process import ServerProcess
-from megarl.utils.env import free_port
-from megarl.utils.job_token import ENV
+from megarl.utils.env import JOB_TOKEN, free_port
 
 ROOT = Path(__file__).parents[2]
 TOKEN = "the-tests-secret"
@@ -61,10 +60,10 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     process = ServerProcess(
         [*command, "--workers", "2", "--timeout", "1"],
         host="127.0.0.1", port=port, log_path=log, linked=True,
-        env={ENV: TOKEN, "PYTHONPATH": os.pathsep.join([str(ROOT), str(log.parent)])},
+        env={JOB_TOKEN: TOKEN, "PYTHONPATH": os.pathsep.join([str(ROOT), str(log.parent)])},
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(ENV, TOKEN)
+        patch.setenv(JOB_TOKEN, TOKEN)
         process.wait_healthy(60)
     yield process
     process.stop()
@@ -72,7 +71,7 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 @pytest.fixture
 def pool(worker: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[RewardPool]:
-    monkeypatch.setenv(ENV, TOKEN)
+    monkeypatch.setenv(JOB_TOKEN, TOKEN)
     with RewardPool(2, timeout=1.0, addresses=[worker.address]) as pool:
         yield pool
 
@@ -134,18 +133,18 @@ def test_the_jobs_token_is_asked_for(
     worker: ServerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for wrong in ("", "another"):
-        monkeypatch.setenv(ENV, wrong)
+        monkeypatch.setenv(JOB_TOKEN, wrong)
         stranger = RewardPool(1, timeout=1.0, addresses=[worker.address])
-        with stranger, pytest.raises(RewardError, match=ENV):
+        with stranger, pytest.raises(RewardError, match=JOB_TOKEN):
             run(stranger, add, 1.0)
-    without = {k: v for k, v in os.environ.items() if k != ENV}
+    without = {k: v for k, v in os.environ.items() if k != JOB_TOKEN}
     command = [sys.executable, "-m", "megarl.launcher.rewards", "--port", str(free_port())]
     done = subprocess.run(command, env=without, timeout=60, capture_output=True, text=True)
-    assert done.returncode == 2 and ENV in done.stderr
+    assert done.returncode == 2 and JOB_TOKEN in done.stderr
 
 
 def test_a_worker_that_is_gone_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(ENV, TOKEN)
+    monkeypatch.setenv(JOB_TOKEN, TOKEN)
     monkeypatch.setattr("megarl.rollout.rewards.pool.LOST_PATIENCE", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as s:
         address = f"127.0.0.1:{s.getsockname()[1]}"
@@ -158,7 +157,7 @@ def test_a_worker_that_is_gone_costs_nothing_while_another_is_left(
     worker: ServerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing listens at the first address."""
-    monkeypatch.setenv(ENV, TOKEN)
+    monkeypatch.setenv(JOB_TOKEN, TOKEN)
     monkeypatch.setattr("megarl.rollout.rewards.pool.LOST_PAUSE", 0.01)
 
     async def several(pool: RewardPool) -> list[float]:
@@ -183,7 +182,7 @@ def test_a_reward_that_nobody_can_tell_is_one_here_and_there(pool: RewardPool) -
 
 def test_closing_ends_a_call_in_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its worker listens and never answers."""
-    monkeypatch.setenv(ENV, TOKEN)
+    monkeypatch.setenv(JOB_TOKEN, TOKEN)
     with socket.create_server(("127.0.0.1", 0)) as silent, ThreadPoolExecutor() as threads:
         pool = RewardPool(1, timeout=60.0, addresses=[f"127.0.0.1:{silent.getsockname()[1]}"])
         answer = threads.submit(run, pool, add, 1.0)

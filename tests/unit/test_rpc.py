@@ -24,8 +24,8 @@ from megarl.rpc import frames
 from megarl.rpc.errors import Refused, RemoteError, RpcError, WorkerDied
 from megarl.rpc.frames import LARGEST, introduce
 from megarl.rpc.link import CALL, Link, Listener, connect, pack
-from megarl.utils import job_token
-from megarl.utils.job_token import ENV, ensure_job_token
+from megarl.utils import env
+from megarl.utils.env import JOB_TOKEN, ensure_job_token
 
 ROOT = Path(__file__).parents[2]
 TOKEN = "the-tests-secret"
@@ -78,7 +78,7 @@ class Service:
 
 @pytest.fixture
 def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
-    monkeypatch.setenv(ENV, TOKEN)
+    monkeypatch.setenv(JOB_TOKEN, TOKEN)
     service = Service()
     yield service
     service.may_end.set()
@@ -147,7 +147,7 @@ def test_nothing_of_a_stranger_is_unpickled(
     bomb = pack(Bomb(tmp_path / "mark"))
     with closing(dialed(listener)) as sock:
         if wrong == "token":
-            with pytest.raises(Refused, match=ENV):
+            with pytest.raises(Refused, match=JOB_TOKEN):
                 introduce(sock, "guessed")
         else:
             hello = sock.recv(1 << 10)
@@ -298,8 +298,8 @@ def test_another_jobs_listener_is_refused(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with closing(Listener(service.handle)) as listener:
-        monkeypatch.setenv(ENV, "another job's")
-        with pytest.raises(Refused, match=f"link to other: .*{ENV}"):
+        monkeypatch.setenv(JOB_TOKEN, "another job's")
+        with pytest.raises(Refused, match=f"link to other: .*{JOB_TOKEN}"):
             connect(listener.address, "other")
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
         threading.Thread(target=lambda: server.accept()[0].sendall(b"HTTP" * 99)).start()
@@ -310,10 +310,10 @@ def test_another_jobs_listener_is_refused(
 
 
 def test_without_a_token_nobody_serves_or_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(ENV, raising=False)
-    with pytest.raises(ValueError, match=f"{ENV} is not set"):
+    monkeypatch.delenv(JOB_TOKEN, raising=False)
+    with pytest.raises(ValueError, match=f"{JOB_TOKEN} is not set"):
         Listener(Service().handle)
-    with pytest.raises(ValueError, match=f"{ENV} is not set"):
+    with pytest.raises(ValueError, match=f"{JOB_TOKEN} is not set"):
         connect("127.0.0.1:9")
 
 
@@ -476,7 +476,7 @@ def test_threads_that_come_first_at_once_share_a_token(monkeypatch: pytest.Monke
         made.append(str(len(made)))
         return made[-1]
 
-    monkeypatch.setenv(ENV, "")
-    monkeypatch.setattr(job_token.secrets, "token_hex", slowly)
+    monkeypatch.setenv(JOB_TOKEN, "")
+    monkeypatch.setattr(env.secrets, "token_hex", slowly)
     with ThreadPoolExecutor(8) as pool:
         assert set(pool.map(lambda _: ensure_job_token(), range(8))) == {"0"}

@@ -31,7 +31,7 @@ from megarl.rpc.group import TRAINERS, GroupSpec, LocalScheduler, WatchedGroup, 
 from megarl.rpc.worker import WorkerStart
 from megarl.utils.child import wait_until
 from megarl.utils.env import CONTROLS, free_port
-from megarl.utils.job_token import ENV as TOKEN
+from megarl.utils.env import JOB_TOKEN as TOKEN
 from tests.leftovers import Mark
 
 ROOT = Path(__file__).parents[2]

@@ -23,7 +23,7 @@ from megarl.launcher.plan import plan_here
 from megarl.run import main
 from megarl.trainer.named import read_config
 from megarl.trainer.user_code import Named, code_problems
-from megarl.utils.isolated import call_isolated
+from megarl.utils.importing import call_isolated
 from tests.hf_stub import write_stub
 
 ROOT = Path(__file__).parents[2]
@@ -245,7 +245,7 @@ def test_a_check_that_is_killed_from_outside_is_made_once_more(tmp_path: Path) -
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
         "    return 'answer'\n"
     )
-    look = "import killed, sys, megarl.utils.isolated as i\nfor n in (1, 9):\n"
+    look = "import killed, sys, megarl.utils.importing as i\nfor n in (1, 9):\n"
     look += "    print(i.call_isolated(killed.times, n, timeout=60), flush=True)"
     run = subprocess.run(
         [sys.executable, "-c", look], capture_output=True, text=True, timeout=200, check=False,
@@ -276,7 +276,7 @@ def test_code_that_is_looked_at_ends_with_who_looks_at_it(tmp_path: Path) -> Non
         "    time.sleep(20)\n"
         "    print('went on', flush=True)\n"
     )
-    look = "import slow, megarl.utils.isolated as i; i.call_isolated(slow.look, timeout=60)"
+    look = "import slow, megarl.utils.importing as i; i.call_isolated(slow.look, timeout=60)"
     looking = subprocess.run(  # until the last holder of its output has ended
         [sys.executable, "-c", look], capture_output=True, text=True, timeout=60, check=False,
         env=os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"},

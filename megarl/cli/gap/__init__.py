@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.cli.command import CommandParser, positive
+from megarl.cli import CommandParser, positive
 from megarl.cli.gap import tokens
 from megarl.config.earlier_run import CONFIG_FILE, checkpoints
 from megarl.config.errors import ConfigError

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.cli.command import CommandParser, positive
+from megarl.cli import CommandParser, positive
 from megarl.cli.rehearse.model import VOCAB, Degrees, is_mixed, shrink_model, write_model
 from megarl.cli.rehearse.shrink import (
     CONTEXT,
@@ -50,8 +50,7 @@ from megarl.observability.report.runs import load_run
 from megarl.planning.memory import parameters
 from megarl.planning.shapes import find_shapes
 from megarl.utils.child import Child, Signals, spelled, stop_all
-from megarl.utils.importing import add_working_directory
-from megarl.utils.isolated import call_isolated
+from megarl.utils.importing import add_working_directory, call_isolated
 
 FAILED = 1  # exit status
 STEPS = 2  # and one more after the resume

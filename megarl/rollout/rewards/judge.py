@@ -21,8 +21,8 @@ from megarl.config.servers import judge_addresses
 from megarl.rollout.pickling import share
 from megarl.rollout.rewards.errors import RewardError, RewardUnavailable
 from megarl.rollout.rewards.parts import Scored
+from megarl.utils.env import job_token
 from megarl.utils.http import decode_answer, error_message, shown
-from megarl.utils.job_token import job_token
 
 CALL = "/chat/completions"
 SYSTEM = (

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from megarl.utils.liveness import Deadline
+from megarl.utils.http import Deadline
 from megarl.weight_sync.encoding import PAYS
 from megarl.weight_sync.slices.link import Link
 from megarl.weight_sync.slices.messages import Group, Outgoing, Parts, pack

@@ -22,8 +22,7 @@ from megarl.api.records import ServersLost, WeightUpdateMeta
 from megarl.models.gather import export_dtype
 from megarl.models.ops import Shape
 from megarl.models.piece_table import Piece
-from megarl.utils.http import in_thread
-from megarl.utils.liveness import Deadline
+from megarl.utils.http import Deadline, in_thread
 from megarl.weight_sync.boxes import Box, cut, intersection, uncovered
 from megarl.weight_sync.channel import address_for
 from megarl.weight_sync.phases import Phases

@@ -32,9 +32,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megarl.utils.http import call_json, in_thread
-from megarl.utils.job_token import ENV, job_token
-from megarl.utils.liveness import LINGER, Answer, Calls, Deadline, absent, wait_for
+from megarl.utils.env import JOB_TOKEN, job_token
+from megarl.utils.http import (
+    LINGER,
+    Answer,
+    Calls,
+    Deadline,
+    absent,
+    call_json,
+    in_thread,
+    wait_for,
+)
 from megarl.utils.rendezvous import listen
 from megarl.weight_sync.servers import GRACE, failures, raise_if_lost
 from megarl.weight_sync.slices import LOADER
@@ -186,8 +194,8 @@ class Link:
         else:
             raise RuntimeError(
                 f"server {server}: rank {rank} did not reply through the store at "
-                f"{self.meeting.host}:{self.meeting.port}; give it the job's {ENV} and a way to "
-                "that address (its log says which of them it lacks)"
+                f"{self.meeting.host}:{self.meeting.port}; give it the job's {JOB_TOKEN} and a way "
+                "to that address (its log says which of them it lacks)"
             )
         reply = json.loads(self.box.take(place))
         if not reply.pop("ok"):

@@ -21,7 +21,7 @@ from megarl.models.gather import BucketGatherer, Dtypes
 from megarl.models.piece_table import PieceTable
 from megarl.parallel.agreement import Agreement
 from megarl.parallel.layout import Layout
-from megarl.utils.liveness import Deadline
+from megarl.utils.http import Deadline
 from megarl.weight_sync.phases import Phases
 from megarl.weight_sync.plan import SyncPlan, difference, plan_sync, uniform_dtype
 

@@ -27,7 +27,7 @@ from megarl.api.records import WeightUpdateMeta
 from megarl.config.weight_sync import TRANSPORTS
 from megarl.models.gather import Bucket
 from megarl.utils.env import is_here
-from megarl.utils.liveness import Deadline
+from megarl.utils.http import Deadline
 from megarl.weight_sync.encoding import Ready
 from megarl.weight_sync.phases import Phases
 from megarl.weight_sync.plan import load_body

@@ -22,7 +22,7 @@ from functools import partial
 from megarl.api.records import WeightUpdateMeta
 from megarl.config.weight_sync import TRANSPORTS
 from megarl.models.gather import Bucket, BucketGatherer
-from megarl.utils.liveness import Deadline
+from megarl.utils.http import Deadline
 from megarl.weight_sync.buffers import BucketBuffers
 from megarl.weight_sync.channel import UpdateChannel
 from megarl.weight_sync.encoding import Changes, DeltaBase, Ready, quantize_bucket

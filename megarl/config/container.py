@@ -19,24 +19,25 @@ T = TypeVar("T")
 _FILES = ("path", "file", "files", "template", "dir", "directory", "folder", "run")
 
 
-def seen_from_here(cfg: BaseConfig) -> BaseConfig:
-    """Returns the configuration with the paths of cluster.container_mounts as this machine has
-    them; the very same without a container."""
-    return _translated(cfg)[0]
+class View:
+    """A configuration as this machine sees it. `seen` has the paths of cluster.container_mounts as
+    this machine has them; it is the very same without a container, and `inside` of one."""
 
+    def __init__(self, cfg: BaseConfig, *, inside: bool = False) -> None:
+        self.seen, self._hidden = (cfg, set[str]()) if inside else _translated(cfg)
 
-def checked_from_here(cfg: BaseConfig, check: Callable[[BaseConfig], T], otherwise: T) -> T:
-    """Returns what `check` gives for the configuration as this machine sees it. What it objects to
-    about a path that only the container has is left to the processes inside: `otherwise` is
-    returned where there is nothing else. Raises ConfigError."""
-    outside, hidden = _translated(cfg)
-    try:
-        return check(outside)
-    except ConfigError as e:
-        problems = [p for p in e.problems if not any(_mentions(p, path) for path in hidden)]
-        if problems:
-            raise ConfigError(problems) from e
-        return otherwise
+    def check(self, check: Callable[[BaseConfig], T]) -> T | None:
+        """Returns what `check` gives for `seen`. What it objects to about a path that only the
+        container has is left to the processes inside: None is returned where there is nothing
+        else. Raises ConfigError."""
+        try:
+            return check(self.seen)
+        except ConfigError as e:
+            hidden = self._hidden
+            problems = [p for p in e.problems if not any(_mentions(p, path) for path in hidden)]
+            if problems:
+                raise ConfigError(problems) from e
+            return None
 
 
 def check_fileroot(cfg: BaseConfig) -> None:
@@ -58,7 +59,7 @@ def _mentions(problem: str, path: str) -> bool:
 
 
 def _translated(cfg: BaseConfig) -> tuple[BaseConfig, set[str]]:
-    """Returns the configuration as this machine sees it, and the paths that no mount of it has."""
+    """Returns the configuration with this machine's paths, and the paths that no mount has."""
     hidden: set[str] = set()
     if not cfg.cluster.container:
         return cfg, hidden
