@@ -34,6 +34,8 @@ CPU := MEGARL_DEVICE=cpu
 PYTEST := $(CPU) OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest
 # over several processes, each file in one of them
 SPREAD := --numprocesses=logical --maxprocesses=4 --dist=loadfile
+# over two, for tests that wait for other processes most of the time
+PAIRED := --numprocesses=2 --dist=loadfile
 CODE := megarl examples benchmarks tests docs/hooks.py setup.py $(wildcard tools/*.py)
 
 .DEFAULT_GOAL := help
@@ -146,9 +148,9 @@ test: install  ## 15 minutes: lint, docs, units, layouts over processes, recipes
 	TIER="make test: 15" $(MAKE) --jobs=2 --output-sync lint docs unit
 	TIER="make test: 15" $(PYTEST) -m "not full and not realmodel and not system" tests/dist tests/e2e
 
-test-system: install  ## 25 minutes: launchers, recovery, failures, servers that are killed
+test-system: install  ## 15 minutes: launchers, recovery, failures, servers that are killed
 	@$(MAKE) --no-print-directory slurm || echo "Slurm could not be installed; its tests are skipped"
-	TIER="make test-system: 25" $(PYTEST) -m "system and not full" tests/system tests/dist tests/e2e
+	TIER="make test-system: 15" $(PYTEST) $(PAIRED) -m "system and not full" tests/system tests/dist tests/e2e
 
 test-all: lint docs install-verifiers  ## everything that runs without a GPU
 	MEGARL_VERIFIERS_PYTHON=$(abspath $(VERIFIERS_VENV))/bin/python $(PYTEST) -m "not realmodel" --timeout=3600 tests/unit tests/dist tests/e2e tests/system

@@ -45,7 +45,7 @@ class SGLangEngine(RemoteSGLangEngine):
         self._server, self._model_path, self._dtype = server, model_path, dtype
         self._log_dir = Path(log_dir)
         self.start_timeout = server.count * server.start_timeout  # the waits follow each other
-        self._processes: list[ServerProcess] = []
+        self.processes: list[ServerProcess] = []  # in order of their addresses
 
     @classmethod
     def _of_config(cls, cfg: GRPOConfig, common: dict[str, Any]) -> SGLangEngine:
@@ -62,7 +62,7 @@ class SGLangEngine(RemoteSGLangEngine):
     def _connect(self, ft_spec: FinetuneSpec | None) -> list[str]:
         """Starts the servers, on the driver, then opens connections."""
         for i in range(self._server.count):
-            self._processes.append(
+            self.processes.append(
                 start_server(
                     self._server,
                     model_path=self._model_path,
@@ -72,9 +72,9 @@ class SGLangEngine(RemoteSGLangEngine):
                     wait=False,
                 )
             )
-        for process in self._processes:
+        for process in self.processes:
             process.wait_healthy(self._server.start_timeout)
-        addresses = [p.address for p in self._processes]
+        addresses = [p.address for p in self.processes]
         self.config = dataclasses.replace(self.config, addresses=addresses)
         return super()._connect(ft_spec)
 
@@ -93,7 +93,7 @@ class SGLangEngine(RemoteSGLangEngine):
     def for_worker(self, index: int) -> Self:
         """Returns a client of these servers for a worker process; see Requester.for_worker."""
         twin = super().for_worker(index)
-        twin._processes = []
+        twin.processes = []
         return twin
 
     def destroy(self) -> None:
@@ -101,6 +101,6 @@ class SGLangEngine(RemoteSGLangEngine):
         try:
             super().destroy()
         finally:
-            for process in self._processes:
+            for process in self.processes:
                 process.stop()
-            self._processes.clear()
+            self.processes.clear()

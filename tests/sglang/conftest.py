@@ -78,7 +78,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
             # its start goes on during the tests that do not need it
             options = {"skip_server_warmup": True}
             started.append(launch(m0, home / "replicas.log", dp=2, options=options))
-            yield Pair(client, RealServer(client._processes[0]), *started, m0, m1)
+            yield Pair(client, RealServer(client.processes[0]), *started, m0, m1)
         finally:
             for end in [in_thread(server.process.stop) for server in started]:
                 end.result(2 * TERM_TIMEOUT)
