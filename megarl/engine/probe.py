@@ -5,8 +5,8 @@ Nothing of the pass changes. T tokens of the batch, row after row; H hidden, E e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,12 +20,11 @@ from megarl.models.names import unwrap
 from megarl.parallel import mcore  # noqa: F401  before megatron
 
 from megatron.core.transformer.identity_op import IdentityOp  # isort: skip
-from megatron.core.transformer.moe.router import TopKRouter  # isort: skip
 
 
 class Part(NamedTuple):
     """Names a part of a model: the number of its layer, -1 before the first and the number of
-    layers behind the last, and what it is, a word of ORDER."""
+    layers behind the last, and what it is."""
 
     layer: int
     name: str
@@ -34,35 +33,44 @@ class Part(NamedTuple):
 EMBEDDING, FINAL_NORM, HEAD = "embedding", "final norm", "head"
 ATTENTION_NORM, ATTENTION, ATTENTION_POST_NORM = "attention norm", "attention", "norm of attention"
 MLP_NORM, ROUTER, MLP, MLP_POST_NORM = "MLP norm", "router", "MLP", "norm of MLP"
-# in the order in which they compute
-ORDER = (
-    EMBEDDING,
-    ATTENTION_NORM,
-    ATTENTION,
-    ATTENTION_POST_NORM,
-    MLP_NORM,
-    ROUTER,
-    MLP,
-    MLP_POST_NORM,
-    FINAL_NORM,
-    HEAD,
-)
-# the parts of a layer by megatron-core's names; the router's logits have none of their own
+# the parts of a layer by megatron-core's names and by transformers', which are the same in every
+# family
 _MODULES = {
-    ATTENTION_NORM: "input_layernorm",
-    ATTENTION: "self_attention",
-    ATTENTION_POST_NORM: "post_self_attn_layernorm",
-    MLP_NORM: "pre_mlp_layernorm",
-    MLP: "mlp",
-    MLP_POST_NORM: "post_mlp_layernorm",
+    ATTENTION_NORM: ("input_layernorm", "input_layernorm"),
+    ATTENTION: ("self_attention", "self_attn"),
+    ATTENTION_POST_NORM: ("post_self_attn_layernorm", "post_self_attn_layernorm"),
+    MLP_NORM: ("pre_mlp_layernorm", "post_attention_layernorm"),
+    ROUTER: ("mlp.router", "mlp.gate"),
+    MLP: ("mlp", "mlp"),
+    MLP_POST_NORM: ("post_mlp_layernorm", "post_mlp_layernorm"),
 }
 
 
-class Probe:
-    """Keeps what the parts of an engine's chunks put out, micro-batch after micro-batch.
+def parts_of_layer(layer: nn.Module, number: int) -> Iterator[tuple[Part, nn.Module]]:
+    """Yields the parts of layer `number` of a model of megatron-core's or of transformers', and the
+    modules that compute them. Norms that Transformer Engine fuses into the linear map behind them
+    are no parts."""
+    modules = dict(layer.named_modules())
+    for name, paths in _MODULES.items():
+        for path in dict.fromkeys(paths):
+            if path in modules and not isinstance(modules[path], IdentityOp):
+                yield Part(number, name), modules[path]
 
-    Norms that Transformer Engine fuses into the linear map behind them are no parts.
-    """
+
+@contextmanager
+def listening(
+    parts: Iterable[tuple[Part, nn.Module]], hear: Callable[[Part, nn.Module, Any, Any], Any]
+) -> Iterator[None]:
+    """Calls hear(part, module, arguments, output) in every pass of a part's module made inside;
+    what it returns, unless None, takes the output's place."""
+    with ExitStack() as hooks:
+        for part, module in parts:
+            hooks.enter_context(module.register_forward_hook(partial(hear, part)))
+        yield
+
+
+class Probe:
+    """Keeps what the parts of an engine's chunks put out, micro-batch after micro-batch."""
 
     def __init__(self, state: EngineState) -> None:
         self._groups = state.groups
@@ -71,53 +79,23 @@ class Probe:
         self._seen: dict[Part, list[Tensor]] = {}
         self.found: dict[Part, Tensor] = {}
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
+    def listening(self) -> AbstractContextManager[None]:
         """Listens to the passes made inside, each part's outputs in the order of micro-batches."""
-        undo: list[Callable[[], None]] = []
-        try:
-            for chunk in self._chunks:
-                for part, module in self._parts(chunk):
-                    undo.append(self._listen(part, module))
-            yield
-        finally:
-            for each in undo:
-                each()
-            self._seen.clear()
+        return listening(self._parts(), self._note)
 
-    def _parts(self, chunk: Any) -> Iterator[tuple[Part, nn.Module]]:
-        if chunk.pre_process:
-            yield Part(-1, EMBEDDING), chunk.embedding
-        for layer in chunk.decoder.layers:
-            number = layer.layer_number - 1  # megatron counts from 1
-            for name, attribute in _MODULES.items():
-                module = getattr(layer, attribute, None)
-                if isinstance(module, nn.Module) and not isinstance(module, IdentityOp):
-                    yield Part(number, name), module
-            router = getattr(layer.mlp, "router", None)
-            if isinstance(router, TopKRouter):
-                yield Part(number, ROUTER), router
-        if chunk.post_process:
-            yield Part(self._last, FINAL_NORM), chunk.decoder.final_layernorm
+    def _parts(self) -> Iterator[tuple[Part, nn.Module]]:
+        for chunk in self._chunks:
+            if chunk.pre_process:
+                yield Part(-1, EMBEDDING), chunk.embedding
+            for layer in chunk.decoder.layers:
+                yield from parts_of_layer(layer, layer.layer_number - 1)  # megatron counts from 1
+            if chunk.post_process:
+                yield Part(self._last, FINAL_NORM), chunk.decoder.final_layernorm
 
-    def _listen(self, part: Part, module: Any) -> Callable[[], None]:
-        """Keeps what `module` puts out, of a router its logits; returns how to stop."""
-        note = partial(self._note, part)
-        if not isinstance(module, TopKRouter):
-            undo: Callable[[], None] = module.register_forward_hook(lambda *a: note(a[2])).remove
-            return undo
-        gating = module.gating
-
-        def noted(x: Tensor) -> Tensor:
-            logits: Tensor = gating(x)
-            note(logits)
-            return logits
-
-        module.gating = noted  # its logits leave the router nowhere else
-        return partial(delattr, module, "gating")
-
-    def _note(self, part: Part, out: Any) -> None:
-        if isinstance(out, tuple):  # megatron-core's blocks leave their bias to the caller
+    def _note(self, part: Part, module: Any, args: Any, out: Any) -> None:
+        if part.name == ROUTER:
+            out = module.gating(args[0])  # its logits leave the router nowhere
+        elif isinstance(out, tuple):  # megatron-core's blocks leave their bias to the caller
             value, bias = out[:2]
             out = value if bias is None else value + bias
         # a copy: megatron-core's sums write over what they add

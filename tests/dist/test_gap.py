@@ -8,14 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.cli.gap.passes import (
-    Passed,
-    Routes,
-    by_transformers,
-    load_model,
-    trained,
-)
-from megarl.cli.gap.tokens import Sample
+from megarl.cli.gap import Sample
+from megarl.cli.gap.compare import CHOICE, Parts, by_transformers, load_model, trained
 from megarl.models.hf_config import read_hf_config
 from tests.dist.engine_jobs import SP, make_engine, save_model
 from tests.tiny import VOCAB
@@ -31,7 +25,7 @@ def samples() -> list[Sample]:
     return [Sample(torch.randint(3, VOCAB, (n,), generator=g).tolist(), n // 2) for n in (9, 21, 4)]
 
 
-def run_layouts(path: str, layouts: list[dict[str, Any]]) -> list[Passed]:
+def run_layouts(path: str, layouts: list[dict[str, Any]]) -> list[Parts]:
     found = []
     for parallel in layouts:
         engine = make_engine(path, parallel, trained=False, max_tokens=16)  # several micro-batches
@@ -47,11 +41,8 @@ def test_parts_are_transformers_in_every_layout(world2, models, kind):
     experts = read_hf_config(path).moe
     for ranks in zip(*world2.run(run_layouts, path, LAYOUTS[kind]), strict=True):
         for run in ranks:  # every rank knows all of it
-            routes = None if experts is None else Routes(run.routes, experts)
-            want = by_transformers(model, samples(), routes)
-            assert run.parts.keys() == want.parts.keys()
-            for part, values in want.parts.items():
-                error = (run.parts[part] - values).norm() / values.norm()
-                assert error < 1e-5, (part, float(error))
-            if routes is not None:
-                assert torch.equal(run.routes.sort(-1).values, want.routes.sort(-1).values)
+            want = by_transformers(model, samples(), run, experts)
+            assert run.keys() == want.keys()
+            for part, values in want.items():
+                error = (run[part] - values).norm() / values.norm()
+                assert error < (1e-9 if part.name == CHOICE else 1e-5), (part, float(error))

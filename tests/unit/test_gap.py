@@ -16,19 +16,20 @@ from torch.nn import functional
 
 from megarl.api.records import SaveLoadMeta
 from megarl.cli import main
-from megarl.cli.gap import passes
-from megarl.cli.gap.compare import CHOICE, Comparison, compare
-from megarl.cli.gap.passes import (
-    Passed,
-    Routes,
+from megarl.cli.gap import Sample
+from megarl.cli.gap import compare as comparing
+from megarl.cli.gap.compare import (
+    CHOICE,
+    Gap,
     Runs,
-    Subject,
+    compare,
+    first_bug,
     run_all,
     served,
+    sides,
     start_server,
     trained,
 )
-from megarl.cli.gap.tokens import Sample
 from megarl.config.earlier_run import CONFIG_FILE, MARKER, RECOVER_DIR
 from megarl.config.engine import TrainEngineConfig
 from megarl.config.loader import load_config, save_config
@@ -70,18 +71,13 @@ def make_samples() -> list[Sample]:
 class Case:
     path: str
     runs: Runs
-    routes: Routes | None
 
 
-def run_tiny(path: Path, dtype: str = "float32", **kw: Any) -> Case:
+def run_tiny(path: Path, dtype: str = "float32") -> Case:
     engine = TrainEngineConfig(path=str(path), dtype=dtype)
-    runs = run_all(Subject(engine=engine, **kw), make_samples())
+    runs = run_all(engine, make_samples())
     assert runs is not None
-    experts = read_hf_config(path).moe
-    routes = (
-        Routes(runs.first.routes, experts) if experts and runs.first.routes is not None else None
-    )
-    return Case(str(path), runs, routes)
+    return Case(str(path), runs)
 
 
 @pytest.fixture(scope="module")
@@ -97,16 +93,18 @@ def cases(tmp_path_factory):
     return of
 
 
-def with_bug(case: Case, inject: Any) -> Comparison:
-    """Compares the trainer with a server into whose model `inject` puts a bug."""
+def with_bug(case: Case, inject: Any) -> Runs:
+    """Runs a server into whose model `inject` puts a bug."""
     samples = make_samples()
     runner = start_server(case.path, torch.float32, samples)
     inject(runner.model)
-    return compare(replace(case.runs, second=served(runner, samples, case.routes)))
+    second = served(runner, samples, case.runs.first, read_hf_config(case.path).moe)
+    return replace(case.runs, second=second)
 
 
-def named(found: Comparison) -> tuple[int, str] | None:
-    return found.first and tuple(found.first.part)
+def named(runs: Runs) -> tuple[int, str] | None:
+    bug = first_bug(compare(runs))
+    return bug and tuple(bug.part)
 
 
 OFTEN = (DENSE, MOE, BIASED, "glm4")
@@ -117,18 +115,20 @@ SELDOM = [
 ]
 
 
-def check_rounding(found: Comparison) -> None:
-    """Asserts that nothing was found, and that no part came near its bound."""
-    assert found.first is None
-    assert max(gap.times for gap in found.gaps if gap.part.name != CHOICE) < 0.5
+def check_rounding(runs: Runs) -> Gap:
+    """Asserts that nothing was found, and that no part came near its bound; returns the head's."""
+    gaps = compare(runs)
+    assert first_bug(gaps) is None
+    assert max(gap.times for gap in gaps if gap.part.name != CHOICE) < 0.5
+    return next(gap for gap in gaps if gap.part.name == HEAD)
 
 
 @pytest.mark.parametrize("kind", [*OFTEN, *SELDOM])
 def test_no_gap_in_float32(cases, kind):
-    found = compare(cases(kind).runs)
-    check_rounding(found)
-    assert found.logp_largest < 1e-5 and found.answers == 40
-    assert all(gap.mean == 0 for gap in found.gaps if gap.part.name == CHOICE)
+    runs = cases(kind).runs
+    head = check_rounding(runs)
+    assert head.worst < 1e-5 and len(runs.exact[head.part]) == 40
+    assert all(gap.mean == 0 for gap in compare(runs) if gap.part.name == CHOICE)
 
 
 @pytest.mark.parametrize(
@@ -136,9 +136,8 @@ def test_no_gap_in_float32(cases, kind):
 )
 def test_no_gap_in_bfloat16(kind, tmp_path):
     path = save_tiny(tmp_path, kind, dtype=torch.bfloat16)
-    found = compare(run_tiny(path, "bfloat16").runs)
-    check_rounding(found)
-    assert 1e-4 < found.logp_mean < 0.1, "bfloat16 rounds"
+    head = check_rounding(run_tiny(path, "bfloat16").runs)
+    assert 1e-4 < head.mean < 0.1, "bfloat16 rounds"
 
 
 def add(tensor: torch.Tensor, index: Any, value: float) -> None:
@@ -214,11 +213,10 @@ BUGS = {
 @pytest.mark.parametrize("bug", BUGS)
 def test_an_injected_bug_is_named(cases, bug):
     kind, inject, where = BUGS[bug]
-    found = with_bug(cases(kind), inject)
-    assert named(found) == where
-    if where[1] != CHOICE:
-        trainer, server = found.sides
-        assert trainer <= 1 < server, "transformers disagrees with the server alone"
+    runs = with_bug(cases(kind), inject)
+    assert named(runs) == where
+    trainer, server = sides(first_bug(compare(runs)).part, runs)
+    assert trainer <= 1 < server, "transformers disagrees with the server alone"
 
 
 def test_a_bug_of_the_trainer_is_the_trainers(cases):
@@ -228,9 +226,9 @@ def test_a_bug_of_the_trainer_is_the_trainers(cases):
     engine.state.params["decoder.layers.1.self_attention.linear_proj.weight"][4, 2] += 1e-3
     broken = trained(engine, samples)
     engine.destroy()
-    found = compare(replace(case.runs, first=broken))
-    assert named(found) == (1, ATTENTION)
-    trainer, server = found.sides
+    runs = replace(case.runs, first=broken)
+    assert named(runs) == (1, ATTENTION)
+    trainer, server = sides(first_bug(compare(runs)).part, runs)
     assert server <= 1 < trainer
 
 
@@ -250,18 +248,18 @@ def test_what_only_decoding_does_wrong_is_found(cases, monkeypatch):
     case, samples = cases(DENSE), make_samples()
     runner = start_server(case.path, torch.float32, samples)
     monkeypatch.setattr(kv_cache.Decode, "attend", short)
-    found = compare(replace(case.runs, second=served(runner, samples)))
-    assert named(found) == (0, ATTENTION)
-    assert found.first.token >= samples[0].prompt
-    assert compare(replace(case.runs, second=case.runs.rounded)).first is None
+    runs = replace(case.runs, second=served(runner, samples, case.runs.first, None))
+    assert named(runs) == (0, ATTENTION)
+    assert first_bug(compare(runs)).token >= samples[0].prompt
+    assert named(replace(case.runs, second=case.runs.rounded)) is None
 
 
 def test_a_program_that_gives_nan_has_a_gap(cases):
     case = cases(DENSE)
-    parts = dict(case.runs.second.parts)
+    parts = dict(case.runs.second)
     part = next(p for p in parts if p == (1, MLP))
     parts[part] = parts[part] * torch.nan
-    assert named(compare(replace(case.runs, second=Passed(parts, None)))) == (1, MLP)
+    assert named(replace(case.runs, second=parts)) == (1, MLP)
 
 
 def test_the_command_says_where_and_exits_with_one(tmp_path, capsys):
@@ -283,10 +281,10 @@ def test_the_command_names_a_bug_and_exits_with_one(tmp_path, capsys, monkeypatc
         swap_experts(runner.model)
         return runner
 
-    monkeypatch.setattr(passes, "start_server", start)
+    monkeypatch.setattr(comparing, "start_server", start)
     assert main(["gap", str(path), "--length", "64", "actor.dtype=float32"]) == 1
     said = " ".join(capsys.readouterr().out.split())
-    assert "random tokens" in said  # the model has no tokenizer
+    assert "random tokens" in said
     assert "layer 2, MLP: the first gap that is more than rounding." in said
     assert "disagrees with the server alone" in said
 
@@ -311,7 +309,7 @@ def test_a_run_is_compared_as_its_newest_checkpoint_is_on_what_it_recorded(tmp_p
     assert "step_000002/actor" in said and "64 tokens, episode 2.7" in said
     assert "of 27 tokens of answers" in said  # tokens that were trained
     mlp = [
-        run_all(Subject(engine=cfg.actor, checkpoint=at), make_samples()).exact.parts[1, MLP]
+        run_all(cfg.actor, make_samples(), checkpoint=at).exact[1, MLP]
         for at in (None, step / "actor")
     ]
     torch.testing.assert_close(mlp[1], 2 * mlp[0])
