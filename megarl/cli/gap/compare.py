@@ -344,7 +344,7 @@ def run_all(
             f"actor.fp8={recipe}: rounding in FP8 is not measured here; use actor.fp8=none"
         )
     init_distributed()
-    agreed = [checkpoint, samples]
+    agreed: list[Any] = [checkpoint, samples]
     dist.broadcast_object_list(agreed)  # a run that goes on may have written more in between
     checkpoint, samples = agreed
     path, override = engine_config.path, engine_config.override_config
