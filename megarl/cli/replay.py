@@ -12,14 +12,13 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from megarl.cli import RUN, CommandParser, free_path, positive
 from megarl.cli.diff import SHOWN, diff, recorded
 from megarl.config.earlier_run import CONFIG_FILE, RECOVER_DIR, Checkpoint, checkpoints
 from megarl.config.errors import ConfigError
+from megarl.config.loader import load_config
+from megarl.config.recipes import GRPOConfig
 from megarl.config.record import ROLLOUT, TRAIN, WHOLE, batch_path, recorded_steps
 
 GRAPH_TRAINER = "megarl.graph_trainer:GraphTrainer"
@@ -61,26 +60,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     what = TRAIN if args.train_only else ROLLOUT if args.rollout_only else WHOLE
     if not (run / CONFIG_FILE).is_file():
         raise ConfigError([f"{run}: no {CONFIG_FILE}, so it is no run directory"])
+    cfg = load_config(run / CONFIG_FILE, args.keys)
     begin = last_checkpoint(run, step)
     first = 1 + (begin.step if begin else 0)
     if what == TRAIN:
         check_batches(run, first, step)
     nproc = args.nproc or recorded(run).start.get("world_size", 1)
-    out = args.out or free_path(run / "replay" / f"step_{step:06d}", "_")
+    out = (args.out or free_path(run / "replay" / f"step_{step:06d}", "_")).absolute()
     if out.exists():
-        raise ConfigError([f"--out {out}: it exists; name another, or remove it"])
-    out = out.absolute()
+        raise ConfigError([f"--out {args.out}: it exists; name another, or remove it"])
     if begin is not None:
         link_tree(begin.path, out / RECOVER_DIR / begin.path.name)
-    names = [f"fileroot={out.parent.parent}", f"experiment_name={out.parent.name}"]
-    names += [f"trial_name={out.name}"]
-    which = [f"replay.run={run}", f"replay.step={step}", f"replay.what={what}"]
-    arguments = ["--config", str(run / CONFIG_FILE), "--nproc", str(nproc)]
-    arguments += [*QUIET, *_trainer(run), *names, *which, *args.keys]
+    arguments = [
+        *("--config", str(run / CONFIG_FILE), "--nproc", str(nproc)),
+        *QUIET,
+        # which runs under a controller alone; the recipe's own trainer computes the same
+        *(["trainer.type="] if cfg.trainer.type == GRAPH_TRAINER else []),
+        f"fileroot={out.parent.parent}",
+        f"experiment_name={out.parent.name}",
+        f"trial_name={out.name}",
+        f"replay.run={run}",
+        f"replay.step={step}",
+        f"replay.what={what}",
+        *args.keys,
+    ]
     if args.print:
         print(*arguments)
         return 0
-    if what != TRAIN and _unseeded(run):
+    rolls_out = what != TRAIN and isinstance(cfg, GRPOConfig)
+    if rolls_out and cfg.gconfig.seed is None and not cfg.gconfig.greedy:
         print(
             "gconfig.seed is null: rollouts will differ from the run's; --train-only takes the "
             "recorded batches"
@@ -89,13 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     if (status := launch(arguments)) != 0:
         return status
-    status = diff(run, out, steps=(first, step), shown=SHOWN)
-    if status and what != TRAIN:
-        print(
-            "if the rollouts differ: docs/troubleshooting.md says when sampling can be repeated; "
-            "--train-only takes the recorded batches"
-        )
-    return status
+    return diff(run, out, steps=(first, step), shown=SHOWN)
 
 
 def last_checkpoint(run: Path, step: int) -> Checkpoint | None:
@@ -126,22 +128,3 @@ def link_tree(source: Path, target: Path) -> None:
         shutil.copytree(source, target, copy_function=os.link)
     except (OSError, shutil.Error):  # another file system
         shutil.copytree(source, target, dirs_exist_ok=True)
-
-
-def _section(run: Path, name: str) -> dict[str, Any]:
-    """Returns a section of the run's configuration, {} where it has none."""
-    tree = yaml.safe_load((run / CONFIG_FILE).read_text(encoding="utf-8"))
-    section = tree.get(name) if isinstance(tree, dict) else None
-    return section if isinstance(section, dict) else {}
-
-
-def _unseeded(run: Path) -> bool:
-    """Returns whether the run's answers were sampled without a seed."""
-    gconfig = _section(run, "gconfig")
-    return bool(gconfig) and gconfig.get("seed") is None and not gconfig.get("greedy")
-
-
-def _trainer(run: Path) -> list[str]:
-    """Returns what puts the recipe's own trainer in the place of GraphTrainer, which runs under a
-    controller alone and computes the same."""
-    return ["trainer.type="] if _section(run, "trainer").get("type") == GRAPH_TRAINER else []

@@ -57,7 +57,7 @@ def keys(model: Path, root: Path, server: Server, steps: int = STEPS) -> list[st
         "train_dataset.batch_size=6", "gconfig.n_samples=2", "gconfig.seed=1",
         "weight_sync.type=disk",
         f"rollout.addresses=[127.0.0.1:{server.port}]",
-        "train_dataset.reward.type=megarl.cli.rehearse.model:even_share",
+        "train_dataset.reward.type=megarl.cli.rehearse.small:even_share",
     ]  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from megarl.cli.rehearse.model import VOCAB, Degrees, shrink_model, write_model
+from megarl.cli.rehearse.small import shrink_model, write_model
 from megarl.planning.shapes import find_shapes
 from tests.leftovers import Mark
 
@@ -30,8 +30,7 @@ class Job:
 
     def __init__(self, folder: Path) -> None:
         raw = find_shapes("qwen3-1.7b", ROOT / "configs" / "models")
-        d = Degrees(tp=2, ep=1, etp=1, repeats=False)
-        small = shrink_model(raw, d, layers=2, vocab_size=VOCAB, positions=256)
+        small = shrink_model(raw, layers=2)
         write_model(small, folder / "model", head="lm", seed=1)
         self.folder, self.run, self.mark = folder, folder / "e" / "grpo", Mark()
         self.seen: list[dict[str, Any]] = []
@@ -47,7 +46,7 @@ class Job:
             "train_dataset.batch_size=4",
             "valid_dataset=null",
             "stats_logger.report=false",
-            "train_dataset.reward=megarl.cli.rehearse.model:even_share",
+            "train_dataset.reward=megarl.cli.rehearse.small:even_share",
         ]
         out = (self.folder / f"log_{steps}").open("w")
         env = os.environ | self.mark.env | {"MEGARL_DEVICE": "cpu"}

@@ -27,13 +27,14 @@ from megarl.cli.doctor import (
     tell,
     this_place,
 )
-from megarl.cli.rehearse.model import VOCAB, Degrees, shrink_model, write_model
+from megarl.cli.rehearse.small import OVERLAY, shrink_model, write_model
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
 from megarl.planning.shapes import find_shapes
 from tests.dist.world import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
+VOCAB = OVERLAY["model"]["vocab_size"]
 CONFIG = str(ROOT / "configs" / "quickstart_grpo.yaml")
 LLAMA = str(ROOT / "configs" / "llama3_70b_grpo.yaml")
 
@@ -41,9 +42,8 @@ LLAMA = str(ROOT / "configs" / "llama3_70b_grpo.yaml")
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     raw = find_shapes("qwen3-1.7b", ROOT / "configs" / "models")
-    d = Degrees(tp=2, ep=1, etp=1, repeats=False)
     path = tmp_path_factory.mktemp("doctor") / "model"
-    small = shrink_model(raw, d, layers=2, vocab_size=VOCAB, positions=256)
+    small = shrink_model(raw, layers=2)
     write_model(small, path, head="lm", seed=1)
     return path
 

@@ -9,19 +9,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from megarl.cli import COMMANDS
 from megarl.cli import main as megarl
-from megarl.cli.rehearse import STEPS, construct, make_plan, sample_ranks
-from megarl.cli.rehearse.model import VOCAB, Degrees, is_mixed, shrink_model, write_model
-from megarl.cli.rehearse.shrink import (
+from megarl.cli.rehearse import (
+    STEPS,
+    RehearsalFailed,
+    construct,
+    make_plan,
+    sample_ranks,
+    write_small,
+)
+from megarl.cli.rehearse.small import (
     OVERLAY,
     REWARD,
     changes,
     shrink_config,
     shrink_layouts,
-    small_split,
+    shrink_model,
+    write_model,
 )
 from megarl.config.check import check_config
 from megarl.config.errors import ConfigError
@@ -36,6 +42,7 @@ from tests.unit.test_reallocation_plan import FAMILIES, config
 
 ROOT = Path(__file__).resolve().parents[2]
 CARDS = ROOT / "configs" / "models"
+VOCAB = OVERLAY["model"]["vocab_size"]
 
 
 def parallel(**degrees: Any) -> ParallelConfig:
@@ -46,7 +53,8 @@ def parallel(**degrees: Any) -> ParallelConfig:
     ("degrees", "ranks", "small", "world", "left_out"),
     [
         ({}, 8, {}, 2, ()),
-        ({"tp": 4}, 8, {"tp": 4}, 8, ()),  # data parallelism alone goes
+        ({"tp": 4}, 8, {"tp": 2}, 4, ()),
+        ({"tp": 4}, 2, {"tp": 2}, 2, ()),  # data parallelism alone goes
         ({"tp": 8, "pp": 2}, 8, {"tp": 2, "pp": 2}, 8, ()),
         ({"tp": 8, "pp": 16, "cp": 4}, 8, {"tp": 2, "pp": 2, "cp": 2}, 8, ()),
         ({"tp": 4, "pp": 8, "vpp": 4, "ep": 8}, 8, {"tp": 2, "pp": 2, "vpp": 2, "ep": 2}, 8, ()),
@@ -62,60 +70,48 @@ def test_layouts_keep_every_dimension_that_fits(
     world: int,
     left_out: tuple[str, ...],
 ) -> None:
-    found = shrink_layouts({"actor": parallel(**degrees)}, ranks=ranks, mixed=False)
+    found = shrink_layouts({"actor": parallel(**degrees)}, ranks=ranks)
     p = found.parallel["actor"]
     names = ("tp", "pp", "vpp", "cp", "ep", "etp")
     assert {n: getattr(p, n) for n in names if getattr(p, n) > 1} == small
-    assert (found.world_size, found.left_out) == (world, left_out)
+    assert (found.world_size, tuple(found.left_out)) == (world, left_out)
     assert p.sequence_parallel == (p.tp > 1) and found.layers % (p.pp * p.vpp) == 0
 
 
 def test_engines_share_one_world() -> None:
     layouts = {"actor": parallel(tp=8, pp=4), "ref": parallel(tp=2, pp=1)}
-    found = shrink_layouts(layouts, ranks=8, mixed=True)
+    found = shrink_layouts(layouts, ranks=8)
     assert found.world_size == 8 and found.layers == 4
     assert (found.parallel["ref"].tp, found.parallel["ref"].pp) == (2, 1)
 
 
-@pytest.mark.parametrize(
-    ("split", "chunks", "layers", "small"),
-    [
-        ([4, 4, 4, 3], 2, 4, [3, 1]),
-        ([3, 4, 4, 4], 2, 4, [1, 3]),
-        ([11, 12, 12, 11], 2, 4, [3, 1]),  # its ends are equal, yet it is uneven
-        ([11, 12, 12, 11], 4, 8, [1, 3, 2, 2]),
-        ([2, 2], 2, 4, [2, 2]),
-        ([3, 5], 1, 2, None),
-    ],
-)
-def test_an_uneven_split_stays_uneven(
-    split: list[int], chunks: int, layers: int, small: list[int] | None
-) -> None:
-    found = small_split(split, chunks, layers)
-    if found is not None:
-        assert sum(found) == layers and min(found) > 0
-        assert (len(set(found)) > 1) == (len(set(split)) > 1)
-    if split != [11, 12, 12, 11] or chunks == 2:
-        assert found == small
+@pytest.mark.parametrize("degrees", [{"pp": 2}, {"pp": 4, "vpp": 2}])
+def test_an_uneven_split_stays_uneven(degrees: dict[str, int]) -> None:
+    uneven = parallel(**degrees, pipeline_split=[4, *[3] * (degrees["pp"] - 1)])
+    small = shrink_layouts({"actor": uneven, "ref": parallel()}, ranks=8)
+    p = small.parallel["actor"]
+    assert p.pipeline_split is not None and len(p.pipeline_split) == p.pp * p.vpp
+    assert sum(p.pipeline_split) == small.layers and len(set(p.pipeline_split)) > 1
+    assert shrink_layouts({"actor": uneven}, ranks=1).parallel["actor"].pipeline_split is None
 
 
-@pytest.mark.parametrize("tp", (1, 2, 4, 8))
+@pytest.mark.parametrize("tp", (1, 2))
+@pytest.mark.parametrize("repeats", (False, True))
 @pytest.mark.parametrize("card", sorted(p.stem for p in CARDS.glob("*.json")))
-def test_published_models_shrink_to_ones_that_fit(card: str, tp: int) -> None:
+def test_published_models_shrink_to_ones_that_fit(card: str, repeats: bool, tp: int) -> None:
     raw = json.loads((CARDS / f"{card}.json").read_text())
-    d = Degrees(tp=tp, ep=2, etp=2, repeats=raw["num_key_value_heads"] < tp)
-    small = shrink_model(raw, d, layers=4, vocab_size=VOCAB, positions=256)
+    small = shrink_model(raw, layers=8, repeats=repeats)
     m, whole = parse_hf_config(small), parse_hf_config(raw)
     assert m.family == whole.family and (m.moe is None) == (whole.moe is None)
-    assert m.num_layers == 4 and m.vocab_size == VOCAB and m.hidden_size < 1024
-    assert (m.num_attention_heads > m.num_key_value_heads) == (
-        whole.num_attention_heads > whole.num_key_value_heads
-    )
-    assert (m.num_key_value_heads < tp) == (d.repeats and tp > 1)
+    assert m.num_layers == 8 and m.vocab_size == VOCAB and m.hidden_size < 1024
+    grouped = whole.num_attention_heads > whole.num_key_value_heads
+    assert (m.num_attention_heads > m.num_key_value_heads) == grouped
+    assert (m.num_key_value_heads < 2) == (repeats and grouped)
     if m.moe and whole.moe:
         assert m.moe.num_experts == 4 and m.moe.top_k == 2
-        assert bool(m.moe.dense_layers) == bool(whole.moe.dense_layers) == is_mixed(raw)
+        assert bool(m.moe.dense_layers) == bool(whole.moe.dense_layers)
         assert (m.moe.groups > 1) == (whole.moe.groups > 1)
+        assert (m.moe.top_groups < m.moe.groups) == (whole.moe.top_groups < whole.moe.groups)
     here = parallel(tp=tp, pp=2, vpp=2, ep=2 if m.moe else 1, etp=2 if m.moe else 1)
     check_layout(m, here)
 
@@ -123,8 +119,7 @@ def test_published_models_shrink_to_ones_that_fit(card: str, tp: int) -> None:
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_every_family_gets_a_model_that_loads(architecture: str, tmp_path: Path) -> None:
     raw = dict(config(architecture).raw)
-    d = Degrees(tp=2, ep=2, etp=1, repeats=False)
-    small = shrink_model(raw, d, layers=4, vocab_size=VOCAB, positions=256)
+    small = shrink_model(raw, layers=8)
     numel = write_model(small, tmp_path / "m", head="lm", seed=1)
     m = read_hf_config(tmp_path / "m")
     assert m.family == config(architecture).family and 10_000 < numel < 10_000_000
@@ -147,8 +142,8 @@ def test_ranks_of_every_stage_are_constructed(world: int, stages: int, ranks: li
 
 def test_a_wrong_rank_is_named() -> None:
     cfg = load_config(str(ROOT / "configs" / "llama3_70b_grpo.yaml"))
-    found = construct("actor", engines(cfg)["actor"], 16, [0])  # its path has no config.json
-    assert isinstance(found, str) and found.startswith("actor on rank 0 of 16: ValueError: no conf")
+    with pytest.raises(RehearsalFailed, match="actor on rank 0 of 16: ValueError: no config"):
+        construct("actor", engines(cfg)["actor"], 16, [0])  # its path has none
 
 
 def test_a_rank_of_the_published_model_is_constructed(tmp_path: Path) -> None:
@@ -158,7 +153,6 @@ def test_a_rank_of_the_published_model_is_constructed(tmp_path: Path) -> None:
     engine.path = str(tmp_path)
     engine.optimizer = None
     found = call_isolated(construct, "actor", engine, 64, [12], timeout=300)
-    assert not isinstance(found, str), found
     experts = 12 * 16 * 3 * 4096 * 1536  # layers, experts of a rank, matrices
     assert experts < found < 1.2 * experts
 
@@ -168,11 +162,7 @@ def test_every_recipe_shrinks_to_a_sound_one(name: str, tmp_path: Path) -> None:
     cfg = load_config(str(ROOT / "configs" / f"{name}.yaml"), _model(name))
     before = dict(engines(cfg))
     plan = make_plan(cfg, cards=CARDS, ranks=8)
-    models: dict[str, str] = {}
-    for path, names in plan.users.items():
-        models |= dict.fromkeys(names, str(tmp_path / names[0]))
-        write_model(plan.small[path], tmp_path / names[0], head=before[names[0]].head, seed=1)
-    small = shrink_config(cfg, plan.layouts, models, fileroot=str(tmp_path))
+    small = write_small(plan, tmp_path)
     check_config(small, plan.layouts.world_size)
     assert small.recipe == cfg.recipe and small.total_train_steps == STEPS
     assert list(engines(small)) == list(before)
@@ -199,12 +189,13 @@ def test_a_controller_is_rehearsed_on_this_machine(tmp_path: Path) -> None:
 
 
 def test_every_key_of_the_overlay_is_a_key_of_a_recipe() -> None:
-    overlay = yaml.safe_load(OVERLAY.read_text())
     keys = {key.name for recipe in RECIPES.values() for key in all_keys(recipe)}
     sections = {name.rpartition(".")[0] for name in keys}
-    of_engines = {f"actor.{key}" for key in overlay["engine"]} - {"actor.path"}
-    of_data = {f"train_dataset.{key}" for key in overlay["data"]}
-    used = {*overlay["replace"], *overlay["limit"], *of_engines, *of_data}
+    of_engines = {f"actor.{key}" for key in OVERLAY["engine"]}
+    of_data = {f"train_dataset.{key}" for key in (*OVERLAY["rows"], *OVERLAY["sums"])}
+    of_servers = {f"server.{key}" for key in OVERLAY["server"]}
+    used = {*OVERLAY["replace"], *OVERLAY["limit"], *of_engines, *of_data, *of_servers}
+    used = {name.partition(".options.")[0] for name in used}
     assert not used - keys - sections
 
 

@@ -21,20 +21,20 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megarl.cli import CommandParser, positive
-from megarl.cli.rehearse.model import VOCAB, Degrees, is_mixed, shrink_model, write_model
-from megarl.cli.rehearse.shrink import (
-    CONTEXT,
+from megarl.cli.rehearse.small import (
     Layouts,
     changes,
     shrink_config,
     shrink_layouts,
+    shrink_model,
+    write_model,
 )
 from megarl.config.check import check_config
 from megarl.config.earlier_run import checkpoints, differences
@@ -50,11 +50,10 @@ from megarl.observability.report.runs import load_run
 from megarl.planning.memory import parameters
 from megarl.planning.shapes import find_shapes
 from megarl.utils.child import Child, Signals, spelled, stop_all
-from megarl.utils.importing import add_working_directory, call_isolated
+from megarl.utils.importing import add_working_directory
 
 FAILED = 1  # exit status
 STEPS = 2  # and one more after the resume
-CONSTRUCT_TIMEOUT = 1800.0  # seconds for all ranks of one engine
 TERM_TIMEOUT = 60.0  # seconds the launcher has to end what it started
 NUMBERS = ("reward/mean", "loss", "grad_norm", "weight_sync/bytes")
 
@@ -78,13 +77,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     cfg = load_config(args.config, args.keys)
     check_recipe(cfg)
     plan = make_plan(cfg, cards=args.config.parent / "models", ranks=args.ranks)
-    if args.out is None:
-        out = Path(tempfile.mkdtemp(prefix="megarl-rehearsal-"))
-    elif args.out.exists():
+    if args.out is not None and args.out.exists():
         raise ConfigError([f"--out {args.out}: exists already; name a new directory"])
-    else:
-        out = args.out.absolute()
-        out.mkdir(parents=True)
+    out = Path(tempfile.mkdtemp(prefix="megarl-rehearsal-")) if args.out is None else args.out
+    out = out.absolute()
+    out.mkdir(parents=True, exist_ok=True)
     print(f"rehearsal of {args.config}", *describe(plan), sep="\n", flush=True)
     try:
         rehearse(plan, out, every_rank=args.every_rank, timeout=args.timeout)
@@ -102,12 +99,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Holds what a rehearsal runs. By the path of the cluster's model: `users`, the engines that
-    have it; `raw` and `small`, its config.json and the small one."""
+    """Holds what a rehearsal runs. raw, small: by the path of the cluster's model its config.json,
+    and the small one."""
 
     cfg: BaseConfig
     layouts: Layouts
-    users: dict[str, list[str]]
     raw: dict[str, dict[str, Any]]
     small: dict[str, dict[str, Any]]
 
@@ -118,43 +114,40 @@ def check_recipe(cfg: BaseConfig) -> None:
     try:
         check_config(cfg)
     except ConfigError as e:
-        own = [p for p in e.problems if "no such directory" not in p and "no such file" not in p]
-        raise_if_any(own)
+        absent = ("no such directory", "no such file")
+        raise_if_any(p for p in e.problems if not any(words in p for words in absent))
 
 
 def make_plan(cfg: BaseConfig, *, cards: Path, ranks: int) -> Plan:
     """Plans the rehearsal of `cfg` on at most `ranks` ranks. cards: a directory with the
     config.json of models that are not here. Raises ConfigError where a model is not known, or does
     not fit its layout."""
-    users: dict[str, list[str]] = {}
-    for name in engines(cfg):
-        users.setdefault(model_path(cfg, name), []).append(name)
-    before = {name: engine.parallel for name, engine in engines(cfg).items()}
-    raw, problems = {}, []
-    for path, names in users.items():
+    cluster = {name: engine.parallel for name, engine in engines(cfg).items()}
+    raw: dict[str, dict[str, Any]] = {}
+    problems: list[str] = []
+    repeating: set[str] = set()
+    for name, parallel in cluster.items():
+        path = model_path(cfg, name)
         try:
             raw[path] = find_shapes(path, cards)
         except ValueError as e:
-            problems.append(f"{names[0]}.path: {e} ({names[0]}.path=NAME, for a rehearsal)")
+            problems.append(f"{name}.path: {e} ({name}.path=NAME, for a rehearsal)")
             continue
-        for name in names:
-            try:
-                check_layout(parse_hf_config(language_model(raw[path]), name), before[name])
-            except ValueError as e:
-                problems.append(f"{name}: {e}")
+        try:
+            model = parse_hf_config(language_model(raw[path]), name)
+            check_layout(model, parallel)
+        except ValueError as e:
+            problems.append(f"{name}: {e}")
+            continue
+        if parallel.tp > model.num_key_value_heads:
+            repeating.add(path)
     raise_if_any(problems)
-    layouts = shrink_layouts(before, ranks=ranks, mixed=any(map(is_mixed, raw.values())))
-    small = {}
-    for path, names in users.items():
-        here, cluster = ([of[name] for name in names] for of in (layouts.parallel, before))
-        small[path] = shrink_model(
-            raw[path],
-            Degrees.of(here, cluster, raw[path]),
-            layers=layouts.layers,
-            vocab_size=VOCAB,
-            positions=CONTEXT,
-        )
-    return Plan(cfg=cfg, layouts=layouts, users=users, raw=raw, small=small)
+    layouts = shrink_layouts(cluster, ranks=ranks)
+    small = {
+        path: shrink_model(shapes, layers=layouts.layers, repeats=path in repeating)
+        for path, shapes in raw.items()
+    }
+    return Plan(cfg=cfg, layouts=layouts, raw=raw, small=small)
 
 
 def describe(plan: Plan) -> Iterator[str]:
@@ -163,11 +156,11 @@ def describe(plan: Plan) -> Iterator[str]:
     yield f"trainer ranks: a multiple of {smallest_world_size(plan.cfg)} -> {world}"
     if left_out:
         yield f"not run, only constructed: {', '.join(left_out)}"
-    for path, names in plan.users.items():
-        raw, small = (dict(language_model(shapes[path])) for shapes in (plan.raw, plan.small))
-        sizes = [parameters(parse_hf_config(shapes, names[0]))[0] for shapes in (raw, small)]
+    for path, raw in plan.raw.items():
+        before, after = dict(language_model(raw)), dict(language_model(plan.small[path]))
+        sizes = [parameters(parse_hf_config(shapes, path))[0] for shapes in (before, after)]
         yield f"{Path(path).name}: {sizes[0] / 1e9:.1f}B parameters -> {sizes[1]:,}, random"
-        yield from (f"  {key}={old} -> {new}" for key, old, new in differences(raw, small))
+        yield from (f"  {key}={old} -> {new}" for key, old, new in differences(before, after))
 
 
 # the rehearsal
@@ -177,8 +170,9 @@ def rehearse(plan: Plan, out: Path, *, every_rank: bool, timeout: float) -> None
     """Does all parts in turn, in the directory `out`, and prints how each went. Raises
     RehearsalFailed for the first that fails."""
     with _part("construct") as notes:
-        notes += _construct_all(plan, out, every_rank=every_rank)
-    small = _write(plan, out)
+        for name in engines(plan.cfg):
+            notes.append(_construct(plan, name, out, every_rank=every_rank))
+    small = write_small(plan, out)
     print("changed keys of the configuration:")
     for key, old, new in changes(plan.cfg, small):
         print(f"  {key}={masked(old, key)} -> {masked(new, key)}")
@@ -205,26 +199,23 @@ def _part(name: str) -> Iterator[list[str]]:
         print(f"{word:6}{name:10}{seconds:>7}  {', '.join(notes)}", flush=True)
 
 
-def _construct_all(plan: Plan, out: Path, *, every_rank: bool) -> Iterator[str]:
-    """Constructs ranks of each engine's whole layout, and yields what was constructed."""
+def _construct(plan: Plan, name: str, out: Path, *, every_rank: bool) -> str:
+    """Constructs ranks of an engine's whole layout, and says what was constructed."""
+    engine = copy.deepcopy(engines(plan.cfg)[name])
+    folder = out / "shapes" / name
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(plan.raw[model_path(plan.cfg, name)]))
+    # what a CPU lacks does not change which shapes a rank has
+    engine.path, engine.init_from_scratch, engine.optimizer = str(folder), False, None
+    engine.fp8, engine.attention = "none", "auto"
+    engine.parallel.cp_comm_type, engine.moe.token_dispatcher = "auto", "alltoall"
     world = smallest_world_size(plan.cfg)
-    for name, engine in engines(plan.cfg).items():
-        engine = copy.deepcopy(engine)
-        folder = out / "shapes" / name
-        folder.mkdir(parents=True)
-        (folder / "config.json").write_text(json.dumps(plan.raw[model_path(plan.cfg, name)]))
-        # what a CPU lacks does not change which shapes a rank has
-        engine.path, engine.init_from_scratch, engine.optimizer = str(folder), False, None
-        engine.fp8, engine.attention = "none", "auto"
-        engine.parallel.cp_comm_type, engine.moe.token_dispatcher = "auto", "alltoall"
-        ranks = list(range(world)) if every_rank else sample_ranks(world, engine.parallel.pp)
-        result = call_isolated(construct, name, engine, world, ranks, timeout=CONSTRUCT_TIMEOUT)
-        if isinstance(result, str):
-            raise RehearsalFailed(result)
-        yield (
-            f"{name}: {len(ranks)} of {world} ranks, with up to {result / 1e9:.2f}B parameters, "
-            "have the shapes that the piece table says"
-        )
+    ranks = list(range(world)) if every_rank else sample_ranks(world, engine.parallel.pp)
+    most = construct(name, engine, world, ranks)
+    return (
+        f"{name}: {len(ranks)} of {world} ranks, with up to {most / 1e9:.2f}B parameters, have the "
+        "shapes that the piece table says"
+    )
 
 
 def sample_ranks(world_size: int, stages: int) -> list[int]:
@@ -234,38 +225,38 @@ def sample_ranks(world_size: int, stages: int) -> list[int]:
     return sorted({*(s * block + s % block for s in range(stages)), world_size - 1})
 
 
-def construct(
-    name: str, engine: TrainEngineConfig, world_size: int, ranks: Sequence[int]
-) -> int | str:
-    """Constructs the model of an engine on each of `ranks`, without memory and without peers;
-    returns the most parameters of a rank, or why one could not be constructed. engine.path: a
-    directory with the model's config.json. Call it in a process of its own: it makes that process's
-    process groups."""
-    from megarl.engine.shapes import construct_rank
+def construct(name: str, engine: TrainEngineConfig, world_size: int, ranks: Sequence[int]) -> int:
+    """Constructs the model of an engine on each of `ranks`, without memory and without peers, in a
+    process without process groups; returns the most parameters of a rank. engine.path: a directory
+    with the model's config.json. Raises RehearsalFailed for a rank that cannot be constructed."""
+    from megarl.engine.shapes import construct_rank  # here, so that --help is instant
 
-    warnings.filterwarnings("ignore")  # of fake groups, which keep no time
     most = 0
     for rank in ranks:
         try:
-            most = max(most, construct_rank(engine, world_size, rank))
+            with warnings.catch_warnings(action="ignore"):  # of fake groups, which keep no time
+                most = max(most, construct_rank(engine, world_size, rank))
         except Exception as e:
             why = f"{type(e).__name__}: {str(e) or 'no reason given'}"
-            return f"{name} on rank {rank} of {world_size}: {why}"
+            raise RehearsalFailed(f"{name} on rank {rank} of {world_size}: {why}") from e
     return most
 
 
-def _write(plan: Plan, out: Path) -> BaseConfig:
-    """Writes the small models, and returns the small configuration."""
+def write_small(plan: Plan, out: Path) -> BaseConfig:
+    """Writes the small models to `out`, and returns the small configuration."""
+    folders: dict[str, Path] = {}
     models: dict[str, str] = {}
-    for path, names in plan.users.items():
-        folder, head = out / "models" / names[0], engines(plan.cfg)[names[0]].head
-        write_model(plan.small[path], folder, head=head, seed=plan.cfg.seed)
-        models |= dict.fromkeys(names, str(folder))
+    for name, engine in engines(plan.cfg).items():
+        path = model_path(plan.cfg, name)
+        if path not in folders:
+            folders[path] = out / "models" / name
+            write_model(plan.small[path], folders[path], head=engine.head, seed=plan.cfg.seed)
+        models[name] = str(folders[path])
     return shrink_config(plan.cfg, plan.layouts, models, fileroot=str(out / "runs"))
 
 
-def start(config: Path, run: Path, *, processes: int, steps: int, timeout: float) -> Iterator[str]:
-    """Starts the job of `config`, whose run directory is `run`, up to step `steps`, and yields what
+def start(config: Path, run: Path, *, processes: int, steps: int, timeout: float) -> list[str]:
+    """Starts the job of `config`, whose run directory is `run`, up to step `steps`, and says what
     it did. Raises RehearsalFailed where it ends badly, where its metrics are not finite numbers of
     those steps, or after `timeout` seconds."""
     log = config.with_name(f"to_step_{steps}.log")
@@ -285,18 +276,12 @@ def start(config: Path, run: Path, *, processes: int, steps: int, timeout: float
     rows = [row for row in load_run(run).rows if row["step"] > 0]
     if [row["step"] for row in rows] != list(range(1, steps + 1)):
         raise RehearsalFailed(f"stats.jsonl has steps {[row['step'] for row in rows]}; see {log}")
-    if bad := list(_not_finite(rows)):
-        raise RehearsalFailed(f"not a finite number: {', '.join(bad)}; see {log}")
-    yield f"up to step {steps} on {processes} ranks"
-    yield from (f"{name} {rows[-1][name]:.4g}" for name in NUMBERS if name in rows[-1])
-
-
-def _not_finite(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
     for row in rows:
         for name in NUMBERS:
-            value = row.get(name, 0.0)
-            if value is None or not math.isfinite(value):
-                yield f"{name} of step {row['step']}"
+            if name in row and not math.isfinite(math.nan if row[name] is None else row[name]):
+                raise RehearsalFailed(f"{name} of step {row['step']} is not finite; see {log}")
+    last = [f"{name} {rows[-1][name]:.4g}" for name in NUMBERS if name in rows[-1]]
+    return [f"up to step {steps} on {processes} ranks", *last]
 
 
 def check_saved(run: Path) -> None:
