@@ -8,19 +8,13 @@ something does, 2 where there is nothing to compare.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from megarl.cli import RUN, CommandParser, step_range
 from megarl.config.earlier_run import configs_apart, differences
 from megarl.config.errors import ConfigError
-from megarl.observability.fingerprints import (
-    Comparison,
-    Difference,
-    Fingerprints,
-    compare,
-    read_fingerprints,
-)
+from megarl.observability.fingerprints import Fingerprints, compare, read_fingerprints
 
 DIFFERENT = 1  # exit status
 SHOWN = 10  # tensors, and keys of the configuration
@@ -44,7 +38,7 @@ def diff(a: Path, b: Path, *, steps: tuple[int, int] | None, shown: int | None) 
     first, second = recorded(a), recorded(b)
     wanted = None if steps is None else range(steps[0], steps[1] + 1)
     comparison = compare(first, second, wanted)
-    if not comparison.compared:
+    if not comparison.steps:
         only = "" if steps is None else f" of {steps[0]}-{steps[1]}"
         have = " and ".join(_steps([*run.steps]) for run in (first, second))
         raise ConfigError([f"no step{only} that both runs recorded: they have {have}"])
@@ -52,8 +46,19 @@ def diff(a: Path, b: Path, *, steps: tuple[int, int] | None, shown: int | None) 
         print(f"not the same: {name}: {of_first} | {of_second}")
     for line in _at_most(configs_apart(a, b), shown):
         print(f"configuration: {line}")
-    print("\n".join(verdict(comparison, shown)))
-    return DIFFERENT if comparison.difference else 0
+    if comparison.phase is None:
+        print(f"no difference in {_steps(comparison.steps)}: {comparison.count} tensors are equal")
+        return 0
+    tensors = [f"{name}: {why}" for name, why in comparison.differing.items()]
+    *before, step = comparison.steps
+    print(f"step {step}, {comparison.phase}: {tensors[0]}")
+    for line in _at_most(tensors[1:], shown):
+        print(f"  also {line}")
+    if comparison.equal:
+        print(f"  equal in that step: {', '.join(comparison.equal)}")
+    if before:
+        print(f"no difference before it, in {_steps(before)}")
+    return DIFFERENT
 
 
 def recorded(run: Path) -> Fingerprints:
@@ -63,25 +68,6 @@ def recorded(run: Path) -> Fingerprints:
     except FileNotFoundError as e:
         why = "no step has begun, it ran with record.fingerprints=false, or it is no RL run"
         raise ConfigError([f"{e.filename}: no fingerprints; {why}"]) from e
-
-
-def verdict(comparison: Comparison, shown: int | None) -> Iterator[str]:
-    """Yields the lines that say what differs first, or that nothing does."""
-    if comparison.difference is None:
-        steps = _steps(comparison.compared)
-        yield f"no difference in {steps}: {comparison.tensors} tensors are equal"
-        return
-    yield from _named(comparison.difference, shown)
-    if len(comparison.compared) > 1:
-        yield f"no difference before it, in {_steps(comparison.compared[:-1])}"
-
-
-def _named(first: Difference, shown: int | None) -> Iterator[str]:
-    tensors = [f"{name}: {why}" for name, why in first.tensors.items()]
-    yield f"step {first.step}, {first.phase}: {tensors[0]}"
-    yield from (f"  also {line}" for line in _at_most(tensors[1:], shown))
-    if first.equal:
-        yield f"  equal in that step: {', '.join(first.equal)}"
 
 
 def _at_most(lines: list[str], shown: int | None) -> list[str]:

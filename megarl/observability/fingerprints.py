@@ -142,24 +142,17 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Difference:
-    """Names what differs first: the step, its phase, and in their order the tensors, each with why.
-    equal: phases of that step that were compared before."""
-
-    step: int
-    phase: str
-    tensors: dict[str, str]
-    equal: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Says how two runs compare. compared: the steps that both recorded, up to the first that
-    differs. tensors: how many tensors were compared."""
+    """Says how two runs compare. steps: those that both recorded, up to the first that differs.
+    count: how many tensors were compared. phase: of the last of `steps` the first that differs,
+    None where nothing does; differing: its tensors in their order, each with why; equal: the phases
+    of that step that were compared before."""
 
-    compared: tuple[int, ...]
-    tensors: int
-    difference: Difference | None
+    steps: tuple[int, ...]
+    count: int
+    phase: str | None = None
+    differing: Mapping[str, str] = field(default_factory=dict)
+    equal: tuple[str, ...] = ()
 
 
 def compare(a: Fingerprints, b: Fingerprints, steps: Iterable[int] | None = None) -> Comparison:
@@ -173,10 +166,15 @@ def compare(a: Fingerprints, b: Fingerprints, steps: Iterable[int] | None = None
             mine, others = (_in_phase(run.steps[step], phase) for run in (a, b))
             count += len(mine)
             if wrong := differing(mine, others):
-                first = Difference(step=step, phase=phase, tensors=wrong, equal=tuple(equal))
-                return Comparison(compared=tuple(both[: i + 1]), tensors=count, difference=first)
+                return Comparison(
+                    steps=tuple(both[: i + 1]),
+                    count=count,
+                    phase=phase,
+                    differing=wrong,
+                    equal=tuple(equal),
+                )
             equal.append(phase)
-    return Comparison(compared=tuple(both), tensors=count, difference=None)
+    return Comparison(steps=tuple(both), count=count)
 
 
 def _phases_of_both(a: Mapping[str, Tensors], b: Mapping[str, Tensors]) -> list[str]:

@@ -164,9 +164,6 @@ def report(gaps: Sequence[Gap], runs: Runs, other: str) -> Iterator[str]:
             for gap in of_layer
         )
         yield f"  {layer:12}{', '.join(cells)}"
-    relative = [gap for gap in gaps if gap.part.name not in (CHOICE, HEAD)]
-    most = max(relative, key=lambda gap: gap.rounding)
-    yield f"Rounding makes at most {most.rounding:.1g} of a part's size, at {_place(most.part)}."
     head = next(gap for gap in gaps if gap.part.name == HEAD)
     answers = len(runs.exact[head.part])
     yield (
