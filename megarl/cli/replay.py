@@ -87,8 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.print:
         print(*arguments)
         return 0
-    rolls_out = what != TRAIN and isinstance(cfg, GRPOConfig)
-    if rolls_out and cfg.gconfig.seed is None and not cfg.gconfig.greedy:
+    gconfig = cfg.gconfig if isinstance(cfg, GRPOConfig) and what != TRAIN else None
+    if gconfig is not None and gconfig.seed is None and not gconfig.greedy:
         print(
             "gconfig.seed is null: rollouts will differ from the run's; --train-only takes the "
             "recorded batches"
