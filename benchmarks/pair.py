@@ -11,9 +11,10 @@ whose seconds are those of its process:
     sft         the same of SFT, without servers
 
 REV is [tool.house] baseline in pyproject.toml unless given; its tree is kept in .cache/pair. In
-every turn each side runs once, the first one changing, after a turn that is not counted. Printed
-are the medians of both sides, and the median of the turns' ratios (this tree over REV) with the
-interval that holds it in at least 95 of 100 cases, whatever the seconds' distribution: the order
+every turn each side runs once, the first one changing, after a turn that is not counted and writes
+the bytecode of both, as an installation has it. Printed are the medians of both sides, and the
+median of the turns' ratios (this tree over REV) with the interval that holds it in at least 95 of
+100 cases, whatever the seconds' distribution: the order
 statistics of a binomial of one half. `--below` fails (status 1) where a median ratio is not below.
 """
 
@@ -145,6 +146,8 @@ def call(command: Sequence[str], side: Path, *, python_path: Path | None = None)
     env = os.environ | {
         "PYTHONPATH": os.pathsep.join(map(str, filter(None, (side, python_path)))),
         "MEGARL_DEVICE": "cpu",
+        "PYTHONDONTWRITEBYTECODE": "",
+        "PYTHONPYCACHEPREFIX": str(ROOT / ".cache" / "pair" / "bytecode"),
         "OMP_NUM_THREADS": "1",
     }
     started = time.monotonic()

@@ -61,6 +61,13 @@ class Choices:
             self.or_path and isinstance(value, str) and is_import_path(value)
         )
 
+    def meant(self, truth: Any) -> Any:
+        """Returns the choice that a boolean stands for, None where there is none: YAML 1.1 reads
+        off, on, no, yes as booleans."""
+        words = ("on", "yes", "true", self.true) if truth else ("off", "no", "false")
+        alike = [word for word in words if word is not None and self.allow(word)]
+        return alike[0] if alike and isinstance(truth, bool) else None
+
 
 POSITIVE = Bounds(gt=0)
 NOT_NEGATIVE = Bounds(ge=0)

@@ -7,9 +7,11 @@ of all keys, and the result is read once more.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, is_dataclass, replace
+from dataclasses import MISSING, dataclass, field, is_dataclass
+from functools import reduce
 from typing import Any, get_args, get_origin
 
 from megarl.config.allocation import AllocationMode
@@ -18,24 +20,24 @@ from megarl.config.errors import ConfigError, raise_if_any
 from megarl.config.help import unknown_key
 from megarl.config.recipes import BaseConfig, main_role
 from megarl.config.schema import UNIONS, Key, children, key_table, make, not_a_choice, show
-from megarl.config.secrets import Path, at, from_environment, interpolations, remember
+from megarl.config.secrets import Path, at, from_environment, interpolations, plain, remember
 
 _REFERENCE = re.compile(r"\$\{(\w+(?:\.\w+)*)\}")
 _REQUIRED = "???"  # OmegaConf's sign of a value that is still to be given
-_FOR_TRUE, _FOR_FALSE = ("on", "yes", "true"), ("off", "no", "false")
+_UNFIT = (ValueError, TypeError, OverflowError)  # of a value that is not of its key's type
 
 
 def build(cls: type[BaseConfig], tree: Tree, problems: Sequence[str] = ()) -> BaseConfig:
     """Returns the dataclass `cls` with the values of `tree`, a tree of words and plain values.
     Raises ConfigError with all that is wrong, after the `problems` that are known."""
     reading = _Reading(cls)
-    whole, texts = reading.resolved(tree)
-    if whole.get("allocation_mode") and not is_interpolation(whole["allocation_mode"]):
+    whole = reading.read(tree)
+    if whole["allocation_mode"] and not is_interpolation(whole["allocation_mode"]):
         reading = _Reading(cls)
-        whole, texts = reading.resolved(merged(_allocated(cls, whole, reading.problems), tree))
+        whole = reading.read(merged(_allocated(cls, whole, reading.problems), tree))
     raise_if_any(dict.fromkeys([*problems, *reading.problems]))
     cfg: BaseConfig = make(cls, whole)
-    remember(cfg, texts)
+    remember(cfg, reading.texts or {})
     return cfg
 
 
@@ -50,16 +52,9 @@ def _allocated(cls: type[BaseConfig], whole: Tree, problems: list[str]) -> Tree:
         return tree
     for name, value in decided.items():
         if name in key_table(cls):
-            put(tree, name, value)
+            part = reduce(lambda inner, section: {section: inner}, name.split(".")[::-1], value)
+            tree = merged(tree, part)
     return tree
-
-
-def put(tree: Tree, name: str, value: Any) -> None:
-    """Sets a dotted key of a tree, and makes the sections that it lies in."""
-    *sections, last = name.split(".")
-    for section in sections:
-        tree = tree.setdefault(section, {})
-    tree[last] = value
 
 
 def is_interpolation(value: Any) -> bool:
@@ -77,28 +72,26 @@ def leaves(value: Any, name: str = "") -> list[str]:
 @dataclass
 class _Reading:
     """Reads trees along the keys of `root`; adds a line to `problems` for what is wrong in them.
-    texts: interpolations that are followed already, by their places; None as long as they stay.
-    hidden: of these the ones that read the environment, whose values are not shown."""
+    texts: the interpolations, by their places, as soon as they are followed. hidden: of these the
+    ones that read the environment, by dotted names; their values are not shown."""
 
     root: type
     problems: list[str] = field(default_factory=list)
     texts: Mapping[Path, str] | None = None
     hidden: Mapping[str, str] = field(default_factory=dict)
 
-    def resolved(self, tree: Tree) -> tuple[Tree, Mapping[Path, str]]:
-        """Returns the tree with the value of every key, and the interpolations that were in it."""
+    def read(self, tree: Tree) -> Tree:
+        """Returns the tree with a value for every key, and without interpolations."""
         whole = self.section(self.root, tree)
         texts = dict(interpolations(whole))
-        if not texts:
-            return whole, texts
         try:
-            values = _referred(whole, texts) or _followed(whole, texts)
+            whole = _referred(whole, texts) or _followed(whole, texts)
         except ConfigError as e:
             self.problems += e.problems
-            return whole, texts
+            return whole
         self.texts = texts
         self.hidden = {".".join(map(str, path)): texts[path] for path in from_environment(texts)}
-        return self.section(self.root, values), texts
+        return self.section(self.root, whole) if texts else whole
 
     def section(self, cls: type, tree: Tree, prefix: str = "", parent: Any = None) -> Tree:
         """Returns the values of all keys of a section: the one of the tree, or the default, which
@@ -106,127 +99,100 @@ class _Reading:
         given = {str(name): value for name, value in tree.items()}
         values: Tree = {}
         for key in children(cls, prefix, parent):
-            name = key.name.removeprefix(prefix)
-            value = given.pop(name, _plain(key.default))
-            # a choice of ours may be a section elsewhere, as `algorithm` is in verl
+            name, default = key.name.removeprefix(prefix), plain(key.default)
+            value = given.pop(name, default)
             if key.choices and value and isinstance(value, dict):
-                given[name], value = value, _plain(key.default)
-            values[name] = self.value(key, value)
+                # a section elsewhere, as `algorithm` is in verl
+                given[name], value = value, default
+            values[name], problem = self.value(key, value)
+            if problem:
+                self.problems.append(problem)
+                values[name] = _REQUIRED if default is MISSING else default
         for name, value in given.items():
             self.problems += [unknown_key(self.root, n) for n in leaves(value, prefix + name)]
         return values
 
-    def value(self, key: Key, value: Any) -> Any:
-        """Returns the value of one key; the default for a wrong one."""
-        if self.texts is None and is_interpolation(value):
-            return str(value)
-        if value is MISSING or (value == _REQUIRED and isinstance(value, str)):
-            return self._wrong(key, f"{key.name}: required, set it")
-        if value is None:
-            needs = f"{key.name}=null: needs a value of type {key.type_name}"
-            return None if key.nullable else self._wrong(key, needs)
-        if key.seam and isinstance(value, str):
+    def value(self, key: Key, value: Any) -> tuple[Any, str]:
+        """Returns the value of one key, and what is wrong with it."""
+        if value is MISSING or value == _REQUIRED:
+            return None, f"{key.name}: required, set it"
+        if key.seam and isinstance(value, str) and not self._stays(value):
             value = {"type": value}
-        if key.section is not None:
-            return self._section(key, value)
-        if key.element is not None and isinstance(value, dict):
-            values = dict(_plain(key.default))
-            for name, section in value.items():
-                own = key.default.get(name, MISSING)
-                one = replace(
-                    key,
-                    name=f"{key.name}.{name}",
-                    default=own,
-                    annotation=key.element,
-                    section=key.element,
-                    element=None,
-                )
-                values[str(name)] = self.value(one, section)
-            return values
-        return self._leaf(key, value)
-
-    def _section(self, key: Key, value: Any) -> Any:
-        assert key.section is not None
-        if isinstance(value, dict):
-            own = key.default if isinstance(key.default, key.section) else None
-            return self.section(key.section, value, key.name + ".", own)
-        inside = ", ".join(inner.name for inner in children(key.section, key.name + "."))
-        a_value = f"{key.name}={self._shown(key, value)}: a section, not a value; it has {inside}"
-        return self._wrong(key, a_value)
-
-    def _leaf(self, key: Key, value: Any) -> Any:
         try:
-            typed = self.typed(value, key.annotation)
-        except (ValueError, TypeError, OverflowError):
-            if self._hidden(key):
-                why = "the value behind it is not of the key's type"
-            else:
-                fix = "; write [a,b]" if key.type_name.startswith("list") else ""
-                why = f"not of type {key.type_name}{fix}"
-            return self._wrong(key, f"{key.name}={self._shown(key, value)}: {why}")
-        if key.limits is None or key.limits.allow(typed) or is_interpolation(typed):
-            return typed
-        # YAML 1.1 reads off, on, no, yes as booleans: so may they be meant where one is a choice
-        truth = untyped(value) if isinstance(value, Word) else None
-        alike = {True: (*_FOR_TRUE, key.limits.true), False: _FOR_FALSE}
-        words = alike.get(truth, ()) if isinstance(truth, bool) else ()
-        meant = [word for word in words if key.limits.allow(word)]
-        return meant[0] if meant else self._wrong(key, not_a_choice(key, self._shown(key, value)))
+            typed = self.typed(value, key.annotation, key.name, key.default)
+        except _UNFIT:
+            return None, self._unfit(key, value)
+        if key.limits is None or self._stays(typed) or key.limits.allow(typed):
+            return typed, ""
+        meant = key.limits.meant(untyped(value))
+        return meant, "" if meant is not None else not_a_choice(key, self._shown(key.name, value))
 
-    def typed(self, value: Any, annotation: Any) -> Any:
-        """Returns a value, of dicts, lists and words, as the annotation takes it. Raises ValueError
-        where it takes none such; with pydantic for what is not one of YAML's types."""
-        if self.texts is None and is_interpolation(value):
-            return str(value)
+    def typed(self, value: Any, annotation: Any, name: str = "", default: Any = None) -> Any:
+        """Returns a value, of dicts, lists and words, as the annotation takes it, with pydantic for
+        what is not one of YAML's types; a section has the dotted `name` and its own `default`.
+        Raises one of _UNFIT."""
         origin, inner = get_origin(annotation) or annotation, get_args(annotation)
+        if self._stays(value):
+            return str(value)
         if annotation is Any:
             return untyped(value)
         if origin in UNIONS:
-            return self._any_of(value, inner)
+            return self._one_of(value, inner, name, default)
+        if is_dataclass(annotation) and value is not None:
+            return self._inner(value, annotation, name, default)
         if origin is list and isinstance(value, list):
-            return [self.typed(v, *(inner or (Any,))) for v in value]
+            return [self.typed(v, *(inner or (Any,)), name) for v in value]
         if origin is dict and isinstance(value, dict):
-            name, of = inner or (Any, Any)
-            return {self.typed(k, name): self.typed(v, of) for k, v in value.items()}
+            kind, of = inner or (Any, Any)
+            names = {self.typed(k, kind): v for k, v in value.items()}
+            return {k: self.typed(v, of, f"{name}.{k}") for k, v in names.items()}
         if origin in (str, bool, int, float):
             return _scalar(value, origin)
-        if origin in (list, dict):
+        if value is None or origin in (list, dict):
             raise ValueError
-        from pydantic import TypeAdapter  # here, as no key of ours needs it, and its import is long
+        return _foreign(value, annotation)
 
-        members = getattr(annotation, "__members__", {})
-        if isinstance(value, str) and value in members:
-            return members[value]
-        adapter = TypeAdapter(annotation)
-        try:
-            return adapter.validate_python(untyped(value))
-        except ValueError:
-            return adapter.validate_python(value)  # a path may be a number
+    def _inner(self, value: Any, cls: Any, name: str, default: Any) -> Any:
+        own = default if isinstance(default, cls) else None
+        if isinstance(value, dict):
+            return self.section(cls, value, f"{name}.", own)
+        inside = ", ".join(key.name for key in children(cls, f"{name}."))
+        shown = self._shown(name, value)
+        self.problems.append(f"{name}={shown}: a section, not a value; it has {inside}")
+        return plain(default)
 
-    def _any_of(self, value: Any, annotations: tuple[Any, ...]) -> Any:
-        if value is None and type(None) in annotations:
+    def _one_of(self, value: Any, kinds: Sequence[Any], name: str, default: Any) -> Any:
+        if value is None and type(None) in kinds:
             return None
-        for annotation in filter(lambda each: each is not type(None), annotations):
-            try:
-                return self.typed(value, annotation)
-            except (ValueError, TypeError, OverflowError):
-                continue
+        for kind in kinds:
+            with contextlib.suppress(*_UNFIT):
+                if kind is not type(None):
+                    return self.typed(value, kind, name, default)
         raise ValueError
 
-    def _shown(self, key: Key, value: Any) -> str:
+    def _stays(self, value: Any) -> bool:
+        """Returns whether a value is an interpolation that is not followed yet."""
+        return self.texts is None and is_interpolation(value)
+
+    def _unfit(self, key: Key, value: Any) -> str:
+        shown = f"{key.name}={self._shown(key.name, value)}"
+        if value is None:
+            return f"{shown}: needs a value of type {key.type_name}"
+        if self._hidden(key.name):
+            return f"{shown}: the value behind it is not of the key's type"
+        fix = "; write [a,b]" if key.type_name.startswith("list") else ""
+        return f"{shown}: not of type {key.type_name}{fix}"
+
+    def _shown(self, name: str, value: Any) -> str:
         """Returns a value for a message; of the environment's the interpolation."""
-        plain = value if isinstance(value, str) else untyped(value)
-        return ", ".join(self._hidden(key)) or show(plain)
+        typed = value if isinstance(value, str) else untyped(value)
+        return ", ".join(self._hidden(name)) or show(typed)
 
-    def _hidden(self, key: Key) -> list[str]:
+    def _hidden(self, name: str) -> list[str]:
         """Returns the texts of the environment's values in the key, or in what it lies in."""
-        own = key.name + "."
-        texts = ((name + ".", text) for name, text in self.hidden.items())
-        return [text for name, text in texts if name.startswith(own) or own.startswith(name)]
-
-    def _wrong(self, key: Key, problem: str) -> Any:
-        self.problems.append(problem)
-        return _REQUIRED if key.default is MISSING else _plain(key.default)
+        own = f"{name}."
+        texts = ((f"{place}.", text) for place, text in self.hidden.items())
+        return [text for place, text in texts if place.startswith(own) or own.startswith(place)]
 
 
 def _referred(whole: Tree, texts: Mapping[Path, str]) -> Tree | None:
@@ -265,15 +231,6 @@ def _followed(whole: Tree, texts: Mapping[Path, str]) -> Tree:
     return whole | values
 
 
-def _plain(value: Any) -> Any:
-    """Returns a default as a tree has it."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return asdict(value)
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    return list(value) if isinstance(value, list) else value
-
-
 def _scalar(value: Any, kind: type) -> Any:
     """Returns a text, number or boolean as the type takes it; raises ValueError where it does not.
     A text, as a word is one, is read as YAML reads it, but 010 is ten."""
@@ -289,3 +246,16 @@ def _scalar(value: Any, kind: type) -> Any:
     if kind is float and type(plain) in (int, float):
         return float(plain)
     raise ValueError
+
+
+def _foreign(value: Any, annotation: Any) -> Any:
+    from pydantic import TypeAdapter  # here, as no key of ours needs it, and its import is long
+
+    members = getattr(annotation, "__members__", {})
+    if isinstance(value, str) and value in members:
+        return members[value]
+    adapter = TypeAdapter(annotation)
+    try:
+        return adapter.validate_python(untyped(value))
+    except ValueError:
+        return adapter.validate_python(value)  # a path may be a number

@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, is_dataclass
 from pathlib import PurePath
 from typing import Any
 
@@ -57,7 +57,7 @@ def remember(cfg: Any, texts: Mapping[Path, str]) -> None:
     """Notes in `cfg` which of its values came from the environment; `texts` are all interpolations
     that it was resolved from, by their places."""
     read = from_environment(texts)
-    values = _values(cfg) if read else {}
+    values = plain(cfg) if read else {}
     written = {path: (texts[path], at(values, path)) for path in read}
     object.__setattr__(cfg, _ATTRIBUTE, written)
 
@@ -164,7 +164,7 @@ def masked_override(text: str) -> str:
 
 def _replaced(cfg: Any, by: Callable[[str, Any], Any]) -> dict[str, Any]:
     """Returns every key with its value, with by(interpolation, value) for the environment's."""
-    tree = _values(cfg)
+    tree = plain(cfg)
     for path, (text, value) in getattr(cfg, _ATTRIBUTE, {}).items():
         *parents, last = path
         with contextlib.suppress(LookupError, TypeError):  # its section is another since, or null
@@ -181,15 +181,14 @@ def _digests(value: Any) -> Any:
     return hashlib.sha256(json.dumps(value, default=str).encode()).hexdigest()[:16]
 
 
-def _values(cfg: Any) -> dict[str, Any]:
-    return {name: _plain(value) for name, value in asdict(cfg).items()}
-
-
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Returns a value, dataclasses in it, as dicts, lists and what YAML has a form for."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
     if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
+        return {k: plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
+        return [plain(v) for v in value]
     return str(value) if isinstance(value, PurePath) else value
 
 
