@@ -81,8 +81,7 @@ def _group(keys: Sequence[Key]) -> Iterator[str]:
         if key.section is not None:
             off = " Null unless one of its keys is set." if key.nullable else ""
             yield f"### {key.name}\n\n{_sentence(key.help)}{off}"
-            parent = key.default if isinstance(key.default, key.section) else None
-            yield from _group(list(children(key.section, key.name + ".", parent)))
+            yield from _group(list(key.inner()))
 
 
 def _row(key: Key) -> str:

@@ -11,7 +11,6 @@ import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, is_dataclass
-from functools import reduce
 from typing import Any, get_args, get_origin
 
 from megarl.config.allocation import AllocationMode
@@ -52,7 +51,9 @@ def _allocated(cls: type[BaseConfig], whole: Tree, problems: list[str]) -> Tree:
         return tree
     for name, value in decided.items():
         if name in key_table(cls):
-            part = reduce(lambda inner, section: {section: inner}, name.split(".")[::-1], value)
+            part: Any = value
+            for section in reversed(name.split(".")):
+                part = {section: part}
             tree = merged(tree, part)
     return tree
 
@@ -141,7 +142,7 @@ class _Reading:
         if is_dataclass(annotation) and value is not None:
             return self._inner(value, annotation, name, default)
         if origin is list and isinstance(value, list):
-            return [self.typed(v, *(inner or (Any,)), name) for v in value]
+            return [self.typed(v, inner[0] if inner else Any, name) for v in value]
         if origin is dict and isinstance(value, dict):
             kind, of = inner or (Any, Any)
             names = {self.typed(k, kind): v for k, v in value.items()}

@@ -66,8 +66,7 @@ def _group(keys: list[Key], width: int) -> Iterator[str]:
         if key.section is not None:
             off = " (null unless one of its keys is set)" if key.nullable else ""
             yield from ("", f"  {key.name}: {key.help}{off}")
-            parent = key.default if isinstance(key.default, key.section) else None
-            yield from _group(list(children(key.section, key.name + ".", parent)), width)
+            yield from _group(list(key.inner()), width)
 
 
 def _one_key(key: Key, width: int) -> list[str]:
@@ -77,11 +76,10 @@ def _one_key(key: Key, width: int) -> list[str]:
     required = key.default is MISSING
     value = "required" if required else f"default {show(key.default)}"
     body = f"{key.help} [{key.type_name}, {value}]{choices}"
-    pad = " " * INDENT
     lines = textwrap.wrap(body, max(width - INDENT, 40))
-    if len(head) < INDENT - 1:
-        return [head.ljust(INDENT) + lines[0], *(pad + line for line in lines[1:])]
-    return [head, *(pad + line for line in lines)]
+    if len(head) >= INDENT - 1:
+        return [head, *(" " * INDENT + line for line in lines)]
+    return [head.ljust(INDENT) + lines[0], *(" " * INDENT + line for line in lines[1:])]
 
 
 # unknown keys

@@ -33,7 +33,7 @@ from megarl.config.compose import (
     write_yaml,
 )
 from megarl.config.recipes import BaseConfig, own_code, recipe_class
-from megarl.config.schema import find_key, show
+from megarl.config.schema import children, find_key, show
 from megarl.config.secrets import at, written_tree
 from megarl.utils.files import write_whole
 
@@ -169,9 +169,9 @@ def _override(
     section's type go where it gets another."""
     changes = []
     for _, name, value in parsed:
-        key = find_key(cls, name)
+        key = find_key(children(cls), name)
         if key is not None and key.seam and isinstance(value, str) and not is_interpolation(value):
-            key = find_key(cls, name := f"{name}.type")
+            key = find_key(children(cls), name := f"{name}.type")
         changes.append((name.split("."), value))
         if key is not None and name.endswith(".type"):
             with contextlib.suppress(LookupError, TypeError, AttributeError):  # not in the file
@@ -182,7 +182,7 @@ def _override(
         section = tree
         for depth, part in enumerate(parts[:-1], start=1):
             above, inner = ".".join(parts[:depth]), section.get(part)
-            key = find_key(cls, above)
+            key = find_key(children(cls), above)
             if key is not None and key.seam and isinstance(inner, str):
                 inner = {"type": inner}
             elif inner is not None and not isinstance(inner, dict):

@@ -72,6 +72,12 @@ class Key:
         """Returns the annotation without `| None`."""
         return _strip_none(self.annotation)
 
+    def inner(self) -> Iterator[Key]:
+        """Yields the keys of the section."""
+        assert self.section is not None
+        parent = self.default if isinstance(self.default, self.section) else None
+        return children(self.section, f"{self.name}.", parent)
+
     @property
     def type_name(self) -> str:
         """Returns the annotation as --help and messages spell it."""
@@ -166,19 +172,19 @@ def children(cls: type, prefix: str = "", parent: Any = None) -> Iterator[Key]:
 def all_keys(cls: type, *, parent: Any = None) -> Iterator[Key]:
     """Yields every key of `cls` in order, each section before its own keys; of the instance
     `parent`, if given, those that it has, with its values as defaults."""
-    return _below(cls, "", parent, nulls=parent is None)
+    return _below(children(cls, "", parent), nulls=parent is None)
 
 
-def _below(cls: type, prefix: str, parent: Any, *, nulls: bool) -> Iterator[Key]:
-    """Yields the keys of a section; nulls: those of sections that are null, too."""
-    for key in children(cls, prefix, parent):
+def _below(keys: Iterator[Key], *, nulls: bool) -> Iterator[Key]:
+    """Yields keys and those in them; nulls: of sections that are null, too, and of no object."""
+    for key in keys:
         yield key
         if key.section is not None and (nulls or key.default is not None):
-            default = key.default if isinstance(key.default, key.section) else None
-            yield from _below(key.section, key.name + ".", default, nulls=nulls)
-        if key.element is not None and parent is not None:
+            yield from _below(key.inner(), nulls=nulls)
+        if key.element is not None and not nulls:
             for name, element in key.default.items():
-                yield from _below(key.element, f"{key.name}.{name}.", element, nulls=nulls)
+                inner = children(key.element, f"{key.name}.{name}.", element)
+                yield from _below(inner, nulls=nulls)
 
 
 def key_table(cls: type) -> dict[str, Key]:
@@ -191,20 +197,17 @@ def _key_table(cls: type) -> dict[str, Key]:
     return {k.name: k for k in all_keys(cls)}
 
 
-def find_key(cls: type, name: str, prefix: str = "", parent: Any = None) -> Key | None:
-    """Returns the key `name` of the section `prefix`, which `cls` is, or of those below it: it may
-    lie in a dict of sections (valid_datasets.math.size). None for one that there is not."""
-    for key in children(cls, prefix, parent):
-        own, _, rest = name.removeprefix(f"{key.name}.").partition(".")
+def find_key(keys: Iterator[Key], name: str) -> Key | None:
+    """Returns the key `name` of `keys` or of those in them: it may lie in a dict of sections
+    (valid_datasets.math.size). None for one that there is not."""
+    for key in keys:
+        own, dot, _ = name.removeprefix(f"{key.name}.").partition(".")
         if key.name == name:
             return key
-        if not name.startswith(f"{key.name}."):
-            continue
-        if key.section is not None:
-            default = key.default if isinstance(key.default, key.section) else None
-            return find_key(key.section, name, f"{key.name}.", default)
-        if key.element is not None and rest:
-            return find_key(key.element, name, f"{key.name}.{own}.")
+        if name.startswith(f"{key.name}.") and key.section is not None:
+            return find_key(key.inner(), name)
+        if name.startswith(f"{key.name}.") and key.element is not None and dot:
+            return find_key(children(key.element, f"{key.name}.{own}."), name)
     return None
 
 

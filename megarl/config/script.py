@@ -98,20 +98,15 @@ def fetch_hub_models(cfg: BaseConfig) -> None:
         if "/" not in path or Path(path).is_dir() or not looks_like_hub_name(path):
             continue
         from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+        from huggingface_hub.errors import HfHubHTTPError
 
         try:
             section.path = snapshot_download(path, allow_patterns=list(_HF_FILES))
-        except HFValidationError:
-            problems.append(
-                f"{name}.path={path}: no such directory, and no name that the hub allows; name a "
-                "model's directory, or a model of the hub as org/name"
-            )
-        except (OSError, HfHubHTTPError) as e:
+        except (OSError, ValueError, HfHubHTTPError) as e:  # ValueError: no name that a hub allows
             why = " ".join(str(e).split())
             problems.append(
-                f"{name}.path={path}: neither a directory nor to be had from the hub ({why}); "
-                f"download it elsewhere (hf download {path} --local-dir DIR) and name its directory"
+                f"{name}.path={path}: neither a directory nor to be had from the hub ({why}); name "
+                f"a model as org/name, or its directory (hf download {path} --local-dir DIR)"
             )
     raise_if_any(problems)
 
