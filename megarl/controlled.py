@@ -7,7 +7,6 @@ What a recipe makes through its context (trainer/workers.py) lives there.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import threading
@@ -150,7 +149,6 @@ class ControllerContext(RunContext):
                 workers.leave(error)
         finally:
             if self._scheduler is not None:
-                atexit.unregister(self._scheduler.close)  # which start.py has registered
                 self._scheduler.close()
             super().leave(error)
 

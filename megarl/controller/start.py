@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -58,7 +57,6 @@ def workers(
     groups = _started.setdefault(scheduler, {})
     if not groups:
         _check_alone()
-        atexit.register(scheduler.close)
     if name not in groups:
         spec = GroupSpec(
             name=name,

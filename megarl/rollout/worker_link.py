@@ -39,7 +39,8 @@ class RpcProcess:
 
     def __init__(self, index: int) -> None:
         """Raises what LocalScheduler.start does."""
-        self._group = LocalScheduler().start(
+        self._scheduler = LocalScheduler()
+        self._group = self._scheduler.start(
             GroupSpec(
                 name=f"rollout_worker_{index}",
                 count=1,
@@ -55,7 +56,7 @@ class RpcProcess:
 
     def stop(self) -> None:
         """Ends the process. May be called twice."""
-        self._group.stop()
+        self._scheduler.close()
 
 
 @dataclass(eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import sys
@@ -259,10 +260,12 @@ class WatchedGroup:
 
 
 class Scheduler:
-    """Starts groups of workers on machines: this one, a Ray cluster, a Slurm allocation."""
+    """Starts groups of workers on machines: this one, a Ray cluster, a Slurm allocation. It is
+    closed with this process at the latest."""
 
     def __init__(self) -> None:
         ensure_job_token()
+        atexit.register(self.close)
         self._stack = contextlib.ExitStack()  # ends what is left, whatever one end raises
 
     def start(self, spec: GroupSpec) -> WatchedGroup:
@@ -281,6 +284,7 @@ class Scheduler:
     def close(self) -> None:
         """Ends the groups that are left, and gives back what the scheduler took. May be called
         twice."""
+        atexit.unregister(self.close)
         self._stack.close()
 
     def listen(self, spec: GroupSpec) -> Arrivals:
