@@ -41,7 +41,7 @@ class KLControllerConfig:
     = KL / target - 1, at most 0.2 in size."""
 
     target: Annotated[float, POSITIVE] = 0.1
-    """KL to the reference that is aimed at, in nats"""
+    """KL to the reference that the controller aims at, in nats"""
     horizon: Annotated[float, POSITIVE] = 10000.0
     """rollouts in which a weight changes by at most a fifth"""
     per: Annotated[str, Choices("token", "rollout")] = "token"
@@ -54,17 +54,17 @@ class PPOActorConfig(TrainEngineConfig):
     """Configures the policy that trains: its engine, loss, advantages and rewards."""
 
     loss: SeamConfig = field(default_factory=lambda: SeamConfig(type="policy"))
-    """what an update minimises: a function of this section that makes a LossSpec; policy: ratio,
+    """the loss of an update: a function of this section that returns a LossSpec; policy: ratio,
     surrogate, correction, KL and entropy, by the keys below"""
     ratio: Annotated[str, Choices("token", "sequence", "sequence-token")] = "token"
-    """importance ratio that the surrogate bounds: of a token; of its sequence, the geometric
-    mean (GSPO); or that value with the token's own gradient (GSPO-token)"""
+    """importance ratio of the surrogate: token: of a token; sequence: the geometric mean over its
+    sequence (GSPO); sequence-token: that mean with the token's gradient (GSPO-token)"""
     surrogate: SeamConfig = field(default_factory=lambda: SeamConfig(type="clip"))
     """what a token's loss is, by its ratio and its advantage: clip (PPO), cispo, sapo, gmpo,
     topr, clip_cov, kl_cov, unclipped, log_likelihood, or a function of this section"""
     advantages: SeamConfig = field(default_factory=lambda: SeamConfig(type="group"))
-    """how rewards become advantages where there is no critic: a function of this section that
-    makes an AdvantageSpec; group: the samples of a prompt compared (adv_norm)"""
+    """how rewards become advantages without a critic: a function of this section that returns an
+    AdvantageSpec; group: compares the samples of a prompt (adv_norm)"""
     ppo_n_minibatches: Annotated[int, POSITIVE] = 1
     """optimizer steps per training batch"""
     eps_clip: Annotated[float, Bounds(gt=0, le=1)] = 0.2
@@ -101,17 +101,16 @@ class PPOActorConfig(TrainEngineConfig):
     entropy_coef: Annotated[float, NOT_NEGATIVE] = 0.0
     """weight of the entropy that the loss rewards"""
     recompute_logprob: Annotated[str, Choices("auto", "true", "false", "interpolate")] = "auto"
-    """recompute logprobs with the trainer's weights before the update (prox_logp); auto: skip
-    this pass where the update computes the same numbers anyway; interpolate: take them between the
-    server's and the update's, by each token's version (A-3PO); false: the ratio starts from the
-    server's"""
+    """old logprobs of the ratio (prox_logp): true: a pass with the trainer's weights before the
+    update; auto: skips that pass when the update computes the same numbers; interpolate: between
+    the server's and the update's, by each token's version (A-3PO); false: the server's"""
     use_decoupled_loss: bool = False
     """clip against prox_logp and weight by exp(prox - behaviour) (AReaL)"""
     behav_imp_weight_cap: Annotated[float, POSITIVE] | None = None
     """drop tokens whose behaviour importance weight exceeds this; null is off"""
     correction: CorrectionConfig | None = None
-    """weights and masks for the gap between who wrote a token and who trains; null is none;
-    use_decoupled_loss=true is {weight: token}, with behav_imp_weight_cap=C {mask: token,
+    """weights and masks for the gap between the policy that wrote a token and the trainer; null is
+    none; use_decoupled_loss=true is {weight: token}, with behav_imp_weight_cap=C {mask: token,
     mask_high: C}"""
     reward_scaling: Annotated[float, Bounds(gt=0, le=1e6)] = 1.0
     """rewards are (r + bias) * scaling, then clipped"""
@@ -170,8 +169,8 @@ class RefConfig(TrainEngineConfig):
     """steps after which the policy's weights become the reference's (with ema: are blended in);
     null is never (with ema: after every step)"""
     ema: Annotated[float, Bounds(ge=0, lt=1)] = 0.0
-    """share of its own weights that the reference keeps then: 0.99 makes it a moving average of
-    the policy, kept in fp32; 0 takes the policy's as they are"""
+    """the reference's own share at a refresh: 0.99 makes it a moving average of the policy, in
+    fp32; 0 copies the policy"""
 
     @property
     def renewed_every(self) -> int | None:
@@ -199,8 +198,8 @@ class TeacherConfig(TrainEngineConfig):
     """Configures the frozen model that a student is drawn to: an engine, or servers."""
 
     addresses: list[str] = field(default_factory=list)
-    """servers that hold the teacher, as host:port, asked within rollout.request_timeout and again
-    for rollout.retry_timeout; empty makes an engine of it"""
+    """host:port of servers that hold the teacher, with the timeouts of rollout; empty makes the
+    teacher an engine"""
     lm_head_topk: Annotated[int, POSITIVE] = 64
     """likeliest tokens of each position by which the student is compared; all others count as
     one; the whole vocabulary makes it exact"""

@@ -27,8 +27,7 @@ class RewardPoolConfig:
     n_nodes: Annotated[int, POSITIVE] = 1
     """nodes, each with rollout.reward_workers processes"""
     restarts: Annotated[int, NOT_NEGATIVE] = 3
-    """a reward worker that dies is started again this many times, while others compute its
-    rewards; one more death ends the run"""
+    """times that a dead reward worker is started again; one more death ends the run"""
     sbatch_args: list[str] = field(default_factory=list)
     """arguments of sbatch for these nodes, like --partition=cpu"""
 
@@ -45,9 +44,9 @@ class SlurmConfig:
     """queue the job again after a time limit, a preemption or the loss of a node; it continues
     from its newest checkpoint"""
     sbatch_args: list[str] = field(default_factory=list)
-    """more arguments of sbatch, like [--partition=gpu,--account=us,--qos=high]; not for the nodes
-    of server_pool and reward_pool. Nodes are asked for whole, with all their memory, unless one of
-    them says how they are shared: --exclusive, --oversubscribe, --mem, --mem-per-gpu, ..."""
+    """more arguments of sbatch, like [--partition=gpu,--account=us,--qos=high], but not for
+    server_pool and reward_pool; nodes are requested whole unless an argument says how to share them
+    (--oversubscribe, --mem, ...)"""
 
 
 @dataclass(kw_only=True)
@@ -78,7 +77,7 @@ class ClusterConfig:
     rendezvous_timeout: Annotated[float, TIMEOUT] = 900.0
     """seconds the nodes wait for each other at the start"""
     ray_resources: dict[str, float] = field(default_factory=dict)
-    """what Ray is asked for on each node besides GPUs and CPUs, by name, like
+    """what to request from Ray on each node besides GPUs and CPUs, by name, like
     {accelerator_type:H100: 0.001}"""
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     """Slurm"""

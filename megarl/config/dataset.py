@@ -29,8 +29,8 @@ class TokenizerConfig:
     """Configures the run's tokenizer, besides tokenizer_path."""
 
     chat_template: str = ""
-    """Jinja file of the chat template, in place of the tokenizer's own; it is saved with the
-    model; a base model's tokenizer often has none"""
+    """Jinja file of a chat template that replaces the tokenizer's and is saved with the model; a
+    base model often has none"""
 
 
 @dataclass(kw_only=True)
@@ -77,8 +77,8 @@ class CurriculumConfig:
     high: Annotated[float, FRACTION] = 0.9
     """... and at most this one"""
     explore: Annotated[float, FRACTION_ABOVE_ZERO] = 0.25
-    """share of rows drawn in turn whatever their pass rate, so that none is given up;
-    until some row's pass rate is known, every row is drawn this way"""
+    """share of rows drawn in turn whatever their pass rate; until some row's pass rate is known,
+    every row is drawn in turn"""
     passes_at: float = 1.0
     """an answer passes with a reward of at least this"""
 

@@ -41,20 +41,20 @@ class OptimizerConfig:
     gradient_clipping: Annotated[float, OFF_AT_ZERO] = 1.0
     """global gradient norm bound; 0 turns clipping off"""
     spike_norm: Annotated[float, POSITIVE] | None = None
-    """an update whose gradient norm before clipping is larger is not made, as one that is not
-    finite: self_check.on_nonfinite says what follows, and its batch is saved; null makes all"""
+    """largest gradient norm before clipping; a larger one is treated as self_check.on_nonfinite
+    says, and its batch is saved; null is no bound"""
     distributed: bool = True
     """shard optimizer state over dp (ZeRO-1)"""
     overlap_grad_reduce: bool = False
-    """reduce gradients over dp bucket by bucket while backward goes on"""
+    """reduce gradients over dp bucket by bucket during backward"""
     overlap_param_gather: bool = False
-    """gather the updated weights over dp while the next forward pass goes on; needs distributed
-    and overlap_grad_reduce"""
+    """gather the updated weights over dp during the next forward pass; needs distributed and
+    overlap_grad_reduce"""
     precision_aware: bool = False
-    """Transformer Engine's FusedAdam keeps main weights and moments, in the dtypes of
-    options; needs distributed"""
+    """Transformer Engine's FusedAdam keeps main weights and moments in the dtypes of options; needs
+    distributed"""
     cpu_offload: bool = False
-    """keep main weights and moments on the CPU, and update there; for a fraction of the weights by
+    """keep main weights and moments on the CPU and update there, for a part of the weights with
     options.optimizer_offload_fraction; needs distributed and dtype=bfloat16"""
     options: dict[str, Any] = field(default_factory=dict)
     """more fields of megatron-core's OptimizerConfig by name: exp_avg_dtype, exp_avg_sq_dtype,
@@ -73,8 +73,8 @@ class MicroBatchSpec:
     """the same for passes without backward, which keep no activations and may take more; null is
     max_tokens_per_mb"""
     share_prefixes: bool = False
-    """compute a prefix that sequences of a micro-batch share once: the prompt of a group, the
-    history of an episode's turns; its tokens then count once in the budget"""
+    """compute once what sequences of a micro-batch share: the prompt of a group, the history of an
+    episode's turns; shared tokens count once in the budget"""
 
 
 @dataclass(kw_only=True)
@@ -91,8 +91,9 @@ class MoEConfig:
     z_loss_coef: Annotated[float, OFF_AT_ZERO] = 0.0
     """loss on the router's squared logsumexp; 0 is off"""
     router_replay: Annotated[str, Choices("off", "trainer", "rollout", true="trainer")] = "off"
-    """sends the tokens of an update to the experts that recompute_logprob's pass chose (trainer,
-    or true), or that pass and the update to those that the server's routers chose (rollout, R3)"""
+    """which experts the update's tokens go to: trainer (or true): those of recompute_logprob's
+    pass; rollout: those of the server's routers, in both passes (R3); off: the update's routers
+    decide"""
     expert_bias_update_rate: Annotated[float, OFF_AT_ZERO] = 0.0
     """step of the bias that balances loads without a loss (DeepSeek-V3); 0 leaves it be"""
     per_layer_stats: bool = False
@@ -140,15 +141,15 @@ class TrainEngineConfig:
     path: str = ""
     """HF model directory (config.json, *.safetensors, tokenizer) or hub name"""
     override_config: dict[str, Any] = field(default_factory=dict)
-    """keys of the model's config.json that have another value here, as rope_theta; servers that
-    the launcher starts get the actor's"""
+    """keys of the model's config.json with another value here, such as rope_theta; servers that the
+    launcher starts get the actor's"""
     head: Annotated[str, Choices("lm", "value")] = "lm"
     """output for each token: logits (lm), or one value (critic, reward model)"""
     value_head_init: Annotated[str, Choices("zero", "random")] = "zero"
-    """value head of a language model, which has none: all zero, or random by `seed`"""
+    """a new value head starts with zeros, or random by `seed`"""
     value_head_bias: bool = True
-    """value head of a language model, which has none: with a bias (HF's ForTokenClassification),
-    or without (ForSequenceClassification)"""
+    """a new value head has a bias (HF's ForTokenClassification) or none
+    (ForSequenceClassification)"""
     init_from_scratch: bool = False
     """random weights by `seed` instead of the HF ones"""
     dtype: Annotated[str, Choices("auto", "float32", "bfloat16", "float16")] = "auto"
@@ -165,21 +166,21 @@ class TrainEngineConfig:
     optimizer: OptimizerConfig | None = None
     """optimizer; null builds a forward-only engine"""
     recompute_granularity: Annotated[str, Choices("none", "selective", "full")] = "none"
-    """backward computes activations again instead of keeping them: those of the core attention
-    (selective) or of whole layers (full)"""
+    """backward recomputes activations instead of keeping them: selective: of the core attention;
+    full: of whole layers"""
     recompute_method: Annotated[str, Choices("uniform", "block")] = "uniform"
     """full: keep the input of every recompute_num_layers layers (uniform), or recompute only the
     first recompute_num_layers of a pipeline chunk (block)"""
     offload_activations: bool = False
-    """the inputs of recomputed layers wait in host memory until backward needs them; needs
+    """keep the inputs of recomputed layers in host memory until backward; needs
     recompute_granularity=full"""
     recompute_num_layers: Annotated[int, POSITIVE] = 1
     """full: see recompute_method"""
     lm_head_chunk_tokens: Annotated[int, POSITIVE] = 4096
     """tokens per LM-head chunk; logits of one chunk are the peak memory"""
     lm_head_keep_mb: Annotated[int, Bounds(ge=0, note="0 keeps none")] = 1024
-    """keep a micro-batch's logits for backward where they take at most this many MiB, in fp32 on
-    one device; else backward computes them again"""
+    """keep a micro-batch's logits for backward if they take at most this many MiB in fp32 on one
+    device; otherwise backward recomputes them"""
     lm_head_topk: Annotated[int, POSITIVE] = 8
     """tokens in the outputs topk_logprobs and topk_ids"""
     attention: Annotated[str, Choices("auto", "te", "sdpa")] = "auto"

@@ -36,7 +36,7 @@ class PreferenceConfig:
     label_smoothing: Annotated[float, Bounds(ge=0, lt=0.5)] = 0.0
     """cdpo, robust: probability that a preference is flipped"""
     gamma: Annotated[float, NOT_NEGATIVE] | None = None
-    """simpo: the margin that is asked for; null is 1"""
+    """simpo: the margin; null is 1"""
     length_normalized: bool = False
     """dpo, cdpo, robust, ipo, hinge: mean logprob of an answer's tokens, not sum"""
     sft_coef: Annotated[float, NOT_NEGATIVE] = 0.0

@@ -71,7 +71,7 @@ class BaseConfig:
     allocation_mode: str = ""
     """GPUs of servers and trainers, like sglang.d4t2+megatron.d2t2p2: sets server.type,
     server.count, server.tp, the trained model's parallel.* and the number of processes; empty
-    leaves them to their own keys"""
+    leaves these to their keys"""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     """machines of the job"""
     seed: Annotated[int, SEED] = 1
@@ -150,7 +150,7 @@ class RMConfig(OfflineConfig):
     model: RewardModelConfig = field(default_factory=RewardModelConfig)
     """the reward model, or the language model it begins as"""
     margin: bool = False
-    """ask for the difference of scores that each row's column margin says"""
+    """train for the difference of scores in each row's column margin"""
     center: Annotated[float, NOT_NEGATIVE] = 0.0
     """weight of the squared sum of a pair's scores, which keeps them near 0"""
 
@@ -165,8 +165,8 @@ class GRPOConfig(BaseConfig):
     actor: PPOActorConfig = field(default_factory=PPOActorConfig)
     """the trained policy"""
     ref: RefConfig | None = None
-    """reference for the KL term, frozen unless refresh_every or ema is set; null is none; empty
-    path is actor.path, and with actor.lora then, frozen, the actor's own engine, adapters off"""
+    """reference for the KL term; null is none; an empty path is actor.path, and with actor.lora the
+    actor without its adapters; frozen unless refresh_every or ema is set"""
     reward_model: ValueModelConfig | None = None
     """frozen; its score of the last token replaces the reward; null is none"""
     kl_ctl: Annotated[float, NOT_NEGATIVE] = 0.0
@@ -189,8 +189,8 @@ class GRPOConfig(BaseConfig):
     server: ServerConfig = field(default_factory=ServerConfig)
     """servers the launcher starts"""
     judge: ServerConfig | None = None
-    """servers of a judge's model (judge.path) that the launcher starts for the reward judge;
-    null is none: the reward's option base_url names others"""
+    """servers of a judge's model (judge.path) that the launcher starts for the reward judge; null
+    is none (the reward's option base_url names a server)"""
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     """weights to the servers"""
 
@@ -201,8 +201,8 @@ class PPOConfig(GRPOConfig):
 
     recipe: Annotated[str, _RECIPES] = "ppo"
     algorithm: Annotated[str, Choices("")] = ""
-    """empty: the published algorithms by name compare samples, without a critic (recipe grpo);
-    set actor.ratio, actor.surrogate, actor.loss_agg, actor.correction one by one"""
+    """empty: published algorithms by name have no critic (recipe grpo); set actor.ratio,
+    actor.surrogate, actor.loss_agg and actor.correction instead"""
     actor: PPOActorConfig = field(default_factory=lambda: PPOActorConfig(adv_norm="batch"))
     critic: PPOCriticConfig = field(default_factory=PPOCriticConfig)
     """the value function; empty path is actor.path"""
@@ -216,7 +216,7 @@ class PPOConfig(GRPOConfig):
     gae_lambda_critic: Annotated[float, FRACTION] | None = None
     """GAE: lambda of the critic's returns; null is the advantages'"""
     bootstrap_truncated: bool = False
-    """an answer cut at max_new_tokens ends with the value of going on, not with nothing"""
+    """an answer cut at max_new_tokens ends with the critic's value of its last state, not with 0"""
 
 
 def _student() -> PPOActorConfig:

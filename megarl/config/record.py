@@ -31,8 +31,8 @@ class RecordConfig:
     fingerprints: bool = True
     """record a hash and a norm of every tensor of each phase of a step, for megarl diff"""
     servers: bool = False
-    """with fingerprints: those of the weights that servers hold, too, which costs each of them a
-    pass over its weights"""
+    """with fingerprints: also of the servers' weights, which costs each server a pass over its
+    weights"""
     keep: Annotated[int, OFF_AT_ZERO] | None = 0
     """keep the batches of the newest n steps, for megarl replay; 0 is off, null all"""
     steps: list[int] = field(default_factory=list)
@@ -44,7 +44,7 @@ class ReplayConfig:
     """Says which step of an earlier run is run again."""
 
     run: str = ""
-    """the directory of that run"""
+    """directory of the recorded run"""
     step: Annotated[int, POSITIVE] = 1
     """the last step to run, counted from 1"""
     what: Annotated[str, Choices(TRAIN, ROLLOUT, WHOLE)] = WHOLE

@@ -88,17 +88,17 @@ class ServerConfig:
     max_running_requests: Annotated[int, POSITIVE] = 256
     """sequences decoded at once by one server, or replica"""
     release_memory: Annotated[str, Choices("auto", "true", "false")] = "auto"
-    """servers and trainers use the same devices in turn: while one side works, the other has
-    released its memory; auto: where the launcher's servers share the trainers' devices and
-    rollout.max_head_offpolicyness=0; true also for servers of rollout.addresses that nobody else
+    """servers and trainers use the same devices in turn, each with its memory released while the
+    other works; auto: if the launcher's servers share the trainers' devices and
+    rollout.max_head_offpolicyness=0; true: also for servers of rollout.addresses that nobody else
     uses"""
     deterministic: bool = False
     """batch-invariant mode: same request, same bits"""
     tp: Annotated[int, POSITIVE] = 1
     """tensor-parallel degree of one server (sglang)"""
     dp: Annotated[int, POSITIVE] = 1
-    """data-parallel replicas of tp inside one server (sglang's --dp-size), on further GPUs of
-    its node behind one address; weights reach them by weight_sync.type=disk alone"""
+    """data-parallel replicas of tp inside one server (sglang's --dp-size), on more GPUs of its node
+    behind one address; needs weight_sync.type=disk"""
     nnodes: Annotated[int, POSITIVE] | None = None
     """nodes that one server spans (sglang); null is as few as its tp needs"""
     threads: Annotated[int, NOT_NEGATIVE] = 0
@@ -107,10 +107,10 @@ class ServerConfig:
     python: str = ""
     """interpreter that runs the sglang server; empty is this one"""
     options: dict[str, Any] = field(default_factory=dict)
-    """any option of the server, by its name: +server.options.attention_backend=triton is
-    --attention-backend triton; true is the bare flag, false and null leave it out"""
+    """options of the server by their names: server.options.attention_backend=triton is
+    --attention-backend triton; true is the bare flag; false and null leave it out"""
     restarts: Annotated[int, NOT_NEGATIVE] = 0
-    """a server that dies is started again this many times while the run goes on with the others
+    """a dead server is started again this many times while the run continues with the others
     (server.count=2 or more); 0 ends the run"""
     start_timeout: Annotated[float, TIMEOUT] = 600.0
     """seconds until a started server must be healthy"""
@@ -143,20 +143,20 @@ class GatewayConfig:
     """Configures the gateway: where it listens, and when a chat goes on from recorded tokens."""
 
     host: str = "127.0.0.1"
-    """address that the gateway listens on"""
+    """address on which the gateway listens"""
     port: Annotated[int, Bounds(ge=0, le=65535)] = 0
     """its port; 0 takes a free one"""
     advertise: str = ""
     """host name in the URLs that agents get; empty is `host`, or this machine's name where the
     gateway listens on every address"""
     reuse: bool = True
-    """a chat that goes on after an answer of the policy keeps the policy's own tokens"""
+    """a chat that continues after an answer of the policy keeps the policy's tokens"""
     max_n: Annotated[int, Bounds(ge=1, le=128)] = 8
     """most answers that one request may ask for (`n`)"""
     max_answers: Annotated[int, POSITIVE] = 1024
     """most answers of one session; a request beyond them is refused"""
     rewards: Annotated[str, Choices("auto", "always", "never")] = "auto"
-    """whether agents may send rewards to the gateway; auto: where their workflow has no reward
+    """whether agents may send rewards to the gateway; auto: if their workflow has no reward
     function"""
     context_length: Annotated[int, POSITIVE] | None = None
     """prompt plus answer in tokens, beyond which a request is refused; null is the servers' own"""
@@ -171,11 +171,11 @@ class RolloutConfig:
     addresses: list[str] = field(default_factory=list)
     """host:port of running servers; empty takes MEGARL_LLM_SERVER_ADDRS"""
     addresses_file: str = ""
-    """file with a line host:port for each further server, read at every weight update: a server
-    that is added joins the run, one that is removed leaves it"""
+    """file with a line host:port for each further server, read at every weight update: added
+    servers join the run, removed ones leave it"""
     router: str = ""
-    """host:port of SGLang's router, through which requests reach the servers: the run makes them
-    its workers. Pauses and weights go to the servers' own addresses"""
+    """host:port of SGLang's router for generation requests; the run registers its servers there;
+    pauses and weights go to the servers' own addresses"""
     workflow: SeamConfig = field(
         default_factory=lambda: SeamConfig(type="megarl.rollout.workflows.rlvr:RLVRWorkflow")
     )
@@ -187,38 +187,37 @@ class RolloutConfig:
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     """HTTP gateway through which agents reach the policy"""
     workers: Annotated[int, Bounds(ge=0, le=256)] = 0
-    """processes that run episodes, beside the driver, which keeps their order and books; 0 runs
-    them in the driver itself. The samples are the same"""
+    """processes that run episodes beside the driver; 0 runs them in the driver; the samples are the
+    same"""
     max_concurrent_rollouts: Annotated[int, POSITIVE] | None = None
     """episodes in flight at once; null is the batch of one training step"""
     max_queue: Annotated[int, NOT_NEGATIVE] | None = None
-    """requests that may wait in a server's queue: episodes in flight grow from a batch, as far
-    as the staleness bound lets them, while queues are empty, and shrink where one is longer;
-    null does not look"""
+    """requests that may wait in a server's queue: the number of episodes in flight grows while
+    queues are empty, within the staleness bound, and shrinks while one is longer; null keeps it
+    fixed"""
     max_head_offpolicyness: Annotated[int, NOT_NEGATIVE] = 0
     """largest trainer_version - min(versions of trained tokens); 0 is synchronous"""
     order: Annotated[str, Choices("submission", "completion")] = "submission"
-    """which episodes make a batch: the first submitted, or the first completed as far as no
-    other grows too stale by it; the same where max_head_offpolicyness=0"""
+    """which episodes make a batch: submission: the first submitted; completion: the first
+    completed, unless a slower one would become too old; equal with max_head_offpolicyness=0"""
     kv_after_sync: Annotated[str, Choices("flush", "recompute", "keep")] = "flush"
-    """the servers' KV caches at a weight update: flush empties them; recompute leaves them, but
-    no request reads KV of other weights than its own; keep lets episodes in flight go on with
-    theirs, of older weights"""
+    """the servers' KV caches at a weight update: flush empties them; recompute keeps them, but no
+    request reads KV of other weights; keep lets running episodes continue with their KV of older
+    weights"""
     request_timeout: Annotated[float, TIMEOUT] = 600.0
-    """seconds one generation request may take; a longer one is aborted, and another goes on with
+    """seconds one generation request may take; a longer one is aborted, and another continues with
     its tokens"""
     retry_timeout: Annotated[float, TIMEOUT] = 120.0
-    """seconds for which a generation request that fails is tried again, on all servers; then the
-    rollout has failed, or no server is left"""
+    """seconds for which a failed generation request is sent again, to all servers; then its rollout
+    has failed"""
     affinity: Annotated[float, NOT_NEGATIVE] = 2.0
-    """an episode stays with its server, and the prefix cache there, until it is lost or
-    overloaded: until its outstanding tokens exceed this many times those that the least loaded
-    server would have with the request; 0 always takes the least loaded"""
+    """an episode stays with its server and the prefix cache there until its outstanding tokens
+    exceed this many times those of the least loaded server; 0 always takes the least loaded"""
     setup_timeout: Annotated[float, TIMEOUT] = 120.0
     """seconds to wait for servers to answer /health"""
     episode_timeout: Annotated[float, TIMEOUT] = 1800.0
-    """seconds one whole episode may take, without pauses of generation; one that takes longer
-    counts as failed, and another row takes its place"""
+    """seconds one episode may take, without pauses of generation; a longer one has failed, and
+    another row replaces it"""
     reward_timeout: Annotated[float, TIMEOUT] = 60.0
     """seconds one reward may take; later is an error"""
     reward_workers: Annotated[int, POSITIVE] = 2
@@ -227,12 +226,12 @@ class RolloutConfig:
     """host:port of running reward workers (cluster.reward_pool starts them); empty computes
     rewards in processes beside rank 0"""
     failure_retries: Annotated[int, NOT_NEGATIVE] = 1
-    """times that rollouts are made anew whose environment, reward, tool or server failed"""
+    """times that a rollout is run again after its environment, reward, tool or server failed"""
     min_rollouts: Annotated[int, POSITIVE] = 2
-    """a group in which failures leave fewer rollouts is replaced by another prompt's; use 1
-    where rollouts of a group are not compared"""
+    """fewest rollouts of a group; a group with fewer after failures is replaced by another
+    prompt's; use 1 if rollouts are not compared"""
     max_failure_rate: Annotated[float, FRACTION_ABOVE_ZERO] = 0.5
-    """the run stops where a larger part of the latest rollouts failed; 1 never stops"""
+    """the run stops if a larger share of the latest rollouts failed; 1 never stops"""
     on_reward_error: Annotated[str, Choices("raise", "reject")] = "raise"
     """a reward that raises: stop the run, or reject the sample and count it"""
 

@@ -24,10 +24,10 @@ class TrainerConfig(SeamConfig):
     """spmd: every trainer process runs the loop; controller: one process runs it, and calls the
     trainer processes, which it starts"""
     workers: Annotated[int, POSITIVE] | None = None
-    """trainer processes that a controller starts; null is as few as the layout fits"""
+    """trainer processes that a controller starts; null is the fewest that fit the layout"""
     scheduler: Annotated[str, Choices("local", "ray", "slurm")] = "local"
-    """where a controller starts them: on its own machine, on a Ray cluster, or in the Slurm
-    allocation that it runs in"""
+    """where a controller starts its workers: local: on its machine; ray: on a Ray cluster; slurm:
+    in the Slurm allocation around it"""
 
 
 @dataclass(kw_only=True)
@@ -47,13 +47,13 @@ class SaverConfig(FrequencyConfig):
     """Configures which HF saves are made and kept."""
 
     keep_last: Annotated[int, Bounds(ge=0, note="0 keeps all")] = 0
-    """keep this many newest HF saves; 0 keeps all"""
+    """newest HF saves to keep; 0 keeps all"""
     keep_best: Annotated[int, NOT_NEGATIVE] = 0
-    """besides those, keep this many that did best by `metric` at their step"""
+    """more saves to keep: the best by `metric`"""
     metric: str = "eval/accuracy"
-    """the metric of stats.jsonl that keep_best goes by"""
+    """the metric of stats.jsonl for keep_best"""
     mode: Annotated[str, Choices("max", "min")] = "max"
-    """whether more or less of `metric` is better"""
+    """whether a larger or a smaller `metric` is better"""
     final: bool = True
     """save the final model as <run>/final"""
 
@@ -63,23 +63,22 @@ class RecoverConfig(FrequencyConfig):
     """Configures checkpoints, and how a run continues after an end or a failure."""
 
     mode: Annotated[str, Choices("auto", "disabled")] = "auto"
-    """auto: save checkpoints and continue from the newest whole one when started again;
-    disabled: neither, and refuse a run directory that holds a run"""
+    """auto: save checkpoints, and continue from the newest at a start; disabled: neither, and
+    refuse a run directory that holds a run"""
     freq_secs: Annotated[float, POSITIVE] | None = 1800.0
     keep_last: Annotated[int, Bounds(gt=0, note="mode=disabled keeps none")] = 2
-    """keep this many newest checkpoints, at least 1; with 2 a damaged one costs the steps since
-    the one before"""
+    """checkpoints to keep (at least 1); keep 2 to survive a damaged one"""
     async_save: bool = True
-    """a step waits only for the copy of the state to host memory; a thread writes it while the
-    next steps run"""
+    """a step waits only for the copy of the state to host memory; a thread writes it during the
+    next steps"""
     answers_secs: Annotated[float, POSITIVE] | None = 600.0
-    """save the answers of a step under way every n seconds of waiting for them; null saves those
-    of checkpoints only"""
+    """save unfinished answers every n seconds while the run waits for a batch; null saves only
+    those of checkpoints"""
     grace: Annotated[float, TIMEOUT] = 30.0
     """seconds a launcher gives the trainers after SIGINT or SIGTERM to finish the step, save a
     checkpoint and end"""
     restarts: Annotated[int, Bounds(ge=0, note="0 never starts again")] = 0
-    """a launcher starts a run that failed again this many times, to continue"""
+    """times that a launcher starts a failed run again, to continue"""
 
 
 @dataclass(kw_only=True)
@@ -87,8 +86,8 @@ class SelfCheckConfig:
     """Says what follows when one of the run's self checks fails."""
 
     on_failure: Annotated[str, Choices("stop", "warn", "off")] = "stop"
-    """if a check of the first step after a start fails (ratio not 1, KL not 0, actor and
-    reference apart while equal): stop, or only warn; off checks nothing"""
+    """if a check of the first step after a start fails (ratio not 1, KL not 0, actor and reference
+    differ): stop, or only warn; off checks nothing"""
     on_nonfinite: Annotated[str, Choices("stop", "skip")] = "skip"
     """if loss or gradient is NaN or Inf: stop the run, or skip the update; saves the batch"""
     max_skips: Annotated[int, POSITIVE] = 5
@@ -107,8 +106,8 @@ class ProfilerConfig:
     ranks: list[Annotated[int, NOT_NEGATIVE]] = field(default_factory=lambda: [0])
     """trace these trainer processes"""
     phases: list[str] = field(default_factory=list)
-    """trace only these phases of the steps, as metrics timing/<phase>_s name them, each in a
-    file of its own: logp, ref, values, train, ...; [] is whole steps"""
+    """trace only these phases of a step, each in its own file: logp, ref, values, train, ... (as in
+    timing/<phase>_s); [] is whole steps"""
     output_dir: str = "profile"
     """where traces go; a relative path is in the run directory"""
     memory: bool = False
@@ -134,8 +133,8 @@ class EvaluatorConfig(FrequencyConfig):
     max_samples: Annotated[int, POSITIVE] | None = None
     """evaluate the first n rows of each validation set; null is all"""
     max_failed: Annotated[float, FRACTION] = 0.1
-    """the largest part of an evaluation's answers that may fail (eval/failed); with more, its
-    other figures are NaN, for those that are left say little of the model"""
+    """largest share of an evaluation's answers that may fail (eval/failed); with more, its other
+    metrics are NaN"""
     overlap: Annotated[str, Choices("drop", "refuse", "keep")] = "drop"
     """validation rows whose prompt is also in the training data: leave them out and log how
     many, refuse to start, or keep them"""
