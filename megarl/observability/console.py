@@ -69,12 +69,13 @@ def progress_line(
     """Returns one line: step, reward or loss, speed, and the time left at `pace` seconds
     per step."""
     parts = [f"step {step}" + (f"/{total_steps}" if total_steps else "")]
-    for name, key in (("reward", "reward/mean"), ("loss", "loss"), ("accuracy", "eval/accuracy")):
-        if key in stats and not (name == "loss" and "reward/mean" in stats):
+    reward = "reward/mean" if "reward/mean" in stats else "reward"  # as a script may log it
+    for name, key in (("reward", reward), ("loss", "loss"), ("accuracy", "eval/accuracy")):
+        if key in stats and not (name == "loss" and reward in stats):
             parts.append(f"{name} {stats[key]:.3f}")
-    reward, accuracy = stats.get("eval/reward"), stats.get("eval/accuracy", 0.0)
-    if reward is not None and abs(reward - accuracy) > 1e-6:  # in parts of a point
-        parts.append(f"eval reward {reward:.3f}")
+    graded, accuracy = stats.get("eval/reward"), stats.get("eval/accuracy", 0.0)
+    if graded is not None and abs(graded - accuracy) > 1e-6:  # in parts of a point
+        parts.append(f"eval reward {graded:.3f}")
     if failed := stats.get("eval/failed"):
         parts.append(f"{failed:.1%} of eval failed")
     if seconds := stats.get("timing/step_s"):

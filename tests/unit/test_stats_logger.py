@@ -199,6 +199,8 @@ def test_progress_line():
     assert line == "step 3/10 · reward 0.500 · 2.00 s/step · 12500 tok/s · ETA 7m 00s"
     assert progress_line(10, {"loss": 1.0}, 10, 60.0) == "step 10/10 · loss 1.000"
     assert progress_line(2, {}, None, None) == "step 2"
+    own = {"reward": 0.5, "loss": 1.0}
+    assert progress_line(2, own, None, None) == "step 2 · reward 0.500"
     graded = {"eval/accuracy": 0.0, "eval/reward": 0.25}
     assert progress_line(2, graded, None, None) == "step 2 · accuracy 0.000 · eval reward 0.250"
     whole = {"eval/accuracy": 0.25, "eval/reward": 0.25}
