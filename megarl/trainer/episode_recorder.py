@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import queue
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,6 +15,7 @@ from megarl.api.batch import Batch, Padded
 from megarl.observability.episodes import FIGURES, EpisodeStream, pack
 from megarl.observability.logging import get_logger
 from megarl.rollout.episode import Episode
+from megarl.trainer.disk_thread import DiskThread
 from megarl.trainer.episode_records import finite, group_record
 from megarl.trainer.token_pieces import TokenPieces
 
@@ -26,7 +24,6 @@ log = get_logger(__name__)
 # per-token fields that a step may have computed
 COMPUTED = ("prox_logp", "entropy", "advantages")
 MAX_WAITING = 8  # pieces of work that the disk may be behind, then they are left out
-PATIENCE = 30.0  # seconds that the end of a run waits for the disk
 FETCH_TOKENS = 1 << 20  # padded tokens that travel to rank 0 at once
 
 Row = tuple[int, int]  # an episode's number, and a row's place in the episode
@@ -34,8 +31,7 @@ Row = tuple[int, int]  # an episode's number, and a row's place in the episode
 
 class EpisodeRecorder:
     """Records the first `keep` groups (None: all) of every batch, and as many that were rejected
-    because something failed. Rank 0 only. Packing and writing is done by a thread of its own; where
-    the disk is full or does not follow, episodes are left out with a warning."""
+    because something failed. Rank 0 only. Packing and writing is done by a DiskThread."""
 
     def __init__(self, run_dir: Path, tokenizer: Any, keep: int | None) -> None:
         self._run_dir, self._keep = run_dir, keep
@@ -45,9 +41,8 @@ class EpisodeRecorder:
         self._recorded: set[int] = set()  # episodes of the batch
         self._left: dict[Row, str] = {}  # rows that left the batch, and why
         self._step = 0
-        self._work: queue.Queue[Callable[[EpisodeStream], None] | None] = queue.Queue(MAX_WAITING)
-        self._thread: threading.Thread | None = None
-        self._is_over = False
+        self._disk = DiskThread("megarl episodes", waiting=MAX_WAITING)
+        self._stream: EpisodeStream | None = None  # the thread's
 
     def ended(self, episode: Episode) -> None:
         """Takes an episode that is handed out or rejected. Called from any thread."""
@@ -113,15 +108,11 @@ class EpisodeRecorder:
         self._do(write)
 
     def close(self) -> None:
-        """Waits until all is written, PATIENCE seconds at most."""
-        thread, self._thread, self._is_over = self._thread, None, True
-        if thread is None:
-            return
-        with contextlib.suppress(queue.Full):
-            self._work.put(None, timeout=PATIENCE)
-        thread.join(PATIENCE)
-        if thread.is_alive():
-            log.warning("the last episodes are not recorded: the disk did not answer")
+        """Waits until all is written (DiskThread.close)."""
+        self._disk.close()
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()
 
     def _has_all(self, count: int) -> bool:
         """Returns whether a batch of `count` rows is the one that was handed out, as far as it did
@@ -134,33 +125,18 @@ class EpisodeRecorder:
             )
         return count == len(self._rows)
 
-    def _do(self, work: Callable[[EpisodeStream], None]) -> None:
-        """Has the thread do a piece of work, unless it is far behind."""
-        if self._is_over:
-            return
-        if self._thread is None:
-            after = self._step - 1
-            self._thread = threading.Thread(
-                target=self._run, args=(after,), name="megarl episodes", daemon=True
-            )
-            self._thread.start()
-        try:
-            self._work.put_nowait(work)
-        except queue.Full:
-            log.warning("episodes of step %d are not recorded: the disk is behind", self._step)
+    def _do(self, write: Callable[[EpisodeStream], None]) -> None:
+        """Has the thread write to the stream, which begins with the first step that is recorded."""
+        step = self._step
 
-    def _run(self, after: int) -> None:
-        try:
-            stream = EpisodeStream(self._run_dir)
-            stream.begin(after)
-            while (work := self._work.get()) is not None:
-                work(stream)
-            stream.close()
-        except Exception as e:  # of a disk that is full, mostly; training goes on without
-            self._is_over = True
-            log.warning("episodes are no longer recorded: %s: %s", type(e).__name__, e)
-            while self._work.get() is not None:  # nobody waits for room in the queue
-                pass
+        def work() -> None:
+            if self._stream is None:
+                stream = EpisodeStream(self._run_dir)
+                stream.begin(step - 1)
+                self._stream = stream
+            write(self._stream)
+
+        self._disk.do(f"episodes of step {step}", work)
 
 
 def computed_part(batch: Batch, keep: int | None) -> tuple[Batch, Tensor]:

@@ -7,10 +7,7 @@ metadata say of which step and version it is, and how long the data set was.
 
 from __future__ import annotations
 
-import contextlib
-import queue
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -21,12 +18,8 @@ from torch import Tensor
 from megarl.api.batch import Batch, Padded, Tokens
 from megarl.config.errors import ConfigError
 from megarl.config.record import batch_path, recorded_steps
-from megarl.observability.logging import get_logger
 from megarl.utils.files import full_disk_named, write_whole
 
-log = get_logger(__name__)
-
-PATIENCE = 30.0  # seconds that the end of a run waits for the disk
 _LENGTHS, _SAMPLE, _TOKEN = "lengths", "sample/", "token/"
 
 
@@ -53,6 +46,22 @@ def write_batch(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, i
         write_whole(path, content)
 
 
+def record_batch(
+    run_dir: Path,
+    tensors: Mapping[str, Tensor],
+    about: Mapping[str, int],
+    keep: int | None,
+    always: Collection[int],
+) -> None:
+    """Writes the batch of step about["step"]; then the newest `keep` (None: all) and those of the
+    steps `always` stay. Raises DiskFull where there is no room."""
+    step = about["step"]
+    write_batch(batch_path(run_dir, step), tensors, about)
+    for old in recorded_steps(run_dir):
+        if keep is not None and old <= step - keep and old not in always:
+            batch_path(run_dir, old).unlink(missing_ok=True)
+
+
 def read_batch(path: Path) -> tuple[list[Padded], dict[str, int]]:
     """Returns the rows of a file, each padded [1, n], and its metadata. Raises ConfigError for a
     file that cannot be read."""
@@ -75,55 +84,3 @@ def read_batch(path: Path) -> tuple[list[Padded], dict[str, int]]:
         }
         rows.append(row | {"attention_mask": torch.ones(1, length, dtype=torch.bool)})
     return rows, about
-
-
-class BatchWriter:
-    """Writes batches in a thread of its own, one after the other, and removes old ones."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir
-        self._work: queue.Queue[Callable[[], None] | None] = queue.Queue(maxsize=1)
-        self._thread: threading.Thread | None = None
-
-    def write(
-        self,
-        tensors: Mapping[str, Tensor],
-        about: Mapping[str, int],
-        keep: int | None,
-        always: list[int],
-    ) -> None:
-        """Begins to write the batch of step about["step"]; then the newest `keep` of them (None:
-        all) and those of the steps `always` stay."""
-        step = about["step"]
-
-        def work() -> None:
-            try:
-                write_batch(batch_path(self._run_dir, step), tensors, about)
-                for old in recorded_steps(self._run_dir):
-                    if keep is not None and old <= step - keep and old not in always:
-                        batch_path(self._run_dir, old).unlink(missing_ok=True)
-            except Exception as e:  # of a disk that is full, mostly
-                log.error("the batch of step %d is not recorded: %s: %s", step, type(e).__name__, e)
-
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="megarl record", daemon=True)
-            self._thread.start()
-        try:
-            self._work.put_nowait(work)
-        except queue.Full:
-            log.error("the batch of step %d is not recorded: the disk is behind", step)
-
-    def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            work()
-
-    def close(self) -> None:
-        """Waits until all is written, PATIENCE seconds at most."""
-        thread, self._thread = self._thread, None
-        if thread is None:
-            return
-        with contextlib.suppress(queue.Full):
-            self._work.put(None, timeout=PATIENCE)
-        thread.join(PATIENCE)
-        if thread.is_alive():
-            log.error("the last batches are not recorded: the disk did not answer")

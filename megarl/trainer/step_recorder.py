@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -31,7 +32,8 @@ from megarl.observability.stats_tracker import record_timing
 from megarl.parallel import mcore
 from megarl.trainer.batch_fingerprints import field_fingerprints
 from megarl.trainer.context import ProcessContext
-from megarl.trainer.recorded_batches import BatchWriter, as_tensors, whole
+from megarl.trainer.disk_thread import DiskThread
+from megarl.trainer.recorded_batches import as_tensors, record_batch, whole
 from megarl.utils.digests import Fingerprint
 from megarl.utils.http import Deadline
 from megarl.weight_sync.verify import held_checksums
@@ -59,7 +61,7 @@ class StepRecorder:
         self._cfg, self._config, self._ctx = cfg, cfg.record, ctx
         self._file = FingerprintFile(ctx.run_dir)
         self._broken = False  # nothing more is written
-        self._batches = BatchWriter(ctx.run_dir)
+        self._disk = DiskThread("megarl record", waiting=1)
         self._roles: Mapping[str, Role] = {}
         self._updates: Counter[str] = Counter()
         self._handed_out: Tensors = {}
@@ -95,13 +97,16 @@ class StepRecorder:
             if self._config.fingerprints:
                 self._handed_out = field_fingerprints(batch)
                 self._append(fp.ROLLOUT, self._handed_out)
-            keep, wanted = self._config.keep, self.step in self._config.steps
-            if keep == 0 and not wanted:
+            keep, steps = self._config.keep, self._config.steps
+            if keep == 0 and self.step not in steps:
                 return
             batch = whole(batch)
             if self._ctx.is_zero:
                 about = {"step": self.step, "dataset_size": self._dataset_size}
-                self._batches.write(as_tensors(batch), about, keep, self._config.steps)
+                work = partial(
+                    record_batch, self._ctx.run_dir, as_tensors(batch), about, keep, steps
+                )
+                self._disk.do(f"the batch of step {self.step}", work)
 
     def computed(self, batch: Batch) -> None:
         """Takes the batch after its updates, with all that was computed of it. Collective."""
@@ -164,8 +169,8 @@ class StepRecorder:
             log.error("fingerprints are not recorded from step %d on: %s", self.step, e)
 
     def close(self) -> None:
-        """Waits until the batches are written (BatchWriter.close)."""
-        self._batches.close()
+        """Waits until the batches are written (DiskThread.close)."""
+        self._disk.close()
 
 
 class _RecordedUpdates:

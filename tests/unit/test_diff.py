@@ -299,7 +299,7 @@ def test_a_full_disk_is_told_and_ends_nothing(tmp_path, monkeypatch, caplog):
         run.record.close()
     said = {r.getMessage() for r in caplog.records}
     assert sum("fingerprints are not recorded from step 1 on" in text for text in said) == 1
-    assert sum("the batch of step 1 is not recorded: DiskFull" in text for text in said) == 1
+    assert sum("not recorded: the batch of step 1: DiskFull" in text for text in said) == 1
 
 
 def test_numbers_of_a_file_are_json(right):

@@ -273,9 +273,9 @@ def test_a_full_disk_costs_the_record_and_not_the_run(
             recorder.ended(episode(version, tokenizer, "lll"))
             recorder.handed_out(version)
         recorder.close()
-    assert "episodes are no longer recorded: OSError" in capsys.readouterr().err
+    assert "not recorded: episodes of step 12: OSError" in capsys.readouterr().err
     whole = [unpack(read_bytes(tmp_path, at)).about["step"] for at in read_index(tmp_path)]
-    assert whole == list(range(1, len(whole) + 1)) and 0 < len(whole) < 12
+    assert whole[:2] == [1, 2] and len(whole) < 12
 
 
 def test_pieces_side_by_side_are_the_text(tokenizer: Any) -> None:
