@@ -122,29 +122,20 @@ def make_plan(cfg: BaseConfig, *, cards: Path, ranks: int) -> Plan:
     """Plans the rehearsal of `cfg` on at most `ranks` ranks. cards: a directory with the
     config.json of models that are not here. Raises ConfigError where a model is not known, or does
     not fit its layout."""
-    cluster = {name: engine.parallel for name, engine in engines(cfg).items()}
     raw: dict[str, dict[str, Any]] = {}
     problems: list[str] = []
-    repeating: set[str] = set()
-    for name, parallel in cluster.items():
+    for name, engine in engines(cfg).items():
         path = model_path(cfg, name)
         try:
             raw[path] = find_shapes(path, cards)
+            check_layout(parse_hf_config(language_model(raw[path]), path), engine.parallel)
         except ValueError as e:
-            problems.append(f"{name}.path: {e} ({name}.path=NAME, for a rehearsal)")
-            continue
-        try:
-            model = parse_hf_config(language_model(raw[path]), name)
-            check_layout(model, parallel)
-        except ValueError as e:
-            problems.append(f"{name}: {e}")
-            continue
-        if parallel.tp > model.num_key_value_heads:
-            repeating.add(path)
+            problems.append(f"{name} with {name}.path={path}: {e}")
     raise_if_any(problems)
-    layouts = shrink_layouts(cluster, ranks=ranks)
+    cluster = {name: engine.parallel for name, engine in engines(cfg).items()}
+    layouts, tp = shrink_layouts(cluster, ranks=ranks), max(p.tp for p in cluster.values())
     small = {
-        path: shrink_model(shapes, layers=layouts.layers, repeats=path in repeating)
+        path: shrink_model(shapes, layers=layouts.layers, cluster_tp=tp)
         for path, shapes in raw.items()
     }
     return Plan(cfg=cfg, layouts=layouts, raw=raw, small=small)

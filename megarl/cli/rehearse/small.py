@@ -100,9 +100,10 @@ def _settled(p: ParallelConfig, layers: int) -> ParallelConfig:
 # models
 
 
-def shrink_model(raw: Mapping[str, Any], *, layers: int, repeats: bool = False) -> dict[str, Any]:
-    """Returns the config.json `raw` with small sizes. repeats: tensor-parallel ranks repeat
-    key/value heads. Raises ValueError where the family of `raw` is not known."""
+def shrink_model(raw: Mapping[str, Any], *, layers: int, cluster_tp: int = 1) -> dict[str, Any]:
+    """Returns the config.json `raw` with small sizes. cluster_tp: where it was more than key/value
+    heads, which ranks then repeat, it still is. Raises ValueError where the family of `raw` is not
+    known."""
     family = find_family(raw, "config.json")
     full = {**DEFAULTS, **family.defaults, **raw}
     kv_heads = full.get("num_key_value_heads") or full["num_attention_heads"]
@@ -113,7 +114,7 @@ def shrink_model(raw: Mapping[str, Any], *, layers: int, repeats: bool = False) 
     if full.get("head_dim"):
         small["hidden_size"] = small["hidden_size"] * 3 // 2  # not heads * head_dim
     if kv_heads < full["num_attention_heads"]:
-        small["num_key_value_heads"] = 1 if repeats else 2
+        small["num_key_value_heads"] = 1 if cluster_tp > kv_heads else 2
     return small | {"num_hidden_layers": layers}
 
 
