@@ -161,9 +161,9 @@ def fill(
             return str(max(1, cores // int(name)))
         if kind == "gpus":
             return gpus(name)
-        found = address(name)
-        host, _, port = found.rpartition(":")
-        return {"address": found, "host": host, "port": port}[kind]
+        place = address(name)
+        host, _, port = place.rpartition(":")
+        return {"address": place, "host": host, "port": port}[kind]
 
     return _MARK.sub(value, text)
 
@@ -171,8 +171,8 @@ def fill(
 def endpoints(texts: Iterable[str]) -> list[str]:
     """Returns the names of the endpoints that `texts` have marks of."""
     kinds = ("address", "host", "port")
-    found = (m for text in texts for m in _MARK.finditer(text))
-    return list(dict.fromkeys(m[2] for m in found if m[1] in kinds))
+    marks = (m for text in texts for m in _MARK.finditer(text))
+    return list(dict.fromkeys(m[2] for m in marks if m[1] in kinds))
 
 
 def described(resources: Resources) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -78,10 +78,6 @@ def make_job(plan: Plan, env: Mapping[str, str], *, cluster: bool = False) -> Jo
     )
 
 
-def _new(env: Mapping[str, str], before: Mapping[str, str]) -> dict[str, str]:
-    return {k: v for k, v in env.items() if before.get(k) != v}
-
-
 class _Maker:
     """Makes the tasks of a plan."""
 
@@ -113,7 +109,7 @@ class _Maker:
     def _server(
         self, key: str, server: ServerConfig, index: int, part: int, parts: int, seat: Seat
     ) -> Task:
-        own, init = endpoint(key, index, part), f"{endpoint(key, index)}.init"
+        name, init = endpoint(key, index, part), f"{endpoint(key, index)}.init"
         cfg, on_gpus = self.plan.cfg, seat.gpus is not None
         model, releases = TrainEngineConfig(), []  # a judge has a model of its own
         if key == SERVER and isinstance(cfg, GRPOConfig):
@@ -127,8 +123,8 @@ class _Maker:
             model_path=model.path,
             override_config=model.override_config,
             dtype=dtype,
-            host=f"@{{host:{own}}}",
-            port=f"@{{port:{own}}}",
+            host=f"@{{host:{name}}}",
+            port=f"@{{port:{name}}}",
             with_key=True,
             python=self.python,
             routes=model.moe.router_replay == "rollout",
@@ -153,8 +149,8 @@ class _Maker:
             node=seat.node,
             gpus=seat.gpus,
             command=tuple(command),
-            env=_new(env, self.env),
-            ports=(own, *((init,) if parts > 1 and part == 0 else ())),
+            env=dict(env.maps[0]),
+            ports=(name, *((init,) if parts > 1 and part == 0 else ())),
             log=str(self.run / (f"{key}_{index}" + (f"_node{part}" if part else "") + ".log")),
             restarts=server.restarts,
         )
@@ -165,10 +161,10 @@ class _Maker:
             return
         path = [self._import_path(), *self.plan.import_path, *_folders(cfg)]
         for index, seat in enumerate(self.plan.placement.rewards):
-            own = endpoint(REWARDS, index)
+            name = endpoint(REWARDS, index)
             command = [
                 *(self.python, "-m", "megarl.launcher.rewards"),
-                *("--host", f"@{{host:{own}}}", "--port", f"@{{port:{own}}}"),
+                *("--host", f"@{{host:{name}}}", "--port", f"@{{port:{name}}}"),
                 *("--workers", str(cfg.rollout.reward_workers)),
                 *("--timeout", f"{cfg.rollout.reward_timeout:g}"),
             ]
@@ -179,7 +175,7 @@ class _Maker:
                 gpus=None,
                 command=tuple(command),
                 env={"PYTHONPATH": _path(*path), "CUDA_VISIBLE_DEVICES": ""},
-                ports=(own,),
+                ports=(name,),
                 log=str(self.run / f"rewards_{index}.log"),
                 restarts=cfg.cluster.reward_pool.restarts if cfg.cluster.reward_pool else 0,
             )
@@ -188,7 +184,9 @@ class _Maker:
         plan = self.plan
         words = ["--checked"] if plan.config else list(plan.arguments)
         keys = {SERVER: "rollout.addresses", REWARDS: "rollout.reward_addresses"}
-        words += [f"{k}=[{','.join(found)}]" for r, k in keys.items() if (found := self.at(r))]
+        words += [
+            f"{k}=[{','.join(addresses)}]" for r, k in keys.items() if (addresses := self.at(r))
+        ]
         if self.at(SERVER) and isinstance(plan.cfg, GRPOConfig) and takes_turns(plan.cfg):
             words.append("server.release_memory=true")
         script = (self.python, str(plan.script), *words)
@@ -239,23 +237,24 @@ class _Maker:
         index: int,
         seat: Seat,
         command: tuple[str, ...],
-        own: Mapping[str, str],
+        variables: Mapping[str, str],
         *,
         log: str = "",
         ports: tuple[str, ...] = (),
     ) -> Task:
-        """Returns a process that is no server. own: its own variables, beside the servers'
-        addresses, its GPUs and its import path."""
+        """Returns a process that is no server. variables: its own, beside the servers' addresses,
+        its GPUs and its import path."""
         cfg = self.plan.cfg
-        env = {**self._base(TRAINER, seat), **own}
+        env = self._base(TRAINER, seat)
+        env.update(variables)
         for key, name in ((SERVER, ADDRESSES_ENV), (JUDGE, JUDGES_ENV)):
             if addresses := self.at(key):
                 env[name] = ",".join(addresses)
-        known = list(cfg.rollout.addresses) if isinstance(cfg, GRPOConfig) else []
+        listed = list(cfg.rollout.addresses) if isinstance(cfg, GRPOConfig) else []
         host = "elsewhere" if self.cluster else LOOPBACK
         set_trainer_defaults(
             env,
-            servers=[*known, *(f"{host}:1" for _ in self.at(SERVER))],
+            servers=[*listed, *(f"{host}:1" for _ in self.at(SERVER))],
             block_fp8=uses_block_fp8(cfg),
         )
         env["PYTHONPATH"] = self._import_path()
@@ -265,7 +264,7 @@ class _Maker:
             node=seat.node,
             gpus=seat.gpus,
             command=command,
-            env=_new(env, self.env),
+            env=dict(env.maps[0]),
             ports=ports,
             log=str(self.run / "logs" / log) if log else "",
         )
@@ -278,10 +277,10 @@ class _Maker:
         """Returns PYTHONPATH for scripts outside the package, and for the user's rewards."""
         return _path(str(PACKAGE.parent), self.env.get("PYTHONPATH"), os.getcwd())
 
-    def _base(self, role: str, seat: Seat, threads: int = 0) -> dict[str, str]:
-        """Returns the launcher's environment, with the nodes' interface, a process's GPUs, and its
-        share of its node's cores, `threads` where that is not 0."""
-        env = dict(self.env)
+    def _base(self, role: str, seat: Seat, threads: int = 0) -> ChainMap[str, str]:
+        """Returns a task's variables before the launcher's: the nodes' interface, a process's GPUs,
+        and its share of its node's cores, `threads` where that is not 0."""
+        env = ChainMap({}, dict(self.env))
         if seat.gpus is not None or env.get("MEGARL_DEVICE") == "cpu":
             env["CUDA_VISIBLE_DEVICES"] = seat.gpus or ""
         if self.cluster and (interface := self.plan.cfg.cluster.interface):

@@ -170,9 +170,9 @@ def _numbers(attempt: str) -> tuple[int, ...]:
     return tuple(int(n) for n in re.findall(r"\d+", attempt))
 
 
-def _superseded(mine: str, newest: str) -> str:
+def _superseded(attempt: str, newest: str) -> str:
     return (
-        f"attempt {mine} is not the newest of this run, {newest} is: ending at once, since both "
+        f"attempt {attempt} is not the newest of this run, {newest} is: ending at once, since both "
         "would write to the same files"
     )
 
@@ -204,8 +204,8 @@ def _interface_address(interface: str) -> str:
         try:
             answer = fcntl.ioctl(s.fileno(), _GET_ADDRESS, request)
         except OSError as e:
-            known = ", ".join(name for _, name in socket.if_nameindex())
+            interfaces = ", ".join(name for _, name in socket.if_nameindex())
             raise ConfigError(
-                [f"cluster.interface={interface}: no IPv4 address here; there are {known}"]
+                [f"cluster.interface={interface}: no IPv4 address here; there are {interfaces}"]
             ) from e
     return socket.inet_ntoa(answer[20:24])

@@ -381,9 +381,9 @@ class _NodeRun:
             if spans or not self.restarts[task.name]:
                 raise NodeFailed(obituary, SERVER_FAILED)
             self.restarts[task.name] -= 1
-            left = self.restarts[task.name]
+            restarts = self.restarts[task.name]
             log.error("%s", obituary)
-            log.warning("%s: starting it again, %d restart(s) of it left", task.name, left)
+            log.warning("%s: starting it again, %d restart(s) of it left", task.name, restarts)
             server.stop()  # what it left in its group
             self.servers[i] = self.start_server(task)
 
@@ -406,15 +406,15 @@ class _NodeRun:
         that runs here: where the others gave up waiting, it is those that they waited for."""
         if wait_until(lambda: all(t.poll() is not None for t in self.trainers), timeout=FAIL_GRACE):
             return
-        left = [t for t in self.trainers if t.poll() is None]
-        names = ", ".join(f"{t.name} (pid {t.pid}, state {stacks.state(t.pid)})" for t in left)
+        running = [t for t in self.trainers if t.poll() is None]
+        names = ", ".join(f"{t.name} (pid {t.pid}, state {stacks.state(t.pid)})" for t in running)
         log.error(
             "%s: not ended %g s after a peer failed. If the others gave up waiting, they waited "
             "for this. The stacks of the processes that are left:",
             names,
             FAIL_GRACE,
         )
-        leaders = [*((t.name, t.pid) for t in left), *((s.address, s.pid) for s in self.servers)]
+        leaders = [*((t.name, t.pid) for t in running), *((s.address, s.pid) for s in self.servers)]
         named = [(n, pid) for n, leader in leaders for pid in stacks.session(leader)[:STACKS]]
         with ThreadPoolExecutor(max_workers=STACKS) as pool:
             shown = pool.map(stacks.show, (pid for _, pid in named))

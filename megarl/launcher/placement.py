@@ -104,16 +104,18 @@ def place(
             ]
         )
     nodes = _Nodes(size=size, on_gpus=on_gpus)
-    each, ours = min(trainers, size), _Node(pool=TRAINER_POOL if pool else NODES, size=size)
-    ranks = [seat for seat in nodes.take(ours, each, trainers // each) for _ in range(each)]
-    theirs = _Node(pool=SERVER_POOL, size=pool.n_gpus_per_node) if pool else ours
+    each, trainer_node = min(trainers, size), _Node(pool=TRAINER_POOL if pool else NODES, size=size)
+    ranks = [seat for seat in nodes.take(trainer_node, each, trainers // each) for _ in range(each)]
+    server_node = trainer_node
+    if pool:
+        server_node = _Node(pool=SERVER_POOL, size=pool.n_gpus_per_node)
     seats: dict[str, tuple[tuple[Seat, ...], ...]] = {}
     for s in servers:
-        parts = _parts(s, theirs.size, pooled=pool is not None) if s.count else 1
+        parts = _parts(s, server_node.size, pooled=pool is not None) if s.count else 1
         seats[s.key] = tuple(
             nodes.go_round(s, trainers + i * s.gpus, s.gpus // parts)
             if s.around
-            else nodes.take(theirs, s.gpus // parts, parts)
+            else nodes.take(server_node, s.gpus // parts, parts)
             for i in range(s.count)
         )
     rewards = nodes.take(_Node(pool=REWARD_POOL, size=0), 0, reward_nodes)

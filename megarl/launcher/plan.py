@@ -252,15 +252,15 @@ def check_devices(cfg: GRPOConfig, placement: Placement, needs: Requirements) ->
         check_nccl(sys.executable, cfg.server.python)
 
 
-def check_nccl(ours: str, theirs: str) -> None:
+def check_nccl(trainers: str, servers: str) -> None:
     """Raises ConfigError unless torch has one NCCL version in both interpreters."""
     with ThreadPoolExecutor() as pool:
-        own, other = pool.map(_nccl_version, (ours, theirs))
-    if own != other:
+        version, other = pool.map(_nccl_version, (trainers, servers))
+    if version != other:
         raise ConfigError(
             [
-                f"server.python={theirs} has NCCL {other} and the trainers' {ours} has NCCL "
-                f"{own}: NCCL connects equal versions only; install one torch in both, or use "
+                f"server.python={servers} has NCCL {other} and the trainers' {trainers} has NCCL "
+                f"{version}: NCCL connects equal versions only; install one torch in both, or use "
                 "weight_sync.type=disk"
             ]
         )

@@ -60,20 +60,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 def bundles(job: Job, cluster: ClusterConfig) -> list[Resources]:
     """Returns what is asked of Ray for each node: its GPUs, or a CPU for each of its processes, and
     what the configuration adds."""
-    found: list[Resources] = []
+    nodes: list[Resources] = []
     for node, gpus in enumerate(job.gpus_per_node):
         # a controller computes nothing
         processes = sum(t.node == node and t.role != CONTROLLER for t in job.tasks)
         other = cluster.server_pool if job.pools[node] == SERVER_POOL else None
         added = other.ray_resources if other else cluster.ray_resources
-        found.append({**({"GPU": gpus, "CPU": 1} if gpus else {"CPU": processes}), **added})
-    return found
+        nodes.append({**({"GPU": gpus, "CPU": 1} if gpus else {"CPU": processes}), **added})
+    return nodes
 
 
 def bundle(worker: WorkerSpec) -> Resources:
     """Returns what is asked of Ray for a worker."""
-    wanted = {"GPU": worker.gpus, "CPU": worker.cpus or 1, "memory": worker.memory}
-    return {name: float(amount) for name, amount in wanted.items() if amount}
+    resources = {"GPU": worker.gpus, "CPU": worker.cpus or 1, "memory": worker.memory}
+    return {name: float(amount) for name, amount in resources.items() if amount}
 
 
 def _plan(command: CommandLine) -> Plan:
@@ -127,8 +127,8 @@ def _start(plan: Plan, job: Job, command: CommandLine) -> int:
 
 class RayScheduler(NodeScheduler):
     """Starts each worker in an actor of its own, all of a group in one placement group (PACK). A
-    worker ends with its actor, and with this process. interface: the network interface of this
-    machine that nodes reach; empty is that of its name."""
+    worker ends with its actor, and with this process. interface: as cluster.interface, of
+    this machine and of the nodes."""
 
     def __init__(self, *, interface: str = "") -> None:
         """Connects to the cluster of RAY_ADDRESS, or to this machine's, unless this process has.

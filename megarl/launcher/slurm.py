@@ -368,7 +368,7 @@ done
 
 class SlurmScheduler(NodeScheduler):
     """Starts each group by one `srun --overlap`, in the job that this process belongs to.
-    interface: the network interface of this machine that nodes reach; empty is that of its name."""
+    interface: as cluster.interface, of this machine and of the nodes."""
 
     def __init__(self, *, interface: str = "") -> None:
         """Raises ConfigError outside of an allocation, or without an address."""

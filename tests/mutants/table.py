@@ -55,8 +55,8 @@ MUTANTS = (
     ),
     Mutant(
         "launcher/job.py",
-        'return {"address": found, "host": host, "port": port}[kind]',
-        'return {"address": found, "host": port, "port": host}[kind]',
+        'return {"address": place, "host": host, "port": port}[kind]',
+        'return {"address": place, "host": port, "port": host}[kind]',
         ("tests/unit/test_launcher_job.py::test_marks",),
     ),
     Mutant(
