@@ -3,8 +3,8 @@ have no effect in it are named.
 
 A recipe reads every key. A script of the user's own reads those that it names, and those that the
 parts read which it makes by `for_run`; a section that it hands to a part is read but for the keys
-in `_LEFT`, which are for others. A key that is set and that nobody reads is named once, after the
-first step or at the end.
+in `_LEFT`. A key that is set and that nobody reads is named once, after the first step or at the
+end.
 """
 
 from __future__ import annotations
@@ -39,27 +39,13 @@ _BY_LAUNCHERS = (
     *("trainer.mode", "trainer.workers", "trainer.scheduler", "recover.restarts", "recover.grace"),
     *("experiment_name", "trial_name", "fileroot", "collective_timeout"),
 )
-_SYNC_KEYS = ("weight_sync.pause_mode", "weight_sync.timeout", "weight_sync.server_timeout")
-CLIENT_KEYS = (
-    *("rollout", "rollout.backend", "weight_sync", "actor.dynamic_sampling"),
-    *_SYNC_KEYS,
-)
+CLIENT_KEYS = ("rollout", "rollout.backend", "weight_sync", "actor.dynamic_sampling")
 REWARD_KEYS = (
     *("rollout.reward_workers", "rollout.reward_timeout"),
     *("rollout.reward_addresses", "rollout.on_reward_error"),
 )
-# keys of a section that the part which a script hands it to leaves to others -> how the text of a
-# script that reads such a key by itself looks
-_LEFT = {
-    **{key: rf"\.{key.rpartition('.')[2]}\b" for key in REWARD_KEYS},
-    **dict.fromkeys(_SYNC_KEYS, r"\bweight_sync\s*="),
-    "rollout.workflow": r"\.workflow\b",
-    "rollout.backend": r"\.backend\b",
-    "actor.dynamic_sampling": r"\.dynamic_sampling\b",
-    "ref.refresh_every": r"\.(is_due|refresh_every)\b",
-    "ref.ema": r"\.(renew|ema)\b",
-    "train_dataset.reward.options": r"\.reward\.options\b",
-}
+# keys that the part which a script hands their section to leaves to parts made by `for_run`
+_LEFT = (*REWARD_KEYS, "rollout.workflow", "rollout.backend", "actor.dynamic_sampling")
 # the configuration and the file of this process's script, until its keys are named
 _script: tuple[BaseConfig, Path] | None = None
 
@@ -98,11 +84,10 @@ def fetch_hub_models(cfg: BaseConfig) -> None:
         if "/" not in path or Path(path).is_dir() or not looks_like_hub_name(path):
             continue
         from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError
 
         try:
             section.path = snapshot_download(path, allow_patterns=list(_HF_FILES))
-        except (OSError, ValueError, HfHubHTTPError) as e:  # ValueError: no name that a hub allows
+        except (OSError, ValueError) as e:  # ValueError: no name that a hub allows
             why = " ".join(str(e).split())
             problems.append(
                 f"{name}.path={path}: neither a directory nor to be had from the hub ({why}); name "
@@ -137,12 +122,13 @@ def warn_of_unread() -> None:
 
 
 def _is_read(cfg: BaseConfig, name: str, text: str) -> bool:
-    read = {*_BY_LAUNCHERS, *getattr(cfg, _READ, ())}
     above = list(accumulate(name.split("."), "{}.{}".format))  # a, a.b and a.b.c of a.b.c
+    read = {*_BY_LAUNCHERS, *getattr(cfg, _READ, ())}
+    by_name = above[0]
     if left := [key for key in above if key in _LEFT]:
-        return left[0] in read or re.search(_LEFT[left[0]], text) is not None
-    by_name = rf"""\.{above[0]}\b|["']{above[0]}["']"""
-    return not read.isdisjoint(above) or re.search(by_name, text) is not None
+        above, by_name = left, left[0].rpartition(".")[2]
+    used = rf"""\.{by_name}\b|["']{by_name}["']"""
+    return not read.isdisjoint(above) or re.search(used, text) is not None
 
 
 def _text_of(script: Path) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
@@ -121,19 +122,25 @@ def _without_keys(text: str) -> str:
     return _KEY.sub(MASK, _LOGIN.sub(MASK, text))
 
 
-def masked_yaml(text: str) -> str:
-    """Returns a YAML text with secrets masked; text without secrets stays as it is."""
+def masked_yaml(text: str, *, flow: bool = False) -> str:
+    """Returns a YAML text with secrets masked; text without secrets stays as it is. flow: in one
+    line."""
     try:
         tree = yaml.safe_load(text)
     except NOT_YAML:
         return "\n".join(_masked_line(line) for line in text.split("\n"))
     shown = masked(tree)
-    return text if shown == tree else yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
+    if shown == tree or isinstance(tree, str):
+        return masked_text(text)
+    dumped = yaml.safe_dump(
+        shown, sort_keys=False, allow_unicode=True, default_flow_style=flow, width=math.inf
+    )
+    return dumped.strip()
 
 
 def _masked_line(line: str) -> str:
     key, colon, _ = line.partition(":")
-    return f"{key}: {MASK}" if colon and is_secret(key.strip(" -'\"")) else masked_text(line)
+    return f"{key}: {MASK}" if colon and is_secret(key.strip(" -'\"{")) else masked_text(line)
 
 
 def masked_problem(text: str) -> str:
@@ -148,18 +155,8 @@ def masked_problem(text: str) -> str:
 def masked_override(text: str) -> str:
     """Returns an override key=value of a command line for the log, with secrets masked."""
     key, equals, value = text.partition("=")
-    if not equals:
-        return masked_text(text)
-    if is_secret(key):
-        return f"{key}={masked(value, key)}"
-    try:
-        tree = yaml.safe_load(value)
-    except NOT_YAML:
-        return masked_text(text)
-    shown = masked(tree)
-    if shown == tree or isinstance(tree, str):
-        return masked_text(text)
-    return f"{key}={yaml.safe_dump(shown, default_flow_style=True, sort_keys=False).strip()}"
+    shown = masked_text(value, key) if is_secret(key) else masked_yaml(value, flow=True)
+    return f"{masked_text(key)}={shown}" if equals else masked_text(text)
 
 
 def _replaced(cfg: Any, by: Callable[[str, Any], Any]) -> dict[str, Any]:
