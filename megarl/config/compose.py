@@ -11,7 +11,7 @@ preset that they name in `algorithm` (presets.py). Sections are merged key by ke
 replaced.
 
 To YAML 1.1 `010` is eight, `12:30` seven hundred and fifty and `no` false, which is not what the
-name of a run or a path means. So a plain word is read as a `Word`, its text, of which build.py
+name of a run or a path means. So a plain word is read as a `Word`, its text, of which loader.py
 makes what its key takes. Null alone is null at once.
 """
 
@@ -30,6 +30,7 @@ import yaml
 
 from megarl.config import presets
 from megarl.config.errors import ConfigError
+from megarl.config.schema import show
 
 Tree = dict[str, Any]
 Override = tuple[str, str, Any]  # its plus signs, its dotted name, its value with words
@@ -46,7 +47,6 @@ _FLOAT = re.compile(
     r"[-+]?([0-9][0-9_]*\.[0-9_]*([eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+"
     r"|\.[0-9][0-9_]*([eE][-+]?[0-9]+)?|\.(inf|Inf|INF))|\.(nan|NaN|NAN)"
 )
-_NO_DIGITS = re.compile(r"[-+]?0[xb]_+")
 _BOOL = {"yes": True, "true": True, "on": True, "no": False, "false": False, "off": False}
 
 
@@ -87,8 +87,6 @@ class _Loader(_Base):  # type: ignore[misc]
 
 
 def _scalar(loader: Any, node: yaml.ScalarNode) -> str:
-    if _NO_DIGITS.fullmatch(node.value):
-        raise yaml.MarkedYAMLError(None, None, f"{node.value} has no digits", node.start_mark)
     return node.value if node.style else Word(node.value)
 
 
@@ -135,6 +133,23 @@ def untyped(value: Any) -> Any:
     if isinstance(value, list):
         return [untyped(v) for v in value]
     return value.untyped() if isinstance(value, Word) else value
+
+
+def parse_overrides(overrides: Sequence[str], problems: list[str]) -> list[Override]:
+    """Returns every override that is well-formed, and adds a line to `problems` for each other."""
+    parsed = []
+    for text in overrides:
+        name, equals, value = text.lstrip("+").partition("=")
+        plus = text[: len(text) - len(text.lstrip("+"))]
+        if not equals or not all(name.split(".")) or len(plus) > 2:
+            problems.append(f"{text!r}: an override is key=value, +key=value or ++key=value")
+            continue
+        try:
+            parsed.append((plus, name, read_override(value)))
+        except NOT_YAML as e:
+            reason = " ".join(str(e).split())
+            problems.append(f"{text!r}: the value is not valid YAML, quote it: {reason}")
+    return parsed
 
 
 # files
@@ -253,3 +268,23 @@ def merged(below: Any, above: Any) -> Any:
     if "type" in above and above["type"] != below.get("type"):
         kept.pop("options", None)
     return kept | {k: merged(kept[k], v) if k in kept else v for k, v in above.items()}
+
+
+def put(tree: Tree, name: str, value: Any) -> None:
+    """Sets a dotted key of a tree, and makes the sections that it lies in. Raises ConfigError where
+    one is a value, but for a text, which is a seam in its short form."""
+    *sections, last = name.split(".")
+    for depth, section in enumerate(sections, start=1):
+        inner = tree.get(section)
+        if isinstance(inner, str) and not is_interpolation(inner):
+            inner = {"type": inner}
+        elif inner is not None and not isinstance(inner, dict):
+            above = ".".join(sections[:depth])
+            raise ConfigError([f"{name}: {above}={show(inner)} is a value, not a section"])
+        tree[section] = tree = {} if inner is None else inner
+    tree[last] = value
+
+
+def is_interpolation(value: Any) -> bool:
+    """Returns whether a value is a text that OmegaConf replaces."""
+    return isinstance(value, str) and "${" in value

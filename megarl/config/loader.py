@@ -1,4 +1,4 @@
-"""Makes a recipe dataclass of YAML files and dotted overrides (build.py).
+"""Makes a recipe dataclass of YAML files and dotted overrides.
 
     cfg = load_config("configs/x.yaml", ["actor.optimizer.lr=1e-5", "+train_dataset.options.n=3"])
     cfg = load_config(sys.argv[1:])                  # --config X.yaml a.b=c +new.key=v
@@ -9,34 +9,64 @@
 by default (actor.optimizer, ref, valid_dataset) makes the section real. YAML interpolation
 (`${actor.path}`, `${oc.env:HOME}`) works in both. All problems are collected and raised as one
 ConfigError.
+
+One reading of files and overrides along the keys of the dataclass gives every key its value, and a
+line to the problems for what is wrong. Interpolations stay texts in it; OmegaConf follows them
+among the values of all keys, and the result is read once more.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
-from dataclasses import fields
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar, get_args, get_origin, overload
 
 from megarl.config import presets
-from megarl.config.build import build, is_interpolation, leaves
+from megarl.config.allocation import AllocationMode
 from megarl.config.command_line import parse_command_line
 from megarl.config.compose import (
-    NOT_YAML,
     Override,
     Tree,
+    Word,
     compose,
-    read_override,
+    is_interpolation,
+    merged,
+    parse_overrides,
+    put,
     read_yaml,
+    untyped,
     write_yaml,
 )
-from megarl.config.recipes import BaseConfig, own_code, recipe_class
-from megarl.config.schema import children, find_key, show
-from megarl.config.secrets import at, written_tree
+from megarl.config.errors import ConfigError, raise_if_any
+from megarl.config.help import unknown_key
+from megarl.config.recipes import BaseConfig, main_role, own_code, recipe_class
+from megarl.config.schema import (
+    UNIONS,
+    Key,
+    children,
+    find_key,
+    key_table,
+    not_a_choice,
+    show,
+)
+from megarl.config.secrets import (
+    Place,
+    at,
+    from_environment,
+    interpolations,
+    plain,
+    remember,
+    written_tree,
+)
 from megarl.utils.files import write_whole
 
+_REFERENCE = re.compile(r"\$\{(\w+(?:\.\w+)*)\}")
+_REQUIRED = "???"  # OmegaConf's sign of a value that is still to be given
+_UNFIT = (ValueError, TypeError, OverflowError)  # of a value that is not of its key's type
 _SET = "_set_keys"  # of a configuration, beside its keys
 CHECKED = "MEGARL_CHECKED_CONFIG"  # the variable with the text of `checked_config`
 C = TypeVar("C", bound=BaseConfig)
@@ -77,7 +107,7 @@ def checked_config(text: str, overrides: Sequence[str]) -> BaseConfig:
     """Returns the configuration that a launcher has checked: `text` is what `config_yaml` made of
     it, the overrides what the launcher knows only when processes start."""
     problems: list[str] = []
-    parsed = _parsed(overrides, problems)
+    parsed = parse_overrides(overrides, problems)
     return _load(read_yaml(text), parsed, problems)
 
 
@@ -95,8 +125,8 @@ def _load(
     if foreign:
         known = {field.name for field in fields(cls)}
         tree = {name: value for name, value in tree.items() if name in known}
-    cfg = build(cls, tree, problems)
-    object.__setattr__(cfg, _SET, tuple(leaves(tree)))
+    cfg = _build(cls, tree, problems)
+    object.__setattr__(cfg, _SET, tuple(_leaves(tree)))
     return cfg
 
 
@@ -135,7 +165,7 @@ def _read(
     source: str | os.PathLike[str] | None, overrides: Sequence[str], problems: list[str]
 ) -> tuple[Tree, list[Override]]:
     """Returns the keys of the file, and the overrides of them."""
-    parsed = _parsed(overrides, problems)
+    parsed = parse_overrides(overrides, problems)
     if source is None:
         return presets.below(_values(parsed)), parsed
     return compose(Path(source), parsed)
@@ -143,23 +173,6 @@ def _read(
 
 def _values(parsed: Sequence[Override]) -> dict[str, Any]:
     return {name: value for _, name, value in parsed}
-
-
-def _parsed(overrides: Sequence[str], problems: list[str]) -> list[Override]:
-    """Returns every override that is well-formed."""
-    parsed = []
-    for text in overrides:
-        name, equals, value = text.lstrip("+").partition("=")
-        plus = text[: len(text) - len(text.lstrip("+"))]
-        if not equals or not all(name.split(".")) or len(plus) > 2:
-            problems.append(f"{text!r}: an override is key=value, +key=value or ++key=value")
-            continue
-        try:
-            parsed.append((plus, name, read_override(value)))
-        except NOT_YAML as e:
-            reason = " ".join(str(e).split())
-            problems.append(f"{text!r}: the value is not valid YAML, quote it: {reason}")
-    return parsed
 
 
 def _override(
@@ -172,23 +185,243 @@ def _override(
         key = find_key(children(cls), name)
         if key is not None and key.seam and isinstance(value, str) and not is_interpolation(value):
             key = find_key(children(cls), name := f"{name}.type")
-        changes.append((name.split("."), value))
+        changes.append((name, value))
         if key is not None and name.endswith(".type"):
             with contextlib.suppress(LookupError, TypeError, AttributeError):  # not in the file
                 section = at(tree, name.split(".")[:-1])
                 if section.get("type", key.default) != value:
                     section.pop("options", None)
-    for parts, value in changes:
-        section = tree
-        for depth, part in enumerate(parts[:-1], start=1):
-            above, inner = ".".join(parts[:depth]), section.get(part)
-            key = find_key(children(cls), above)
-            if key is not None and key.seam and isinstance(inner, str):
-                inner = {"type": inner}
-            elif inner is not None and not isinstance(inner, dict):
-                name = ".".join(parts)
-                problems.append(f"{name}: {above}={show(inner)} is a value, not a section")
-                break
-            section[part] = section = {} if inner is None else inner
-        else:
-            section[parts[-1]] = value
+    for name, value in changes:
+        try:
+            put(tree, name, value)
+        except ConfigError as e:
+            problems += e.problems
+
+
+def _build(cls: type[BaseConfig], tree: Tree, problems: Sequence[str] = ()) -> BaseConfig:
+    """Returns the dataclass `cls` with the values of `tree`, a tree of words and plain values.
+    Raises ConfigError with all that is wrong, after the `problems` that are known."""
+    reading = _Reading(cls)
+    whole = reading.whole(tree)
+    if reading.texts is not None and whole["allocation_mode"]:
+        reading = _Reading(cls)
+        whole = reading.whole(merged(_allocated(cls, whole, reading.problems), tree))
+    cfg: BaseConfig = reading.section(cls, whole)
+    raise_if_any(dict.fromkeys([*problems, *reading.problems]))
+    remember(cfg, reading.texts or {})
+    return cfg
+
+
+def _allocated(cls: type[BaseConfig], whole: Tree, problems: list[str]) -> Tree:
+    """Returns the keys that allocation_mode decides. Those that are set stay above them, and the
+    checks (check.py) compare both."""
+    tree: Tree = {}
+    try:
+        decided = AllocationMode.from_str(str(whole["allocation_mode"])).keys(main_role(cls))
+    except ConfigError as e:
+        problems += e.problems
+        return tree
+    for name, value in decided.items():
+        if name in key_table(cls):
+            put(tree, name, value)
+    return tree
+
+
+def _leaves(value: Any, name: str = "") -> list[str]:
+    """Returns the dotted names of the plain values below `name`."""
+    if not isinstance(value, dict) or not value:
+        return [name]
+    return [leaf for k, v in value.items() for leaf in _leaves(v, f"{name}.{k}".lstrip("."))]
+
+
+@dataclass
+class _Reading:
+    """Reads trees along the keys of `root`; adds a line to `problems` for what is wrong in them.
+    texts: the interpolations, by their places, as soon as they are followed. hidden: of these the
+    ones that read the environment, by dotted names; their values are not shown."""
+
+    root: type
+    problems: list[str] = field(default_factory=list)
+    texts: Mapping[Place, str] | None = None
+    hidden: Mapping[str, str] = field(default_factory=dict)
+
+    def whole(self, tree: Tree) -> Tree:
+        """Returns the tree with a value for every key, and without interpolations."""
+        whole: Tree = self.section(self.root, tree)
+        texts = dict(interpolations(whole))
+        try:
+            whole = _referred(whole, texts) or _followed(whole, texts)
+        except ConfigError as e:
+            self.problems += e.problems
+            return whole
+        self.texts = texts
+        self.hidden = {".".join(map(str, path)): texts[path] for path in from_environment(texts)}
+        return whole
+
+    def section(self, cls: type, tree: Tree, prefix: str = "", parent: Any = None) -> Any:
+        """Returns the section with a value for every key: the one of the tree, or the default,
+        which the instance `parent` gives where there is one. It is an object of `cls`; a dict of
+        its keys where interpolations stay or something is wrong."""
+        given = {str(name): value for name, value in tree.items()}
+        values: Tree = {}
+        for key in children(cls, prefix, parent):
+            name, default = key.name.removeprefix(prefix), plain(key.default)
+            value = given.pop(name, default)
+            if key.choices and value and isinstance(value, dict):
+                # a section elsewhere, as `algorithm` is in verl
+                given[name], value = value, default
+            values[name], problem = self.value(key, value)
+            if problem:
+                self.problems.append(problem)
+                values[name] = _REQUIRED if default is MISSING else default
+        for name, value in given.items():
+            self.problems += [unknown_key(self.root, n) for n in _leaves(value, prefix + name)]
+        return values if self.texts is None or self.problems else cls(**values)
+
+    def value(self, key: Key, value: Any) -> tuple[Any, str]:
+        """Returns the value of one key, and what is wrong with it."""
+        if value is MISSING or value == _REQUIRED:
+            return None, f"{key.name}: required, set it"
+        if key.seam and isinstance(value, str) and not self._stays(value):
+            value = {"type": value}
+        try:
+            typed = self.typed(value, key.annotation, key.name, key.default)
+        except _UNFIT:
+            return None, self._unfit(key, value)
+        if key.limits is None or self._stays(typed) or key.limits.allow(typed):
+            return typed, ""
+        meant = key.limits.meant(untyped(value))
+        return meant, "" if meant is not None else not_a_choice(key, self._shown(key.name, value))
+
+    def typed(self, value: Any, annotation: Any, name: str = "", default: Any = None) -> Any:
+        """Returns a value, of dicts, lists and words, as the annotation takes it, with pydantic for
+        what is not one of YAML's types; a section has the dotted `name` and its own `default`.
+        Raises one of _UNFIT."""
+        origin, inner = get_origin(annotation) or annotation, get_args(annotation)
+        if self._stays(value):
+            return str(value)
+        if annotation is Any:
+            return untyped(value)
+        if origin in UNIONS:
+            return self._one_of(value, inner, name, default)
+        if is_dataclass(annotation) and value is not None:
+            return self._inner(value, annotation, name, default)
+        if origin is list and isinstance(value, list):
+            return [self.typed(v, inner[0] if inner else Any, name) for v in value]
+        if origin is dict and isinstance(value, dict):
+            kind, of = inner or (Any, Any)
+            names = {self.typed(k, kind): v for k, v in value.items()}
+            return {k: self.typed(v, of, f"{name}.{k}") for k, v in names.items()}
+        if origin in (str, bool, int, float):
+            return _scalar(value, origin)
+        if value is None or origin in (list, dict):
+            raise ValueError
+        return _foreign(value, annotation)
+
+    def _inner(self, value: Any, cls: Any, name: str, default: Any) -> Any:
+        own = default if isinstance(default, cls) else None
+        if isinstance(value, dict):
+            return self.section(cls, value, f"{name}.", own)
+        inside = ", ".join(key.name for key in children(cls, f"{name}."))
+        shown = self._shown(name, value)
+        self.problems.append(f"{name}={shown}: a section, not a value; it has {inside}")
+        return plain(default)
+
+    def _one_of(self, value: Any, kinds: Sequence[Any], name: str, default: Any) -> Any:
+        if value is None and type(None) in kinds:
+            return None
+        for kind in kinds:
+            with contextlib.suppress(*_UNFIT):
+                if kind is not type(None):
+                    return self.typed(value, kind, name, default)
+        raise ValueError
+
+    def _stays(self, value: Any) -> bool:
+        """Returns whether a value is an interpolation that is not followed yet."""
+        return self.texts is None and is_interpolation(value)
+
+    def _unfit(self, key: Key, value: Any) -> str:
+        shown = f"{key.name}={self._shown(key.name, value)}"
+        if value is None:
+            return f"{shown}: needs a value of type {key.type_name}"
+        if self._hidden(key.name):
+            return f"{shown}: the value behind it is not of the key's type"
+        fix = "; write [a,b]" if key.type_name.startswith("list") else ""
+        return f"{shown}: not of type {key.type_name}{fix}"
+
+    def _shown(self, name: str, value: Any) -> str:
+        """Returns a value for a message; of the environment's the interpolation."""
+        typed = value if isinstance(value, str) else untyped(value)
+        return ", ".join(self._hidden(name)) or show(typed)
+
+    def _hidden(self, name: str) -> list[str]:
+        """Returns the texts of the environment's values in the key, or in what it lies in."""
+        own = f"{name}."
+        texts = ((f"{place}.", text) for place, text in self.hidden.items())
+        return [text for place, text in texts if place.startswith(own) or own.startswith(place)]
+
+
+def _referred(whole: Tree, texts: Mapping[Place, str]) -> Tree | None:
+    """Returns the tree without interpolations where each of them, `texts`, is the name of a key
+    or section that has none; else None."""
+    values: dict[Place, Any] = {}
+    for path, text in texts.items():
+        name = _REFERENCE.fullmatch(text)
+        try:
+            values[path] = at(whole, name[1].split(".")) if name else text
+        except (LookupError, TypeError):
+            return None
+        if any(interpolations(values[path])):
+            return None
+    for path, value in values.items():
+        at(whole, path[:-1])[path[-1]] = value
+    return whole
+
+
+def _followed(whole: Tree, texts: Mapping[Place, str]) -> Tree:
+    """Returns the tree without interpolations, which are `texts`. Raises ConfigError for one that
+    leads nowhere. OmegaConf gets the sections alone that they stand in or name, as it takes its
+    time for each value; all where a name is interpolated itself."""
+    from omegaconf import OmegaConf  # here: its import takes as long as half of a start's checks
+    from omegaconf.errors import OmegaConfBaseException
+
+    words = " ".join(texts.values())
+    names = {path[0] for path in texts} | set(re.findall(r"\w+", words))
+    nested = re.search(r"\{[^}]*\$\{", words)
+    part = {name: value for name, value in whole.items() if nested or name in names}
+    try:
+        values: Any = OmegaConf.to_container(OmegaConf.create(part), resolve=True)
+    except OmegaConfBaseException as e:
+        first = str(e).splitlines()[0]
+        raise ConfigError([f"{e.full_key}: {first}" if e.full_key else first]) from e
+    return whole | values
+
+
+def _scalar(value: Any, kind: type) -> Any:
+    """Returns a text, number or boolean as the type takes it; raises ValueError where it does not.
+    A text, as a word is one, is read as YAML reads it, but 010 is ten."""
+    plain = Word(value).untyped() if isinstance(value, str) else value
+    if kind is str and isinstance(value, str | int | float) and not isinstance(value, bool):
+        return str(value)
+    if kind is bool and (isinstance(plain, bool) or value in ("0", "1")):
+        return plain is True or value == "1"
+    if kind in (int, float) and isinstance(plain, str):
+        plain = kind(plain)
+    if kind is int and type(plain) is int:
+        return plain
+    if kind is float and type(plain) in (int, float):
+        return float(plain)
+    raise ValueError
+
+
+def _foreign(value: Any, annotation: Any) -> Any:
+    from pydantic import TypeAdapter  # here, as no key of ours needs it, and its import is long
+
+    members = getattr(annotation, "__members__", {})
+    if isinstance(value, str) and value in members:
+        return members[value]
+    adapter = TypeAdapter(annotation)
+    try:
+        return adapter.validate_python(untyped(value))
+    except ValueError:
+        return adapter.validate_python(value)  # a path may be a number

@@ -211,18 +211,6 @@ def find_key(keys: Iterator[Key], name: str) -> Key | None:
     return None
 
 
-def make(cls: type, tree: dict[str, Any]) -> Any:
-    """Returns an object of the dataclass `cls`, of a tree that has a value for each of its keys."""
-    values = dict(tree)
-    for field, known in _declared(cls):
-        value = values[field.name]
-        if isinstance(value, dict) and known["section"] is not None:
-            values[field.name] = make(known["section"], value)
-        elif isinstance(value, dict) and known["element"] is not None:
-            values[field.name] = {name: make(known["element"], v) for name, v in value.items()}
-    return cls(**values)
-
-
 def value_problems(cfg: Any, prefix: str = "") -> Iterator[str]:
     """Yields a line for each value of the dataclass `cfg` that is not among the choices of its key,
     for each number that is not finite, or outside the bounds; `prefix` is the section that `cfg`

@@ -46,7 +46,7 @@ _READER = re.compile(r"\$\{([^${}]+:|\.|[^${}]*\$\{)")
 _KEYS = re.compile(r"\$\{([^${}:]+)")
 _ATTRIBUTE = "_as_written"  # of a loaded configuration; not one of its fields
 
-Path = tuple[str | int, ...]
+Place = tuple[str | int, ...]
 
 
 def is_secret(name: str) -> bool:
@@ -54,7 +54,7 @@ def is_secret(name: str) -> bool:
     return _SECRET.search(name) is not None
 
 
-def remember(cfg: Any, texts: Mapping[Path, str]) -> None:
+def remember(cfg: Any, texts: Mapping[Place, str]) -> None:
     """Notes in `cfg` which of its values came from the environment; `texts` are all interpolations
     that it was resolved from, by their places."""
     read = from_environment(texts)
@@ -189,7 +189,7 @@ def plain(value: Any) -> Any:
     return str(value) if isinstance(value, PurePath) else value
 
 
-def interpolations(tree: Any, path: Path = ()) -> Iterator[tuple[Path, str]]:
+def interpolations(tree: Any, path: Place = ()) -> Iterator[tuple[Place, str]]:
     """Yields every interpolated text in `tree`, of dicts and lists, with its place."""
     if isinstance(tree, dict | list):
         for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
@@ -198,7 +198,7 @@ def interpolations(tree: Any, path: Path = ()) -> Iterator[tuple[Path, str]]:
         yield path, tree
 
 
-def from_environment(texts: Mapping[Path, str]) -> list[Path]:
+def from_environment(texts: Mapping[Place, str]) -> list[Place]:
     """Returns the places of the interpolations that read the environment, themselves or by way of
     others. What cannot be followed counts as if it did."""
     names = {path: ".".join(map(str, path)) + "." for path in texts}

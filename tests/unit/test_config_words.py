@@ -38,6 +38,7 @@ WORDS: dict[str, tuple[Any, Any, Any, Any, Any]] = {
     "+4": ("+4", 4, 4.0, NOT, 4),
     "0x10": ("0x10", 16, 16.0, NOT, 16),
     "0b11": ("0b11", 3, 3.0, NOT, 3),
+    "0x_": ("0x_", NOT, NOT, NOT, "0x_"),
     "0o7": ("0o7", NOT, NOT, NOT, "0o7"),
     "no": ("no", NOT, NOT, False, False),
     "Yes": ("Yes", NOT, NOT, True, True),
@@ -94,8 +95,8 @@ def test_no_number_has_three_spellings(word: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["override", "file"])
-@pytest.mark.parametrize("word", ["0x_", "0b_", "!!int x", "!!float ''", "!!bool x"])
-def test_what_only_begins_like_a_number_is_one_line(word: str, how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("word", ["!!int x", "!!float ''", "!!bool x"])
+def test_a_tag_that_its_value_does_not_fit_is_one_line(word: str, how: str, tmp_path: Path) -> None:
     file = tmp_path / "x.yaml"
     file.write_text(in_yaml(FREE, word) if how == "file" else "{}")
     with pytest.raises(ConfigError) as caught:
