@@ -66,7 +66,7 @@ from megarl.utils.files import write_whole
 
 _REFERENCE = re.compile(r"\$\{(\w+(?:\.\w+)*)\}")
 _REQUIRED = "???"  # OmegaConf's sign of a value that is still to be given
-_UNFIT = (ValueError, TypeError, OverflowError)  # of a value that is not of its key's type
+_UNFIT = (ValueError, OverflowError)  # of a value that is not of its key's type
 _SET = "_set_keys"  # of a configuration, beside its keys
 CHECKED = "MEGARL_CHECKED_CONFIG"  # the variable with the text of `checked_config`
 C = TypeVar("C", bound=BaseConfig)
@@ -276,7 +276,13 @@ class _Reading:
                 values[name] = _REQUIRED if default is MISSING else default
         for name, value in given.items():
             self.problems += [unknown_key(self.root, n) for n in _leaves(value, prefix + name)]
-        return values if self.texts is None or self.problems else cls(**values)
+        if self.texts is None or self.problems:
+            return values
+        try:
+            return cls(**values)
+        except ValueError as e:  # of a check in a class of the user's
+            self.problems.append(f"{prefix.rstrip('.') or cls.__name__}: {e}")
+            return values
 
     def value(self, key: Key, value: Any) -> tuple[Any, str]:
         """Returns the value of one key, and what is wrong with it."""

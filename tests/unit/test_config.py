@@ -426,6 +426,24 @@ def test_a_configuration_of_ones_own(tmp_path: Path) -> None:
         load_config(["recipe=ppo"], cls=OwnConfig)
 
 
+def test_a_class_of_ones_own_may_check_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its values are those behind interpolations."""
+
+    @dataclass(kw_only=True)
+    class Checked(GRPOConfig):
+        share: float = 0.5
+
+        def __post_init__(self) -> None:
+            if not 0 < self.share < 1:
+                raise ValueError(f"share={self.share}: between 0 and 1")
+
+    monkeypatch.setenv("SHARE", "0.25")
+    assert load_config(None, ["share=${oc.env:SHARE}"], cls=Checked).share == 0.25
+    monkeypatch.setenv("SHARE", "2")
+    with pytest.raises(ConfigError, match=r"share=2\.0: between 0 and 1"):
+        load_config(None, ["share=${oc.env:SHARE}"], cls=Checked)
+
+
 def test_a_script_has_keys_of_its_own(tmp_path):
     """The launcher leaves them out, and nothing else."""
 
