@@ -19,7 +19,7 @@ from megarl.config.earlier_run import CONFIG_FILE, RECOVER_DIR, Checkpoint, chec
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
 from megarl.config.recipes import GRPOConfig
-from megarl.config.record import ROLLOUT, TRAIN, WHOLE, batch_path, recorded_steps
+from megarl.config.run import ROLLOUT, TRAIN, WHOLE, batch_path, recorded_steps
 
 GRAPH_TRAINER = "megarl.graph_trainer:GraphTrainer"
 # of a replay, which leaves nothing behind but fingerprints

@@ -31,7 +31,6 @@ from megarl.config.engine import TrainEngineConfig
 from megarl.config.errors import ConfigError
 from megarl.config.preferences import PreferenceConfig
 from megarl.config.presets import ALGORITHMS
-from megarl.config.record import EpisodesConfig, RecordConfig, ReplayConfig
 from megarl.config.rollout import (
     GenerationConfig,
     GenerationHyperparameters,
@@ -39,9 +38,12 @@ from megarl.config.rollout import (
     ServerConfig,
 )
 from megarl.config.run import (
+    EpisodesConfig,
     EvaluatorConfig,
     ProfilerConfig,
+    RecordConfig,
     RecoverConfig,
+    ReplayConfig,
     SaverConfig,
     SelfCheckConfig,
     StatsLoggerConfig,

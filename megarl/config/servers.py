@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megarl.config.recipes import DistillConfig, GRPOConfig
-from megarl.config.record import TRAIN
 from megarl.config.rollout import RolloutConfig
 from megarl.config.rules import TURNS, rule_problems
+from megarl.config.run import TRAIN
 
 ADDRESSES_ENV = "MEGARL_LLM_SERVER_ADDRS"
 JUDGES_ENV = "MEGARL_JUDGE_ADDRS"

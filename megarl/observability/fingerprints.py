@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megarl.config.record import RECORD_DIR
+from megarl.config.run import RECORD_DIR
 from megarl.utils.digests import Digest, Fingerprint
 
 FILE = "fingerprints.jsonl"

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megarl.api.batch import Batch, Padded, Tokens
 from megarl.config.errors import ConfigError
-from megarl.config.record import batch_path, recorded_steps
+from megarl.config.run import batch_path, recorded_steps
 from megarl.utils.files import full_disk_named, write_whole
 
 _LENGTHS, _SAMPLE, _TOKEN = "lengths", "sample/", "token/"

@@ -12,7 +12,7 @@ from typing import Any
 from megarl.api.batch import Batch, Padded
 from megarl.config.errors import ConfigError
 from megarl.config.recipes import GRPOConfig
-from megarl.config.record import ROLLOUT, TRAIN, ReplayConfig, batch_path, recorded_steps
+from megarl.config.run import ROLLOUT, TRAIN, ReplayConfig, batch_path, recorded_steps
 from megarl.observability.logging import get_logger
 from megarl.parallel.rank_zero import RankZero
 from megarl.trainer.publisher import Uploads, WeightPublisher

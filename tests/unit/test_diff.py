@@ -20,7 +20,7 @@ from megarl.api.batch import Batch, Home, Tokens
 from megarl.cli.diff import main as diff
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config, save_config
-from megarl.config.record import RECORD_DIR, batch_path, recorded_steps
+from megarl.config.run import RECORD_DIR, batch_path, recorded_steps
 from megarl.models.param_loading import init_params
 from megarl.models.piece_table import build_piece_table
 from megarl.models.tensor_hash import tensor_hash, weight_hashes

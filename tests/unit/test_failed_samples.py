@@ -18,8 +18,8 @@ from megarl.api.inference import FAILURES, SAMPLES_MISSING, RolloutFailed
 from megarl.config.algo import PPOActorConfig, PPOCriticConfig
 from megarl.config.base import SeamConfig
 from megarl.config.recipes import GRPOConfig
-from megarl.config.record import EpisodesConfig
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
+from megarl.config.run import EpisodesConfig
 from megarl.rollout.accounting import AccountingError
 from megarl.rollout.episode import Episode, batch_parts, without_failed
 from megarl.rollout.episode_check import check_valid

@@ -17,7 +17,7 @@ from megarl.cli.replay import GRAPH_TRAINER, last_checkpoint, main
 from megarl.config.earlier_run import MARKER, RECOVER_DIR
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config, save_config
-from megarl.config.record import batch_path
+from megarl.config.run import batch_path
 from megarl.observability.fingerprints import FingerprintFile
 from megarl.trainer.ppo import PPOTrainer
 from megarl.trainer.recorded_batches import as_tensors, write_batch
