@@ -34,8 +34,12 @@ from typing import Any
 import aiohttp
 
 from megarl.api.records import ModelRequest, WeightUpdateMeta
-from megarl.config.rollout import GenerationHyperparameters, RolloutConfig, ServerConfig
-from megarl.config.weight_sync import WeightSyncConfig
+from megarl.config.rollout import (
+    GenerationHyperparameters,
+    RolloutConfig,
+    ServerConfig,
+    WeightSyncConfig,
+)
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.rollout.server_process import start_server
 from megarl.utils.http import call_json

@@ -36,7 +36,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from megarl.api.records import ModelRequest, ModelResponse
-from megarl.config.rollout import GatewayConfig, GenerationHyperparameters
+from megarl.config.rollout import GenerationHyperparameters
+from megarl.rollout.gateway.calls import GatewayConfig
 from megarl.rollout.gateway.gateway import Gateway
 from megarl.rollout.gateway.session import Session
 

@@ -73,7 +73,7 @@ def server(model: Path, dtype: str) -> Iterator[ServerProcess]:
     env = ENV | {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
     process = start_server(
         config(tp=2, options=OPTIONS), model_path=str(model), dtype=dtype,
-        log_path=model / "server.log", env=env, wait=False,
+        log_path=model / "server.log", env=env, setup_timeout=None,
     )  # fmt: skip
     try:
         process.wait_healthy(START_TIMEOUT)

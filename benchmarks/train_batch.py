@@ -132,8 +132,12 @@ def policy_gradient(outputs: Batch, batch: Batch) -> tuple[torch.Tensor, dict[st
 
 
 def megarl_side(case: Case, parallel: dict[str, Any] | None = None) -> Any:
-    from megarl.config.engine import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
-    from megarl.config.parallel import ParallelConfig
+    from megarl.config.engine import (
+        MicroBatchSpec,
+        OptimizerConfig,
+        ParallelConfig,
+        TrainEngineConfig,
+    )
     from megarl.engine import MegatronEngine
 
     engine = MegatronEngine(

@@ -110,7 +110,12 @@ def servers(model: Path, count: int) -> Iterator[tuple[str, ...]]:
             path, env = str(model), {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
             started.append(
                 start_server(
-                    config, model_path=path, dtype="bfloat16", log_path=log, env=env, wait=False
+                    config,
+                    model_path=path,
+                    dtype="bfloat16",
+                    log_path=log,
+                    env=env,
+                    setup_timeout=None,
                 )
             )
             stack.callback(started[-1].stop)

@@ -16,9 +16,8 @@ import networkx as nx
 
 from megarl.algos import Role
 from megarl.config.errors import ConfigError, raise_if_any
-from megarl.config.recipe_engines import engines, ref_is_below_adapters, saved_engines
+from megarl.config.recipe_engines import engines, ref_is_below_adapters, saved_engines, takes_turns
 from megarl.config.recipes import GRPOConfig, PPOConfig
-from megarl.config.servers import takes_turns
 from megarl.controlled import ControllerContext, RemoteWorkers
 from megarl.controller.graph import CallFailed, GraphExecution, GraphPlan, StepState
 from megarl.controller.worker import RAISED

@@ -31,9 +31,15 @@ if __package__ in (None, "") and sys.path and Path(sys.path[0]).resolve() == _HE
 from megarl.config.command_line import CommandLine, parse_command_line
 from megarl.config.errors import EXIT_CODE, ConfigError
 from megarl.config.help import render_help, render_section
-from megarl.config.recipe_engines import smallest_world_size, trainer_processes, uses_block_fp8
+from megarl.config.recipe_engines import (
+    ADDRESSES_ENV,
+    needs_servers,
+    server_addresses,
+    smallest_world_size,
+    trainer_processes,
+    uses_block_fp8,
+)
 from megarl.config.recipes import RECIPES, TRAINERS, BaseConfig, GRPOConfig, OfflineConfig
-from megarl.config.servers import ADDRESSES_ENV, needs_servers, server_addresses
 from megarl.utils import stopping
 from megarl.utils.env import quiet_libraries, set_trainer_defaults
 from megarl.utils.files import DiskFull, full_disk_named

@@ -28,8 +28,8 @@ import networkx as nx
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # run as a file, the script finds the package beside it
 
+from megarl.config.engine import ParallelConfig  # noqa: E402
 from megarl.config.loader import load_config  # noqa: E402
-from megarl.config.parallel import ParallelConfig  # noqa: E402
 from megarl.dataflow.graph import allocate  # noqa: E402
 from megarl.dataflow.graphs import GRAPHS  # noqa: E402
 from megarl.dataflow.mermaid import draw_graph  # noqa: E402

@@ -39,7 +39,7 @@ from megarl.api.batch import Batch, Padded, Tokens
 from megarl.api.engine import NoGradient, TrainEngine
 from megarl.api.failures import on_every_rank
 from megarl.config.algo import PPOActorConfig
-from megarl.config.check_engine import check_actor
+from megarl.config.check_parts import check_actor
 from megarl.observability.logging import get_logger
 from megarl.parallel.placement import split_minibatches
 
@@ -56,7 +56,7 @@ class Actor(Role):
         actor.step_lr_scheduler()
 
     Which logprobs the clipped ratio starts from:
-      recompute_logprob, use_decoupled_loss   prox_logp, times exp(prox_logp - logprobs)
+      recompute_logprob, correction   prox_logp, times exp(prox_logp - logprobs)
       recompute_logprob                       prox_logp: the trainer's own view of the policy, which
                                               leaves out the server's rounding (common practice)
       recompute_logprob=interpolate           between logprobs and those of the update's own pass,
@@ -383,7 +383,7 @@ class Actor(Role):
         spec = self.loss
         keys = ["input_ids", "attention_mask", "loss_mask", "logprobs", self.config.old_logp]
         keys += ["routed_experts"] if self.config.moe.replays else []
-        keys += ["ref_logp"] if self.config.kl_controller else []
+        keys += ["ref_logp"] if self.config.kl_controller is not None else []
         keys = [k for k in dict.fromkeys([*keys, *spec.needs]) if not (own and k == PROX)]
         need(batch, [key for key in keys if key not in MADE])
         return keys + [k for k in (*spec.uses, CHECK) if k in batch and k not in keys]

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from megarl.algos.kl import safe_exp
 from megarl.algos.ratios import row_mean
 
-WEIGHTS = ("token", "sequence", "geometric", "none")
+Level = Literal["token", "sequence", "geometric", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +27,8 @@ class Correction:
 
     weight: "token", w_t (decoupled PPO, AReaL, arXiv 2505.24298); "sequence", the product of w over
     the row, which is unbiased and of high variance; "geometric", their geometric mean; "none", 1.
-    cap: the weight is at most this (truncated importance sampling, arXiv 1802.01561).
-    mask: what is dropped where it is below `low` or above `high`: "token", by w_t; a whole row by
+    weight_cap: the weight is at most this (truncated importance sampling, arXiv 1802.01561).
+    mask: what is dropped below `mask_low` or above `mask_high`: "token", by w_t; a whole row by
     the product of its w ("sequence") or by their geometric mean ("geometric"); "none".
     veto: drops a row of which one token has w_t below it.
 
@@ -34,10 +36,10 @@ class Correction:
     the model.
 
     >>> from megarl.algos.example import behaviour, mask, old
-    >>> weight, _ = Correction(weight="token", cap=1.5).of_tokens(old, behaviour, mask)
+    >>> weight, _ = Correction(weight="token", weight_cap=1.5).of_tokens(old, behaviour, mask)
     >>> weight[mask]
     tensor([1.0000, 1.5000, 0.8000, 0.5000, 1.0000])
-    >>> _, dropped = Correction(mask="geometric", low=0.9).of_tokens(old, behaviour, mask)
+    >>> _, dropped = Correction(mask="geometric", mask_low=0.9).of_tokens(old, behaviour, mask)
     >>> dropped[mask]
     tensor([False, False, False,  True,  True])
     >>> _, dropped = Correction(veto=0.6).of_tokens(old, behaviour, mask)
@@ -45,23 +47,30 @@ class Correction:
     tensor([False, False, False,  True,  True])
     """
 
-    weight: str = "token"
-    cap: float | None = None
-    mask: str = "none"
-    low: float = 0.0
-    high: float = math.inf
-    veto: float = 0.0
+    weight: Level = "token"
+    weight_cap: Annotated[float, Field(gt=0)] | None = None
+    mask: Level = "none"
+    mask_low: Annotated[float, Field(ge=0)] = 0.0
+    mask_high: Annotated[float, Field(gt=0)] | None = None
+    veto: Annotated[float, Field(ge=0, lt=1)] = 0.0
+
+    def __post_init__(self) -> None:
+        if self.mask == "none" and (self.mask_low or self.mask_high is not None):
+            raise ValueError("mask_low and mask_high bound nothing with mask=none; set mask")
+        if self.weight == "none" and self.weight_cap is not None:
+            raise ValueError(f"weight_cap={self.weight_cap}: caps nothing with weight=none")
 
     def of_tokens(self, old: Tensor, behaviour: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the weights [b,S], without gradient, and which tokens are dropped, [b,S] bool."""
         log_w = torch.where(mask, old - behaviour, 0.0).detach()
         weight = self._at(self.weight, log_w, mask)
-        if self.cap is not None:
-            weight = weight.clamp(max=self.cap)
+        if self.weight_cap is not None:
+            weight = weight.clamp(max=self.weight_cap)
         far = torch.zeros_like(mask)
         if self.mask != "none":
             by = self._at(self.mask, log_w, mask)
-            far = (by < self.low) | (by > self.high)
+            high = math.inf if self.mask_high is None else self.mask_high
+            far = (by < self.mask_low) | (by > high)
         if self.veto:
             far = far | (log_w < math.log(self.veto)).any(1, keepdim=True)
         return weight, far & mask

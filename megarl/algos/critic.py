@@ -13,7 +13,7 @@ from megarl.algos.rollouts import refuse_branches
 from megarl.algos.rows import Data, as_batch, put, trained_tokens
 from megarl.api.engine import TrainEngine
 from megarl.config.algo import PPOCriticConfig
-from megarl.config.check_engine import check_critic
+from megarl.config.check_parts import check_critic
 from megarl.parallel.placement import split_minibatches
 
 INPUTS = ("input_ids", "attention_mask", "loss_mask", "values", "returns")

@@ -5,6 +5,10 @@ b rows at hand of B, S positions, R rollouts.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field
 from torch import Tensor
 
 from megarl.algos.advantages import discounted_sums
@@ -30,6 +34,22 @@ def adapted(coef: float, kl: float, *, target: float, rate: float) -> float:
     return coef * (1.0 + min(rate, 1.0) * error)
 
 
+@dataclass(frozen=True, kw_only=True)
+class KLTarget:
+    """Says how the weights of the KL to the reference follow it: after each step they are
+    multiplied as in `adapted`.
+
+    target: KL to the reference that is aimed at, in nats.
+    horizon: rollouts in which a weight changes by at most a fifth.
+    per: the KL is the mean over trained tokens, or over rollouts of their sums, which grows with
+        the answers.
+    """
+
+    target: Annotated[float, Field(gt=0)] = 0.1
+    horizon: Annotated[float, Field(gt=0)] = 10000.0
+    per: Literal["token", "rollout"] = "token"
+
+
 class KLController:
     """Holds the factor by which a run has changed its weights of the KL, that in the loss
     (`actor.kl_coef`) and that in the reward (`kl_ctl`): 1 unless `actor.kl_controller` adapts it.
@@ -37,6 +57,7 @@ class KLController:
 
     def __init__(self, config: PPOActorConfig) -> None:
         self.config, self.scale = config, 1.0
+        self._target = None if config.kl_controller is None else KLTarget(**config.kl_controller)
         self._in_reward = 0.0
 
     def in_reward(self, kl_ctl: float) -> float:
@@ -51,7 +72,7 @@ class KLController:
         not 0, and that KL ("kl_observed"). Raises KeyError without ref_logp. Collective."""
         used = {"kl_coef": self.scale * self.config.kl_coef, "kl_ctl": self._in_reward}
         metrics = {name: weight for name, weight in used.items() if weight}
-        how = self.config.kl_controller
+        how = self._target
         if how is None or self.config.old_logp not in batch:  # of a refused update nothing is known
             return metrics
         rollouts = len(rollouts_of(batch))
@@ -67,7 +88,7 @@ class KLController:
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Continues from what `state_dict` returned. Without kl_controller the factor stays 1: the
         weights are then what the configuration says."""
-        if self.config.kl_controller is not None:
+        if self._target is not None:
             self.scale = state["scale"]
 
 

@@ -103,7 +103,7 @@ def policy(config: PPOActorConfig) -> LossSpec:
         interpolates=config.recompute_logprob == "interpolate",
         ratio=config.ratio,
         surrogate=surrogate,
-        correction=_correction(config),
+        correction=None if config.correction is None else Correction(**config.correction),
         kl_coef=config.kl_coef,
         kl_estimator=config.kl_estimator,
         kl_adapts=adapts,
@@ -127,18 +127,6 @@ def policy(config: PPOActorConfig) -> LossSpec:
         pick=pick,
         derive=derived_policy_stats,
         own_prox=True,
-    )
-
-
-def _correction(config: PPOActorConfig) -> Correction | None:
-    if config.use_decoupled_loss:
-        cap = config.behav_imp_weight_cap
-        return Correction() if cap is None else Correction(mask="token", high=cap)
-    if (c := config.correction) is None:
-        return None
-    high = math.inf if c.mask_high is None else c.mask_high
-    return Correction(
-        weight=c.weight, cap=c.weight_cap, mask=c.mask, low=c.mask_low, high=high, veto=c.veto
     )
 
 

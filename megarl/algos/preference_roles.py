@@ -20,9 +20,8 @@ from megarl.algos.role import Role
 from megarl.algos.specs import LossSpec
 from megarl.api.batch import Padded
 from megarl.api.engine import TrainEngine
-from megarl.config.algo import ValueModelConfig
+from megarl.config.algo import PreferenceConfig, ValueModelConfig
 from megarl.config.engine import TrainEngineConfig
-from megarl.config.preferences import PreferenceConfig
 
 INPUTS = ("input_ids", "attention_mask", "loss_mask")
 

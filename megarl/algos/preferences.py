@@ -9,10 +9,13 @@ chosen and the rejected answer, s the sigmoid.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Annotated, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor
 
 from megarl.algos.aggregation import Stats
@@ -20,8 +23,12 @@ from megarl.algos.kto import KTO, answer_weight
 from megarl.algos.specs import LossSpec
 from megarl.algos.summed import means, sums
 from megarl.api.batch import Padded
-from megarl.config.preferences import PreferenceConfig
+from megarl.config.algo import PreferenceConfig
 
+Beta = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Smoothing = Annotated[float, Field(gt=0, lt=0.5)]
+_PAIR = ("group_ids", "unit_ids", "chosen")
 DPO_LOSSES = ("sigmoid", "ipo", "robust", "hinge")
 
 
@@ -42,6 +49,14 @@ def in_pairs(values: Tensor, batch: Padded) -> tuple[Tensor, Tensor]:
             "must be one chosen and one rejected row"
         )
     return values[best], values[rest]
+
+
+class DPOOptions(TypedDict, total=False):
+    """Holds the options that all of DPO's relatives have; see DPO."""
+
+    beta: Beta
+    length_normalized: bool
+    sft_coef: NotNegative
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,27 +202,65 @@ def _logp(outputs: Padded, batch: Padded) -> Stats:
 
 
 def preference_loss(config: PreferenceConfig) -> LossSpec:
-    """Returns the loss that the section `preference` names."""
-    name, beta, e = config.loss, config.scale, config.label_smoothing
-    if name == "kto":
-        kto = KTO(
-            beta=beta,
-            desirable_weight=config.desirable_weight,
-            undesirable_weight=config.undesirable_weight,
-        )
-        needs = ("ref_logp", "desirable", "reference_point")
-        return LossSpec(fn=kto, weight=answer_weight, needs=needs)
-    pair = ("group_ids", "unit_ids", "chosen")
-    if name == "simpo":
-        simpo = SimPO(beta=beta, gamma=1.0 if config.gamma is None else config.gamma)
-        return LossSpec(fn=simpo, weight=pair_weight, needs=pair)
-    if name == "orpo":
-        return LossSpec(fn=ORPO(lam=beta), weight=pair_weight, needs=pair)
-    dpo = DPO(
-        beta=beta,
-        kind="sigmoid" if name in ("dpo", "cdpo") else name,
-        label_smoothing=e,
-        length_normalized=config.length_normalized,
-        sft_coef=config.sft_coef,
-    )
-    return LossSpec(fn=dpo, weight=pair_weight, needs=(*pair, "ref_logp"))
+    """Returns the loss that the section `preference` names, with its options."""
+    return LOSSES[config.loss](**config.options)
+
+
+def dpo(**options: Unpack[DPOOptions]) -> LossSpec:
+    """Returns DPO."""
+    return _of_pairs(DPO(**options))
+
+
+def cdpo(*, label_smoothing: Smoothing, **options: Unpack[DPOOptions]) -> LossSpec:
+    """Returns conservative DPO. label_smoothing: probability that a preference is flipped."""
+    return _of_pairs(DPO(label_smoothing=label_smoothing, **options))
+
+
+def robust(*, label_smoothing: Smoothing, **options: Unpack[DPOOptions]) -> LossSpec:
+    """Returns robust DPO. label_smoothing: probability that a preference is flipped."""
+    return _of_pairs(DPO(kind="robust", label_smoothing=label_smoothing, **options))
+
+
+def ipo(**options: Unpack[DPOOptions]) -> LossSpec:
+    """Returns IPO."""
+    return _of_pairs(DPO(kind="ipo", **options))
+
+
+def hinge(**options: Unpack[DPOOptions]) -> LossSpec:
+    """Returns the hinge loss of SLiC."""
+    return _of_pairs(DPO(kind="hinge", **options))
+
+
+def simpo(*, beta: Beta = 2.0, gamma: NotNegative = 1.0) -> LossSpec:
+    """Returns SimPO. gamma: the margin that is asked for."""
+    return LossSpec(fn=SimPO(beta=beta, gamma=gamma), weight=pair_weight, needs=_PAIR)
+
+
+def orpo(*, beta: Beta = 0.1) -> LossSpec:
+    """Returns ORPO. beta: weight of the odds ratio."""
+    return LossSpec(fn=ORPO(lam=beta), weight=pair_weight, needs=_PAIR)
+
+
+def kto(
+    *, beta: Beta = 0.1, desirable_weight: Beta = 1.0, undesirable_weight: Beta = 1.0
+) -> LossSpec:
+    """Returns KTO, with the weights of both kinds of answers."""
+    loss = KTO(beta=beta, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
+    needs = ("ref_logp", "desirable", "reference_point")
+    return LossSpec(fn=loss, weight=answer_weight, needs=needs)
+
+
+def _of_pairs(loss: DPO) -> LossSpec:
+    return LossSpec(fn=loss, weight=pair_weight, needs=(*_PAIR, "ref_logp"))
+
+
+LOSSES: Mapping[str, Callable[..., LossSpec]] = {
+    "dpo": dpo,
+    "cdpo": cdpo,
+    "robust": robust,
+    "ipo": ipo,
+    "hinge": hinge,
+    "simpo": simpo,
+    "orpo": orpo,
+    "kto": kto,
+}

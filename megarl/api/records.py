@@ -12,11 +12,15 @@ from typing import Any, TypedDict
 from torch import Tensor
 
 from megarl.config.loader import run_dir
+from megarl.config.recipe_engines import listed_addresses
 from megarl.config.recipes import BaseConfig
-from megarl.config.rollout import GenerationHyperparameters
+from megarl.config.rollout import (
+    GenerationHyperparameters,
+    WeightSyncConfig,
+    requirements_of,
+    transport_name,
+)
 from megarl.config.script import note_read
-from megarl.config.servers import listed_addresses
-from megarl.config.weight_sync import WeightSyncConfig, requirements_of, transport_name
 
 
 class Where(TypedDict):

@@ -33,17 +33,22 @@ from packaging.version import Version
 
 from megarl.cli import CommandParser
 from megarl.config.check import check_config
-from megarl.config.earlier_run import check_run_dir
+from megarl.config.engine import ParallelConfig
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
-from megarl.config.parallel import ParallelConfig
-from megarl.config.recipe_engines import engines, model_path, smallest_world_size, trained_engines
+from megarl.config.recipe_engines import (
+    engines,
+    model_path,
+    server_addresses,
+    smallest_world_size,
+    trained_engines,
+)
 from megarl.config.recipes import BaseConfig, GRPOConfig
-from megarl.config.servers import server_addresses
 from megarl.models.hf_config import ModelConfig, check_layout, parse_hf_config
 from megarl.models.value_model import language_model
 from megarl.planning.memory import parameters
 from megarl.planning.shapes import find_shapes
+from megarl.trainer.earlier_run import check_run_dir
 from megarl.trainer.named import check_tokenizer
 from megarl.trainer.preflight import check_models
 from megarl.utils.env import attention_problems, free_port

@@ -43,8 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run, out = args.run, args.out or args.run / "trace.json.gz"
     spans = read_timeline(run)
     if not any(spans.values()):
-        why = "it has not begun, or ran with profiler.timeline=false"
-        raise ConfigError([f"{run / FOLDER}: no timeline; {why}"])
+        raise ConfigError([f"{run / FOLDER}: no timeline; the run has not begun"])
     if args.steps:
         spans = within(spans, args.steps)
     names = {p["rank"]: f"{p.get('name', '')} {p['host']}".strip() for p in read_presence(run)}

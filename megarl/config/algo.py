@@ -3,50 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
-from megarl.config.base import NOT_NEGATIVE, POSITIVE, Bounds, Choices, SeamConfig
+from megarl.config.base import NOT_NEGATIVE, POSITIVE, Bounds, Choices, OptionsOf, SeamConfig
 from megarl.config.engine import TrainEngineConfig
 from megarl.utils.importing import is_import_path
 
 # values of actor.advantages that are 0 where all rewards of a prompt's samples are equal
 BY_GROUP = ("rloo", "opo", "pass_at_k", "max_at_k", "gpg")
-
-
-@dataclass(kw_only=True)
-class CorrectionConfig:
-    """Configures how tokens of another policy, or of a server's rounding of this one, are weighed:
-    w = exp(prox_logp - logprobs) of a token, its product over a sequence, or its geometric mean."""
-
-    weight: Annotated[str, Choices("token", "sequence", "geometric", "none")] = "token"
-    """what multiplies a token's loss: its w, the product or the geometric mean of its sequence,
-    or nothing"""
-    weight_cap: Annotated[float, POSITIVE] | None = None
-    """largest weight (truncated importance sampling); null is none"""
-    mask: Annotated[str, Choices("none", "token", "sequence", "geometric")] = "none"
-    """what is dropped outside mask_low and mask_high: a token by its w; a sequence by the
-    product of its w, or by their geometric mean"""
-    mask_low: Annotated[float, NOT_NEGATIVE] = 0.0
-    """smallest w that stays"""
-    mask_high: Annotated[float, POSITIVE] | None = None
-    """largest w that stays; null is any"""
-    veto: Annotated[float, Bounds(ge=0, lt=1)] = 0.0
-    """drop a sequence of which one token has w below this; 0 is off"""
-
-
-@dataclass(kw_only=True)
-class KLControllerConfig:
-    """Configures how the weights of the KL to the reference follow it (Ziegler et al., arXiv
-    1909.08593): after each step they are multiplied by 1 + e * (rollouts of the step / horizon), e
-    = KL / target - 1, at most 0.2 in size."""
-
-    target: Annotated[float, POSITIVE] = 0.1
-    """KL to the reference that the controller aims at, in nats"""
-    horizon: Annotated[float, POSITIVE] = 10000.0
-    """rollouts in which a weight changes by at most a fifth"""
-    per: Annotated[str, Choices("token", "rollout")] = "token"
-    """the KL is the mean over trained tokens, or over rollouts of their sums, which grows with
-    the answers"""
 
 
 @dataclass(kw_only=True)
@@ -96,22 +60,24 @@ class PPOActorConfig(TrainEngineConfig):
     """weight of the KL to the reference added to the loss"""
     kl_estimator: Annotated[str, Choices("k1", "k2", "k3", "k1+", "k3+", "k3-weighted")] = "k3"
     """KL estimator of the loss; k1+ and k3+ report k1 or k3, and differentiate k2"""
-    kl_controller: KLControllerConfig | None = None
-    """adapts kl_coef and the recipe's kl_ctl from their first values; null keeps them"""
+    kl_controller: Annotated[
+        dict[str, Any] | None, OptionsOf("megarl.algos.kl_control:KLTarget")
+    ] = None
+    """adapts kl_coef and the recipe's kl_ctl from their first values toward a KL, by its
+    options: target (nats), horizon (rollouts), per (token or rollout); null keeps them"""
     entropy_coef: Annotated[float, NOT_NEGATIVE] = 0.0
     """weight of the entropy that the loss rewards"""
     recompute_logprob: Annotated[str, Choices("auto", "true", "false", "interpolate")] = "auto"
     """old logprobs of the ratio (prox_logp): true: a pass with the trainer's weights before the
     update; auto: skips that pass when the update computes the same numbers; interpolate: between
     the server's and the update's, by each token's version (A-3PO); false: the server's"""
-    use_decoupled_loss: bool = False
-    """clip against prox_logp and weight by exp(prox - behaviour) (AReaL)"""
-    behav_imp_weight_cap: Annotated[float, POSITIVE] | None = None
-    """drop tokens whose behaviour importance weight exceeds this; null is off"""
-    correction: CorrectionConfig | None = None
-    """weights and masks for the gap between the policy that wrote a token and the trainer; null is
-    none; use_decoupled_loss=true is {weight: token}, with behav_imp_weight_cap=C {mask: token,
-    mask_high: C}"""
+    correction: Annotated[
+        dict[str, Any] | None, OptionsOf("megarl.algos.correction:Correction")
+    ] = None
+    """weights and masks for the gap between the policy that wrote a token and the trainer, by the
+    options weight, weight_cap, mask, mask_low, mask_high, veto; {} weighs tokens, null
+    is none. AReaL's use_decoupled_loss=true is {weight: token}, with behav_imp_weight_cap=C {mask:
+    token, mask_high: C}"""
     reward_scaling: Annotated[float, Bounds(gt=0, le=1e6)] = 1.0
     """rewards are (r + bias) * scaling, then clipped"""
     reward_bias: Annotated[float, Bounds(ge=-1e6, le=1e6)] = 0.0
@@ -187,10 +153,13 @@ class ValueModelConfig(TrainEngineConfig):
 
 @dataclass(kw_only=True)
 class RewardModelConfig(ValueModelConfig):
-    """Configures a reward model that trains. A language model becomes one without a bias, as HF's
-    ForSequenceClassification is."""
+    """Configures a reward model that trains."""
 
-    value_head_bias: bool = False
+    @property
+    def value_head_bias(self) -> bool:
+        """Returns false: a language model becomes one without a bias, as HF's
+        ForSequenceClassification is."""
+        return False
 
 
 @dataclass(kw_only=True)
@@ -217,3 +186,31 @@ class PPOCriticConfig(ValueModelConfig):
     """errors of values beyond this cost linearly, not squared (Huber); null is off"""
     loss_agg: Annotated[str, Choices("token-mean", "sequence-mean")] = "token-mean"
     """mean over trained tokens, or over sequences of their token means"""
+
+
+PREFERENCE_LOSSES = ("dpo", "cdpo", "robust", "ipo", "hinge", "simpo", "orpo", "kto")
+WITHOUT_REFERENCE = ("simpo", "orpo")  # losses that measure against no frozen model
+UNPAIRED = ("kto",)  # losses of single answers, each with a label
+
+
+@dataclass(kw_only=True)
+class PreferenceConfig:
+    """Configures what a policy learns of preferred answers."""
+
+    loss: Annotated[str, Choices(*PREFERENCE_LOSSES)] = "dpo"
+    """dpo; cdpo and robust: DPO where some preferences are flipped; ipo; hinge; simpo and orpo,
+    without a reference; kto, of answers with a label (docs/algorithms.md)"""
+    options: dict[str, Any] = field(default_factory=dict)
+    """numbers of the loss: beta (all), length_normalized and sft_coef (dpo, cdpo, robust, ipo,
+    hinge), label_smoothing (cdpo, robust), gamma (simpo), desirable_weight and undesirable_weight
+    (kto)"""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Returns whether the loss measures against a frozen model."""
+        return self.loss not in WITHOUT_REFERENCE
+
+    @property
+    def paired(self) -> bool:
+        """Returns whether the loss compares two answers to a prompt."""
+        return self.loss not in UNPAIRED

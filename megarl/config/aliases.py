@@ -68,6 +68,13 @@ _THEIRS: Mapping[str, str] = {
     "*.ppo_n_minibatches": "num_mini_batches",
     "critic.value_clip": "cliprange_value value_eps_clip",
     "discount": "gamma",
+    **{
+        f"preference.options.{name}": f"preference.{name}"
+        for name in (
+            *("beta", "label_smoothing", "gamma", "length_normalized", "sft_coef"),
+            *("desirable_weight", "undesirable_weight"),
+        )
+    },
     "gae_lambda": "lam lambd",
     # micro-batches and layout
     "*.mb_spec.max_tokens_per_mb": "gradient_accumulation_steps micro_batch_size "
@@ -87,7 +94,7 @@ _THEIRS: Mapping[str, str] = {
     "train_dataset.parts": "datasets data_mixture blend",
     "valid_dataset.path": "eval_dataset",
     "valid_dataset.files": "val_files",
-    "evaluator.max_samples": "val_batch_size",
+    "valid_dataset.size": "val_batch_size evaluator.max_samples",
     "train_dataset.size": "max_train_samples train_max_samples",
     "train_dataset.reward": "reward_fn reward_funcs custom_reward_function.path rm_type "
     "custom_rm_path",
@@ -107,6 +114,7 @@ _THEIRS: Mapping[str, str] = {
     "server.tp": "rollout.tensor_parallel_size vllm_tensor_parallel_size "
     "rollout.tensor_model_parallel_size rollout_num_gpus_per_engine",
     "server.dp": "rollout.data_parallel_size",
+    "cluster.sbatch_args": "slurm.sbatch_args",
     "cluster.n_nodes": "trainer.nnodes cluster.num_nodes actor_num_nodes",
     "cluster.n_gpus_per_node": "trainer.n_gpus_per_node cluster.gpus_per_node",
     _MEMORY: "gpu_memory_utilization vllm_gpu_memory_utilization mem_fraction_static "
@@ -118,9 +126,9 @@ _THEIRS: Mapping[str, str] = {
     "multi_turn.max_assistant_turns multi_turn.tool_config_path tool_kwargs.tools_config_file",
     "rollout.max_head_offpolicyness": "async_training max_staleness staleness_threshold "
     "max_trajectory_age_steps",
-    "rollout.retry_timeout": "request_retries teacher.retry_timeout",
-    "rollout.request_timeout": "teacher.request_timeout",
-    "collective_timeout": "meeting_timeout",
+    "rollout.request_timeout": "request_retries retry_timeout teacher.request_timeout",
+    "rollout.setup_timeout": "start_timeout",
+    "collective_timeout": "meeting_timeout rendezvous_timeout",
     "weight_sync.type": "weight_update_mode",
     # the run
     "total_train_epochs": "num_epochs num_train_epochs total_epochs num_epoch max_num_epochs "
@@ -136,7 +144,10 @@ _THEIRS: Mapping[str, str] = {
     "evaluator.freq_steps": "eval_steps test_freq eval_interval val_period",
     "evaluator.at_start": "val_before_train val_at_start",
     "stats_logger.wandb.mode": "report_to use_wandb",
-    "stats_logger.wandb.project": "wandb_project",
+    "stats_logger.wandb.options.project": "wandb_project wandb.project",
+    "stats_logger.wandb.options.entity": "wandb_entity wandb.entity",
+    "profiler.options.profile_memory": "profiler.memory",
+    "profiler.options.with_stack": "profiler.stacks",
 }
 ALIASES = {name: ours for ours, theirs in _THEIRS.items() for name in theirs.split()}
 # of supervised fine-tuning, where the names above mean something else or nothing
@@ -150,21 +161,26 @@ _SECTIONS = {
     "rollout.workflow": "rollout.workflow.options",
 }
 # their keys for which we need none -> what to do
-_SBATCH = "write it among cluster.slurm.sbatch_args, and of another pool among its own sbatch_args"
+_SBATCH = "write it among cluster.sbatch_args, and of another pool among its own sbatch_args"
 NEEDLESS = {
     "partition": f"{_SBATCH}: --partition=NAME",
     "account": f"{_SBATCH}: --account=NAME",
     "reservation": f"{_SBATCH}: --reservation=NAME",
     "exclusive": f"{_SBATCH}: --exclusive, --oversubscribe or --mem=... say how nodes are shared",
-    "srun_args": "set variables of srun's (SLURM_..., see man srun) in cluster.slurm.sbatch_args "
+    "srun_args": "set variables of srun's (SLURM_..., see man srun) in cluster.sbatch_args "
     "by --export, or in the environment",
+    "slurm.minutes": f"{_SBATCH}: --time=MINUTES",
+    "slurm.save_before": f"{_SBATCH}: --signal=B:USR1@SECONDS",
+    "slurm.requeue": f"{_SBATCH}: --no-requeue",
     "poll_seconds": "leave it out: the launcher asks Slurm every 2 s",
-    "match": "leave it out: all of these differences are overlooked",
-    "newest": "leave it out: the newest answers weigh as much as all earlier ones",
+    "profiler.output_dir": "leave it out: traces are in <run>/profile",
+    "timeline": "leave it out: <run>/timeline is always written",
+    "value_head_bias": "leave it out: a reward model's head has no bias, a critic's has one",
+    "record.steps": "set record.keep to the steps that matter, or to null for all batches",
+    "reward_pool.restarts": "leave it out: a reward worker is started again three times",
     "weights_every": "leave it out: weights have their fingerprints after every step",
     "delta_on_host": "leave it out: the copy is in host memory",
     "return_raw_chat": "leave it out: a row keeps its messages",
-    "retry_window": "leave it out: a retry names itself, by an idempotency key or a retry count",
 }
 
 

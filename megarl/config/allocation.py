@@ -11,17 +11,23 @@ and e (expert). A degree that is left out is 1, but for e, which is then the con
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megarl.config.errors import ConfigError
 
-SERVERS = ("sglang", "embedded")
-TRAINERS = ("megatron",)
-_DEGREES = {TRAINERS: "dtpce", SERVERS: "dtp"}  # d of servers is their number
-_PART = re.compile(r"(?:(\w+)[.:])?((?:[a-z]\d+)+)")
-_EXAMPLE = "write it as sglang.d4t2+megatron.d2t2p2, with | where both share GPUs, or megatron.d2"
+# servers have no stages, so that their p is 1; their d is their number
+_TEXT = re.compile(
+    r"(?:(?P<backend>sglang|embedded)[.:](?P<servers>(?:[dt][1-9]\d*|p1(?!\d))+)(?P<sign>[+|]))?"
+    r"(?:megatron[.:])?(?P<trainers>(?:[dtpce][1-9]\d*)+)"
+)
+_FORM = (
+    "write it as sglang.d4t2+megatron.d2t2p2, with | where both share GPUs, or megatron.d2: "
+    "servers (sglang, embedded) have the degrees d and t, trainers d, t, p, c and e, each from 1 "
+    "and once"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +44,7 @@ class Part:
     @property
     def gpus(self) -> int:
         """Returns how many GPUs (on a CPU: processes) the part takes."""
-        d, t, p, c = (self.degree(letter) for letter in "dtpc")
-        return d * t * p * c
+        return math.prod(self.degree(letter) for letter in "dtpc")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,27 +58,27 @@ class AllocationMode:
 
     @classmethod
     def from_str(cls, text: str) -> AllocationMode:
-        """Returns what `allocation_mode` says. Raises ConfigError that names the part that is
-        wrong."""
-        first, *rest = re.split(r"([+|])", text)
-        parts = [_part(text, piece) for piece in (first, *rest[1::2])]
-        if len(parts) == 1 and parts[0].backend in TRAINERS:
-            return cls(trainers=parts[0])
-        if [p.backend in TRAINERS for p in parts] != [False, True]:
-            raise _error(text, "it has servers, then trainers, or trainers alone")
-        return cls(trainers=parts[1], servers=parts[0], colocated=rest[0] == "|")
+        """Returns what `allocation_mode` says. Raises ConfigError that shows its form."""
+        match = _TEXT.fullmatch(text)
+        if match is None:
+            raise ConfigError([f"allocation_mode={text}: {_FORM}"])
+        backend = match["backend"]
+        return cls(
+            trainers=_part("megatron", match["trainers"], text),
+            servers=_part(backend, match["servers"], text) if backend else None,
+            colocated=match["sign"] == "|",
+        )
 
     def keys(self, role: str) -> dict[str, int | str]:
         """Returns the configuration keys that it decides, with their values; `role` is the section
         of the trained model."""
-        t, prefix = self.trainers, f"{role}.parallel"
+        letters = {"t": "tp", "p": "pp", "c": "cp"}
+        if "e" in self.trainers.degrees:
+            letters["e"] = "ep"
         keys: dict[str, int | str] = {
-            f"{prefix}.tp": t.degree("t"),
-            f"{prefix}.pp": t.degree("p"),
-            f"{prefix}.cp": t.degree("c"),
+            f"{role}.parallel.{name}": self.trainers.degree(letter)
+            for letter, name in letters.items()
         }
-        if "e" in t.degrees:
-            keys[f"{prefix}.ep"] = t.degree("e")
         if self.servers is not None:
             keys["server.type"] = self.servers.backend
             keys["server.count"] = self.servers.degree("d")
@@ -81,24 +86,8 @@ class AllocationMode:
         return keys
 
 
-def _part(text: str, piece: str) -> Part:
-    """Returns one side of the allocation `text`."""
-    if (match := _PART.fullmatch(piece)) is None:
-        raise _error(text, f"{piece!r} is no backend with its degrees")
-    backend, degrees = match[1] or TRAINERS[0], re.findall(r"([a-z])(\d+)", match[2])
-    allowed = next((letters for names, letters in _DEGREES.items() if backend in names), None)
-    if allowed is None:
-        raise _error(text, f"{backend} is none of {', '.join((*SERVERS, *TRAINERS))}")
-    for letter, number in degrees:
-        if letter not in allowed or int(number) < 1:
-            known = ", ".join(allowed)
-            raise _error(text, f"{letter}{number} of {backend}: degrees are {known}, from 1")
-    if len(dict(degrees)) < len(degrees):
-        raise _error(text, f"{piece!r} gives a degree twice")
-    if backend in SERVERS and dict(degrees).get("p", "1") != "1":
-        raise _error(text, f"{piece!r}: a server has no pipeline stages; use t instead")
-    return Part(backend=backend, degrees={letter: int(number) for letter, number in degrees})
-
-
-def _error(text: str, problem: str) -> ConfigError:
-    return ConfigError([f"allocation_mode={text}: {problem}; {_EXAMPLE}"])
+def _part(backend: str, degrees: str, text: str) -> Part:
+    numbers = re.findall(r"([a-z])(\d+)", degrees)
+    if len(dict(numbers)) < len(numbers):
+        raise ConfigError([f"allocation_mode={text}: {degrees} gives a degree twice; {_FORM}"])
+    return Part(backend=backend, degrees={letter: int(number) for letter, number in numbers})

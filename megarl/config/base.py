@@ -69,6 +69,14 @@ class Choices:
         return alike[0] if alike and isinstance(truth, bool) else None
 
 
+@dataclass(frozen=True)
+class OptionsOf:
+    """Says what takes the entries of a free section as its keyword arguments: `target`, the
+    pkg.module:name of a class or a function, by whose signature they are checked at the start."""
+
+    target: str
+
+
 POSITIVE = Bounds(gt=0)
 NOT_NEGATIVE = Bounds(ge=0)
 OFF_AT_ZERO = Bounds(ge=0, note="0 turns it off")

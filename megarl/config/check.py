@@ -6,24 +6,29 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import os
-from collections.abc import Iterator
-from dataclasses import fields
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, fields
 from operator import attrgetter
+from typing import Any
 
 from megarl.config import rules
 from megarl.config.algo import ValueModelConfig
 from megarl.config.allocation import AllocationMode
-from megarl.config.check_data import data_problems, model_path_problems, reward_problems
-from megarl.config.check_engine import (
+from megarl.config.check_parts import (
     actor_problems,
+    data_problems,
+    generation_problems,
     lora_problems,
+    model_path_problems,
     optimizer_problems,
     parallel_problems,
+    reward_problems,
+    rollout_problems,
 )
-from megarl.config.check_names import metric_problems, phase_problems, runs_own_code
-from megarl.config.check_rollout import generation_problems, rollout_problems
 from megarl.config.engine import TrainEngineConfig
 from megarl.config.errors import ConfigError, raise_if_any
 from megarl.config.recipe_engines import FROZEN, engines, model_path, ref_is_below_adapters
@@ -42,11 +47,10 @@ from megarl.config.recipes import (
     main_role,
     sources,
 )
-from megarl.config.rollout import GenerationConfig
+from megarl.config.rollout import built_in_transport
 from megarl.config.rules import rule_problems
+from megarl.config.run import ProfilerConfig
 from megarl.config.schema import value_problems
-from megarl.config.weight_sync import built_in_transport
-from megarl.utils.http import split_address
 from megarl.utils.importing import is_import_path
 
 log = logging.getLogger("megarl.config")
@@ -71,7 +75,7 @@ def check_config(
     if isinstance(cfg, SFTConfig):
         problems += _sft_problems(cfg)
     if isinstance(cfg, DPOConfig):
-        problems += _dpo_problems(cfg)
+        problems += rule_problems(rules.DPO, cfg)
     if isinstance(cfg, DPOConfig | RMConfig):
         for key, source in sources(cfg).items():
             problems += rule_problems(rules.PAIRS, source, f"{key}.")
@@ -92,8 +96,6 @@ def unread_keys(cfg: BaseConfig) -> Iterator[str]:
     broken = [*rule_problems(rules.UNREAD, cfg)]
     for name, engine in engines(cfg).items():
         broken += rule_problems(rules.UNREAD_OF_ENGINE, engine, f"{name}.")
-    if isinstance(cfg, GRPOConfig):
-        broken += rule_problems(rules.UNREAD_OF_ACTOR, cfg.actor, "actor.")
     for line in broken:
         yield f"{line}; without it the key has no effect"
 
@@ -107,12 +109,6 @@ def _run_problems(cfg: BaseConfig) -> Iterator[str]:
         if not value or "/" in value or value in (".", "..") or len(value.encode()) > 255:
             yield f"{name}={value!r}: one path component, not empty, without /, at most 255 bytes"
     yield from rule_problems(rules.RUN, cfg)
-    slurm = cfg.cluster.slurm
-    if slurm.minutes is not None and slurm.save_before >= 60 * slurm.minutes:
-        yield (
-            f"cluster.slurm.save_before={slurm.save_before}: must be shorter than the time limit, "
-            f"cluster.slurm.minutes={slurm.minutes}"
-        )
     yield from data_problems(cfg)
     for name, engine in engines(cfg).items():
         path = model_path(cfg, name)
@@ -196,39 +192,13 @@ def _allocation_problems(cfg: BaseConfig, world_size: int | None) -> Iterator[st
 
 def _sft_problems(cfg: SFTConfig) -> Iterator[str]:
     yield from rule_problems(rules.SFT, cfg)
-    if cfg.stop_at_exact_match is not None and not held_out_sets(cfg):
-        bound = cfg.stop_at_exact_match
-        yield f"stop_at_exact_match={bound}: needs held-out data; set valid_dataset.type"
+    if not held_out_sets(cfg) and (cfg.stop_at_exact_match is not None or cfg.generation):
+        key = "generation" if cfg.generation else f"stop_at_exact_match={cfg.stop_at_exact_match}"
+        yield f"{key}: needs held-out data; set valid_dataset.type"
     if cfg.generation is not None:
-        yield from _sft_generation_problems(cfg, cfg.generation)
-
-
-def _sft_generation_problems(cfg: SFTConfig, g: GenerationConfig) -> Iterator[str]:
-    key = "generation"
-    yield from generation_problems(f"{key}.gconfig", g.gconfig)
-    if not held_out_sets(cfg):
-        yield f"{key}: needs held-out data to answer; set valid_dataset.type"
-    for name, data in held_out_sets(cfg).items():
-        yield from reward_problems(held_out_key(name), data)
-    if g.server.context_length <= g.gconfig.max_new_tokens:
-        yield (
-            f"{key}.server.context_length={g.server.context_length}: leaves no room for a prompt "
-            f"beside {key}.gconfig.max_new_tokens={g.gconfig.max_new_tokens}"
-        )
-    if not g.rollout.addresses and (g.server.count < 1 or cfg.model.override_config):
-        why = "model.override_config" if cfg.model.override_config else f"{key}.server.count=0"
-        yield f"{key}: rank 0 starts no server with {why}; set {key}.rollout.addresses"
-
-
-def _dpo_problems(cfg: DPOConfig) -> Iterator[str]:
-    yield from rule_problems(rules.PREFERENCE, cfg.preference, "preference.")
-    loss = f"preference.loss={cfg.preference.loss}"
-    if cfg.ref.path and not cfg.preference.needs_reference:
-        yield f"ref.path={cfg.ref.path}: {loss} measures against no reference; leave it out"
-    for key, data in datasets(cfg).items() if not cfg.preference.paired else ():
-        name = "batch_size" if key == "train_dataset" else "size"
-        if getattr(data, name) == 1:
-            yield f"{key}.{name}=1: {loss} needs answers to other prompts beside each; take 2"
+        yield from generation_problems("generation.gconfig", cfg.generation.gconfig)
+        for name, data in held_out_sets(cfg).items():
+            yield from reward_problems(held_out_key(name), data)
 
 
 # recipes with rollouts
@@ -302,10 +272,93 @@ def _distill_problems(cfg: DistillConfig) -> Iterator[str]:
             f"actor.loss=policy with actor.advantages={advantages}: neither asks the teacher; take "
             "actor.loss=distill, or actor.advantages=teacher"
         )
-    for address in cfg.teacher.addresses:
-        try:
-            split_address(address)
-        except ValueError as e:
-            yield f"teacher.addresses: {e}"
     if cfg.teacher.addresses:
         yield from rule_problems(rules.TEACHER_SERVERS, cfg)
+
+
+PHASES = re.findall(
+    r"\w+",
+    """rollout episodes record logp ref renew_ref values teacher reward_model train train_critic
+    train_step update_weights step eval save recover""",
+)
+# the first part of the names of metrics, besides eval; a test holds them against docs/metrics.md
+FAMILIES = re.findall(
+    r"\w+",
+    """train_rollout_logprob_abs_diff mismatch staleness moe weight_sync reward dataset difficulty
+    curriculum response_len forks critic timing tokens perf memory rollout loss pg_loss ppl
+    grad_norm lr ratio entropy kl_ref approx_kl accuracy margin first_ratio_abs_dev logp
+    reward_chosen reward_rejected logp_chosen logp_rejected advantage clip_frac teacher_kl_forward
+    teacher_kl_reverse reference_point advantage_max advantage_min advantage_std behav_dropped_frac
+    behav_ess behav_imp_weight clip_frac_dual clip_frac_high clip_frac_low elapsed_s kl_coef kl_ctl
+    kl_observed n_updates picked_frac prefix_ratio ratio_abs_dev ratio_rms_dev skipped_sequences
+    skipped_tokens skipped_updates student_tail_mass teacher_tail_mass tools update_successful""",
+)
+_OF_ANSWERS = ("accuracy", "reward", "some_credit", "response_len", "samples", "failed")
+_OF_LOSS = ("loss", "ppl", "token_accuracy", "exact_match")
+_OF_PAIRS = (
+    *("loss", "accuracy", "margin", "reward_chosen", "reward_rejected", "logp_chosen"),
+    *("logp_rejected", "reference_point"),
+)
+# keys that may name code by its import path
+_CODE = ("type", "backend", "workflow", "reward", "recipe")
+_SEVERAL = re.compile(r"(pass|maj)_at_\d+")
+
+
+def metric_problems(cfg: BaseConfig) -> Iterator[str]:
+    """Yields a line where saver.keep_best goes by a metric that the run does not have."""
+    metric = cfg.saver.metric
+    if not cfg.saver.keep_best:
+        return
+    first, _, rest = metric.partition("/")
+    if first != "eval":
+        if first not in FAMILIES:
+            known = ("eval", *FAMILIES)
+            yield f"saver.metric={metric}: no metric begins so; {_meant(first, known)}"
+        return
+    sets = held_out_sets(cfg)
+    if not sets:
+        yield f"saver.metric={metric}: nothing is evaluated; set valid_dataset.type"
+        return
+    name, _, figure = rest.rpartition("/")
+    figure = figure.removesuffix("_lo").removesuffix("_hi")
+    figures = _figures(cfg)
+    if name and name not in sets:
+        named = [f"eval/{each}/..." for each in sets if each] or ["eval/..."]
+        yield f"saver.metric={metric}: no data set is called {name}; there are {', '.join(named)}"
+    elif figure not in figures and not _SEVERAL.fullmatch(figure):
+        yield f"saver.metric={metric}: no figure of an evaluation; {_meant(figure, figures)}"
+
+
+def phase_problems(cfg: ProfilerConfig) -> Iterator[str]:
+    """Yields a line for the phases that no step has."""
+    unknown = [phase for phase in cfg.phases if phase not in PHASES]
+    if unknown:
+        yield f"profiler.phases={cfg.phases}: {unknown[0]} is none; {_meant(unknown[0], PHASES)}"
+
+
+def _figures(cfg: BaseConfig) -> Sequence[str]:
+    if isinstance(cfg, GRPOConfig):
+        return _OF_ANSWERS
+    if isinstance(cfg, SFTConfig):
+        return (*_OF_LOSS, *(_OF_ANSWERS if cfg.generation is not None else ()))
+    return _OF_PAIRS
+
+
+def runs_own_code(cfg: BaseConfig) -> bool:
+    """Returns whether code of the user's runs in a step, which may have metrics and phases of its
+    own: a trainer, a workflow, a reward, a backend, ..."""
+    return bool(cfg.trainer.type) or any(_own(asdict(cfg)))
+
+
+def _own(tree: Any, key: str = "") -> Iterator[bool]:
+    """Yields, for each value of a tree, whether it names code of the user's."""
+    if isinstance(tree, dict | list):
+        for name, value in tree.items() if isinstance(tree, dict) else ((key, v) for v in tree):
+            yield from _own(value, str(name))
+    elif isinstance(tree, str) and key in _CODE:
+        yield is_import_path(tree) and not tree.startswith("megarl.")
+
+
+def _meant(word: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(word, known, n=1)
+    return f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"

@@ -34,6 +34,7 @@ from megarl.config.schema import show
 
 Tree = dict[str, Any]
 Override = tuple[str, str, Any]  # its plus signs, its dotted name, its value with words
+_DECOUPLED = ("use_decoupled_loss", "behav_imp_weight_cap")  # AReaL's keys
 _DEFAULTS, _SELF = "defaults", "_self_"
 # keys whose values name a file or a directory; any other value does as file.py:name
 _FILES = ("path", "files", "tokenizer_path", "chat_template", "adapter_path")
@@ -186,6 +187,7 @@ class _Composer:
             chain = " -> ".join(str(p) for p in (*inside, path.resolve()))
             raise ConfigError([f"--config {inside[0]}: a file is among its own defaults: {chain}"])
         own = _read_file(path)
+        as_correction(own)
         entries = own.pop(_DEFAULTS, [])
         if not isinstance(entries, list):
             raise ConfigError([f"--config {path}: defaults: must be a list of files and groups"])
@@ -288,3 +290,25 @@ def put(tree: Tree, name: str, value: Any) -> None:
 def is_interpolation(value: Any) -> bool:
     """Returns whether a value is a text that OmegaConf replaces."""
     return isinstance(value, str) and "${" in value
+
+
+def as_correction(tree: dict[str, Any]) -> None:
+    """Replaces AReaL's actor.use_decoupled_loss and behav_imp_weight_cap in a tree of keys by the
+    actor.correction that they mean. Without use_decoupled_loss the cap bounds that correction which
+    the tree has."""
+    actor = tree.get("actor")
+    if not isinstance(actor, dict) or actor.keys().isdisjoint(_DECOUPLED):
+        return
+    decoupled, cap = (actor.pop(key, None) for key in _DECOUPLED)
+    on = None if decoupled is None else bool(untyped(decoupled))
+    if on:
+        actor["correction"] = {**(actor.get("correction") or {}), "weight": "token"}
+    elif on is False and _only_bounds_tokens(actor.get("correction")):
+        actor["correction"] = None
+    if cap is not None and isinstance(actor.get("correction"), dict):
+        actor["correction"] |= {"mask": "token", "mask_high": cap}
+
+
+def _only_bounds_tokens(correction: Any) -> bool:
+    """Returns whether it may come of AReaL's keys."""
+    return isinstance(correction, dict) and not correction.keys() - {"weight", "mask", "mask_high"}

@@ -6,11 +6,10 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from megarl.config.base import (
-    FRACTION,
-    FRACTION_ABOVE_ZERO,
     NOT_NEGATIVE,
     POSITIVE,
     Choices,
+    OptionsOf,
     SeamConfig,
 )
 
@@ -18,28 +17,16 @@ GENERATED = ("arithmetic", "reasoning_gym")  # types that make their rows and re
 WITH_REWARD = ("arithmetic", "gsm8k", "reasoning_gym")  # types that have a reward of their own
 TYPES = ("arithmetic", "gsm8k", "reasoning_gym", "chat", "preference")
 MIX = "mix"
-_TYPE = (
-    "where rows come from; chat: conversations in jsonl or parquet files; preference: pairs of a "
-    "chosen and a rejected answer; a path names a function of this section that returns rows"
-)
-
-
-@dataclass(kw_only=True)
-class TokenizerConfig:
-    """Configures the run's tokenizer, besides tokenizer_path."""
-
-    chat_template: str = ""
-    """Jinja file of a chat template that replaces the tokenizer's and is saved with the model; a
-    base model often has none"""
 
 
 @dataclass(kw_only=True)
 class SourceConfig:
     """Configures where rows come from, and their reward."""
 
-    type: Annotated[str, Choices(*TYPES, or_path=True)] = "arithmetic"
+    type: Annotated[str, Choices(*TYPES, MIX, or_path=True)] = "arithmetic"
     """where rows come from; chat: conversations in jsonl or parquet files; preference: pairs of
-    a chosen and a rejected answer; a path names a function of this section that returns rows"""
+    a chosen and a rejected answer; a path names a function of this section that returns rows;
+    mix: several, see parts"""
     path: str = ""
     """hub name (hub://name where a directory has it, too), or local directory / parquet / jsonl
     file (gsm8k, chat, preference)"""
@@ -69,28 +56,9 @@ class PartConfig(SourceConfig):
 
 
 @dataclass(kw_only=True)
-class CurriculumConfig:
-    """Configures which rows are drawn, by the pass rates of the latest answers to them."""
-
-    low: Annotated[float, FRACTION] = 0.1
-    """prefer rows with at least this pass rate ..."""
-    high: Annotated[float, FRACTION] = 0.9
-    """... and at most this one"""
-    explore: Annotated[float, FRACTION_ABOVE_ZERO] = 0.25
-    """share of rows drawn in turn whatever their pass rate; until some row's pass rate is known,
-    every row is drawn in turn"""
-    passes_at: float = 1.0
-    """an answer passes with a reward of at least this"""
-
-
-@dataclass(kw_only=True)
 class DatasetConfig(SourceConfig):
     """Configures one data set: where rows come from, how they are batched, and their reward."""
 
-    type: Annotated[str, Choices(*TYPES, MIX, or_path=True)] = "arithmetic"
-    """where rows come from; chat: conversations in jsonl or parquet files; preference: pairs of
-    a chosen and a rejected answer; a path names a function of this section that returns rows;
-    mix: several, see parts"""
     parts: dict[str, PartConfig] = field(default_factory=dict)
     """type=mix: data sets by name, each with a weight; rows keep the name"""
     batch_size: Annotated[int, POSITIVE] = 8
@@ -105,5 +73,9 @@ class DatasetConfig(SourceConfig):
     """makes a batch of rows; empty: a list of rows (RL), padded tensors (SFT)"""
     sampler: SeamConfig = field(default_factory=SeamConfig)
     """made with (dataset, seed=...), gives the order of rows; empty is `shuffle`"""
-    curriculum: CurriculumConfig | None = None
-    """RL: prefer rows of a middling pass rate; null draws all alike"""
+    curriculum: Annotated[dict[str, Any] | None, OptionsOf("megarl.data.curriculum:Curriculum")] = (
+        None
+    )
+    """RL: prefer rows of a middling pass rate of their latest answers: low, high, explore (share of
+    rows drawn in turn), passes_at (a reward that passes); {} is from 0.1 to 0.9, null draws all
+    alike"""

@@ -13,7 +13,43 @@ from megarl.config.base import (
     Bounds,
     Choices,
 )
-from megarl.config.parallel import ParallelConfig
+
+Degree = Annotated[int, POSITIVE]
+
+
+@dataclass(kw_only=True)
+class ParallelConfig:
+    """Gives the degrees of parallelism of one engine, which together are its layout."""
+
+    tp: Degree = 1
+    """tensor-parallel degree"""
+    pp: Degree = 1
+    """pipeline-parallel degree"""
+    vpp: Degree = 1
+    """virtual (interleaved) pipeline chunks per stage; 1 is plain 1F1B"""
+    pipeline_split: list[Annotated[int, POSITIVE]] | None = None
+    """layers of every pipeline chunk in order, pp*vpp numbers; null splits evenly"""
+    cp: Degree = 1
+    """context-parallel degree: each rank holds 1/cp of every sequence"""
+    cp_comm_type: Annotated[str, Choices("auto", "p2p", "all_gather", "a2a")] = "auto"
+    """how keys and values reach the other context-parallel ranks; auto is p2p with Transformer
+    Engine, all_gather with torch SDPA"""
+    ep: Degree = 1
+    """expert-parallel degree (MoE)"""
+    etp: Degree = 1
+    """tensor-parallel degree inside an expert (MoE)"""
+    sequence_parallel: bool = False
+    """shard activations of norms and residuals over tp (needs tp > 1)"""
+
+    @property
+    def dense_ranks(self) -> int:
+        """The ranks that hold one copy of the dense weights, times cp: dp divides the rest."""
+        return self.tp * self.pp * self.cp
+
+    @property
+    def expert_ranks(self) -> int:
+        """The ranks that hold one copy of the experts."""
+        return self.etp * self.ep * self.pp
 
 
 @dataclass(kw_only=True)
@@ -147,9 +183,6 @@ class TrainEngineConfig:
     """output for each token: logits (lm), or one value (critic, reward model)"""
     value_head_init: Annotated[str, Choices("zero", "random")] = "zero"
     """a new value head starts with zeros, or random by `seed`"""
-    value_head_bias: bool = True
-    """a new value head has a bias (HF's ForTokenClassification) or none
-    (ForSequenceClassification)"""
     init_from_scratch: bool = False
     """random weights by `seed` instead of the HF ones"""
     dtype: Annotated[str, Choices("auto", "float32", "bfloat16", "float16")] = "auto"
@@ -189,3 +222,9 @@ class TrainEngineConfig:
     """mixture-of-experts settings"""
     lora: LoRAConfig | None = None
     """train low-rank adapters on frozen weights; null trains the weights"""
+
+    @property
+    def value_head_bias(self) -> bool:
+        """Returns whether the value head that a language model gets has a bias, as HF's
+        ForTokenClassification."""
+        return True

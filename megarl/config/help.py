@@ -109,8 +109,9 @@ def _elsewhere(cls: type, name: str) -> str:
 
 def _hint(cls: type, name: str) -> str:
     """Returns what to do about a key that `cls` lacks, as the end of a line."""
-    if (needless := NEEDLESS.get(_last(name))) is not None:
-        return f"; {needless}"
+    for end in (_last(name), ".".join(name.split(".")[-2:])):
+        if end in NEEDLESS:
+            return f"; {NEEDLESS[end]}"
     near = _nearest_key(key_table(cls), name)
     return f"; did you mean {near}?" if near else "; --help lists all keys"
 

@@ -32,6 +32,7 @@ from megarl.config.compose import (
     Override,
     Tree,
     Word,
+    as_correction,
     compose,
     is_interpolation,
     merged,
@@ -122,6 +123,7 @@ def _load(
     """Returns the configuration of the keys of a file and overrides of them."""
     cls = recipe_class(tree, _values(parsed), cls)
     _override(tree, cls, parsed, problems)
+    as_correction(tree)
     if foreign:
         known = {field.name for field in fields(cls)}
         tree = {name: value for name, value in tree.items() if name in known}

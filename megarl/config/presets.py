@@ -31,12 +31,23 @@ _BASE: Tree = {
 }
 
 
+_CORRECTION: Tree = {
+    "weight": "token",
+    "weight_cap": None,
+    "mask": "none",
+    "mask_low": 0.0,
+    "mask_high": None,
+    "veto": 0.0,
+}
+_DECOUPLED = _CORRECTION | {"mask": "token", "mask_high": 5.0}
+
+
 def _actor(**keys: Any) -> Tree:
     return {"actor": _BASE | keys}
 
 
 def _corrected(**keys: Any) -> Tree:
-    return _actor(correction=keys, use_decoupled_loss=False, behav_imp_weight_cap=None)
+    return _actor(correction=_CORRECTION | keys)
 
 
 PRESETS: dict[str, Tree] = {
@@ -76,13 +87,8 @@ PRESETS: dict[str, Tree] = {
     | {"rollout": {"min_rollouts": 4}},
     "max_at_k": _actor(advantages="max_at_k"),
     # corrections
-    "decoupled": _actor(correction=None, use_decoupled_loss=True, behav_imp_weight_cap=5.0),
-    "a3po": _actor(
-        correction=None,
-        use_decoupled_loss=True,
-        behav_imp_weight_cap=5.0,
-        recompute_logprob="interpolate",
-    ),
+    "decoupled": _actor(correction=_DECOUPLED),
+    "a3po": _actor(correction=_DECOUPLED, recompute_logprob="interpolate"),
     "tis": _corrected(weight="token", weight_cap=2.0),
     "icepop": _corrected(weight="token", mask="token", mask_low=0.5, mask_high=5.0),
     "geo_mask": _corrected(

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from megarl.config.algo import (
     PPOActorConfig,
     PPOCriticConfig,
+    PreferenceConfig,
     RefConfig,
     RewardModelConfig,
     TeacherConfig,
@@ -25,19 +26,19 @@ from megarl.config.base import (
     Choices,
     SeamConfig,
 )
-from megarl.config.cluster import ClusterConfig
-from megarl.config.dataset import DatasetConfig, SourceConfig, TokenizerConfig
+from megarl.config.dataset import DatasetConfig, SourceConfig
 from megarl.config.engine import TrainEngineConfig
 from megarl.config.errors import ConfigError
-from megarl.config.preferences import PreferenceConfig
 from megarl.config.presets import ALGORITHMS
 from megarl.config.rollout import (
     GenerationConfig,
     GenerationHyperparameters,
     RolloutConfig,
     ServerConfig,
+    WeightSyncConfig,
 )
 from megarl.config.run import (
+    ClusterConfig,
     EpisodesConfig,
     EvaluatorConfig,
     ProfilerConfig,
@@ -49,7 +50,6 @@ from megarl.config.run import (
     StatsLoggerConfig,
     TrainerConfig,
 )
-from megarl.config.weight_sync import WeightSyncConfig
 from megarl.utils.importing import is_import_path, load_object
 
 DEFAULT_RECIPE = "grpo"
@@ -80,8 +80,9 @@ class BaseConfig:
     """seed of data order, initial weights and dropout"""
     tokenizer_path: str = ""
     """tokenizer directory; empty is the model's path"""
-    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
-    """the run's tokenizer"""
+    chat_template: str = ""
+    """Jinja file of the chat template, in place of the tokenizer's own; it is saved with the model;
+    a base model's tokenizer often has none"""
     trust_remote_code: bool = False
     """run the code that lies beside the tokenizer; it may do anything"""
     total_train_epochs: Annotated[int, POSITIVE] = 1
@@ -202,9 +203,6 @@ class PPOConfig(GRPOConfig):
     """Configures PPO: GRPO's keys, with a critic and GAE instead of comparing samples."""
 
     recipe: Annotated[str, _RECIPES] = "ppo"
-    algorithm: Annotated[str, Choices("")] = ""
-    """empty: published algorithms by name have no critic (recipe grpo); set actor.ratio,
-    actor.surrogate, actor.loss_agg and actor.correction instead"""
     actor: PPOActorConfig = field(default_factory=lambda: PPOActorConfig(adv_norm="batch"))
     critic: PPOCriticConfig = field(default_factory=PPOCriticConfig)
     """the value function; empty path is actor.path"""

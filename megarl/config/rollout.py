@@ -1,8 +1,16 @@
-"""Configures generation: sampling parameters, the servers, the client and its staleness bound."""
+"""Configures generation: sampling parameters, the servers, the client and its staleness bound, and
+how new weights reach the servers.
+
+TRANSPORTS is the one place that knows megarl's own transports by name. A user's own is a subclass
+of `megarl.weight_sync.transports.Transport`, named by `weight_sync.type: pkg.module:name`, that
+declares its `requirements` itself. No torch is imported here.
+"""
 
 from __future__ import annotations
 
+import inspect
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,12 +22,139 @@ from megarl.config.base import (
     TIMEOUT,
     Bounds,
     Choices,
+    OptionsOf,
     SeamConfig,
 )
-from megarl.config.weight_sync import WeightSyncConfig
+from megarl.utils.importing import load_object
 
-# those of rollout.tools.calls
-CALL_FORMATS = ("hermes", "qwen", "qwen3_coder", "llama3", "deepseek", "glm")
+
+@dataclass(frozen=True, kw_only=True)
+class Requirements:
+    """Declares what a transport needs. Checks of configurations, the launcher and records read it.
+
+    directory: WeightUpdateMeta.path, a directory that trainers and servers share.
+    process_group: trainers and servers meet in one process group, so each process needs a GPU of
+        its own and both sides the same NCCL.
+    shares_devices: servers are on the trainers' machines and GPUs.
+    adapters: LoRA adapters are sent without their base; requests name the adapter.
+    less: it can send changes alone (`delta`) and FP8 (`quantization`).
+    """
+
+    directory: bool = False
+    process_group: bool = False
+    shares_devices: bool = False
+    adapters: bool = False
+    less: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuiltIn:
+    """Describes one of megarl's own transports. target: pkg.module:name of its class."""
+
+    target: str
+    requirements: Requirements
+
+
+_PACKAGE = "megarl.weight_sync.transports"
+TRANSPORTS: Mapping[str, BuiltIn] = {
+    "distributed": BuiltIn(
+        target=f"{_PACKAGE}.distributed:DistributedTransport",
+        requirements=Requirements(process_group=True, less=True),
+    ),
+    "disk": BuiltIn(
+        target=f"{_PACKAGE}.disk:DiskTransport",
+        requirements=Requirements(directory=True),
+    ),
+    "colocated": BuiltIn(
+        target=f"{_PACKAGE}.colocated:ColocatedTransport",
+        requirements=Requirements(shares_devices=True),
+    ),
+    "adapter": BuiltIn(
+        target=f"{_PACKAGE}.adapter:AdapterTransport",
+        requirements=Requirements(directory=True, adapters=True),
+    ),
+}
+ALIASES: Mapping[str, str] = {"nccl": "distributed"}  # the design documents' word
+
+
+@dataclass(kw_only=True)
+class WeightSyncConfig:
+    """Configures the transport of weights, its checks, and its timeouts in seconds."""
+
+    type: Annotated[str, Choices(*TRANSPORTS, *ALIASES, or_path=True)] = "distributed"
+    """distributed: buckets over NCCL or gloo; disk: a shared HF directory; colocated: servers on
+    the trainers' GPUs read the trainers' memory; adapter: with actor.lora, adapters alone through a
+    shared PEFT directory"""
+    options: dict[str, Any] = field(default_factory=dict)
+    """options of a transport of your own"""
+    bucket_mb: Annotated[int, POSITIVE] = 512
+    """size of one streamed bucket in MiB; two exist at a time"""
+    flattened: bool = True
+    """one broadcast per bucket instead of one per tensor"""
+    delta: bool = False
+    """send only numbers that changed; needs host memory for a copy of the weights on the senders,
+    and embedded servers or SGLang with sharded=on"""
+    quantization: Annotated[str, Choices("none", "fp8_block")] = "none"
+    """dtype of streamed linear weights: none, or fp8_block (e4m3 in blocks of 128x128 with scales)
+    for servers of an FP8 checkpoint"""
+    pause_mode: Annotated[str, Choices("abort", "drain", "retract", "in_place")] = "abort"
+    """running requests at a sync: abort: the client sends them again with the tokens so far; drain:
+    they end first; retract: they wait in the server, which recomputes their KV; in_place: they
+    continue on the old weights' KV, and no cache is flushed"""
+    senders: Annotated[int, POSITIVE] | None = 1
+    """trainer ranks that gather and send buckets in turn, spread over pipeline stages and nodes;
+    null is one on each stage"""
+    sharded: Annotated[str, Choices("auto", "on", "off")] = "auto"
+    """send each rank of a server only the slices that it stores; auto: if all servers can receive
+    slices, else whole tensors (the log says why); on: anything else is an error; off: whole
+    tensors"""
+    verify: Annotated[str, Choices("off", "sample", "full")] = "sample"
+    """compare the servers' checksums with the trainer's after a sync: sample: all tensors after the
+    first sync, a few after later ones; full: all after each; off: never"""
+    timeout: Annotated[float, TIMEOUT] = 600.0
+    """seconds one sync may take before it is an error"""
+    server_timeout: Annotated[float, TIMEOUT] = 30.0
+    """seconds without an answer after which a server that delays a sync is dropped, until it
+    answers again"""
+
+
+def transport_name(type_: str) -> str:
+    """Returns the name without aliases. Raises ValueError for a name that is neither known nor an
+    import path."""
+    name = ALIASES.get(type_, type_)
+    if name not in TRANSPORTS and ":" not in name:
+        known = ", ".join((*TRANSPORTS, *ALIASES))
+        raise ValueError(f"{type_!r}: not one of {known}, and no pkg.module:name")
+    return name
+
+
+def built_in_transport(type_: str) -> BuiltIn | None:
+    """Returns megarl's own transport of this name or alias, None for any other text."""
+    return TRANSPORTS.get(ALIASES.get(type_, type_))
+
+
+def transport_class(type_: str) -> Any:
+    """Imports the transport's class. Raises ValueError where that fails, or it is no Transport."""
+    name = transport_name(type_)
+    built_in = built_in_transport(name)
+    found = load_object(built_in.target if built_in else name, what="transport")
+    declared = getattr(found, "requirements", None)
+    if not inspect.isclass(found) or not isinstance(declared, Requirements):
+        raise ValueError(
+            f"transport {name!r}: a {type(found).__name__} without `requirements`; expected a "
+            "subclass of megarl.weight_sync.transports.Transport"
+        )
+    return found
+
+
+def requirements_of(type_: str) -> Requirements:
+    """Returns what a transport needs; a user's own is imported to read it. Raises ValueError where
+    there is no such transport."""
+    built_in = built_in_transport(type_)
+    if built_in is not None:
+        return built_in.requirements
+    found: Requirements = transport_class(type_).requirements
+    return found
 
 
 @dataclass(kw_only=True)
@@ -112,8 +247,6 @@ class ServerConfig:
     restarts: Annotated[int, NOT_NEGATIVE] = 0
     """a dead server is started again this many times while the run continues with the others
     (server.count=2 or more); 0 ends the run"""
-    start_timeout: Annotated[float, TIMEOUT] = 600.0
-    """seconds until a started server must be healthy"""
 
     def __post_init__(self) -> None:
         if isinstance(self.release_memory, bool):
@@ -139,32 +272,6 @@ class ServerConfig:
 
 
 @dataclass(kw_only=True)
-class GatewayConfig:
-    """Configures the gateway: where it listens, and when a chat goes on from recorded tokens."""
-
-    host: str = "127.0.0.1"
-    """address on which the gateway listens"""
-    port: Annotated[int, Bounds(ge=0, le=65535)] = 0
-    """its port; 0 takes a free one"""
-    advertise: str = ""
-    """host name in the URLs that agents get; empty is `host`, or this machine's name where the
-    gateway listens on every address"""
-    reuse: bool = True
-    """a chat that continues after an answer of the policy keeps the policy's tokens"""
-    max_n: Annotated[int, Bounds(ge=1, le=128)] = 8
-    """most answers that one request may ask for (`n`)"""
-    max_answers: Annotated[int, POSITIVE] = 1024
-    """most answers of one session; a request beyond them is refused"""
-    rewards: Annotated[str, Choices("auto", "always", "never")] = "auto"
-    """whether agents may send rewards to the gateway; auto: if their workflow has no reward
-    function"""
-    context_length: Annotated[int, POSITIVE] | None = None
-    """prompt plus answer in tokens, beyond which a request is refused; null is the servers' own"""
-    call_format: Annotated[str, Choices(*CALL_FORMATS, or_path=True)] = "hermes"
-    """how the policy writes calls of tools; a path names a function, see docs/agents.md"""
-
-
-@dataclass(kw_only=True)
 class RolloutConfig:
     """Configures the generation client: servers, workflow, staleness bound, timeouts (s)."""
 
@@ -184,8 +291,13 @@ class RolloutConfig:
         default_factory=lambda: SeamConfig(type="megarl.rollout.client:RemoteSGLangEngine")
     )
     """class of the generation client, made with (rollout, weight_sync=..., seed=...)"""
-    gateway: GatewayConfig = field(default_factory=GatewayConfig)
-    """HTTP gateway through which agents reach the policy"""
+    gateway: Annotated[dict[str, Any], OptionsOf("megarl.rollout.gateway.calls:GatewayConfig")] = (
+        field(default_factory=dict)
+    )
+    """HTTP gateway through which agents reach the policy: host (127.0.0.1), port (0 takes a free
+    one), advertise (host name in agents' URLs), reuse (a chat goes on from the policy's own
+    tokens), rewards (auto, always or never: whether agents may send them), call_format (how the
+    policy writes calls of tools)"""
     workers: Annotated[int, Bounds(ge=0, le=256)] = 0
     """processes that run episodes beside the driver; 0 runs them in the driver; the samples are the
     same"""
@@ -206,15 +318,13 @@ class RolloutConfig:
     weights"""
     request_timeout: Annotated[float, TIMEOUT] = 600.0
     """seconds one generation request may take; a longer one is aborted, and another continues with
-    its tokens"""
-    retry_timeout: Annotated[float, TIMEOUT] = 120.0
-    """seconds for which a failed generation request is sent again, to all servers; then its rollout
-    has failed"""
+    its tokens. One that fails is tried again, on all servers, as long, at most 120 s; then the
+    rollout has failed, or no server is left"""
     affinity: Annotated[float, NOT_NEGATIVE] = 2.0
     """an episode stays with its server and the prefix cache there until its outstanding tokens
     exceed this many times those of the least loaded server; 0 always takes the least loaded"""
-    setup_timeout: Annotated[float, TIMEOUT] = 120.0
-    """seconds to wait for servers to answer /health"""
+    setup_timeout: Annotated[float, TIMEOUT] = 600.0
+    """seconds until servers answer /health, those that are started with the run and others"""
     episode_timeout: Annotated[float, TIMEOUT] = 1800.0
     """seconds one episode may take, without pauses of generation; a longer one has failed, and
     another row replaces it"""
@@ -234,6 +344,11 @@ class RolloutConfig:
     """the run stops if a larger share of the latest rollouts failed; 1 never stops"""
     on_reward_error: Annotated[str, Choices("raise", "reject")] = "raise"
     """a reward that raises: stop the run, or reject the sample and count it"""
+
+    @property
+    def retry_timeout(self) -> float:
+        """Returns the seconds for which a request that fails is tried again."""
+        return min(self.request_timeout, 120.0)
 
 
 @dataclass(kw_only=True)

@@ -21,14 +21,14 @@ from megarl.config.schema import show
 RUN = """
 saver.keep_best>0                | saver.keep_last>0 | which keeps all otherwise
 recover.restarts>0               | recover.mode=auto | a checkpoint to continue from
-train_dataset.curriculum         | train_dataset.num_workers=0 | else rows are drawn too early
+train_dataset.curriculum!=null   | train_dataset.num_workers=0 | else rows are drawn too early
 trainer.workers                  | trainer.mode=controller
 profiler.start_step              | profiler.ranks | name ranks from 0
 """
 OFFLINE = """
 trainer.mode=controller          | | is for recipes with rollouts; set trainer.mode=spmd
 cluster.reward_pool              | | this recipe computes no rewards; leave it null
-train_dataset.curriculum         | | goes by rewards, which this recipe has none of; leave it out
+train_dataset.curriculum!=null   | | goes by rewards, which this recipe has none of; leave it out
 """
 RL = """
 replay                           | trainer.mode=spmd | which gives the same bits
@@ -36,21 +36,26 @@ gconfig.greedy                   | gconfig.n_samples=1 | samples of a prompt wou
 gconfig.temperature<=0 & gconfig.greedy | | training needs sampled tokens; set it above 0
 actor.dynamic_sampling           | gconfig.n_samples>1
 actor.dynamic_sampling           | reward_model=null | it picks groups by the rewards of the rollout
-train_dataset.curriculum         | reward_model=null | it goes by the rewards of the rollout
+train_dataset.curriculum!=null   | reward_model=null | it goes by the rewards of the rollout
 actor.kl_coef>0                  | ref | set ref.path, or ref={}
 kl_ctl>0                         | ref | set ref.path, or ref={}
-actor.kl_controller & !actor.kl_coef & !kl_ctl |
+actor.kl_controller!=null & !actor.kl_coef & !kl_ctl |
     | adapts actor.kl_coef and kl_ctl, which are 0; set the first value of one of them
 episodes.entropy                 | actor.recompute_logprob=true,auto | it comes of that pass
 actor.moe.router_replay=rollout  | !rollout.router | which passes no request for routes on
 server.restarts>0                | server.count>1 | the run goes on with the others meanwhile
 server.count=0 & !rollout.addresses & !rollout.addresses_file |
     | name running servers in one of these, or have one started by server.count=1
+server.context_length<=gconfig.max_new_tokens | | leaves no room for a prompt
+server.context_length<=eval_gconfig.max_new_tokens & valid_dataset | | leaves no room for a prompt
+judge & !judge.path              | | name the model that judges
 judge.count=0                    | | leave judge null, and name servers in the reward's base_url
 weight_sync.delta                | weight_sync.quantization=none
 rollout.max_queue                | rollout.max_concurrent_rollouts=null | which fixes what it adapts
 """
 CRITIC = """
+algorithm                        |
+    | with a critic, samples are not compared; leave it out, and set the keys of actor one by one
 actor.adv_norm=group,group_mean,group_batch |
     | with a critic, samples are not compared by prompt; take batch or none
 actor.advantages.type!=group     | | with a critic, advantages are GAE's; take recipe=grpo
@@ -68,15 +73,16 @@ gconfig.temperature!=1           |
 """
 SFT = """
 stop_at_exact_match & generation | generation.loss | it goes by the loss
+generation.server.context_length<=generation.gconfig.max_new_tokens | | leaves no room for a prompt
+generation & generation.server.count=0 | generation.rollout.addresses | name running servers
+generation & model.override_config |
+    generation.rollout.addresses | the servers that rank 0 starts lack it; name running ones
 """
-PREFERENCE = """
-label_smoothing>0                | loss=cdpo,robust
-gamma!=null                      | loss=simpo
-length_normalized                | loss=dpo,cdpo,robust,ipo,hinge
-sft_coef>0                       | loss=dpo,cdpo,robust,ipo,hinge
-desirable_weight!=1              | loss=kto
-undesirable_weight!=1            | loss=kto
-loss=cdpo,robust                 | label_smoothing>0 | which says how many preferences are flipped
+DPO = """
+ref.path & preference.loss=simpo,orpo | | measures against no reference; leave it out
+train_dataset.batch_size=1 & preference.loss=kto |
+    | needs answers to other prompts beside each; take 2
+valid_dataset.size=1 & preference.loss=kto | | needs answers to other prompts beside each; take 2
 """
 # why servers cannot release their memory while the trainers work
 TURNS = """
@@ -107,6 +113,8 @@ weight_sync.sharded=on & server.type=embedded & server.count>0 |
     | such servers take whole tensors; use server.type=sglang, or weight_sync.sharded=auto
 """
 ADAPTERS = """
+weight_sync.type & actor.lora & server.type=sglang & server.count>0 | server.options.enable_lora |
+    SGLang has room for adapters where it is told to; set max_lora_rank, lora_target_modules, too
 weight_sync.type                 | actor.lora | set actor.lora.r, or weight_sync.type=distributed
 weight_sync.type & weight_sync.pause_mode=retract,in_place |
     | requests would go on with an adapter that is unloaded; use pause_mode=abort or drain
@@ -118,6 +126,13 @@ SERVER = """
 tp>1                             | type=sglang | the embedded server is one process
 dp>1                             | type=sglang | the embedded server is one process
 dp>1 & nnodes>1                  | | SGLang has replicas on one node alone
+dp>1 & options.enable_dp_attention | | whose parts are within tp; leave dp out, set options.dp_size
+dp>1 & options.attn_dp_size      | | whose parts are within tp; leave dp out
+options.dp_size                  | options.enable_dp_attention | set dp, by which GPUs are given
+options.dp                       | options.enable_dp_attention | set dp, by which GPUs are given
+options.data_parallel_size       | options.enable_dp_attention | set dp, by which GPUs are given
+options.api_key                  |
+    | everybody reads command lines; set MEGARL_JOB_TOKEN in the environment, which servers take
 """
 GENERATION = """
 min_new_tokens                   | max_new_tokens>=min_new_tokens
@@ -127,13 +142,12 @@ top_k<1                          | top_k=-1 | which is all tokens
 """
 DATASET = """
 sampler.type & parts             | | decides the order alone; leave @parts out
-sampler.type & curriculum        | | decides the order alone; leave @curriculum out
-curriculum.low>curriculum.high   | | lower the first, or raise the second
+sampler.type & curriculum!=null      | | decides the order alone; leave @curriculum out
 size & drop_last                 | batch_size<=size | no batch is full; or set drop_last=false
 """
 HELD_OUT = """
 parts                            | | evaluate on each by itself; name them in valid_datasets
-curriculum                       | | only training draws rows; leave it out
+curriculum!=null                 | | only training draws rows; leave it out
 sampler.type                     | | held-out rows are all taken; leave it out
 """
 SOURCE = """
@@ -173,6 +187,9 @@ head=value                       | | only a critic or a reward model has one; le
 NOT_ACTOR = """
 moe.router_replay!=off           | | nothing records these routes, only the actor's; leave it off
 """
+LORA = """
+!target_modules                  | | nothing to train; use [all-linear]
+"""
 PARALLEL = """
 vpp>1                            | pp>1
 sequence_parallel                | tp>1
@@ -186,9 +203,7 @@ overlap_param_gather             | overlap_grad_reduce
 cpu_offload                      | precision_aware=false | the CPU keeps float32
 """
 ACTOR = """
-use_decoupled_loss               | recompute_logprob!=false | it needs the proximal logprobs
-correction                       | use_decoupled_loss=false | both weigh the same tokens
-correction                       | recompute_logprob!=false | it weighs the trainer's logprobs
+correction!=null                 | recompute_logprob!=false | it weighs the trainer's logprobs
 loss_agg_length!=1               | loss_agg=sequence-sum,token-sum | it divides sums over tokens
 moe.router_replay=trainer        | recompute_logprob=true,auto | it replays that pass
 c_clip & surrogate.type=cispo,sapo,gmpo,topr,clip_cov,kl_cov,unclipped,log_likelihood |
@@ -200,12 +215,6 @@ trainer.scheduler!=local         | trainer.mode=controller
 """
 UNREAD_OF_ENGINE = """
 parallel.cp_comm_type!=auto      | parallel.cp>1
-"""
-UNREAD_OF_ACTOR = """
-behav_imp_weight_cap             | use_decoupled_loss
-correction.mask_low              | correction.mask!=none
-correction.mask_high             | correction.mask!=none
-correction.weight_cap            | correction.weight!=none
 """
 _CONDITION = re.compile(r"(!?)([\w.]+)(?:(!=|[<>]=|=|<|>)(.*))?")
 _ORDER = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
@@ -249,7 +258,7 @@ def _holds(section: Any, condition: str) -> bool:
 
 def _value(section: Any, key: str) -> Any:
     for part in key.split("."):
-        section = getattr(section, part, None)
+        section = section.get(part) if isinstance(section, dict) else getattr(section, part, None)
     return section
 
 

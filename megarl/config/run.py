@@ -1,12 +1,11 @@
-"""Configures the work around the training loop: saving, evaluating, checking, logging, and the
-records of episodes, which `megarl view` shows, and of steps, which `megarl diff` compares and
-`megarl replay` runs again."""
+"""Configures the work around the training loop: saving, evaluating, checking, logging, recording;
+and the machines of a job."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from megarl.config.base import (
     FRACTION,
@@ -16,6 +15,7 @@ from megarl.config.base import (
     TIMEOUT,
     Bounds,
     Choices,
+    OptionsOf,
     SeamConfig,
 )
 
@@ -115,15 +115,11 @@ class ProfilerConfig:
     phases: list[str] = field(default_factory=list)
     """trace only these phases of a step, each in its own file: logp, ref, values, train, ... (as in
     timing/<phase>_s); [] is whole steps"""
-    output_dir: str = "profile"
-    """where traces go; a relative path is in the run directory"""
-    memory: bool = False
-    """trace allocations too"""
-    timeline: bool = True
-    """record when phases, syncs and episodes began and ended, in <run>/timeline, for `megarl
-    trace`; 64 MiB a process at most"""
-    stacks: bool = False
-    """trace Python call stacks too; makes files several times larger"""
+    options: Annotated[dict[str, Any], OptionsOf("torch.profiler:profile")] = field(
+        default_factory=dict
+    )
+    """more options of torch.profiler.profile: profile_memory (allocations, too), with_stack (Python
+    call stacks, which make files several times larger), ..."""
     peak_tflops: Annotated[float, POSITIVE] | None = None
     """peak TFLOP/s of a device, for perf/mfu; null takes that of common GPUs at 16 bits; other
     devices have no perf/mfu"""
@@ -137,8 +133,6 @@ class EvaluatorConfig(FrequencyConfig):
     """evaluate before the first step"""
     at_end: bool = True
     """evaluate after the last step"""
-    max_samples: Annotated[int, POSITIVE] | None = None
-    """evaluate the first n rows of each validation set; null is all"""
     max_failed: Annotated[float, FRACTION] = 0.1
     """largest share of an evaluation's answers that may fail (eval/failed); with more, its other
     metrics are NaN"""
@@ -153,10 +147,8 @@ class WandbConfig:
 
     mode: Annotated[str, Choices("disabled", "offline", "online")] = "disabled"
     """wandb mode"""
-    project: str | None = None
-    """project; null is experiment_name"""
-    entity: str | None = None
-    """wandb entity"""
+    options: dict[str, Any] = field(default_factory=dict)
+    """more options of wandb.init: entity, group, tags, ..., and project, else experiment_name"""
     completions: Annotated[int, NOT_NEGATIVE] = 0
     """show so many completions of every training batch and every evaluation, one for a prompt,
     as tables completions/train and completions/eval"""
@@ -174,6 +166,58 @@ class StatsLoggerConfig:
     """print a table of every step's metrics"""
     report: bool = True
     """write <run>/report.html at the end"""
+
+
+@dataclass(kw_only=True)
+class PoolConfig:
+    """Describes nodes of one kind."""
+
+    n_gpus_per_node: Annotated[int, POSITIVE] = 8
+    """GPUs of a node; without GPUs, processes"""
+    sbatch_args: list[str] = field(default_factory=list)
+    """arguments of sbatch for these nodes, like [--partition=gpu,--time=240,--qos=high]; pools have
+    --time and --no-requeue from cluster.sbatch_args. Without others the job saves 300 seconds
+    before its time limit (--signal=B:USR1@300), is queued again (--requeue), and has whole nodes
+    (--exclusive, --mem=0)"""
+    ray_resources: dict[str, float] = field(default_factory=dict)
+    """what Ray is asked for on each node besides GPUs and CPUs, by name, like
+    {accelerator_type:H100: 0.001}"""
+
+
+@dataclass(kw_only=True)
+class RewardPoolConfig:
+    """Describes nodes without GPUs that compute rewards."""
+
+    n_nodes: Annotated[int, POSITIVE] = 1
+    """nodes, each with rollout.reward_workers processes"""
+    sbatch_args: list[str] = field(default_factory=list)
+    """as cluster.sbatch_args, for these nodes"""
+
+
+@dataclass(kw_only=True)
+class ClusterConfig(PoolConfig):
+    """Describes the nodes that a cluster's launchers use: those of the trainers, and of the servers
+    where these have no pool of their own."""
+
+    n_nodes: Annotated[int, POSITIVE] | None = None
+    """nodes of the job; null is as many as its processes need"""
+    server_pool: PoolConfig | None = None
+    """nodes of another kind for the servers; null puts them on nodes like the others"""
+    reward_pool: RewardPoolConfig | None = None
+    """nodes without GPUs for rewards; null computes them beside rank 0"""
+    interface: str = ""
+    """network interface of the nodes that processes meet on; empty is that of the node's host
+    name"""
+    container: str = ""
+    """image that the processes run in, as srun --container-image or a pod takes it; the
+    configuration's paths are those inside it"""
+    container_mounts: list[str] = field(default_factory=list)
+    """directories that the container sees, each as /here or /here:/there"""
+    python: str = ""
+    """interpreter on the nodes; empty is this one's path"""
+    forward_env: list[str] = field(default_factory=list)
+    """further environment variables that processes get from the launcher's environment, by name;
+    AWS_* stands for all that begin so"""
 
 
 @dataclass(kw_only=True)
@@ -198,8 +242,6 @@ class RecordConfig:
     weights"""
     keep: Annotated[int, OFF_AT_ZERO] | None = 0
     """keep the batches of the newest n steps, for megarl replay; 0 is off, null all"""
-    steps: list[int] = field(default_factory=list)
-    """keep the batches of these steps, counted from 1, in any case"""
 
 
 @dataclass(kw_only=True)

@@ -18,7 +18,7 @@ from dataclasses import MISSING, dataclass
 from functools import cache
 from typing import Any
 
-from megarl.config.base import ANY_FLOAT, ANY_INT, Bounds, Choices, SeamConfig, is_finite
+from megarl.config.base import ANY_FLOAT, ANY_INT, Bounds, Choices, OptionsOf, SeamConfig, is_finite
 
 UNIONS = (types.UnionType, typing.Union)
 
@@ -36,6 +36,7 @@ class Key:
     element: type | None
     bounds: Bounds | None
     limits: Choices | None
+    options_of: OptionsOf | None
 
     @property
     def help(self) -> str:
@@ -60,7 +61,7 @@ class Key:
     @property
     def free_form(self) -> bool:
         """Returns whether the key is a plain dict, which takes keys of any name."""
-        return typing.get_origin(self.annotation) is dict and self.element is None
+        return typing.get_origin(self.base_type) is dict and self.element is None
 
     @property
     def seam(self) -> bool:
@@ -130,6 +131,7 @@ def _declared(cls: type) -> list[tuple[dataclasses.Field[Any], dict[str, Any]]]:
             "element": _element(plain[field.name]),
             "bounds": next((x for x in notes if isinstance(x, Bounds)), None),
             "limits": next((x for x in notes if isinstance(x, Choices)), None),
+            "options_of": next((x for x in notes if isinstance(x, OptionsOf)), None),
         }
         declared.append((field, known))
     return declared

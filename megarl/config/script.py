@@ -20,7 +20,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megarl.config.check_data import looks_like_hub_name
+from megarl.config.check_parts import looks_like_hub_name
 from megarl.config.command_line import parse_command_line
 from megarl.config.errors import raise_if_any
 from megarl.config.loader import keys_set, load_config

@@ -3,11 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Annotated, Any, Protocol
 
-from megarl.config.dataset import CurriculumConfig
+from pydantic import Field
 
 NEWEST = 0.5  # weight of the newest answers in a row's pass rate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curriculum:
+    """Says which rows are drawn, by the pass rates of the latest answers to them.
+
+    low, high: rows with a pass rate from one to the other are preferred.
+    explore: share of rows drawn in turn whatever their pass rate, so that none is given up; until
+        some row's pass rate is known, every row is drawn this way.
+    passes_at: an answer passes with a reward of at least this.
+    """
+
+    low: Annotated[float, Field(ge=0, le=1)] = 0.1
+    high: Annotated[float, Field(ge=0, le=1)] = 0.9
+    explore: Annotated[float, Field(gt=0, le=1)] = 0.25
+    passes_at: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.low > self.high:
+            raise ValueError(
+                f"low={self.low} > high={self.high}: lower the first, or raise the second"
+            )
 
 
 class Picker(Protocol):
@@ -63,7 +86,7 @@ class ByPassRate:
     out like that. Picks depend only on the picks and observations before, so their order decides
     alone."""
 
-    def __init__(self, config: CurriculumConfig, size: int, in_turn: InTurn) -> None:
+    def __init__(self, config: Curriculum, size: int, in_turn: InTurn) -> None:
         self._config, self._size, self._in_turn = config, size, in_turn
         self._made = 0
         self.explored = 0

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megarl.config.dataset import DatasetConfig
-from megarl.data.curriculum import ByPassRate, InTurn, Picker
+from megarl.data.curriculum import ByPassRate, Curriculum, InTurn, Picker
 from megarl.data.dataset import RowDataset
 from megarl.data.problem import stable_hash
 from megarl.data.shares import Shares
@@ -90,4 +90,6 @@ def _picker(name: str, cfg: DatasetConfig, seed: int, rows: range) -> Picker:
         return torch.randperm(len(rows), generator=torch.Generator().manual_seed(key)).tolist()
 
     in_turn = InTurn(len(rows), order)
-    return in_turn if cfg.curriculum is None else ByPassRate(cfg.curriculum, len(rows), in_turn)
+    if cfg.curriculum is None:
+        return in_turn
+    return ByPassRate(Curriculum(**cfg.curriculum), len(rows), in_turn)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megarl.config.check_data import HUB
+from megarl.config.check_parts import HUB
 from megarl.config.dataset import SourceConfig
 
 Row = dict[str, Any]

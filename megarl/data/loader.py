@@ -38,7 +38,7 @@ def build_dataloader(
     # a generator of its own: the loader draws from a shared one too, which a resume would not redo
     generator = torch.Generator().manual_seed(seed)
     sampler: Any = RandomSampler(dataset, generator=generator) if cfg.shuffle else None  # type: ignore[arg-type]
-    if cfg.parts or cfg.curriculum:
+    if cfg.parts or cfg.curriculum is not None:
         sampler = _draws(dataset, cfg, seed)
     if cfg.sampler.type:
         make = load_object(cfg.sampler.type, what="sampler")

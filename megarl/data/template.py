@@ -35,7 +35,7 @@ class Template:
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError(
                 f"tokenizer {self._name} has no chat template; name a Jinja file that holds one in "
-                "tokenizer.chat_template, or a directory whose tokenizer has one in tokenizer_path"
+                "chat_template, or a directory whose tokenizer has one in tokenizer_path"
             )
         if tokenizer.eos_token_id is None:
             raise ValueError(f"tokenizer {self._name} has no EOS token: no answer could end")

@@ -38,7 +38,7 @@ def run_tokenizer(cfg: BaseConfig, model_path: str) -> Any:
     the configuration names."""
     path = cfg.tokenizer_path or model_path
     tokenizer = load_hf_tokenizer(path, trust_remote_code=cfg.trust_remote_code)
-    if file := cfg.tokenizer.chat_template:
+    if file := cfg.chat_template:
         tokenizer.chat_template = Path(file).read_text(encoding="utf-8")
     return tokenizer
 
@@ -46,6 +46,6 @@ def run_tokenizer(cfg: BaseConfig, model_path: str) -> Any:
 def tokenizer_to_save(cfg: BaseConfig, model_path: str) -> Any:
     """Returns the run's tokenizer where it has to be saved with the model, None where it is the one
     in the model's own directory."""
-    if cfg.tokenizer_path or cfg.tokenizer.chat_template:
+    if cfg.tokenizer_path or cfg.chat_template:
         return run_tokenizer(cfg, model_path)
     return None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from megarl.config.parallel import ParallelConfig
+from megarl.config.engine import ParallelConfig
 from megarl.parallel.layout import Layout
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megarl.api.records import FinetuneSpec
-from megarl.config.check_engine import optimizer_problems
+from megarl.config.check_parts import optimizer_problems
 from megarl.config.engine import OptimizerConfig
 from megarl.config.errors import raise_if_any
 from megarl.config.schema import value_problems

@@ -11,11 +11,10 @@ from pathlib import Path
 
 from megarl.config.engine import TrainEngineConfig
 from megarl.config.loader import run_dir
-from megarl.config.recipe_engines import uses_block_fp8
+from megarl.config.recipe_engines import ADDRESSES_ENV, JUDGES_ENV, takes_turns, uses_block_fp8
 from megarl.config.recipes import GRPOConfig, sources
 from megarl.config.rollout import ServerConfig
 from megarl.config.secrets import environment_names
-from megarl.config.servers import ADDRESSES_ENV, JUDGES_ENV, takes_turns
 from megarl.launcher.job import (
     CONTROLLER,
     DRIVER,
@@ -47,6 +46,7 @@ from megarl.utils.env import (
 from megarl.utils.env import JOB_TOKEN as TOKEN
 
 THREADS = "OMP_NUM_THREADS"
+REWARD_RESTARTS = 3  # of each reward worker, after which its death ends the run
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
@@ -56,7 +56,7 @@ def make_job(plan: Plan, env: Mapping[str, str], *, cluster: bool = False) -> Jo
     cfg, maker = plan.cfg, _Maker(plan, env, cluster)
     moved = re.findall(rf"{MOVED}\w+", " ".join(plan.arguments))
     read = list(dict.fromkeys([*environment_names(cfg), *moved]))
-    patience = max((s.start_timeout for s in server_sections(cfg).values()), default=0.0)
+    patience = cfg.rollout.setup_timeout if isinstance(cfg, GRPOConfig) else 0.0
     return Job(
         name=f"{cfg.experiment_name}/{cfg.trial_name}",
         config=plan.config,
@@ -72,7 +72,7 @@ def make_job(plan: Plan, env: Mapping[str, str], *, cluster: bool = False) -> Jo
         hidden=(*read, TOKEN),
         python=maker.python,
         start_timeout=patience,
-        rendezvous_timeout=cfg.cluster.rendezvous_timeout,
+        rendezvous_timeout=cfg.collective_timeout,
         grace=cfg.recover.grace,
         restarts=cfg.recover.restarts,
     )
@@ -177,7 +177,7 @@ class _Maker:
                 env={"PYTHONPATH": _path(*path), "CUDA_VISIBLE_DEVICES": ""},
                 ports=(name,),
                 log=str(self.run / f"rewards_{index}.log"),
-                restarts=cfg.cluster.reward_pool.restarts if cfg.cluster.reward_pool else 0,
+                restarts=REWARD_RESTARTS if cfg.cluster.reward_pool else 0,
             )
 
     def trainers(self) -> Iterable[Task]:

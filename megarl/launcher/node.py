@@ -220,7 +220,7 @@ class _NodeRun:
             if time.monotonic() > deadline:
                 raise NodeFailed(
                     f"node {self.node} waited {timeout:g} s for {', '.join(missing)} of other "
-                    "nodes (cluster.rendezvous_timeout); are all of them up, with the same "
+                    "nodes (collective_timeout); are all of them up, with the same "
                     f"{self.job.directory}?"
                 )
             time.sleep(POLL_INTERVAL)

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from megarl.config.cluster import ClusterConfig
 from megarl.config.errors import ConfigError
+from megarl.config.run import ClusterConfig
 
 NODES, TRAINER_POOL, SERVER_POOL, REWARD_POOL = "nodes", "trainers", "servers", "rewards"
 

@@ -17,13 +17,11 @@ from megarl.config.compose import Word, read_override
 from megarl.config.container import check_fileroot
 from megarl.config.errors import ConfigError
 from megarl.config.loader import config_yaml, own_class
-from megarl.config.recipe_engines import trainer_processes
+from megarl.config.recipe_engines import needs_servers, settle_turns, takes_turns, trainer_processes
 from megarl.config.recipes import BaseConfig, GRPOConfig
-from megarl.config.rollout import ServerConfig
+from megarl.config.rollout import Requirements, ServerConfig
 from megarl.config.script import fetch_hub_models
 from megarl.config.secrets import masked_override
-from megarl.config.servers import needs_servers, settle_turns, takes_turns
-from megarl.config.weight_sync import Requirements
 from megarl.launcher.job import JUDGE, PACKAGE, SERVER
 from megarl.launcher.placement import Placement, Servers, place, place_here
 from megarl.trainer.named import read_config, transport_needs

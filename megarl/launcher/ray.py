@@ -11,7 +11,7 @@ RAY_ADDRESS names the cluster, host:port; without it, it is the one that this ma
 allocation_mode and `cluster` say what the job needs. Every node is a bundle of a placement group
 (STRICT_SPREAD: no two on one machine) with cluster.n_gpus_per_node GPUs, without GPUs with a CPU
 for each process but a controller. Where there is no room the launcher waits
-cluster.rendezvous_timeout seconds.
+collective_timeout seconds.
 
 The working directory and fileroot are on storage that this machine and the nodes share. Ray carries
 no tensors: on every node one agent (megarl.launcher.node) starts, watches and ends the node's
@@ -33,9 +33,9 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from megarl.config.cluster import ClusterConfig
 from megarl.config.command_line import CommandLine
 from megarl.config.errors import ConfigError
+from megarl.config.run import ClusterConfig
 from megarl.launcher.command import Launcher, run_launcher, start_again
 from megarl.launcher.job import CONTROLLER, Job, JobFiles, Resources, described
 from megarl.launcher.node import NODE_FAILED

@@ -174,7 +174,7 @@ def _wait_for(group: PlacementGroup, wanted: str, limit: float, key: str, signal
 
 def run_attempt(job: Job, files: JobFiles, bundles: Sequence[Resources], signals: Signals) -> int:
     """Runs a job once on nodes of its own, and ends all that it started; returns the exit status.
-    Raises NoRoom where the cluster has none within cluster.rendezvous_timeout."""
+    Raises NoRoom where the cluster has none within collective_timeout."""
     attempt = new_attempt()
     ray_nodes = RayNodes(
         files,
@@ -182,7 +182,7 @@ def run_attempt(job: Job, files: JobFiles, bundles: Sequence[Resources], signals
         bundles,
         spread="STRICT_SPREAD",
         limit=job.rendezvous_timeout,
-        key="cluster.rendezvous_timeout",
+        key="collective_timeout",
         signals=signals,
     )
     try:

@@ -8,15 +8,15 @@
     --detach          submit, print the job's number, and do not follow it
     --container IMAGE short for cluster.container=IMAGE
 
-allocation_mode and `cluster` say what the job needs, `cluster.slurm` how Slurm is asked for it. The
-working directory and fileroot are on storage that this machine and the nodes share. On every node
-one agent (megarl.launcher.node) starts, watches and ends the node's processes. Rank 0 and the
-agents write to <run>/launch/slurm-<job>.log, which is shown here, other ranks to
+allocation_mode and `cluster` say what the job needs, `cluster.sbatch_args` how Slurm is asked for
+it. The working directory and fileroot are on storage that this machine and the nodes share. On
+every node one agent (megarl.launcher.node) starts, watches and ends the node's processes. Rank 0
+and the agents write to <run>/launch/slurm-<job>.log, which is shown here, other ranks to
 <run>/logs/trainer_<rank>.log.
 
-cluster.slurm.save_before seconds before the time limit, and on SIGTERM to its script, the job saves
-a checkpoint and queues again; so it does when it is preempted or a node is lost. A process that
-fails ends all, and recover.restarts has the job started again on the same nodes. Ctrl-C ends the
+300 seconds before the time limit (--signal), and on SIGTERM to its script, the job saves a
+checkpoint and queues again; so it does when it is preempted or a node is lost. A process that fails
+ends all, and recover.restarts has the job started again on the same nodes. Ctrl-C ends the
 following, not the job; `scancel` ends the job with a checkpoint, if it has the time. The exit
 status is that of the trainers, 2 for a configuration error, 1 where Slurm ended the job.
 """
@@ -34,10 +34,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.config.cluster import ClusterConfig
 from megarl.config.command_line import CommandLine
-from megarl.config.earlier_run import RECOVER_DIR
 from megarl.config.errors import EXIT_CODE, ConfigError
+from megarl.config.run import ClusterConfig
 from megarl.launcher.command import Launcher, run_launcher
 from megarl.launcher.job import PACKAGE, Job, JobFiles
 from megarl.launcher.names import LOOK_INTERVAL
@@ -48,6 +47,7 @@ from megarl.launcher.workers import NodeScheduler
 from megarl.observability.logging import get_logger
 from megarl.rpc.errors import WorkerDied
 from megarl.rpc.group import LOST, GroupSpec, Processes, WatchedGroup, WorkerSpec
+from megarl.trainer.earlier_run import RECOVER_DIR
 from megarl.utils.child import TERM_TIMEOUT, Child, LogTail, Signals, stop_all, wait_until
 from megarl.utils.env import JOB_TOKEN as TOKEN
 from megarl.utils.env import ensure_job_token
@@ -271,7 +271,7 @@ def batch_script(job: Job, cluster: ClusterConfig, files: Files) -> str:
         idle=shlex.quote(str(files.idle)),
         idle_limit=IDLE_LIMIT,
         restarts=job.restarts,
-        requeue=int(cluster.slurm.requeue),
+        requeue=int("--no-requeue" not in cluster.sbatch_args),
         config_error=EXIT_CODE,
         srun=shlex.join(_srun(job, cluster, files)).replace("'$attempt'", '"$attempt"'),
     )
@@ -286,22 +286,20 @@ def _quoted(word: str) -> str:
 def _directives(job: Job, cluster: ClusterConfig, files: Files) -> Iterator[str]:
     """Yields sbatch's arguments: the job's, then those of each pool, which is a component of a
     heterogeneous job."""
-    slurm = cluster.slurm
     yield f"--job-name=megarl-{job.name.replace('/', '-')}"
     yield f"--output={files.log('%j')}"
     yield "--open-mode=append"
     yield "--export=PATH,HOME,USER,LANG"
-    yield f"--signal=B:USR1@{slurm.save_before}"
+    yield "--signal=B:USR1@300"  # of an argument that comes again, the last counts
+    common = [a for a in cluster.sbatch_args if a.startswith(("--time=", "--no-requeue"))]
     for pool in dict.fromkeys(job.pools):
         if pool != job.pools[0]:
             yield "hetjob"
-        if slurm.minutes:
-            yield f"--time={slurm.minutes}"
-        yield "--requeue" if slurm.requeue else "--no-requeue"
+        yield "--requeue"
         yield f"--nodes={job.pools.count(pool)}"
         yield "--ntasks-per-node=1"
         other = {SERVER_POOL: cluster.server_pool, REWARD_POOL: cluster.reward_pool}.get(pool)
-        arguments = other.sbatch_args if other else slurm.sbatch_args
+        arguments = common + other.sbatch_args if other else cluster.sbatch_args
         if not any(argument.startswith(_SHARING) for argument in arguments):
             yield from ("--exclusive", "--mem=0")
         if gpus := job.gpus_per_node[job.pools.index(pool)]:
@@ -348,7 +346,7 @@ while true; do
         if [ "$(checkpoints)" = "$before" ]; then echo >> {idle}; else rm -f {idle}; fi
         if [ -f {idle} ] && [ "$(wc -l < {idle})" -ge {idle_limit} ]; then
             echo "{idle_limit} attempts in a row ended before a checkpoint: not queueing again"
-            echo "raise cluster.slurm.minutes, or lower cluster.slurm.save_before"
+            echo "raise --time, or lower the seconds of --signal, in cluster.sbatch_args"
             finish "$status"
         fi
         echo "status $status: queueing the job again, to continue"

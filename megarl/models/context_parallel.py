@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarl.config.parallel import ParallelConfig
+from megarl.config.engine import ParallelConfig
 from megarl.models.hf_config import ModelConfig
 from megarl.parallel import mcore  # noqa: F401  before megatron
 

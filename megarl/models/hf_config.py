@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megarl.config.parallel import ParallelConfig
+from megarl.config.engine import ParallelConfig
 from megarl.models.families import Family, find_family
 from megarl.models.families.fields import count, number, positive
 from megarl.models.families.rope import rope

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megarl.config.parallel import ParallelConfig
+from megarl.config.engine import ParallelConfig
 from megarl.models.shapes import ModelConfig
 from megarl.parallel import mcore  # noqa: F401  before megatron
 from megarl.parallel.packed_rotary import place_tokens

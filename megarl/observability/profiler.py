@@ -27,7 +27,7 @@ class Profiler:
 
     def __init__(self, config: ProfilerConfig, *, run_dir: Path, rank: int) -> None:
         self._config, self._rank = config, rank
-        self._folder = run_dir / config.output_dir
+        self._folder = run_dir / "profile"
         self._wanted = config.start_step is not None and rank in config.ranks
         self._running: Any = None
         self._first = self._last = 0
@@ -65,12 +65,9 @@ class Profiler:
         activities = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        self._running = torch.profiler.profile(
-            activities=activities,
-            record_shapes=True,
-            profile_memory=self._config.memory,
-            with_stack=self._config.stacks,
-        )
+        options: dict[str, Any] = {"activities": activities, "record_shapes": True}
+        options |= self._config.options
+        self._running = torch.profiler.profile(**options)
         self._running.start()
 
     def close(self) -> None:

@@ -72,8 +72,7 @@ class StatsLogger:
         if config.wandb.mode != "disabled":
             self._wandb = WandbSink(
                 mode=config.wandb.mode,
-                project=config.wandb.project or experiment_name,
-                entity=config.wandb.entity,
+                options={"project": experiment_name} | config.wandb.options,
                 name=f"{experiment_name}/{trial_name}",
                 run_dir=self._run_dir,
                 run_config=run_config,
@@ -280,8 +279,7 @@ class WandbSink:
         self,
         *,
         mode: str,
-        project: str,
-        entity: str | None,
+        options: dict[str, Any],
         name: str,
         run_dir: Path,
         run_config: dict[str, Any],
@@ -299,17 +297,16 @@ class WandbSink:
         id_file = run_dir / "wandb_id.txt"
         if not id_file.exists():
             id_file.write_text(uuid.uuid4().hex[:8])
-        self._run = wandb.init(
-            mode=mode,  # type: ignore[arg-type]  # checked by the config's choices
-            project=project,
-            entity=entity,
-            name=name,
-            id=id_file.read_text().strip(),
-            resume="allow",
-            dir=str(run_dir),
-            config=run_config,
-            settings=wandb.Settings(silent=True),
-        )
+        ours: dict[str, Any] = {
+            "mode": mode,
+            "name": name,
+            "id": id_file.read_text().strip(),
+            "resume": "allow",
+            "dir": str(run_dir),
+            "config": run_config,
+            "settings": wandb.Settings(silent=True),
+        }
+        self._run = wandb.init(**(ours | options))
         where = self._run.url if mode == "online" else Path(self._run.dir).parent
         log.info("wandb, %s: %s", mode, where)
         # our own step axis: wandb's must never go back, a resumed run's may

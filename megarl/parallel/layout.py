@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from megarl.config.check_engine import check_parallel
-from megarl.config.parallel import ParallelConfig
+from megarl.config.check_parts import check_parallel
+from megarl.config.engine import ParallelConfig
 
 
 @dataclass(frozen=True, order=True)

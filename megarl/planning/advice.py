@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-from megarl.config.parallel import ParallelConfig
+from megarl.config.engine import ParallelConfig
 from megarl.models.flops import train_flops
 from megarl.models.hf_config import ModelConfig, check_layout
 from megarl.parallel.layout import Layout

@@ -6,16 +6,17 @@ import copy
 from typing import Any
 
 from megarl.config.allocation import AllocationMode
-from megarl.config.cluster import ClusterConfig, PoolConfig
 from megarl.config.recipe_engines import (
     engines,
     model_path,
     ref_is_below_adapters,
+    settle_turns,
     smallest_world_size,
+    takes_turns,
 )
 from megarl.config.recipes import BaseConfig, GRPOConfig, data_purpose
-from megarl.config.servers import settle_turns, takes_turns
-from megarl.config.weight_sync import built_in_transport
+from megarl.config.rollout import built_in_transport
+from megarl.config.run import ClusterConfig, PoolConfig
 
 _LONGEST = 2048  # tokens of a prompt where the data set has no max_length
 

@@ -11,12 +11,11 @@ from typing import Any, Self, TypeVar
 from megarl.api.batch import Batch, Padded
 from megarl.api.inference import Arrival, RolloutWorkflow
 from megarl.api.records import FinetuneSpec, WeightUpdateMeta
-from megarl.config.check_rollout import kv_problems
+from megarl.config.check_parts import kv_problems
+from megarl.config.recipe_engines import server_addresses
 from megarl.config.recipes import GRPOConfig
-from megarl.config.rollout import RolloutConfig
+from megarl.config.rollout import RolloutConfig, WeightSyncConfig
 from megarl.config.script import CLIENT_KEYS, note_read
-from megarl.config.servers import server_addresses
-from megarl.config.weight_sync import WeightSyncConfig
 from megarl.parallel.rank_zero import RankZero
 from megarl.rollout import tally
 from megarl.rollout.concurrency import adapt

@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.utils.data import DistributedSampler
 
-from megarl.config.rollout import RolloutConfig
-from megarl.config.weight_sync import WeightSyncConfig
+from megarl.config.rollout import RolloutConfig, WeightSyncConfig
 from megarl.parallel import exchange  # noqa: F401  a Batch of several ranks travels by it
 from megarl.parallel.groups import collective_timeout, init_distributed
 from megarl.parallel.rank_zero import RankZero
@@ -59,8 +58,7 @@ def driver_of_world(
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
         init_distributed()
     bounds = {
-        "server.start_timeout": start_timeout,
-        "rollout.setup_timeout": config.setup_timeout,
+        "rollout.setup_timeout": start_timeout + config.setup_timeout,
         "rollout.episode_timeout": config.episode_timeout,
         "rollout.request_timeout": config.request_timeout,
         "weight_sync.timeout": sync.timeout,

@@ -10,8 +10,7 @@ from typing import Any, Self
 from megarl.api.records import FinetuneSpec
 from megarl.config.loader import run_dir
 from megarl.config.recipes import GRPOConfig
-from megarl.config.rollout import RolloutConfig, ServerConfig
-from megarl.config.weight_sync import WeightSyncConfig
+from megarl.config.rollout import RolloutConfig, ServerConfig, WeightSyncConfig
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.rollout.server_process import ServerProcess, start_server
 from megarl.utils.env import uses_gpus, visible_gpus
@@ -44,7 +43,7 @@ class SGLangEngine(RemoteSGLangEngine):
             raise ValueError("SGLangEngine: set server.path or pass model_path")
         self._server, self._model_path, self._dtype = server, model_path, dtype
         self._log_dir = Path(log_dir)
-        self.start_timeout = server.count * server.start_timeout  # the waits follow each other
+        self.start_timeout = server.count * config.setup_timeout  # the waits follow each other
         self.processes: list[ServerProcess] = []  # in order of their addresses
 
     @classmethod
@@ -69,11 +68,11 @@ class SGLangEngine(RemoteSGLangEngine):
                     dtype=self._dtype,
                     log_path=self._log_dir / f"server_{i}.log",
                     env=self._devices(i),
-                    wait=False,
+                    setup_timeout=None,
                 )
             )
         for process in self.processes:
-            process.wait_healthy(self._server.start_timeout)
+            process.wait_healthy(self.config.setup_timeout)
         addresses = [p.address for p in self.processes]
         self.config = dataclasses.replace(self.config, addresses=addresses)
         return super()._connect(ft_spec)

@@ -14,8 +14,7 @@ import asyncio
 import time
 from concurrent.futures import Future
 
-from megarl.config.rollout import RolloutConfig
-from megarl.config.weight_sync import WeightSyncConfig
+from megarl.config.rollout import RolloutConfig, WeightSyncConfig
 from megarl.observability.logging import get_logger
 from megarl.rollout.pipeline import Pipeline
 from megarl.rollout.requester import Connection

@@ -12,12 +12,12 @@ from typing import Any, Self
 
 from megarl.api.inference import InferenceEngine
 from megarl.api.records import ModelRequest, ModelResponse
-from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
-from megarl.config.servers import server_addresses
-from megarl.config.weight_sync import WeightSyncConfig
+from megarl.config.recipe_engines import server_addresses
+from megarl.config.rollout import GenerationHyperparameters, RolloutConfig, WeightSyncConfig
 from megarl.rollout.answers import current as current_answers
 from megarl.rollout.cache_keys import CacheKeys
 from megarl.rollout.dispatch import Dispatcher
+from megarl.rollout.gateway.calls import GatewayConfig
 from megarl.rollout.gateway.gateway import Gateway
 from megarl.rollout.gateway.session import Session
 from megarl.rollout.generation import (
@@ -140,7 +140,7 @@ class Requester(InferenceEngine):
     async def agenerate_many(self, reqs: Sequence[ModelRequest]) -> list[ModelResponse]:
         """Generates samples in one request to one server, that of the episode where there is one
         (rollout.affinity), in the order of `reqs`, and continues those that a pause aborts. Raises
-        RolloutFailed ("server") where servers fail for rollout.retry_timeout, RuntimeError where
+        RolloutFailed ("server") where servers fail for config.retry_timeout, RuntimeError where
         none is left, ValueError for a broken answer."""
         at = self.opened()
         for req in reqs:
@@ -165,7 +165,7 @@ class Requester(InferenceEngine):
         InferenceEngine.session. tokenizer: the client's where it is None."""
         at = self.opened()
         if self._gateway is None:
-            self._gateway = Gateway(self, self.config.gateway)
+            self._gateway = Gateway(self, GatewayConfig(**self.config.gateway))
         await at.loop.here(self._gateway.start(partial(context_length, at.pool)))
         chosen = self._tokenizer if tokenizer is None else tokenizer
         with self._gateway.session(gconfig, chosen, **named) as session:
@@ -226,8 +226,8 @@ class Requester(InferenceEngine):
         twin._follows = True
         config, addresses = self.config, self.opened().pool.addresses
         gateway = config.gateway
-        if gateway.port:
-            gateway = replace(gateway, port=gateway.port + 1 + index)
+        if port := gateway.get("port"):
+            gateway = gateway | {"port": port + 1 + index}
         twin.config = replace(
             config, workers=0, addresses=addresses, addresses_file="", gateway=gateway
         )

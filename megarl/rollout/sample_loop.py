@@ -122,8 +122,8 @@ class SampleLoop:
         self._dispatcher.check_left(error)
         raise RolloutFailed(
             "server",
-            f"generation failed {retries.failures} times in rollout.retry_timeout="
-            f"{self._retry_timeout:g} s, the last time because {error}",
+            f"generation failed {retries.failures} times in {self._retry_timeout:g} s "
+            f"(rollout.request_timeout, at most 120), the last time because {error}",
         ) from error
 
     async def _ask(self, samples: Sequence[Sample], begun: int, failed: Sequence[str]) -> int:

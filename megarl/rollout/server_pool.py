@@ -16,8 +16,8 @@ from typing import Any
 import aiohttp
 
 from megarl.api.records import INITIAL_VERSION
+from megarl.config.recipe_engines import server_addresses
 from megarl.config.rollout import RolloutConfig
-from megarl.config.servers import server_addresses
 from megarl.observability.logging import get_logger
 from megarl.rollout.server_choice import Server, State
 from megarl.utils.http import (

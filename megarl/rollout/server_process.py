@@ -79,7 +79,7 @@ class ServerProcess(Child):
                 return
         self.stop()
         raise TimeoutError(
-            f"{self.name} was not healthy within server.start_timeout={timeout:g} s{self.tail()}"
+            f"{self.name} was not healthy within rollout.setup_timeout={timeout:g} s{self.tail()}"
         )
 
     def _check_own(self) -> None:
@@ -107,13 +107,14 @@ def start_server(
     port: int | None = None,
     host: str = "127.0.0.1",
     env: Mapping[str, str] | None = None,
-    wait: bool = True,
+    setup_timeout: float | None = 600.0,
 ) -> ServerProcess:
     """Starts one server of `server.type` on `port` (default: a free one).
 
     `model_path` and `dtype` stand in where `server.path` is empty and `server.dtype` is "auto".
     `override_config`: keys of the model's config.json that have another value.
-    wait=False returns at once, to start several together; then call `wait_healthy`.
+    setup_timeout: seconds in which the server has to be healthy; None returns at once, to start
+    several together; then call `wait_healthy`.
     """
     port, with_key = free_port(host, port or 0), job_token() is not None
     command = server_command(
@@ -134,8 +135,8 @@ def start_server(
         private_log=with_key and server.type == "sglang",  # it logs its arguments
     )
     log.info("server %s: pid %d, log %s", process.address, process.pid, process.log_path)
-    if wait:
-        process.wait_healthy(server.start_timeout)
+    if setup_timeout is not None:
+        process.wait_healthy(setup_timeout)
     return process
 
 

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from megarl.api.records import WeightUpdateMeta
-from megarl.config.servers import ADDRESSES_ENV
+from megarl.config.recipe_engines import ADDRESSES_ENV
 from megarl.rollout.server_pool import POLL_INTERVAL, PROBE_TIMEOUT, ServerPool, gone, silent
 from megarl.utils.http import STRANGER, HttpError, shown
 

@@ -11,10 +11,9 @@ from typing import Any, TextIO
 import torch
 
 from megarl.ckpt.dist import find_damage
-from megarl.config.earlier_run import Checkpoint
 from megarl.config.loader import run_dir
+from megarl.config.recipe_engines import server_addresses
 from megarl.config.recipes import BaseConfig, GRPOConfig
-from megarl.config.servers import server_addresses
 from megarl.data.tokenizer import run_tokenizer
 from megarl.observability import stats_tracker
 from megarl.observability.logging import get_logger
@@ -24,6 +23,7 @@ from megarl.observability.stats_logger import StatsLogger
 from megarl.observability.timeline import timeline
 from megarl.parallel.groups import init_distributed, shutdown_distributed
 from megarl.parallel.rank_zero import RankZero
+from megarl.trainer.earlier_run import Checkpoint
 from megarl.trainer.rollout_metrics import gathered
 from megarl.trainer.run_dir import claim, newest_checkpoint
 from megarl.trainer.workers import Here, Workers
@@ -57,8 +57,7 @@ class ProcessContext:
         """
         rank, cfg = self.on_rank_zero.rank, self.cfg
         number = first + rank
-        if cfg.profiler.timeline:
-            timeline.open(self.run_dir, number)
+        timeline.open(self.run_dir, number)
 
         def servers() -> list[str]:
             if number or not isinstance(cfg, GRPOConfig):

@@ -42,7 +42,7 @@ class Generates(Protocol):
 
 
 class SetEvaluator:
-    """Generates answers to at most config.max_samples rows of a set and measures their rewards.
+    """Generates answers to the rows of a set and measures their rewards.
     Rank 0 only. shown: the first completions of the latest evaluation, at most `shows`."""
 
     def __init__(
@@ -58,8 +58,7 @@ class SetEvaluator:
         shows: int = 0,
     ) -> None:
         """Takes the name of the data set, where there are several: metrics are eval/<name>/..."""
-        n = len(rows) if config.max_samples is None else min(len(rows), config.max_samples)
-        self.rows = [rows[i] for i in range(n)]
+        self.rows = [rows[i] for i in range(len(rows))]
         self._engine, self._workflow, self._tokenizer = engine, workflow, tokenizer
         self._seed, self._name, self._shows = seed, name, shows
         self._max_failed = config.max_failed

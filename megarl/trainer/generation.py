@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from megarl.algos import Role
+from megarl.config.recipe_engines import server_addresses
 from megarl.config.recipes import SFTConfig
 from megarl.config.rollout import GenerationConfig
-from megarl.config.servers import server_addresses
 from megarl.data.dataset import RowDataset
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.rollout.local import SGLangEngine

@@ -14,14 +14,24 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from megarl.config.algo import PreferenceConfig
 from megarl.config.base import SeamConfig
 from megarl.config.dataset import PartConfig, SourceConfig
 from megarl.config.errors import ConfigError, raise_if_any
 from megarl.config.loader import load_config, own_class, run_dir
 from megarl.config.recipe_engines import engines, model_path
-from megarl.config.recipes import BaseConfig, GRPOConfig, RMConfig, data_purpose, datasets, sources
+from megarl.config.recipes import (
+    BaseConfig,
+    DPOConfig,
+    GRPOConfig,
+    RMConfig,
+    data_purpose,
+    datasets,
+    sources,
+)
+from megarl.config.rollout import Requirements, built_in_transport, requirements_of
+from megarl.config.schema import all_keys
 from megarl.config.secrets import keep_written
-from megarl.config.weight_sync import Requirements, built_in_transport, requirements_of
 from megarl.data.overlap import apart, prompt_key
 from megarl.data.preference import check_margins
 from megarl.data.sources import check_batches, load_rows
@@ -122,7 +132,7 @@ def _renders_plainly(cfg: BaseConfig, first: First) -> bool:
     not, transformers has the last word."""
     from megarl.data.plain_tokenizer import PlainTokenizer
 
-    template = cfg.tokenizer.chat_template
+    template = cfg.chat_template
     try:
         text = Path(template).read_text(encoding="utf-8") if template else ""
         return not any(_unrendered(cfg, first, PlainTokenizer(Path(_tokenizer(cfg)[1]), text)))
@@ -267,6 +277,14 @@ def _named_code(cfg: BaseConfig, row_keys: dict[str, tuple[str, ...]]) -> Iterat
         for kind in ("collate", "sampler"):
             if (seam := getattr(data, kind)).type:
                 yield _named(f"{key}.{kind}", seam, kind)
+    for free in all_keys(type(cfg), parent=cfg):
+        if free.options_of is not None and free.default:
+            options = SeamConfig(type=free.options_of.target, options=free.default)
+            yield _named(free.name, options, "options")
+    if isinstance(cfg, DPOConfig) and cfg.preference != PreferenceConfig():
+        target = f"megarl.algos.preferences:{cfg.preference.loss}"
+        loss = SeamConfig(type=target, options=cfg.preference.options)
+        yield _named("preference.options", loss, "options")
     if isinstance(cfg, GRPOConfig):
         yield from _named_rl_code(cfg, row_keys)
     elif _rewards(cfg):

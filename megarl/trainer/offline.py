@@ -151,8 +151,7 @@ class OfflineTrainer:
             apart_from=trained,
             overlap=self.cfg.evaluator.overlap,
         )
-        n = min(len(rows), self.cfg.evaluator.max_samples or len(rows))
-        held_out: Padded = collator(data, self.collate())([rows[i] for i in range(n)])
+        held_out: Padded = collator(data, self.collate())([rows[i] for i in range(len(rows))])
         return held_out
 
     def fit(self) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from megarl.api.records import ServersLost, WeightUpdateMeta
-from megarl.config.weight_sync import WeightSyncConfig
+from megarl.config.rollout import WeightSyncConfig
 from megarl.observability.timeline import SYNCS, timeline
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.trainer.turns import Turns

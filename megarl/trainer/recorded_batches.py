@@ -7,7 +7,7 @@ metadata say of which step and version it is, and how long the data set was.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -51,14 +51,13 @@ def record_batch(
     tensors: Mapping[str, Tensor],
     about: Mapping[str, int],
     keep: int | None,
-    always: Collection[int],
 ) -> None:
-    """Writes the batch of step about["step"]; then the newest `keep` (None: all) and those of the
-    steps `always` stay. Raises DiskFull where there is no room."""
+    """Writes the batch of step about["step"]; then the newest `keep` (None: all) stay. Raises
+    DiskFull where there is no room."""
     step = about["step"]
     write_batch(batch_path(run_dir, step), tensors, about)
     for old in recorded_steps(run_dir):
-        if keep is not None and old <= step - keep and old not in always:
+        if keep is not None and old <= step - keep:
             batch_path(run_dir, old).unlink(missing_ok=True)
 
 

@@ -141,5 +141,5 @@ class _Unpublished(WeightPublisher):
 def _dataset_size(run: Path) -> int:
     steps = recorded_steps(run)
     if not steps:
-        raise ConfigError([f"{run}: no batch is recorded (record.keep, record.steps)"])
+        raise ConfigError([f"{run}: no batch is recorded (record.keep)"])
     return read_batch(batch_path(run, steps[-1]))[1]["dataset_size"]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megarl.config.dataset import DatasetConfig
-from megarl.data.curriculum import pass_rate
+from megarl.data.curriculum import Curriculum, pass_rate
 from megarl.data.draws import Draws
 from megarl.rollout.outcomes import Outcome
 from megarl.trainer.rollout_metrics import PASSES
@@ -23,9 +23,12 @@ class Results:
     sampler: the loader's; one of the user's own hears nothing."""
 
     def __init__(self, config: DatasetConfig, sampler: object) -> None:
-        self._parts, self._curriculum = list(config.parts), config.curriculum
+        self._parts, self._curriculum = list(config.parts), config.curriculum is not None
         self._draws = sampler if isinstance(sampler, Draws) else None
-        self._passes_at = PASSES if config.curriculum is None else config.curriculum.passes_at
+        bound = (
+            Curriculum(**config.curriculum).passes_at if config.curriculum is not None else PASSES
+        )
+        self._passes_at = bound
         self._difficulties: set[str] = set()
         self.figures: dict[str, float] = {}
 
@@ -35,7 +38,7 @@ class Results:
         if self._draws is None:
             return
         self.figures |= self._by_part(outcomes)
-        if self._curriculum is not None:
+        if self._curriculum:
             bound = self._passes_at
             self._draws.observe((o.row["row_id"], pass_rate(o.rewards, bound)) for o in outcomes)
             self.figures |= self._draws.stats()

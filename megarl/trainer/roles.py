@@ -17,11 +17,11 @@ from megarl.algos.teacher import Teacher
 from megarl.config.algo import (
     PPOActorConfig,
     PPOCriticConfig,
+    PreferenceConfig,
     TeacherConfig,
     ValueModelConfig,
 )
 from megarl.config.engine import TrainEngineConfig
-from megarl.config.preferences import PreferenceConfig
 from megarl.config.recipe_engines import engines, model_override, model_path, ref_is_below_adapters
 from megarl.config.recipes import BaseConfig, DistillConfig, GRPOConfig, PPOConfig
 from megarl.engine import MegatronEngine

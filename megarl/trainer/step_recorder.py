@@ -22,7 +22,7 @@ from megarl.algos.role import UpdateCheck
 from megarl.algos.rows import Data
 from megarl.api.batch import Batch
 from megarl.api.engine import LossFn, LossWeightFn
-from megarl.config.parallel import ParallelConfig
+from megarl.config.engine import ParallelConfig
 from megarl.config.recipe_engines import engines
 from megarl.config.recipes import GRPOConfig
 from megarl.observability import fingerprints as fp
@@ -97,15 +97,13 @@ class StepRecorder:
             if self._config.fingerprints:
                 self._handed_out = field_fingerprints(batch)
                 self._append(fp.ROLLOUT, self._handed_out)
-            keep, steps = self._config.keep, self._config.steps
-            if keep == 0 and self.step not in steps:
+            keep = self._config.keep
+            if keep == 0:
                 return
             batch = whole(batch)
             if self._ctx.is_zero:
                 about = {"step": self.step, "dataset_size": self._dataset_size}
-                work = partial(
-                    record_batch, self._ctx.run_dir, as_tensors(batch), about, keep, steps
-                )
+                work = partial(record_batch, self._ctx.run_dir, as_tensors(batch), about, keep)
                 self._disk.do(f"the batch of step {self.step}", work)
 
     def computed(self, batch: Batch) -> None:

@@ -21,9 +21,8 @@ from typing import Protocol
 
 from megarl.api.engine import PARTS
 from megarl.api.records import SaveLoadMeta
-from megarl.config.recipe_engines import FROZEN, engines
+from megarl.config.recipe_engines import FROZEN, engines, takes_turns
 from megarl.config.recipes import GRPOConfig
-from megarl.config.servers import takes_turns
 from megarl.engine.offload import other_bytes_in_use
 from megarl.observability import stats_tracker
 from megarl.observability.timeline import MEMORY, timeline

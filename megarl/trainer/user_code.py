@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megarl.config.check_rollout import transport_problems
-from megarl.config.weight_sync import transport_class
+from megarl.config.check_parts import transport_problems
+from megarl.config.rollout import transport_class
 from megarl.rollout.rewards import (
     OWN_ARGUMENTS,
     get_reward_fn,
@@ -62,9 +62,9 @@ ALGORITHMS = ("loss", "surrogate", "advantages")  # kinds that megarl/algos/spec
 class Named:
     """Names the code of one configuration key, with its options.
 
-    kind: "reward", "transport" or a key of CALLS. row: what a reward gets by keyword, None where a
-    workflow of the user's decides that. config: the section that a loss or an advantage is made of;
-    all of the configuration for a transport."""
+    kind: "reward", "transport", "options" of a free section, or a key of CALLS. row: what a reward
+    gets by keyword, None where a workflow of the user's decides that. config: the section that a
+    loss or an advantage is made of; all of the configuration for a transport."""
 
     key: str
     target: str
@@ -87,6 +87,8 @@ def _problems(code: Named) -> Iterator[str]:
             yield from _of_transport(code)
         elif code.kind in ALGORITHMS:
             yield from _of_algorithm(code)
+        elif code.kind == "options":
+            yield from _of_options(code)
         else:
             yield from _of_call(code, load_object(code.target, what=code.kind))
     except ValueError as e:
@@ -140,6 +142,16 @@ def _of_algorithm(code: Named) -> Iterator[str]:
     yield from wrong
     if not wrong:
         getattr(specs, f"{code.kind}_of")(code.config)
+
+
+def _of_options(code: Named) -> Iterator[str]:
+    """Yields what a free section's target does not take of it, and makes the target of the rest,
+    which raises ValueError for what does not go together."""
+    target = load_object(code.target, what=code.key)
+    wrong = list(option_problems(target, code.options, key=code.key))
+    yield from wrong
+    if not wrong:
+        target(**code.options)
 
 
 def _of_transport(code: Named) -> Iterator[str]:

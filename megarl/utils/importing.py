@@ -30,6 +30,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
+# pydantic's names of errors of a value whose type is right
+_BOUNDS = (
+    *("greater_than", "greater_than_equal", "less_than", "less_than_equal", "literal_error"),
+    "finite_number",
+)
 
 
 def add_working_directory() -> None:
@@ -215,8 +220,8 @@ def option_problems(
     for name, value in options.items():
         if name in given:
             yield f"{key}.{name}={value!r}: megarl gives {_name(fn)} this argument; leave it out"
-        elif name in takes and not _fits(value, wanted := takes[name].annotation):
-            yield f"{key}.{name}={value!r}: not of type {_spelled(wanted)}{_space(value)}"
+        elif name in takes and (why := _misfit(value, takes[name].annotation)):
+            yield f"{key}.{name}={value!r}: {why}{_space(value)}"
         elif name not in takes and not open_ended:
             known = f"it takes {', '.join(own)}" if own else "it takes none"
             yield f"{key}.{name}={value!r}: {_name(fn)} has no such option; {known}"
@@ -241,7 +246,8 @@ def _signature(fn: Callable[..., Any]) -> inspect.Signature | None:
     except (ValueError, TypeError):  # one that is not written in Python
         return None
     try:
-        hints = typing.get_type_hints(fn.__init__ if inspect.isclass(fn) else fn)
+        called = fn.__init__ if inspect.isclass(fn) else fn
+        hints = typing.get_type_hints(called, include_extras=True)
     except Exception:  # an annotation may name anything; then no value is judged
         hints = {}
     parameters: list[inspect.Parameter] = []
@@ -256,7 +262,7 @@ def _signature(fn: Callable[..., Any]) -> inspect.Signature | None:
 
 def _keys_of(declared: Any) -> Iterator[inspect.Parameter]:
     """Yields the keys of a TypedDict as parameters by name."""
-    for name, hint in typing.get_type_hints(declared).items():
+    for name, hint in typing.get_type_hints(declared, include_extras=True).items():
         default = inspect.Parameter.empty if name in declared.__required_keys__ else None
         yield inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint
@@ -267,26 +273,30 @@ def _name(fn: Callable[..., Any]) -> str:
     return getattr(fn, "__name__", type(fn).__name__)
 
 
-def _fits(value: Any, annotation: Any) -> bool:
-    """Judges a value of Python or of YAML, where a list may stand for a tuple. An annotation that
-    pydantic cannot read lets every value pass."""
+def _misfit(value: Any, annotation: Any) -> str:
+    """Says why an annotation does not take a value of Python or of YAML, where a list may stand for
+    a tuple: by its type, or by its bounds (pydantic's Field) and choices (Literal). Empty where it
+    does, or where pydantic cannot read the annotation."""
     if type(value) in (typing.get_args(annotation) if _is_union(annotation) else (annotation,)):
-        return True
+        return ""
     from pydantic import TypeAdapter, ValidationError  # here: its import is long, and seldom needed
 
     try:
         adapter = TypeAdapter(annotation)
         adapter.validate_python(value, strict=True)
-        return True
-    except ValidationError:
-        pass
+        return ""
+    except ValidationError as e:
+        error = e.errors()[0]
     except Exception:  # an annotation may name anything
-        return True
+        return ""
     try:
         adapter.validate_json(json.dumps(value), strict=True)
+        return ""
     except (ValidationError, TypeError):
-        return False
-    return True
+        pass
+    if error["type"] in _BOUNDS:
+        return error["msg"].replace("Input should", "must")
+    return f"not of type {_spelled(annotation)}"
 
 
 def _is_union(annotation: Any) -> bool:
@@ -294,6 +304,8 @@ def _is_union(annotation: Any) -> bool:
 
 
 def _spelled(annotation: Any) -> str:
+    if typing.get_origin(annotation) is typing.Annotated:
+        annotation = annotation.__origin__
     plain = isinstance(annotation, type) and not typing.get_args(annotation)
     return annotation.__name__ if plain else str(annotation).replace("typing.", "")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.api.records import WeightUpdateMeta
-from megarl.config.weight_sync import transport_class
+from megarl.config.rollout import transport_class
 from megarl.parallel.agreement import SLACK
 from megarl.utils.http import Deadline
 from megarl.weight_sync.phases import Phases

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from megarl.api.records import FinetuneSpec, SaveLoadMeta
-from megarl.config.engine import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
-from megarl.config.parallel import ParallelConfig
+from megarl.config.engine import MicroBatchSpec, OptimizerConfig, ParallelConfig, TrainEngineConfig
 from tests.tiny import random_batch, save_tiny
 
 Tensors = dict[str, torch.Tensor]

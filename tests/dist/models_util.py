@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.ckpt.hf import load_hf
-from megarl.config.parallel import ParallelConfig
+from megarl.config.engine import ParallelConfig
 from megarl.models.build import BuiltModel, build_model
 from megarl.models.hf_config import read_hf_config
 from megarl.models.names import named_params

@@ -518,8 +518,7 @@ def test_ways_of_context_parallelism_that_are_not_there_are_refused(world2, mode
 
 
 def scratch(path: str, parallel: dict[str, Any], seed: int) -> dict[str, Any]:
-    from megarl.config.engine import TrainEngineConfig
-    from megarl.config.parallel import ParallelConfig
+    from megarl.config.engine import ParallelConfig, TrainEngineConfig
     from megarl.engine import MegatronEngine
 
     torch.manual_seed(5)

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from megarl.api.batch import Batch, Tokens
 from megarl.api.records import FinetuneSpec
 from megarl.config.algo import PPOActorConfig
-from megarl.config.engine import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
-from megarl.config.parallel import ParallelConfig
+from megarl.config.engine import MicroBatchSpec, OptimizerConfig, ParallelConfig, TrainEngineConfig
 from megarl.config.recipes import GRPOConfig
 from megarl.config.run import SelfCheckConfig
 from megarl.parallel.placement import split_minibatches

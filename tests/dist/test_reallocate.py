@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.config.parallel import ParallelConfig
+from megarl.config.engine import ParallelConfig
 from megarl.models.hf_config import read_hf_config
 from megarl.models.names import named_params
 from megarl.models.param_loading import init_params

@@ -16,8 +16,7 @@ import transformers as T
 from megarl.algos import Critic, RewardModel, critic_loss, token_weight
 from megarl.api.records import FinetuneSpec, SaveLoadMeta
 from megarl.config.algo import PPOCriticConfig, RewardModelConfig, ValueModelConfig
-from megarl.config.engine import MicroBatchSpec, OptimizerConfig
-from megarl.config.parallel import ParallelConfig
+from megarl.config.engine import MicroBatchSpec, OptimizerConfig, ParallelConfig
 from megarl.models.hf_config import read_hf_config
 from tests.dist.engine_jobs import OPTIMIZER, Tensors, state
 from tests.dist.reference import hf_model, hf_values

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from megarl.api.records import INITIAL_VERSION, WeightUpdateMeta
 from megarl.ckpt.hf import save_hf
-from megarl.config.parallel import ParallelConfig
+from megarl.config.engine import ParallelConfig
 from megarl.config.rollout import RolloutConfig
 from megarl.models.hf_config import read_hf_config
 from megarl.models.piece_table import build_piece_table

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from megarl.api.records import WeightUpdateMeta
 from megarl.ckpt.hf import load_hf, save_hf
-from megarl.config.parallel import ParallelConfig
+from megarl.config.engine import ParallelConfig
 from megarl.models.hf_config import read_hf_config
 from megarl.models.piece_table import PieceTable, build_piece_table
 from megarl.parallel.layout import Layout

@@ -7,8 +7,8 @@ from tests.mutants import Mutant
 MUTANTS = (
     Mutant(
         "config/allocation.py",
-        "return d * t * p * c",
-        "return d * t * p",
+        'return math.prod(self.degree(letter) for letter in "dtpc")',
+        'return math.prod(self.degree(letter) for letter in "dtp")',
         ("tests/unit/test_allocation.py::test_colons_any_order_and_colocation",),
     ),
     Mutant(
@@ -42,7 +42,7 @@ MUTANTS = (
         ("tests/unit/test_config_check.py::test_every_number_is_finite_and_within_its_bounds",),
     ),
     Mutant(
-        "config/servers.py",
+        "config/recipe_engines.py",
         'return [address for line in lines if (address := line.partition("#")[0].strip())]',
         "return [address for line in lines if (address := line.strip())]",
         ("tests/unit/test_timeline.py::test_presence",),

@@ -40,7 +40,7 @@ START_TIMEOUT = 280.0  # twice is less than pytest's own timeout: a log is shown
 def config(**over: Any) -> ServerConfig:
     assert PYTHON.exists(), f"{PYTHON}: no such interpreter; run `make install-sglang`"
     given: dict[str, Any] = dict(
-        type="sglang", python=str(PYTHON), start_timeout=START_TIMEOUT, options=OPTIONS,
+        type="sglang", python=str(PYTHON), options=OPTIONS,
     )  # fmt: skip
     return ServerConfig(**(given | SIZES | over))
 
@@ -99,7 +99,7 @@ def launch(
         env["SGLANG_CPU_OMP_THREADS_BIND"] = cores
     process = start_server(
         config(tp=tp, dp=dp, options=OPTIONS | dict(options or {})), model_path=str(model),
-        dtype=dtype, log_path=log, env=env, wait=False,
+        dtype=dtype, log_path=log, env=env, setup_timeout=None,
     )  # fmt: skip
     return RealServer(process)
 

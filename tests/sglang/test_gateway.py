@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from megarl.api.records import ModelRequest, ModelResponse
-from megarl.config.rollout import GatewayConfig, GenerationHyperparameters
+from megarl.config.rollout import GenerationHyperparameters
+from megarl.rollout.gateway.calls import GatewayConfig
 from megarl.rollout.gateway.gateway import Gateway
 from megarl.rollout.server_waits import context_length
 from tests.sglang.conftest import Pair

@@ -13,8 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megarl.api.records import ModelRequest, ModelResponse
-from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
-from megarl.config.weight_sync import WeightSyncConfig
+from megarl.config.rollout import GenerationHyperparameters, RolloutConfig, WeightSyncConfig
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.utils.http import Deadline
 from megarl.weight_sync.servers import Servers

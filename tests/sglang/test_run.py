@@ -44,7 +44,7 @@ def test_grpo(tmp_path: Path, transport: str, kv: str, turns: str) -> None:
         "server.max_running_requests=64",
         f"weight_sync.type={transport}", f"rollout.kv_after_sync={kv}",
         f"server.release_memory={turns}",
-        f"server.start_timeout={servers.START_TIMEOUT}",
+        f"rollout.setup_timeout={servers.START_TIMEOUT}",
     ]  # fmt: skip
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ | servers.ENV | {"MEGARL_DEVICE": "cpu"}, text=True,

@@ -13,8 +13,7 @@ from megarl.api.batch import Batch
 from megarl.api.records import FinetuneSpec
 from megarl.config.algo import PPOActorConfig, PPOCriticConfig
 from megarl.config.base import SeamConfig
-from megarl.config.engine import OptimizerConfig, TrainEngineConfig
-from megarl.config.parallel import ParallelConfig
+from megarl.config.engine import OptimizerConfig, ParallelConfig, TrainEngineConfig
 from megarl.trainer.roles import MegatronActor, MegatronCritic, MegatronRef, MegatronSFT
 from megarl.utils.child import wait_until
 from tests.dist.engine_jobs import state

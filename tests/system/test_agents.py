@@ -21,7 +21,6 @@ from examples.tiny_model import make_model
 from megarl.api.inference import InferenceEngine
 from megarl.api.records import ModelRequest, ModelResponse
 from megarl.config.rollout import (
-    GatewayConfig,
     GenerationHyperparameters,
     RolloutConfig,
     ServerConfig,
@@ -82,11 +81,9 @@ def engine(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         request_timeout=60,
         setup_timeout=30,
         episode_timeout=120,
-        gateway=GatewayConfig(call_format=f"{HERE}:often_calls"),
+        gateway={"call_format": f"{HERE}:often_calls"},
     )
-    server = ServerConfig(
-        context_length=1024, max_running_requests=16, threads=1, start_timeout=120
-    )
+    server = ServerConfig(context_length=1024, max_running_requests=16, threads=1)
     client = Recorded(
         rollout,
         server,

@@ -312,7 +312,7 @@ def test_servers_are_lost_come_back_join_and_leave_in_one_run(
         run.servers = []
         keys = [f"rollout.addresses_file={file}", "server.count=0", "total_train_steps=7"]
         keys += ["weight_sync.server_timeout=3", "weight_sync.verify=full"]
-        keys += ["rollout.retry_timeout=5"]
+        keys += ["rollout.request_timeout=5"]
         act = LOST_AND_BACK.format(
             address=address(victim), killed=victim.process.pid, stopped=third.process.pid
         )

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megarl.cli.trace import read_timeline, trace_events
-from megarl.config.parallel import ParallelConfig
+from megarl.config.engine import ParallelConfig
 from megarl.controller.graph import CallFailed, GraphExecution, StepState
 from megarl.controller.group import WorkerGroup
 from megarl.controller.worker import SERVE

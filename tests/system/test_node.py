@@ -37,7 +37,7 @@ class Nodes(Stage):
         self.script.write_text(TRAINER + body)
         line = [
             str(self.script), *self.grpo, "actor.parallel.tp=2", "cluster.n_gpus_per_node=1",
-            "cluster.interface=lo", "cluster.rendezvous_timeout=30", *more,
+            "cluster.interface=lo", "collective_timeout=60", *more,
         ]  # fmt: skip
         job = make_job(plan_cluster(parse_command_line(line)), os.environ, cluster=True)
         (self.path / "job.json").write_text(job.to_json())

@@ -139,10 +139,10 @@ def test_a_job_that_finds_no_room_says_what_there_is(
     cluster: RayCluster, command: tuple[str, ...], tmp_path: Path
 ) -> None:
     wide = ["allocation_mode=embedded.d2+megatron.d1t2", "cluster.n_nodes=4"]
-    run = ClusterRun(tmp_path, (*command, *ON_RAY, *wide, "cluster.rendezvous_timeout=6"))
+    run = ClusterRun(tmp_path, (*command, *ON_RAY, *wide, "collective_timeout=6"))
     status, output = run.launch("ray", cluster.env)
     assert status == 4 and "Traceback" not in output, output
     wanted = "4 node(s) of CPU 1, each on a machine of its own; the cluster has 3 node(s) of CPU 2"
     assert f"waiting 6 s for room for {wanted}" in output
-    assert f"no room within 6 s (cluster.rendezvous_timeout) for {wanted}" in output
+    assert f"no room within 6 s (collective_timeout) for {wanted}" in output
     assert "starting again" not in output

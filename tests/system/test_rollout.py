@@ -24,9 +24,7 @@ from megarl.utils.http import call_json
 from tests.tiny import save_tiny
 from tests.tiny_tokenizer import save_tokenizer
 
-SERVER = ServerConfig(
-    context_length=1024, max_running_requests=16, deterministic=True, threads=1, start_timeout=120
-)
+SERVER = ServerConfig(context_length=1024, max_running_requests=16, deterministic=True, threads=1)
 ROLLOUT = RolloutConfig(request_timeout=60, setup_timeout=30, episode_timeout=120)
 
 

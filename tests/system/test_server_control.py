@@ -13,8 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from megarl.api.records import ModelRequest, WeightUpdateMeta
-from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
-from megarl.config.weight_sync import WeightSyncConfig
+from megarl.config.rollout import GenerationHyperparameters, RolloutConfig, WeightSyncConfig
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.wire.checksums import tensor_checksum
 from megarl.wire.process_group import destroy_update_group, init_update_group

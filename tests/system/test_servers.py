@@ -17,8 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from megarl.api.inference import RolloutWorkflow
 from megarl.api.records import ModelRequest, WeightUpdateMeta
-from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
-from megarl.config.weight_sync import WeightSyncConfig
+from megarl.config.rollout import GenerationHyperparameters, RolloutConfig, WeightSyncConfig
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.utils.env import free_port
 from megarl.utils.http import Deadline

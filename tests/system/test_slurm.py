@@ -153,7 +153,7 @@ def test_the_time_limit_queues_the_job_again(
 ) -> None:
     """Rank 0 hangs in a step until it is told to save."""
     run = ClusterRun(tmp_path, command)
-    limit = ["cluster.slurm.minutes=2", "cluster.slurm.save_before=60"]
+    limit = ["cluster.sbatch_args=[--time=2,--signal=B:USR1@60]"]
     env = cluster.env | disturbed(tmp_path, "rollout:3", "true")
     status, output = run.launch("slurm", env, *ON_SLURM, *limit)
     assert status == 0, output

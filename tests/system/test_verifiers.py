@@ -44,9 +44,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="module")
 def engine(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
-    server = ServerConfig(
-        context_length=4096, max_running_requests=16, threads=1, start_timeout=120
-    )
+    server = ServerConfig(context_length=4096, max_running_requests=16, threads=1)
     client = Recorded(
         RolloutConfig(request_timeout=60, setup_timeout=30, episode_timeout=300),
         server,

@@ -138,11 +138,11 @@ def test_ratio_starts_from_the_logprobs_the_docstring_names():
     behaviour = figures(recompute_logprob=False)
     assert behaviour["ratio"] == pytest.approx(off, rel=1e-5)
     assert "train_rollout_logprob_abs_diff/mean" not in behaviour
-    decoupled = figures(use_decoupled_loss=True)
+    decoupled = figures(correction={"weight": "token"})
     assert decoupled["ratio"] == pytest.approx(1.0)
     assert decoupled["behav_imp_weight"] == pytest.approx(off, rel=1e-5)
     assert decoupled["pg_loss"] == pytest.approx(off * prox["pg_loss"], abs=1e-6)
-    capped = figures(use_decoupled_loss=True, behav_imp_weight_cap=1.05)
+    capped = figures(correction={"mask": "token", "mask_high": 1.05})
     assert capped["behav_dropped_frac"] == 1.0 and capped["pg_loss"] == 0.0
 
 
@@ -310,10 +310,10 @@ def test_logp_gap_by_hand():
         (dict(eps_clip_higher=-0.1), "eps_clip_higher=-0.1"),
         (dict(c_clip=0.9), "c_clip=0.9"),
         (
-            dict(use_decoupled_loss=True, recompute_logprob=False),
+            dict(correction={}, recompute_logprob=False),
             "recompute_logprob other than false",
         ),
-        (dict(behav_imp_weight_cap=0.0, use_decoupled_loss=True), "behav_imp_weight_cap=0.0"),
+        (dict(correction={"weight_cap": 0.0}), "correction.weight_cap=0.0: must be greater than 0"),
         (dict(reward_clip=0.0), "reward_clip=0.0"),
     ],
 )

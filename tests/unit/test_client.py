@@ -14,8 +14,7 @@ from aiohttp import web
 
 from megarl.api.inference import RolloutFailed, RolloutWorkflow
 from megarl.api.records import ModelRequest, WeightUpdateMeta
-from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
-from megarl.config.weight_sync import WeightSyncConfig
+from megarl.config.rollout import GenerationHyperparameters, RolloutConfig, WeightSyncConfig
 from megarl.rollout.cache_keys import began
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.rollout.generation import stable_seed
@@ -465,7 +464,7 @@ def test_a_treatment_of_kv_that_the_pause_undoes_is_refused(connect):
 def test_a_server_that_fails_for_too_long_is_a_failed_rollout(servers, connect, monkeypatch):
     monkeypatch.setattr("megarl.utils.http.RETRY_DELAY", 0.01)
     servers[0].fail = [(500, {"error": {"message": "out of memory"}})] * 1000
-    client = connect(servers[0].address, retry_timeout=0.2)
+    client = connect(servers[0].address, request_timeout=0.2)
     with pytest.raises(RolloutFailed) as failed:
         generate(client, request())
     assert failed.value.kind == "server" and servers[0].address in str(failed.value)
@@ -477,7 +476,7 @@ def test_a_server_that_fails_for_too_long_is_a_failed_rollout(servers, connect, 
 def test_where_no_server_answers_none_is_left(servers, connect, monkeypatch):
     """It is an error of the run, not of a rollout."""
     monkeypatch.setattr("megarl.utils.http.RETRY_DELAY", 0.01)
-    client = connect(*(s.address for s in servers), retry_timeout=0.2)
+    client = connect(*(s.address for s in servers), request_timeout=0.2)
     for server in servers:
         server.close()
     with pytest.raises(RuntimeError) as lost:
@@ -766,7 +765,7 @@ def test_the_time_of_a_pause_is_not_a_requests_time(servers, connect):
 def test_a_server_that_brings_no_tokens_in_time_is_named(servers, connect, monkeypatch):
     monkeypatch.setattr("megarl.rollout.dispatch.ABORT_TIMEOUT", 0.1)
     servers[0].delay = 60.0
-    client = connect(servers[0].address, request_timeout=0.1, retry_timeout=0.1)
+    client = connect(servers[0].address, request_timeout=0.1)
     with pytest.raises(RuntimeError) as lost:
         generate(client, request())
     assert servers[0].address in str(lost.value)

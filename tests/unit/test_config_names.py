@@ -12,12 +12,12 @@ import yaml
 
 from megarl.config.check import check_config
 from megarl.config.command_line import parse_command_line
-from megarl.config.earlier_run import config_changes
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config, run_dir
 from megarl.config.script import fetch_hub_models
 from megarl.data.sources import load_rows
 from megarl.observability.episodes import read_bytes
+from megarl.trainer.earlier_run import config_changes
 
 EVALUATED = ("valid_dataset.type=arithmetic", "saver.keep_best=1", "saver.keep_last=1")
 
@@ -170,12 +170,12 @@ def test_a_configuration_names_its_neighbours(
     (home / "trial").mkdir()
     (here / "reward.py").unlink()
     (home / "c.yaml").write_text(
-        "trial_name: trial\nactor: {path: org/model}\ntokenizer: {chat_template: own.jinja}\n"
+        "trial_name: trial\nactor: {path: org/model}\nchat_template: own.jinja\n"
         "train_dataset: {type: chat, files: [rows.jsonl, none.jsonl], reward: reward.py:f}\n"
     )
     monkeypatch.chdir(here)
     cfg = load_config(home / "c.yaml", ["+train_dataset.options.x=own.jinja"])
-    assert cfg.tokenizer.chat_template == str(home / "own.jinja")
+    assert cfg.chat_template == str(home / "own.jinja")
     assert cfg.train_dataset.reward.type == f"{home}/reward.py:f"
     assert cfg.train_dataset.files == ["rows.jsonl", "none.jsonl"]  # here first; nowhere
     assert (cfg.trial_name, cfg.actor.path) == ("trial", "org/model")
@@ -215,6 +215,33 @@ def test_every_metric_of_the_docs_and_every_phase_may_be_named() -> None:
 
 
 @pytest.mark.parametrize(
+    ("file", "overrides", "correction"),
+    [
+        ("use_decoupled_loss: true", [], {"weight": "token"}),
+        (
+            "use_decoupled_loss: true, behav_imp_weight_cap: 5.0",
+            [],
+            {"weight": "token", "mask": "token", "mask_high": 5.0},
+        ),
+        (
+            "use_decoupled_loss: true, behav_imp_weight_cap: 5.0",
+            ["actor.behav_imp_weight_cap=2"],
+            {"weight": "token", "mask": "token", "mask_high": 2},
+        ),
+        ("use_decoupled_loss: true", ["actor.use_decoupled_loss=false"], None),
+        ("use_decoupled_loss: false, behav_imp_weight_cap: null", [], None),
+        ("use_decoupled_loss: false, correction: {veto: 0.1}", [], {"veto": 0.1}),
+        ("use_decoupled_loss: true", ["actor.correction=null"], None),
+    ],
+)
+def test_areals_keys_of_the_decoupled_loss_are_a_correction(
+    tmp_path: Path, file: str, overrides: list[str], correction: dict[str, Any] | None
+) -> None:
+    (tmp_path / "c.yaml").write_text(f"actor: {{{file}}}")
+    assert load_config(tmp_path / "c.yaml", overrides).actor.correction == correction
+
+
+@pytest.mark.parametrize(
     ("gone", "successor"),
     [
         ("server.extra_args.mem_fraction_static=0.8", "server.options.mem_fraction_static"),
@@ -226,11 +253,28 @@ def test_every_metric_of_the_docs_and_every_phase_may_be_named() -> None:
         ),
         ("rollout.meeting_timeout=60", "collective_timeout"),
         ("teacher.request_timeout=60", "rollout.request_timeout"),
-        ("teacher.retry_timeout=60", "rollout.retry_timeout"),
+        ("teacher.retry_timeout=60", "rollout.request_timeout"),
+        ("rollout.retry_timeout=60", "rollout.request_timeout"),
+        ("server.start_timeout=60", "rollout.setup_timeout"),
+        ("cluster.rendezvous_timeout=60", "collective_timeout"),
         ("weight_sync.delta_on_host=true", "leave it out"),
         ("record.weights_every=2", "leave it out"),
-        ("train_dataset.curriculum.newest=0.5", "leave it out"),
-        ("gateway.match=exact", "leave it out"),
+        ("cluster.slurm.minutes=4", "--time="),
+        ("cluster.slurm.save_before=4", "--signal="),
+        ("cluster.slurm.requeue=false", "--no-requeue"),
+        ("cluster.slurm.sbatch_args=[-x]", "cluster.sbatch_args"),
+        ("cluster.slurm.account=us", "--account="),
+        ("profiler.output_dir=x", "<run>/profile"),
+        ("profiler.timeline=false", "<run>/timeline"),
+        ("profiler.memory=true", "profiler.options.profile_memory"),
+        ("profiler.stacks=true", "profiler.options.with_stack"),
+        ("stats_logger.wandb.entity=us", "stats_logger.wandb.options.entity"),
+        ("stats_logger.wandb.project=us", "stats_logger.wandb.options.project"),
+        ("evaluator.max_samples=4", "valid_dataset.size"),
+        ("tokenizer.chat_template=a.jinja", "chat_template"),
+        ("actor.value_head_bias=true", "leave it out"),
+        ("record.steps=[1]", "record.keep"),
+        ("cluster.reward_pool.restarts=1", "leave it out"),
     ],
 )
 def test_a_key_that_went_is_answered_with_what_takes_its_place(gone: str, successor: str) -> None:

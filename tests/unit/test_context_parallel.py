@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.config.parallel import ParallelConfig
+from megarl.config.engine import ParallelConfig
 from megarl.models import context_parallel
 from megarl.models.context_parallel import resolve_cp_comm_type
 from megarl.models.hf_config import parse_hf_config

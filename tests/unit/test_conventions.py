@@ -315,7 +315,9 @@ def test_the_constant_of_dr_grpo_is_the_bound_on_an_answers_length():
 def test_decoupled_loss_of_areal():
     """The loss times w = exp(prox - behaviour), 0 where w is above the cap, over all tokens."""
     logp, batch = make_batch()
-    loss = PolicyLoss(surrogate=Clip(eps_low=0.2), correction=Correction(mask="token", high=1.2))
+    loss = PolicyLoss(
+        surrogate=Clip(eps_low=0.2), correction=Correction(mask="token", mask_high=1.2)
+    )
     total, dropped = 0.0, 0
     for i, t in batch["loss_mask"].nonzero().tolist():
         x, old, behaviour, a = (

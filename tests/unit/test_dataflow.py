@@ -9,7 +9,7 @@ from dataclasses import replace
 import networkx as nx
 import pytest
 
-from megarl.config.parallel import ParallelConfig
+from megarl.config.engine import ParallelConfig
 from megarl.dataflow.call import GENERATE, INFERENCE, TRAIN_STEP, Call
 from megarl.dataflow.graph import (
     across_steps,

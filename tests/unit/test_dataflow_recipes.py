@@ -8,8 +8,8 @@ from pathlib import Path
 import networkx as nx
 import pytest
 
+from megarl.config.engine import ParallelConfig
 from megarl.config.loader import load_config
-from megarl.config.parallel import ParallelConfig
 from megarl.controller.graph import GraphPlan
 from megarl.dataflow.call import INFERENCE, TRAIN_STEP, Call
 from megarl.dataflow.graph import allocate, build_graph, calls_of, trained_models

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.api.records import WeightUpdateMeta
-from megarl.config.check_rollout import rollout_problems
+from megarl.config.check_parts import rollout_problems
 from megarl.config.loader import load_config
 from megarl.config.rules import RL, rule_problems
 from megarl.server.weights import WeightStore

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.config.dataset import CurriculumConfig, DatasetConfig, PartConfig, SourceConfig
-from megarl.data.curriculum import ByPassRate, InTurn, pass_rate
+from megarl.config.dataset import DatasetConfig, PartConfig, SourceConfig
+from megarl.data.curriculum import ByPassRate, Curriculum, InTurn, pass_rate
 from megarl.data.dataset import RowDataset, build_dataset
 from megarl.data.loader import build_dataloader, go_on
 from megarl.data.shares import Shares
@@ -98,7 +98,7 @@ def test_rows_of_a_mixture_keep_their_part_and_their_own_options(tokenizer):
 
 
 def a_curriculum(size: int, **keys) -> ByPassRate:
-    config = CurriculumConfig(**({"low": 0.2, "high": 0.8} | keys))
+    config = Curriculum(**({"low": 0.2, "high": 0.8} | keys))
     return ByPassRate(config, size, InTurn(size, lambda number: list(range(size))))
 
 
@@ -150,7 +150,7 @@ def test_a_curriculum_over_a_mixture_resumes_bitwise(done, lag, answers, explore
     """Whatever is answered, and however many batches later it is known."""
     data = rows_of({"a": 8, "b": 12})
     cfg = mixture({"a": 2, "b": 3}, batch_size=4)
-    cfg.curriculum = CurriculumConfig(low=0.2, high=0.8, explore=explore)
+    cfg.curriculum = {"low": 0.2, "high": 0.8, "explore": explore}
 
     def rates(rows):
         return [(row, answers[row % 5]) for row in rows]
@@ -183,7 +183,7 @@ def test_a_curriculum_over_a_mixture_resumes_bitwise(done, lag, answers, explore
 
 
 def test_what_draws_need_of_a_dataset():
-    cfg = DatasetConfig(curriculum=CurriculumConfig(), batch_size=1)
+    cfg = DatasetConfig(curriculum={}, batch_size=1)
     with pytest.raises(ValueError, match="make it with build_dataset"):
         build_dataloader([{"row_id": 0}], cfg, seed=1)
 

@@ -20,7 +20,7 @@ import torch
 
 from megarl.api.records import ModelRequest, ModelResponse
 from megarl.config.dataset import DatasetConfig
-from megarl.config.rollout import GatewayConfig, GenerationHyperparameters
+from megarl.config.rollout import GenerationHyperparameters
 from megarl.rollout.environments import client
 from megarl.rollout.environments.client import Worker, WorkerError, shared_workers
 from megarl.rollout.environments.config import EnvironmentConfig
@@ -28,6 +28,7 @@ from megarl.rollout.environments.traces import NotRecorded, trained_part
 from megarl.rollout.environments.verifiers import VerifiersWorkflow, tasks
 from megarl.rollout.episode import Episode, run_episode
 from megarl.rollout.gateway import token_ids
+from megarl.rollout.gateway.calls import GatewayConfig
 from megarl.rollout.gateway.gateway import Gateway
 from megarl.rollout.gateway.session import Session
 from megarl.rollout.trajectory import Trajectory

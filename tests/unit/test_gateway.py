@@ -19,18 +19,17 @@ import openai
 import pytest
 
 from megarl.api.records import ModelRequest, ModelResponse
-from megarl.config.check import check_config
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
-from megarl.config.rollout import CALL_FORMATS, GatewayConfig, GenerationHyperparameters
+from megarl.config.rollout import GenerationHyperparameters
 from megarl.rollout import tally
 from megarl.rollout.cache_keys import began
-from megarl.rollout.gateway.calls import call_parser
+from megarl.rollout.gateway.calls import GatewayConfig, call_parser
 from megarl.rollout.gateway.gateway import Gateway
 from megarl.rollout.gateway.session import Session
-from megarl.rollout.tools.calls import FORMATS
 from megarl.rollout.trajectory import to_batch
 from megarl.rollout.workflows.agent import AgentWorkflow
+from megarl.trainer.named import check_code
 from tests.tiny_tokenizer import save_tokenizer
 
 GCONFIG = GenerationHyperparameters(max_new_tokens=64, temperature=0.7)
@@ -114,13 +113,13 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @asynccontextmanager
 async def opened(
-    tokenizer: Any, **config: Any
+    tokenizer: Any, context_length: int | None = None, **config: Any
 ) -> AsyncIterator[tuple[Session, StubEngine, Gateway]]:
     engine = StubEngine(tokenizer)
     gateway = Gateway(engine, GatewayConfig(**config))
 
     async def context() -> int | None:
-        return None
+        return context_length
 
     await gateway.start(context)
     try:
@@ -716,21 +715,23 @@ def test_what_an_answer_repeats_may_have_long_numbers(tokenizer: Any) -> None:
     run(tokenizer, test)
 
 
-def test_answers_of_a_request_and_of_a_session_are_bounded(tokenizer: Any) -> None:
+def test_answers_of_a_request_and_of_a_session_are_bounded(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megarl.rollout.gateway.session.MAX_N", 3)
+    monkeypatch.setattr("megarl.rollout.gateway.session.MAX_ANSWERS", 5)
+
     async def test(session: Session, engine: StubEngine) -> None:
         assert (await post(session, "/chat/completions", ask("go", n=3))).status_code == 200
         refused = await post(session, "/chat/completions", ask("go", n=4))
-        assert refused.status_code == 400 and "max_n=3" in refused.text
+        assert refused.status_code == 400 and "at most 3 answers" in refused.text
         assert (await post(session, "/chat/completions", ask("go", n=2))).status_code == 200
         refused = await post(session, "/chat/completions", ask("more"))
-        assert refused.status_code == 400 and "max_answers=5" in refused.text
+        assert refused.status_code == 400 and "at most 5" in refused.text
         assert session.failures == []
         check_exact(session, engine, rows=5)
 
-    run(tokenizer, test, max_n=3, max_answers=5)
-    for wrong in ("max_n=0", "max_n=129", "max_answers=0", "rewards=perhaps"):
-        with pytest.raises(ConfigError, match=f"rollout.gateway.{wrong.partition('=')[0]}"):
-            check_config(load_config(None, [f"rollout.gateway.{wrong}"]), 1)
+    run(tokenizer, test)
 
 
 def test_a_text_that_no_context_holds_is_refused_before_it_is_rendered(tokenizer: Any) -> None:
@@ -834,10 +835,9 @@ def test_calls_are_told_apart_from_the_text(text: str, expected: Any) -> None:
 
 
 def test_what_is_wrong_is_said_before_anything_starts() -> None:
-    assert set(CALL_FORMATS) == set(FORMATS)
-    for override, why in (("rollout.gateway.call_format=robot", "rollout.gateway.call_format"),):
-        with pytest.raises(ConfigError, match=why):
-            check_config(load_config(None, [override]), 1)
+    for override in ("call_format=robot", "rewards=perhaps", "port=70000", "max_n=3"):
+        with pytest.raises(ConfigError, match=rf"rollout\.gateway.*{override.partition('=')[0]}"):
+            check_code(load_config(None, [f"rollout.gateway.{override}"]), {})
     agents = {
         "examples.openai_agent:nothing": "has no nothing",
         "json:__doc__": "with a method run",

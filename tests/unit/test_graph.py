@@ -12,7 +12,7 @@ from operator import itemgetter
 import networkx as nx
 import pytest
 
-from megarl.config.parallel import ParallelConfig
+from megarl.config.engine import ParallelConfig
 from megarl.controller.graph import CallFailed, GraphPlan, Task, run_tasks
 from megarl.controller.group import Pending
 from megarl.dataflow import graphs

@@ -11,7 +11,7 @@ import torch
 from megarl.algos import Actor, PolicyLoss
 from megarl.algos.correction import Correction
 from megarl.algos.surrogates import Clip
-from megarl.config.check_engine import actor_problems
+from megarl.config.check_parts import actor_problems
 from megarl.config.loader import load_config
 from tests.unit.bigram import BigramEngine, rollout
 from tests.unit.test_losses import make_batch
@@ -54,7 +54,7 @@ def test_value_and_gradient_equal_the_loop():
         old_logp="logprobs",
         interpolates=True,
         surrogate=Clip(eps_low=LOW, eps_high=HIGH),
-        correction=Correction(weight="token", cap=CAP),
+        correction=Correction(weight="token", weight_cap=CAP),
     )({"logprobs": logp}, batch)
     loss.backward()
     assert loss.item() == pytest.approx(total, abs=1e-9)

@@ -12,14 +12,14 @@ import torch
 
 from megarl.algos import Actor, kl_control
 from megarl.algos.kl_control import KLController
-from megarl.config.algo import KLControllerConfig, PPOActorConfig
+from megarl.config.algo import PPOActorConfig
 from tests.unit.bigram import BigramEngine, rollout
 
 TARGET, HORIZON = 0.05, 64.0  # 16 rollouts a step, so K = 1 / 4
 
 
 def config(**keys: Any) -> PPOActorConfig:
-    how = KLControllerConfig(target=TARGET, horizon=HORIZON, per=keys.pop("per", "token"))
+    how = {"target": TARGET, "horizon": HORIZON, "per": keys.pop("per", "token")}
     return PPOActorConfig(path="nowhere", kl_controller=how, **keys)
 
 

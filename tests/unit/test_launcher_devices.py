@@ -11,8 +11,8 @@ import pytest
 from megarl.config.command_line import parse_command_line
 from megarl.config.errors import ConfigError
 from megarl.config.loader import checked_config
+from megarl.config.recipe_engines import takes_turns
 from megarl.config.recipes import GRPOConfig
-from megarl.config.servers import takes_turns
 from megarl.launcher import plan
 from megarl.launcher.job import SERVER, TRAINER
 from megarl.launcher.make import make_job

@@ -16,10 +16,10 @@ import huggingface_hub
 import pytest
 import yaml
 
-from megarl.config.cluster import ClusterConfig, PoolConfig
 from megarl.config.command_line import parse_command_line
 from megarl.config.errors import ConfigError
 from megarl.config.loader import checked_config
+from megarl.config.run import ClusterConfig, PoolConfig
 from megarl.launcher import local, plan
 from megarl.launcher.command import show
 from megarl.launcher.job import (
@@ -286,7 +286,7 @@ def test_a_judge_has_servers_and_gpus_of_its_own(tmp_path: Path) -> None:
     addresses = "@{address:judge.0},@{address:judge.1}"
     assert all(t.env["MEGARL_JUDGE_ADDRS"] == addresses for t in job.of(TRAINER))
     assert "1 server, 2 judge" in text(tmp_path, *ways)
-    with pytest.raises(ConfigError, match=r"judge\.path is empty.*"):
+    with pytest.raises(ConfigError, match=r"judge\.path=.*name the model that judges"):
         make(tmp_path, ways[0], "judge.count=1")
     with pytest.raises(ConfigError, match=r"judge\.tp=2: .*embedded server is one process"):
         make(tmp_path, *ways, "judge.type=embedded")
@@ -434,7 +434,7 @@ def test_variables_that_the_configuration_reads_are_passed_on_and_hidden(
 ) -> None:
     monkeypatch.setenv("TEAM", "silent")
     monkeypatch.setitem(ENV, "TEAM", "silent")
-    read = "stats_logger.wandb.entity=${oc.env:TEAM}"
+    read = "stats_logger.wandb.options.entity=${oc.env:TEAM}"
     for format in ("table", "json"):
         shown = text(tmp_path, read, format=format)
         assert "TEAM" in shown and "silent" not in shown

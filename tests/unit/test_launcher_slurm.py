@@ -66,8 +66,7 @@ def test_a_job_that_waits_says_for_what() -> None:
 
 def slurm_args(*more: str) -> list[str]:
     return [
-        "cluster.slurm.minutes=240",
-        "cluster.slurm.sbatch_args=[--partition=gpu,--account=us,--qos=high]",
+        "cluster.sbatch_args=[--time=240,--partition=gpu,--account=us,--qos=high]",
         "cluster.server_pool.sbatch_args=[--constraint=big]", *more,
     ]  # fmt: skip
 
@@ -90,7 +89,7 @@ def test_nodes_of_reward_workers_are_asked_for_without_gpus(tmp_path: Path) -> N
 
 
 def test_nodes_are_whole_unless_an_argument_says_how_they_are_shared(tmp_path: Path) -> None:
-    shared = script(tmp_path, "cluster.slurm.sbatch_args=[--qos=high,--mem-per-gpu=64G]")
+    shared = script(tmp_path, "cluster.sbatch_args=[--qos=high,--mem-per-gpu=64G]")
     trainers, servers = shared.split("#SBATCH hetjob")
     assert "--exclusive" not in trainers and "#SBATCH --mem-per-gpu=64G" in trainers
     assert "#SBATCH --exclusive\n#SBATCH --mem=0" in servers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.config.parallel import ParallelConfig
+from megarl.config.engine import ParallelConfig
 from megarl.parallel import mcore  # noqa: F401
 from megarl.parallel.layout import Coords, Layout
 

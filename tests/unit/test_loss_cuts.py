@@ -24,7 +24,7 @@ CUTS = {
     "a row each": [[0], [1], [2], [3], [4], [5]],
     "another order": [[4, 0, 5, 2, 1, 3]],
 }
-CORRECTION = Correction(weight="token", cap=1.3, mask="geometric", low=0.9, veto=0.3)
+CORRECTION = Correction(weight="token", weight_cap=1.3, mask="geometric", mask_low=0.9, veto=0.3)
 CRITICS = list(itertools.product((None, 0.2), (None, 0.7)))
 # by what each is differentiated; the others stop the gradient of the ratio
 OF_RATIO, OF_LOGP = ("clip", "sapo", "gmpo", "unclipped"), ("cispo", "topr", "log_likelihood")

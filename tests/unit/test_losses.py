@@ -61,7 +61,7 @@ def grpo_loss(
     correction = None
     if decoupled:
         high = math.inf if behav_imp_weight_cap is None else behav_imp_weight_cap
-        correction = Correction(mask="token", high=high)
+        correction = Correction(mask="token", mask_high=high)
     return PolicyLoss(surrogate=clip, correction=correction, **rest)(outputs, batch)
 
 

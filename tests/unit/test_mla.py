@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from megarl.config.parallel import ParallelConfig
+from megarl.config.engine import ParallelConfig
 from megarl.models.families import family_of
 from megarl.models.families.deepseek import Latent
 from megarl.models.flops import train_flops

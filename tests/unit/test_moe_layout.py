@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.config.parallel import ParallelConfig
+from megarl.config.engine import ParallelConfig
 from megarl.models.hf_config import ModelConfig, check_layout, parse_hf_config, read_hf_config
 from megarl.models.param_loading import load_params, local_view
 from megarl.models.piece_table import PieceTable, build_piece_table

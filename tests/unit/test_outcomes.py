@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from megarl.config.dataset import CurriculumConfig, DatasetConfig, PartConfig
+from megarl.config.dataset import DatasetConfig, PartConfig
 from megarl.config.rollout import RolloutConfig
 from megarl.data.dataset import RowDataset
 from megarl.data.loader import build_dataloader, go_on
@@ -39,7 +39,7 @@ class Run:
         self.executor = RolloutExecutor(
             RolloutConfig(max_head_offpolicyness=eta), engine=self.engine, loop=self.loop
         )
-        cfg = DatasetConfig(batch_size=BATCH, curriculum=CurriculumConfig(low=0.3, high=0.7))
+        cfg = DatasetConfig(batch_size=BATCH, curriculum={"low": 0.3, "high": 0.7})
         rows = [{"row_id": i, "dataset": ""} for i in range(24)]
         self.loader = build_dataloader(RowDataset(rows), cfg, seed=5)
         self.flow = Graded()
@@ -135,7 +135,7 @@ def test_figures_are_by_part_and_rates_are_of_answers():
     parts = {"a": range(2), "b": range(2, 4)}
     cfg = DatasetConfig(
         type="mix", batch_size=2, parts={"a": PartConfig(), "b": PartConfig()},
-        curriculum=CurriculumConfig(passes_at=0.5, low=0.4, high=0.6),
+        curriculum={"passes_at": 0.5, "low": 0.4, "high": 0.6},
     )  # fmt: skip
     rows = [{"row_id": i, "dataset": "aabb"[i]} for i in range(4)]
     loader = build_dataloader(RowDataset(rows, parts=parts), cfg, seed=1)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megarl.config.parallel import ParallelConfig
+from megarl.config.engine import ParallelConfig
 from megarl.models.hf_config import ModelConfig, check_layout, parse_hf_config
 from megarl.models.piece_table import (
     Piece,

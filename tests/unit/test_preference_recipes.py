@@ -9,14 +9,14 @@ import pytest
 
 from megarl.algos.kto import KTO
 from megarl.algos.preferences import DPO, ORPO, SimPO, preference_loss
+from megarl.config.algo import PreferenceConfig
 from megarl.config.check import check_config
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
-from megarl.config.preferences import PreferenceConfig
 from megarl.config.recipe_engines import engines, model_path, ref_is_below_adapters
 from megarl.config.recipes import BaseConfig, data_purpose
 from megarl.models.hf_config import read_hf_config
-from megarl.trainer.named import check_data
+from megarl.trainer.named import check_code, check_data
 from tests.tiny import save_tiny
 
 
@@ -57,8 +57,8 @@ def test_what_rows_are_read_for(model: str) -> None:
 
 
 def test_the_section_makes_the_loss_of_its_name() -> None:
-    def made(**keys: object) -> object:
-        return preference_loss(PreferenceConfig(**keys)).fn  # type: ignore[arg-type]
+    def made(loss: str = "dpo", **options: object) -> object:
+        return preference_loss(PreferenceConfig(loss=loss, options=options)).fn
 
     assert made() == DPO() == made(loss="dpo", beta=0.1)
     assert made(loss="cdpo", label_smoothing=0.2) == DPO(label_smoothing=0.2)
@@ -75,27 +75,15 @@ def test_the_section_makes_the_loss_of_its_name() -> None:
     ("name", "overrides", "words"),
     [
         ("dpo", ["preference.loss=ddpo"], "preference.loss=ddpo: not one of dpo, cdpo"),
-        ("dpo", ["preference.beta=0"], "preference.beta=0.0: must be > 0, or null"),
-        (
-            "dpo",
-            ["preference.label_smoothing=0.1"],
-            "preference.label_smoothing=0.1: needs preference.loss=cdpo or robust (it is dpo)",
-        ),
-        (
-            "dpo",
-            ["preference.loss=cdpo"],
-            "preference.loss=cdpo: needs preference.label_smoothing > 0",
-        ),
-        ("dpo", ["preference.gamma=1"], "preference.gamma=1.0: needs preference.loss=simpo"),
         (
             "dpo",
             ["preference.loss=kto", "train_dataset.batch_size=1"],
-            "train_dataset.batch_size=1: preference.loss=kto needs answers to other prompts",
+            "train_dataset.batch_size=1 with preference.loss=kto: needs answers",
         ),
         (
             "dpo",
             ["preference.loss=simpo", "ref.path=/elsewhere"],
-            "ref.path=/elsewhere: preference.loss=simpo measures against no reference",
+            "ref.path=/elsewhere with preference.loss=simpo: measures against no",
         ),
         ("dpo", ["ref.optimizer.lr=1"], "ref.optimizer: a frozen model"),
         (
@@ -112,6 +100,35 @@ def test_the_section_makes_the_loss_of_its_name() -> None:
 def test_bad_settings_are_named(model: str, name: str, overrides: list[str], words: str) -> None:
     found = problems(model, name, *overrides)
     assert any(words in problem for problem in found), found
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["beta=0"], "preference.options.beta=0: must be greater than 0"),
+        (["label_smoothing=0.1"], "preference.options.label_smoothing=0.1: dpo has no such option"),
+        (["loss=cdpo"], "preference.options.label_smoothing: cdpo needs it; set it"),
+        (["loss=cdpo", "label_smoothing=0.1"], ""),
+        (["loss=simpo", "gamma=-1"], "preference.options.gamma=-1: must be greater than or equal"),
+        (["loss=kto", "desirable_weight=2", "beta=0.2"], ""),
+        (["loss=hinge", "gamma=1"], "it takes beta, length_normalized, sft_coef"),
+    ],
+)
+def test_a_losss_options_are_those_of_its_function(
+    model: str, overrides: list[str], words: str
+) -> None:
+    named = [f"preference.{'' if 'loss=' in o else 'options.'}{o}" for o in overrides]
+    try:
+        check_code(recipe(model, "dpo", *named), {})
+    except ConfigError as e:
+        assert words and words in str(e)
+    else:
+        assert not words
+
+
+def test_a_number_beside_the_loss_is_pointed_to_the_options(model: str) -> None:
+    with pytest.raises(ConfigError, match=r"did you mean preference\.options.label_smoothing"):
+        recipe(model, "dpo", "preference.label_smoothing=0.1")
 
 
 def test_bad_pairs_are_named_before_anything_starts(model: str, tmp_path: Path) -> None:

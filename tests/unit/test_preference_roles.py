@@ -15,9 +15,8 @@ from megarl.algos.kto import mismatched
 from megarl.algos.preference_roles import PreferencePolicy, RewardLearner, one_token_longer
 from megarl.algos.preferences import DPO, pair_weight
 from megarl.api.batch import Batch
-from megarl.config.algo import RewardModelConfig
+from megarl.config.algo import PREFERENCE_LOSSES, PreferenceConfig, RewardModelConfig
 from megarl.config.engine import TrainEngineConfig
-from megarl.config.preferences import PREFERENCE_LOSSES, PreferenceConfig
 from megarl.data.loader import collate_pairs, collate_unpaired
 from tests.unit.bigram import VOCAB, BigramEngine
 
@@ -54,10 +53,10 @@ def single(rows: Rows) -> Rows:
 
 
 def policy(loss: str, engine: Any = None, **over: Any) -> tuple[PreferencePolicy, Ref]:
-    more = {"label_smoothing": 0.1} if loss in ("cdpo", "robust") else {}
-    role = PreferencePolicy(
-        TrainEngineConfig(), PreferenceConfig(loss=loss, **more, **over), engine or BigramEngine()
-    )
+    if loss in ("cdpo", "robust"):
+        over["label_smoothing"] = 0.1
+    preference = PreferenceConfig(loss=loss, options=over)
+    role = PreferencePolicy(TrainEngineConfig(), preference, engine or BigramEngine())
     return role, Ref(TrainEngineConfig(), BigramEngine(), temperature=1.0)
 
 

@@ -49,7 +49,12 @@ def test_the_steps_of_the_window_are_traced_with_their_phases(tmp_path):
         (ProfilerConfig(start_step=1, ranks=[1]), 1, 3, None),
         (ProfilerConfig(start_step=9), 1, 3, None),
         (ProfilerConfig(start_step=3, steps=5), 1, 4, "steps_3-4.rank0.json.gz"),  # cut short
-        (ProfilerConfig(start_step=3, memory=True), 7, 9, "steps_7-7.rank0.json.gz"),  # resumed
+        (
+            ProfilerConfig(start_step=3, options={"profile_memory": True}),
+            7,
+            9,
+            "steps_7-7.rank0.json.gz",
+        ),  # resumed
     ],
 )
 def test_what_is_not_asked_for_is_not_traced(config, first, last, file, tmp_path):

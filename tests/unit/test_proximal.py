@@ -13,7 +13,7 @@ import torch
 
 from megarl.algos import Actor, AdvantageSpec, LossSpec, token_weight
 from megarl.api.batch import Batch
-from megarl.config.algo import CorrectionConfig, PPOActorConfig
+from megarl.config.algo import PPOActorConfig
 from megarl.config.base import SeamConfig
 from megarl.config.engine import MoEConfig
 from megarl.config.loader import load_config
@@ -30,10 +30,8 @@ from tests.unit.test_self_check import Dropout, a_check
 VARIANTS: dict[str, dict[str, Any]] = {
     "clip": {},
     "gspo": dict(ratio="sequence-token", loss_agg="sequence-mean"),
-    "decoupled": dict(use_decoupled_loss=True, behav_imp_weight_cap=1.02),
-    "masked": dict(
-        correction=CorrectionConfig(weight="sequence", weight_cap=2.0, mask="geometric", veto=1e-3)
-    ),
+    "decoupled": dict(correction={"mask": "token", "mask_high": 1.02}),
+    "masked": dict(correction=dict(weight="sequence", weight_cap=2.0, mask="geometric", veto=1e-3)),
     "kl": dict(kl_coef=0.1, kl_estimator="k3-weighted", entropy_coef=0.01),
 }
 

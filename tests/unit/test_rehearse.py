@@ -30,9 +30,9 @@ from megarl.cli.rehearse.small import (
     write_model,
 )
 from megarl.config.check import check_config
+from megarl.config.engine import ParallelConfig
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
-from megarl.config.parallel import ParallelConfig
 from megarl.config.recipe_engines import engines
 from megarl.config.recipes import RECIPES
 from megarl.config.schema import all_keys

@@ -15,13 +15,11 @@ from megarl.algos.checks import ROUNDING, row_gaps, same_policy
 from megarl.algos.nonfinite import nonfinite_inputs
 from megarl.api.batch import Batch, Tokens
 from megarl.config.algo import PPOActorConfig
-from megarl.config.engine import TrainEngineConfig
+from megarl.config.engine import ParallelConfig, TrainEngineConfig
 from megarl.config.loader import load_config
-from megarl.config.parallel import ParallelConfig
 from megarl.config.recipes import GRPOConfig, PPOConfig
-from megarl.config.rollout import RolloutConfig
+from megarl.config.rollout import RolloutConfig, WeightSyncConfig
 from megarl.config.run import SelfCheckConfig
-from megarl.config.weight_sync import WeightSyncConfig
 from megarl.trainer import self_check
 from megarl.trainer.publisher import WeightPublisher
 from megarl.trainer.roles import MegatronActor, MegatronRef

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megarl.config.rollout import RolloutConfig
-from megarl.config.weight_sync import WeightSyncConfig
+from megarl.config.rollout import RolloutConfig, WeightSyncConfig
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.rollout.server_choice import State
 from tests.unit.rollout_fakes import FakeServer

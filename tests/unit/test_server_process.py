@@ -106,7 +106,7 @@ def test_a_silent_server_is_ended_with_the_tail_of_its_log(start):
     process = start("import time; print('still loading', flush=True); time.sleep(600)")
     while not process.log_path.read_text():
         time.sleep(0.02)
-    with pytest.raises(TimeoutError, match=r"start_timeout=0.3 s\n--- end of .*\nstill loading"):
+    with pytest.raises(TimeoutError, match=r"setup_timeout=0.3 s\n--- end of .*\nstill loading"):
         process.wait_healthy(0.3)
     assert gone(process.pid)
 
@@ -192,7 +192,7 @@ def test_sglang_gets_its_key_without_telling_it_to_everybody(tmp_path, monkeypat
     monkeypatch.setenv("MEGARL_JOB_TOKEN", "the-secret")
     log = tmp_path / "log"
     config = ServerConfig(type="sglang", options={"api_key": "own"})
-    process = start_server(config, model_path="m", dtype="auto", log_path=log, wait=False)
+    process = start_server(config, model_path="m", dtype="auto", log_path=log, setup_timeout=None)
     try:
         deadline = time.monotonic() + 30
         while not (said := log.read_text()) and time.monotonic() < deadline:

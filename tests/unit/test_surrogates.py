@@ -146,14 +146,14 @@ def test_on_policy_every_surrogate_has_the_gradient_of_reinforce():
 
 
 CORRECTIONS = [
-    dict(weight="token", cap=1.1),
-    dict(weight="sequence", cap=2.0),
-    dict(weight="geometric", cap=1.02),
-    dict(weight="none", mask="geometric", low=0.95, high=1.05),
-    dict(weight="token", mask="token", low=0.8, high=1.3),
-    dict(weight="token", mask="sequence", low=0.5, high=2.0),
+    dict(weight="token", weight_cap=1.1),
+    dict(weight="sequence", weight_cap=2.0),
+    dict(weight="geometric", weight_cap=1.02),
+    dict(weight="none", mask="geometric", mask_low=0.95, mask_high=1.05),
+    dict(weight="token", mask="token", mask_low=0.8, mask_high=1.3),
+    dict(weight="token", mask="sequence", mask_low=0.5, mask_high=2.0),
     dict(weight="token", veto=0.5),
-    dict(weight="token", cap=1.2, mask="geometric", low=0.9, veto=0.4),
+    dict(weight="token", weight_cap=1.2, mask="geometric", mask_low=0.9, veto=0.4),
 ]
 
 
@@ -170,9 +170,9 @@ def test_corrections_equal_the_loop(options):
         geometric = product ** (1 / len(w)) if w else 1.0
         for t in at:
             level = {"token": w[t], "sequence": product, "geometric": geometric, "none": 1.0}
-            want = min(level[options["weight"]], options.get("cap", math.inf))
+            want = min(level[options["weight"]], options.get("weight_cap", math.inf))
             by = level[options.get("mask", "none")]
-            inside = options.get("low", 0.0) <= by <= options.get("high", math.inf)
+            inside = options.get("mask_low", 0.0) <= by <= options.get("mask_high", math.inf)
             gone = (options.get("mask", "none") != "none" and not inside) or min(
                 w.values()
             ) < options.get("veto", 0.0)
@@ -185,7 +185,7 @@ def test_corrections_equal_the_loop(options):
 
 def test_a_correction_multiplies_losses_and_keeps_the_denominator():
     logp, batch = make_batch()
-    correction = Correction(weight="token", cap=1.1, mask="token", high=1.5)
+    correction = Correction(weight="token", weight_cap=1.1, mask="token", mask_high=1.5)
     plain = PolicyLoss()({"logprobs": logp}, batch)[1]
     weight, dropped = correction.of_tokens(
         batch["prox_logp"], batch["logprobs"], batch["loss_mask"]

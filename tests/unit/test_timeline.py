@@ -19,7 +19,7 @@ import pytest
 from megarl.cli.status import SILENT, status
 from megarl.cli.trace import lanes, read_timeline, trace_events, within
 from megarl.config.errors import ConfigError
-from megarl.config.servers import addresses_in
+from megarl.config.recipe_engines import addresses_in
 from megarl.observability import presence as presence_module
 from megarl.observability import timeline as timeline_module
 from megarl.observability.presence import FOLDER, LauncherPresence, Presence, read_presence

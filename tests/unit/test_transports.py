@@ -12,7 +12,7 @@ from megarl.api.records import WeightUpdateMeta
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
 from megarl.config.recipes import GRPOConfig
-from megarl.config.weight_sync import (
+from megarl.config.rollout import (
     ALIASES,
     TRANSPORTS,
     Requirements,
@@ -110,7 +110,7 @@ def test_the_launcher_asks_one_from_outside_in_another_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "beside.py").write_text(
-        "from megarl.config.weight_sync import Requirements\n"
+        "from megarl.config.rollout import Requirements\n"
         "class Beside: requirements = Requirements(shares_devices=True)\n"
     )
     path = [str(tmp_path)]

@@ -9,7 +9,7 @@ import pytest
 
 from megarl.api.engine import PARTS
 from megarl.api.records import SaveLoadMeta, ServersLost
-from megarl.config.weight_sync import WeightSyncConfig
+from megarl.config.rollout import WeightSyncConfig
 from megarl.observability import stats_tracker
 from megarl.trainer.publisher import WeightPublisher
 from megarl.trainer.turns import AlternateTurns, Turns

@@ -13,9 +13,9 @@ from typing import Any
 import uvicorn
 
 from megarl.api.inference import InferenceEngine
-from megarl.config.rollout import GatewayConfig, GenerationHyperparameters
+from megarl.config.rollout import GenerationHyperparameters
 from megarl.rollout.gateway.app import build_app, same_key
-from megarl.rollout.gateway.calls import CallParser, call_parser
+from megarl.rollout.gateway.calls import CallParser, GatewayConfig, call_parser
 from megarl.rollout.gateway.errors import BadRequest
 from megarl.rollout.gateway.prompt import Renderer
 from megarl.rollout.gateway.session import Session
@@ -33,7 +33,7 @@ class Gateway:
     def __init__(self, engine: InferenceEngine, config: GatewayConfig) -> None:
         self._engine, self._config = engine, config
         self._parser: CallParser = call_parser(config.call_format)
-        self._context_length = config.context_length
+        self._context_length: int | None = None
         self._starting = asyncio.Lock()
         self._sessions: dict[str, Session] = {}  # by id
         self._by_key: dict[str, Session] = {}
@@ -49,8 +49,7 @@ class Gateway:
         Raises OSError where the port is taken."""
         async with self._starting:
             if self._server is None:
-                if self._context_length is None:
-                    self._context_length = await context_length()
+                self._context_length = await context_length()
                 await self._start()
 
     async def _start(self) -> None:

@@ -20,8 +20,9 @@ from typing import Any, TypeVar
 
 from megarl.api.inference import InferenceEngine
 from megarl.api.records import ModelRequest, ModelResponse
-from megarl.config.rollout import GatewayConfig, GenerationHyperparameters
+from megarl.config.rollout import GenerationHyperparameters
 from megarl.rollout.gateway.attempts import Attempts
+from megarl.rollout.gateway.calls import GatewayConfig
 from megarl.rollout.gateway.errors import BadRequest
 from megarl.rollout.gateway.messages import ChatRequest, Key, Message, digest, keys_of
 from megarl.rollout.gateway.prompt import Renderer
@@ -34,6 +35,8 @@ T = TypeVar("T")
 
 MOST_REWARD = 1e6  # no reward is larger; as float32 it has its last digit
 LONG = 1 << 16  # characters from which on a chat is rendered in a thread
+
+MAX_N, MAX_ANSWERS = 8, 1024  # answers of one request, and of one session
 
 
 @dataclass(kw_only=True)
@@ -128,10 +131,8 @@ class Session:
     async def complete(self, request: ChatRequest, *, again: bool = False) -> list[Answer]:
         """Returns the policy's answers. A request that the client sends again gets those of its
         first attempt, see Attempts.get. Raises BadRequest for what cannot be answered."""
-        if request.n > self._config.max_n:
-            raise BadRequest(
-                f"n={request.n}: send at most rollout.gateway.max_n={self._config.max_n}"
-            )
+        if request.n > MAX_N:
+            raise BadRequest(f"n={request.n}: ask for at most {MAX_N} answers at once")
         keys = keys_of(request.messages)
         parent = self._parent(request, keys)
         place = -1 if parent is None else self._chats.index(parent)
@@ -274,10 +275,9 @@ class Session:
 
     def _count(self, answers: int) -> None:
         """Counts answers that are asked for. Raises BadRequest for more than a session may have."""
-        if self._begun + answers > self._config.max_answers:
+        if self._begun + answers > MAX_ANSWERS:
             raise BadRequest(
-                f"this session has {self._begun} answers: rollout.gateway.max_answers="
-                f"{self._config.max_answers}",
+                f"this session has {self._begun} answers, of at most {MAX_ANSWERS}",
                 code="too_many_answers",
             )
         self._begun += answers

@@ -17,7 +17,7 @@ from typing import Any
 
 import aiohttp
 
-from megarl.config.servers import judge_addresses
+from megarl.config.recipe_engines import judge_addresses
 from megarl.rollout.pickling import share
 from megarl.rollout.rewards.errors import RewardError, RewardUnavailable
 from megarl.rollout.rewards.parts import Scored

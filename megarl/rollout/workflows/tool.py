@@ -61,7 +61,7 @@ class ToolWorkflow(TurnsWorkflow):
             raise ValueError(
                 f"the chat template of tokenizer {name!r} shows no "
                 "tools to the policy: a prompt is the same with and without them; set "
-                "tokenizer.chat_template to one that writes `tools`, as the instruct model's does"
+                "chat_template to one that writes `tools`, as the instruct model's does"
             )
         self._tools = ToolList(tools, timeout=tool_timeout)
         self._format, self._max_result = call_format, max_result

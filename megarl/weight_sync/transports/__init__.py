@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.api.records import WeightUpdateMeta
-from megarl.config.weight_sync import Requirements
+from megarl.config.rollout import Requirements
 from megarl.models.adapters import Adapters
 from megarl.models.gather import BucketGatherer, Dtypes
 from megarl.models.piece_table import PieceTable

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.api.records import WeightUpdateMeta
-from megarl.config.weight_sync import TRANSPORTS
+from megarl.config.rollout import TRANSPORTS
 from megarl.models.gather import Bucket
 from megarl.utils.env import is_here
 from megarl.utils.http import Deadline

@@ -10,7 +10,7 @@ from pathlib import Path
 from megarl.api.records import WeightUpdateMeta
 from megarl.ckpt.hf import save_hf
 from megarl.ckpt.safetensors_files import SafetensorsDir
-from megarl.config.weight_sync import TRANSPORTS
+from megarl.config.rollout import TRANSPORTS
 from megarl.utils.http import Deadline
 from megarl.weight_sync.phases import Phases
 from megarl.weight_sync.servers import Servers

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from megarl.api.records import WeightUpdateMeta
-from megarl.config.weight_sync import TRANSPORTS
+from megarl.config.rollout import TRANSPORTS
 from megarl.models.gather import Bucket, BucketGatherer
 from megarl.utils.http import Deadline
 from megarl.weight_sync.buffers import BucketBuffers
