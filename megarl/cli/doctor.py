@@ -33,6 +33,7 @@ from packaging.version import Version
 
 from megarl.cli import CommandParser
 from megarl.config.check import check_config
+from megarl.config.earlier_run import check_run_dir
 from megarl.config.engine import ParallelConfig
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
@@ -48,7 +49,6 @@ from megarl.models.hf_config import ModelConfig, check_layout, parse_hf_config
 from megarl.models.value_model import language_model
 from megarl.planning.memory import parameters
 from megarl.planning.shapes import find_shapes
-from megarl.trainer.earlier_run import check_run_dir
 from megarl.trainer.named import check_tokenizer
 from megarl.trainer.preflight import check_models
 from megarl.utils.env import attention_problems, free_port

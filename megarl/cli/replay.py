@@ -15,11 +15,11 @@ from pathlib import Path
 
 from megarl.cli import RUN, CommandParser, free_path, positive
 from megarl.cli.diff import SHOWN, diff, recorded
+from megarl.config.earlier_run import CONFIG_FILE, RECOVER_DIR, Checkpoint, checkpoints
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
 from megarl.config.recipes import GRPOConfig
 from megarl.config.run import ROLLOUT, TRAIN, WHOLE, batch_path, recorded_steps
-from megarl.trainer.earlier_run import CONFIG_FILE, RECOVER_DIR, Checkpoint, checkpoints
 
 GRAPH_TRAINER = "megarl.graph_trainer:GraphTrainer"
 # of a replay, which leaves nothing behind but fingerprints

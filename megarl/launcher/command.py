@@ -16,13 +16,13 @@ from typing import Any
 
 from megarl.config.command_line import CommandLine, help_or_command_line
 from megarl.config.container import View
+from megarl.config.earlier_run import ended
 from megarl.config.errors import EXIT_CODE, ConfigError
 from megarl.config.secrets import MASK, masked_override, masked_text, masked_yaml
 from megarl.launcher.job import Job
 from megarl.launcher.make import make_job
 from megarl.launcher.plan import Plan
 from megarl.observability.logging import get_logger
-from megarl.trainer.earlier_run import ended
 from megarl.trainer.preflight import check_contents, check_writable
 from megarl.utils.child import Signals
 from megarl.utils.importing import add_working_directory

@@ -35,6 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.config.command_line import CommandLine
+from megarl.config.earlier_run import RECOVER_DIR
 from megarl.config.errors import EXIT_CODE, ConfigError
 from megarl.config.run import ClusterConfig
 from megarl.launcher.command import Launcher, run_launcher
@@ -47,7 +48,6 @@ from megarl.launcher.workers import NodeScheduler
 from megarl.observability.logging import get_logger
 from megarl.rpc.errors import WorkerDied
 from megarl.rpc.group import LOST, GroupSpec, Processes, WatchedGroup, WorkerSpec
-from megarl.trainer.earlier_run import RECOVER_DIR
 from megarl.utils.child import TERM_TIMEOUT, Child, LogTail, Signals, stop_all, wait_until
 from megarl.utils.env import JOB_TOKEN as TOKEN
 from megarl.utils.env import ensure_job_token

@@ -11,6 +11,7 @@ from typing import Any, TextIO
 import torch
 
 from megarl.ckpt.dist import find_damage
+from megarl.config.earlier_run import Checkpoint
 from megarl.config.loader import run_dir
 from megarl.config.recipe_engines import server_addresses
 from megarl.config.recipes import BaseConfig, GRPOConfig
@@ -23,7 +24,6 @@ from megarl.observability.stats_logger import StatsLogger
 from megarl.observability.timeline import timeline
 from megarl.parallel.groups import init_distributed, shutdown_distributed
 from megarl.parallel.rank_zero import RankZero
-from megarl.trainer.earlier_run import Checkpoint
 from megarl.trainer.rollout_metrics import gathered
 from megarl.trainer.run_dir import claim, newest_checkpoint
 from megarl.trainer.workers import Here, Workers

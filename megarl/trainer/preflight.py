@@ -15,13 +15,13 @@ from typing import Any
 
 from megarl.config.check import check_config
 from megarl.config.container import View
+from megarl.config.earlier_run import check_run_dir
 from megarl.config.errors import ConfigError, raise_if_any
 from megarl.config.loader import run_dir
 from megarl.config.recipe_engines import engines, model_override, model_path, saved_engines
 from megarl.config.recipes import BaseConfig, DistillConfig, GRPOConfig
 from megarl.models.hf_config import ModelConfig, check_layout, read_hf_config
 from megarl.models.lora import check_lora
-from megarl.trainer.earlier_run import check_run_dir
 from megarl.trainer.named import check_code, check_data, check_place, check_tokenizer
 from megarl.utils.env import attention_problems
 from megarl.utils.http import HttpError, as_object, call_json

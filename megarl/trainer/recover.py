@@ -17,12 +17,7 @@ from typing import Protocol
 
 from megarl.api.engine import PendingSave
 from megarl.api.records import SaveLoadMeta
-from megarl.config.recipe_engines import FROZEN, saved_engines
-from megarl.config.recipes import BaseConfig
-from megarl.config.secrets import fingerprint_tree
-from megarl.observability.logging import get_logger, warn_once_per_world
-from megarl.trainer.context import RunContext
-from megarl.trainer.earlier_run import (
+from megarl.config.earlier_run import (
     MARKER,
     RECOVER_DIR,
     architecture,
@@ -30,6 +25,11 @@ from megarl.trainer.earlier_run import (
     ended_line,
     is_newer,
 )
+from megarl.config.recipe_engines import FROZEN, saved_engines
+from megarl.config.recipes import BaseConfig
+from megarl.config.secrets import fingerprint_tree
+from megarl.observability.logging import get_logger, warn_once_per_world
+from megarl.trainer.context import RunContext
 from megarl.trainer.frequency import Frequency
 from megarl.trainer.saver import Saver
 from megarl.trainer.state_file import CHECKSUM, State, read_state, write_state

@@ -13,13 +13,7 @@ from typing import Any, TextIO
 
 from megarl.ckpt.dist import find_damage
 from megarl.ckpt.marker import read_info
-from megarl.config.loader import run_dir, save_config
-from megarl.config.recipe_engines import trained_engines
-from megarl.config.recipes import BaseConfig
-from megarl.observability.logging import get_logger
-from megarl.observability.report.runs import EVAL_REWARDS_FILE
-from megarl.observability.stats_logger import supersede
-from megarl.trainer.earlier_run import (
+from megarl.config.earlier_run import (
     CONFIG_FILE,
     RECOVER_DIR,
     STATS_FILE,
@@ -28,6 +22,12 @@ from megarl.trainer.earlier_run import (
     checkpoints,
     config_changes,
 )
+from megarl.config.loader import run_dir, save_config
+from megarl.config.recipe_engines import trained_engines
+from megarl.config.recipes import BaseConfig
+from megarl.observability.logging import get_logger
+from megarl.observability.report.runs import EVAL_REWARDS_FILE
+from megarl.observability.stats_logger import supersede
 from megarl.trainer.state_file import check_state
 from megarl.utils.files import clean_up, remove
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megarl.api.records import SaveLoadMeta
+from megarl.config.earlier_run import FINAL_DIR, STATS_FILE
 from megarl.config.engine import LoRAConfig
 from megarl.config.loader import run_dir
 from megarl.config.recipe_engines import engines, model_path
@@ -21,7 +22,6 @@ from megarl.config.script import note_read
 from megarl.data.tokenizer import tokenizer_to_save
 from megarl.observability.logging import env_rank, get_logger
 from megarl.parallel.rank_zero import on_rank_zero
-from megarl.trainer.earlier_run import FINAL_DIR, STATS_FILE
 from megarl.trainer.frequency import Frequency
 from megarl.utils.files import full_disk_named, remove
 

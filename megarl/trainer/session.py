@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megarl.algos.rollouts import rollouts_of
 from megarl.api.batch import Batch, Padded
+from megarl.config.earlier_run import RECOVER_DIR
 from megarl.config.loader import run_dir
 from megarl.config.recipe_engines import model_path
 from megarl.config.recipes import GRPOConfig
@@ -22,7 +23,6 @@ from megarl.parallel.rank_zero import RankZero
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.rollout.rewards import RewardPool
 from megarl.trainer.answers_file import AnswersFile
-from megarl.trainer.earlier_run import RECOVER_DIR
 from megarl.trainer.episode_recorder import EpisodeRecorder, computed_part, computed_tokens
 from megarl.trainer.held_out import HeldOut, make_workflow
 from megarl.trainer.recover import data_of, same_data

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megarl.trainer.earlier_run import Checkpoint
+from megarl.config.earlier_run import Checkpoint
 from megarl.utils.digests import Digest, file_digest
 
 STATE_FILE = "trainer.pt"

@@ -12,12 +12,12 @@ import yaml
 
 from megarl.config.check import check_config
 from megarl.config.command_line import parse_command_line
+from megarl.config.earlier_run import config_changes
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config, run_dir
 from megarl.config.script import fetch_hub_models
 from megarl.data.sources import load_rows
 from megarl.observability.episodes import read_bytes
-from megarl.trainer.earlier_run import config_changes
 
 EVALUATED = ("valid_dataset.type=arithmetic", "saver.keep_best=1", "saver.keep_last=1")
 

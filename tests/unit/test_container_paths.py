@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from megarl.config.command_line import parse_command_line
+from megarl.config.earlier_run import MARKER, RECOVER_DIR
 from megarl.config.errors import ConfigError
 from megarl.config.loader import run_dir, save_config
 from megarl.launcher import plan
 from megarl.launcher.plan import Plan, plan_here
-from megarl.trainer.earlier_run import MARKER, RECOVER_DIR
 from megarl.trainer.preflight import check_contents
 from megarl.utils.digests import seal
 from tests.hf_stub import write_stub

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.errors import ConfigError
-from megarl.config.loader import load_config, run_dir, save_config
-from megarl.launcher import local
-from megarl.trainer.earlier_run import (
+from megarl.config.earlier_run import (
     MARKER,
     RECOVER_DIR,
     architecture,
     check_run_dir,
     ended,
 )
+from megarl.config.errors import ConfigError
+from megarl.config.loader import load_config, run_dir, save_config
+from megarl.launcher import local
 from megarl.utils.digests import seal
 from tests.hf_stub import write_stub
 

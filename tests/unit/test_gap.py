@@ -30,6 +30,7 @@ from megarl.cli.gap.compare import (
     start_server,
     trained,
 )
+from megarl.config.earlier_run import CONFIG_FILE, MARKER, RECOVER_DIR
 from megarl.config.engine import TrainEngineConfig
 from megarl.config.loader import load_config, save_config
 from megarl.engine import MegatronEngine
@@ -46,7 +47,6 @@ from megarl.engine.probe import (
 from megarl.models.hf_config import read_hf_config
 from megarl.observability.episodes import GROUP, EpisodeStream, pack
 from megarl.server import kv_cache
-from megarl.trainer.earlier_run import CONFIG_FILE, MARKER, RECOVER_DIR
 from megarl.utils.digests import seal
 from tests.tiny import GLM_KINDS, KINDS, MLA_KINDS, MOE_KINDS, VOCAB, save_tiny
 

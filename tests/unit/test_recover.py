@@ -20,13 +20,13 @@ from megarl import run as entry
 from megarl.ckpt import background
 from megarl.ckpt.marker import check_contents, write_marker
 from megarl.config.check import check_config
+from megarl.config.earlier_run import check_run_dir, checkpoints, config_changes
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config, save_config
 from megarl.config.recipe_engines import saved_engines, trained_engines
 from megarl.config.recipes import BaseConfig
 from megarl.config.run import FrequencyConfig, SaverConfig
 from megarl.trainer import run_dir as claims
-from megarl.trainer.earlier_run import check_run_dir, checkpoints, config_changes
 from megarl.trainer.frequency import Frequency
 from megarl.trainer.recover import Recovery, data_of, same_data
 from megarl.trainer.run_dir import claim, newest_checkpoint

@@ -14,11 +14,11 @@ import torch
 from megarl.api.batch import Batch
 from megarl.cli import main as megarl
 from megarl.cli.replay import GRAPH_TRAINER, last_checkpoint, main
+from megarl.config.earlier_run import MARKER, RECOVER_DIR
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config, save_config
 from megarl.config.run import batch_path
 from megarl.observability.fingerprints import FingerprintFile
-from megarl.trainer.earlier_run import MARKER, RECOVER_DIR
 from megarl.trainer.ppo import PPOTrainer
 from megarl.trainer.recorded_batches import as_tensors, write_batch
 from megarl.trainer.replay import RecordedSession, Replaying, replaying

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from megarl.cli import evaluate
+from megarl.config.earlier_run import config_changes
 from megarl.config.errors import ConfigError
 from megarl.config.loader import config_yaml, load_config, save_config
 from megarl.config.recipes import RECIPES
@@ -24,7 +25,6 @@ from megarl.config.secrets import (
 from megarl.observability.stats_logger import StatsLogger
 from megarl.run import main
 from megarl.trainer import evaluate_model
-from megarl.trainer.earlier_run import config_changes
 from megarl.trainer.recover import data_of, same_data
 from megarl.trainer.run_dir import claim, newest_checkpoint
 from tests.hf_stub import write_stub

@@ -27,13 +27,13 @@ from typing import NamedTuple
 import numpy as np
 
 from megarl.cli import CommandParser, positive
+from megarl.config.earlier_run import CONFIG_FILE, checkpoints
 from megarl.config.engine import TrainEngineConfig
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
 from megarl.config.recipes import BaseConfig, GRPOConfig, main_role
 from megarl.models.hf_config import read_hf_config
 from megarl.observability.episodes import GROUP, read_bytes, read_index, unpack
-from megarl.trainer.earlier_run import CONFIG_FILE, checkpoints
 from megarl.utils.env import quiet_libraries
 
 MOST = 4  # samples of an episode or a file

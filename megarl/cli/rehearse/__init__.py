@@ -37,6 +37,7 @@ from megarl.cli.rehearse.small import (
     write_model,
 )
 from megarl.config.check import check_config
+from megarl.config.earlier_run import checkpoints, differences
 from megarl.config.engine import TrainEngineConfig
 from megarl.config.errors import ConfigError, raise_if_any
 from megarl.config.loader import load_config, run_dir, save_config
@@ -48,7 +49,6 @@ from megarl.models.value_model import language_model
 from megarl.observability.report.runs import load_run
 from megarl.planning.memory import parameters
 from megarl.planning.shapes import find_shapes
-from megarl.trainer.earlier_run import checkpoints, differences
 from megarl.utils.child import Child, Signals, spelled, stop_all
 from megarl.utils.importing import add_working_directory
 

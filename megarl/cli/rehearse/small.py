@@ -17,13 +17,13 @@ from typing import Any
 import yaml
 
 from megarl.config.dataset import GENERATED
+from megarl.config.earlier_run import differences
 from megarl.config.engine import ParallelConfig
 from megarl.config.loader import checked_config, config_yaml
 from megarl.config.recipe_engines import engines
 from megarl.config.recipes import BaseConfig, GRPOConfig
 from megarl.models.families import find_family
 from megarl.models.hf_config import DEFAULTS
-from megarl.trainer.earlier_run import differences
 from megarl.utils.importing import is_import_path
 
 OVERLAY = yaml.safe_load(Path(__file__).with_name("overlay.yaml").read_text(encoding="utf-8"))
