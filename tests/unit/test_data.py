@@ -19,6 +19,12 @@ from megarl.rollout.rewards import get_reward_fn
 from tests.tiny_tokenizer import save_tokenizer
 
 
+def check_names(error: ValueError, names: str) -> None:
+    """Asserts that an error is one line and has these words."""
+    text = str(error)
+    assert "\n" not in text and all(name in text for name in names.split()), text
+
+
 def sums(tokenizer, *, purpose="rl", seed=1, **cfg):
     config = DatasetConfig(type="arithmetic", **({"size": 50} | cfg))
     return build_dataset(config, tokenizer, purpose=purpose, seed=seed)
@@ -128,23 +134,24 @@ def test_too_few_problems_of_a_level_is_an_error(tokenizer):
 
 
 @pytest.mark.parametrize(
-    "options, match",
+    "options, names",
     [
-        ({"levle": 2}, r"options\.levle=2: arithmetic has no such option; it takes level, ops"),
-        ({"seed": 2}, r"options\.seed=2: megarl gives arithmetic this argument"),
+        ({"levle": 2}, "options.levle=2 arithmetic level ops"),
+        ({"seed": 2}, "options.seed=2 arithmetic"),
         ({"level": 0}, "level=0"),
         ({"ops": "%"}, "ops='%'"),
         ({"careless": 2.0}, "careless=2.0"),
-        ({"count": 0}, "count=0: must be > 0"),
-        ({"demos": "two"}, "options.demos='two': not of type int"),
-        ({"level": [2, "x"]}, r"options.level=\[2, 'x'\]: not of type int \| list\[int\]"),
-        ({"system": 7}, "options.system=7: not text"),
-        ({"chat_template_kwargs": "x"}, "chat_template_kwargs='x': not keys and values"),
+        ({"count": 0}, "count=0 > 0"),
+        ({"demos": "two"}, "options.demos='two' int"),
+        ({"level": [2, "x"]}, "options.level=[2, 'x'] int list[int]"),
+        ({"system": 7}, "options.system=7 text"),
+        ({"chat_template_kwargs": "x"}, "chat_template_kwargs='x'"),
     ],
 )
-def test_bad_options_are_named(tokenizer, options, match):
-    with pytest.raises(ValueError, match=match):
+def test_bad_options_are_named(tokenizer, options, names):
+    with pytest.raises(ValueError) as caught:
         sums(tokenizer, options=options)
+    check_names(caught.value, names)
 
 
 def test_more_sums_than_there_can_be_are_not_searched_for(tokenizer):
@@ -273,38 +280,36 @@ ROW = json.dumps(GSM8K[0]).encode()
 
 
 @pytest.mark.parametrize(
-    "name, content, message",
+    "name, content, names",
     [
-        ("x.jsonl", ROW + b"\n{\n", r"x\.jsonl line 2: not valid JSON: .* \(.*column \d+\)"),
-        ("x.jsonl", ROW + b"\n\n" + ROW[:-1], r"x\.jsonl line 3: not valid JSON"),
-        ("x.jsonl", b"[1, 2]\n", r"x\.jsonl line 1: \[1, 2\] is not an object"),
+        ("x.jsonl", ROW + b"\n{\n", "x.jsonl line 2 JSON column"),
+        ("x.jsonl", ROW + b"\n\n" + ROW[:-1], "x.jsonl line 3 JSON"),
+        ("x.jsonl", b"[1, 2]\n", "x.jsonl line 1 [1, 2]"),
         ("x.jsonl", ROW + '\n{"question": "Wie groß"}'.encode("latin-1"),
-         r"x\.jsonl line 2: not UTF-8 \(byte 22 is 0xdf\); convert the file"),
-        ("x.jsonl", ROW.decode().encode("utf-16"), r"x\.jsonl line 1: not UTF-8"),
-        ("x.jsonl", b'{"question": null, "answer": "#### 1"}', r"line 1: the question is null"),
-        ("x.jsonl", b'{"question": 7, "answer": "#### 1"}', r"line 1: the question is 7, not text"),
-        ("x.jsonl", ROW + b'\n{"question": "?", "answer": 42}',
-         r"x\.jsonl line 2: the answer is 42, not text; write \"answer\": \"...\""),
-        ("x.jsonl", b'{"question": "?", "answer": null}', r"line 1: the answer is null; fill"),
-        ("x.jsonl", b'{"question": "?"}', r"line 1 lacks the columns \['answer'\]"),
-        ("x.jsonl", b'{"question": "?", "answer": "4"}', r"line 1: the answer has no '####'"),
-        ("x.jsonl", b'{"question": "?", "answer": "4 ####  "}', r"line 1: nothing follows"),
-        ("x.jsonl", b'{"question": "\\ud800", "answer": "#### 1"}',
-         r"line 1: the question holds half a character \(\\ud800\)"),
-        ("x.jsonl", b'{"question": ' + b"1" * 5000 + b"}", r"line 1: not valid JSON: Exceeds"),
-        ("x.jsonl", b"[" * 200_000, r"line 1: not valid JSON: "),
-        ("x.jsonl", b"", r"x\.jsonl\), split train, is empty: its source has 0 rows"),
-        ("x.json", b"[" + ROW + b", 3]", r"x\.json row 1: 3 is not an object"),
-        ("x.json", b"[" + ROW + b",\n" + ROW, r"x\.json: not valid JSON: .*\(line 2, column"),
-        ("x.parquet", b"PAR1 no", r"x\.parquet: unreadable: .*[Pp]arquet"),
-        ("x.csv", b"a,b", r"x\.csv: use one of"),
+         "x.jsonl line 2 UTF-8 byte 22 0xdf"),
+        ("x.jsonl", ROW.decode().encode("utf-16"), "x.jsonl line 1 UTF-8"),
+        ("x.jsonl", b'{"question": null, "answer": "#### 1"}', "line 1 question null"),
+        ("x.jsonl", b'{"question": 7, "answer": "#### 1"}', "line 1 question 7"),
+        ("x.jsonl", ROW + b'\n{"question": "?", "answer": 42}', 'line 2 answer 42 "answer": "..."'),
+        ("x.jsonl", b'{"question": "?", "answer": null}', "line 1 answer null"),
+        ("x.jsonl", b'{"question": "?"}', "line 1 ['answer']"),
+        ("x.jsonl", b'{"question": "?", "answer": "4"}', "line 1 answer '####'"),
+        ("x.jsonl", b'{"question": "?", "answer": "4 ####  "}', "line 1 ####"),
+        ("x.jsonl", b'{"question": "\\ud800", "answer": "#### 1"}', r"line 1 question \ud800"),
+        ("x.jsonl", b'{"question": ' + b"1" * 5000 + b"}", "line 1 JSON"),
+        ("x.jsonl", b"[" * 200_000, "line 1 JSON"),
+        ("x.jsonl", b"", "x.jsonl train 0 rows"),
+        ("x.json", b"[" + ROW + b", 3]", "x.json row 1 3"),
+        ("x.json", b"[" + ROW + b",\n" + ROW, "x.json JSON line 2, column"),
+        ("x.parquet", b"PAR1 no", "x.parquet arquet"),
+        ("x.csv", b"a,b", "x.csv parquet"),
     ],
 )  # fmt: skip
-def test_gsm8k_names_file_and_line(tokenizer, tmp_path, name, content, message):
+def test_gsm8k_names_file_and_line(tokenizer, tmp_path, name, content, names):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=message) as caught:
+    with pytest.raises(ValueError) as caught:
         gsm8k(tokenizer, tmp_path / name)
-    assert "\n" not in str(caught.value)
+    check_names(caught.value, names)
 
 
 def test_gsm8k_bad_sources_are_named(tokenizer, gsm8k_file, tmp_path):
@@ -489,24 +494,25 @@ def test_conversations_with_columns_of_any_name(tokenizer, gsm8k_file, kind):
 
 
 @pytest.mark.parametrize(
-    "row, options, match",
+    "row, options, names",
     [
-        ({"q": "1+1?"}, {}, r"line 1 lacks the column messages; it has \['q'\]"),
-        ({"q": "?"}, {"columns": {"messages": "p"}}, r"columns\.messages=p: no such column"),
-        ({"messages": [{"role": "user"}]}, {}, r"line 1: message 0: its content is null, not text"),
-        ({"messages": [{"content": "x"}]}, {}, r'message 0 is .*; write \{"role"'),
-        ({"messages": 3}, {}, r"messages are 3, not a list"),
-        ({"messages": "?", "prompt": "x"}, {}, r"row 0: the name prompt is megarl's.*columns"),
-        ({"messages": [{"role": "assistant", "content": "2"}]}, {}, r"ends with an assistant's"),
-        ({"messages": "?"}, {"colums": {}}, r"options\.colums=\{\}: chat has no such option"),
-        ({"messages": "?"}, {"train_on": "some"}, r"options\.train_on='some': use one of"),
+        ({"q": "1+1?"}, {}, "line 1 messages ['q']"),
+        ({"q": "?"}, {"columns": {"messages": "p"}}, "columns.messages=p"),
+        ({"messages": [{"role": "user"}]}, {}, "line 1 message 0 content null"),
+        ({"messages": [{"content": "x"}]}, {}, 'message 0 {"role"'),
+        ({"messages": 3}, {}, "messages 3"),
+        ({"messages": "?", "prompt": "x"}, {}, "row 0 prompt columns"),
+        ({"messages": [{"role": "assistant", "content": "2"}]}, {}, "assistant"),
+        ({"messages": "?"}, {"colums": {}}, "options.colums={} chat"),
+        ({"messages": "?"}, {"train_on": "some"}, "options.train_on='some'"),
     ],
-)  # fmt: skip
-def test_mistakes_in_conversations_are_named(tokenizer, gsm8k_file, row, options, match):
+)
+def test_mistakes_in_conversations_are_named(tokenizer, gsm8k_file, row, options, names):
     path = gsm8k_file("jsonl", "x.jsonl", [row])
     config = DatasetConfig(type="chat", path=str(path), options=options)
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(ValueError) as caught:
         build_dataset(config, tokenizer, purpose="rl", seed=1)
+    check_names(caught.value, names)
 
 
 TURNS = [
