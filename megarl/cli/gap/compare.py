@@ -360,8 +360,7 @@ def run_all(
         experts = read_hf_config(path, override=override).moe
         other = dtype if server_dtype == "auto" else getattr(torch, server_dtype)
         coarse, fine = sorted((dtype, other), key=lambda d: torch.finfo(d).eps, reverse=True)
-        model = load_model(path, coarse, override)
-        rounded = by_transformers(model, samples, first, experts)
+        rounded = by_transformers(load_model(path, coarse, override), samples, first, experts)
         model = load_model(path, fine, override)
         model = model.double() if fine == torch.float32 else model.float()
         exact = by_transformers(model, samples, first, experts)
