@@ -4,8 +4,7 @@
 "size", ...}. The record is the `size` bytes at `at` in <run>/episodes/<file>: zlib, and in it a
 line of JSON and then arrays of numbers. A line is written after its record, so what a killed
 process leaves behind is at worst bytes that no line names, and one line cut short. Every start
-writes data files of its own, and the line {"kind": "start", "after": k} where it goes on from step
-k: what earlier lines say of later steps is superseded.
+writes data files of its own, and the line {"kind": "start", "after": k} (journal.py).
 """
 
 from __future__ import annotations
@@ -14,13 +13,15 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
+
+from megarl.observability.journal import append, append_line, read_lines
 
 FOLDER = "episodes"
 INDEX = "index.jsonl"
@@ -74,17 +75,13 @@ class EpisodeStream:
         """Opens the stream behind what earlier starts wrote."""
         self._folder = run_dir / FOLDER
         self._folder.mkdir(parents=True, exist_ok=True)
-        index = self._folder / INDEX
-        cut_short = index.exists() and not _ends_with_newline(index)
-        self._index: BinaryIO = index.open("ab", buffering=0)
-        if cut_short:
-            _write_all(self._index, b"\n")
+        self._index: BinaryIO = (self._folder / INDEX).open("ab", buffering=0)
         self._number = 1 + max(map(_number, self._folder.glob("data_*.bin")), default=-1)
         self._data: BinaryIO = self._open_data()
 
     def begin(self, after: int) -> None:
         """Says that this start goes on from step `after`: records of later steps are superseded."""
-        self._write_line({"kind": START, "after": after})
+        append_line(self._index, {"kind": START, "after": after})
 
     def append(self, line: Mapping[str, Any], data: bytes) -> None:
         """Appends a record. `line` is what the index says of it beside the place: kind, step,
@@ -93,18 +90,14 @@ class EpisodeStream:
             self._data.close()
             self._number += 1
             self._data = self._open_data()
-        at = _write_all(self._data, data)
+        at = append(self._data, data)
         place = {"file": Path(self._data.name).name, "at": at, "size": len(data)}
-        self._write_line({**line, **place})
+        append_line(self._index, {**line, **place}, allow_nan=False)
 
     def close(self) -> None:
         """Closes the files."""
         self._data.close()
         self._index.close()
-
-    def _write_line(self, line: Mapping[str, Any]) -> None:
-        text = json.dumps(line, allow_nan=False, separators=(",", ":")) + "\n"
-        _write_all(self._index, text.encode())
 
     def _open_data(self) -> BinaryIO:
         return (self._folder / f"data_{self._number:06d}.bin").open("ab", buffering=0)
@@ -115,10 +108,8 @@ def read_index(run_dir: Path) -> list[dict[str, Any]]:
     figures; none where nothing was recorded. A line that was cut short is left out."""
     index = run_dir / FOLDER / INDEX
     found: dict[tuple[int, int, str], dict[str, Any]] = {}
-    for line in _lines(index) if index.exists() else ():
-        if line["kind"] == START:
-            found = {key: kept for key, kept in found.items() if key[0] <= line["after"]}
-        else:
+    for line in read_lines(index) if index.exists() else ():
+        if line["kind"] != START:
             found[line["step"], line["episode"], line["kind"]] = line
     return [found[key] for key in sorted(found, key=lambda k: (*k[:2], k[2] != GROUP))]
 
@@ -135,37 +126,6 @@ def read_bytes(run_dir: Path, line: Mapping[str, Any]) -> bytes:
     if len(data) < line["size"]:
         raise ValueError(f"{path} ends before byte {line['at'] + line['size']}")
     return data
-
-
-def _lines(index: Path) -> Iterator[dict[str, Any]]:
-    with index.open("rb") as file:
-        for line in file:
-            try:
-                yield json.loads(line)
-            except ValueError:  # a crash cut it short, perhaps within a character
-                continue
-
-
-def _write_all(file: BinaryIO, data: bytes) -> int:
-    """Writes `data` at the end of an unbuffered file and returns where; where there is no room,
-    takes back what was written of it and raises OSError."""
-    at = file.seek(0, os.SEEK_END)
-    left = memoryview(data)
-    try:
-        while left:  # a disk takes what it has room for, and says so at the next write
-            left = left[file.write(left) :]
-    except OSError:
-        file.truncate(at)
-        raise
-    return at
-
-
-def _ends_with_newline(path: Path) -> bool:
-    with path.open("rb") as file:
-        if not file.seek(0, os.SEEK_END):
-            return True
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"\n"
 
 
 def _number(path: Path) -> int:

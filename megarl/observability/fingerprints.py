@@ -1,8 +1,8 @@
 """Keeps fingerprints of what every step of a run computed, and finds where two runs differ.
 
 <run>/record/fingerprints.jsonl has a line for each phase of a step: {"step", "phase", "tensors":
-{name: fingerprint}}. The line {"start": {...}, "after": k} says where and with what a start goes on
-from step k: what earlier lines say of later steps is superseded. A hash is of bits, so that equal
+{name: fingerprint}}. The line {"start": {...}, "after": k} (journal.py) says where and with what a
+start goes on from step k. A hash is of bits, so that equal
 hashes mean equal tensors; norm and sum only tell people how far apart two tensors are.
 
 Beyond DETAIL_BYTES the tensors of weights are no longer listed one by one: a line then has one hash
@@ -11,15 +11,14 @@ for all of them, under the name "*". The rest of a step takes a few kB.
 
 from __future__ import annotations
 
-import json
-import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megarl.config.run import RECORD_DIR
+from megarl.observability.journal import append_line, read_lines
 from megarl.utils.digests import Digest, Fingerprint
 
 FILE = "fingerprints.jsonl"
@@ -67,26 +66,18 @@ class FingerprintFile:
     def begin(self, after: int, start: Mapping[str, Any]) -> None:
         """Says that this start goes on from step `after`, and with what. Raises OSError."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        # an empty line first: a crash may have cut the one before short
-        self._write("\n" + json.dumps({"start": start, "after": after}))
+        self._write({"start": start, "after": after})
 
     def append(self, step: int, phase: str, tensors: Tensors) -> None:
         """Appends a phase of a step. Raises OSError where there is no room."""
         if phase.endswith((WEIGHTS, SERVERS)) and self._path.stat().st_size > DETAIL_BYTES:
             tensors = {ALL: Fingerprint(_of_all(tensors))}
         listed = {name: _shortened(found) for name, found in tensors.items()}
-        self._write(json.dumps({"step": step, "phase": phase, "tensors": listed}))
+        self._write({"step": step, "phase": phase, "tensors": listed})
 
-    def _write(self, line: str) -> None:
-        data = line.encode() + b"\n"
+    def _write(self, line: Mapping[str, Any]) -> None:
         with self._path.open("ab", buffering=0) as file:
-            size = file.seek(0, os.SEEK_END)
-            try:
-                if file.write(data) < len(data):
-                    raise OSError(f"{self._path}: a write came out short")
-            except OSError:
-                file.truncate(size)
-                raise
+            append_line(file, line)
 
 
 def _shortened(found: Fingerprint) -> list[Any]:
@@ -121,24 +112,13 @@ def read_fingerprints(run_dir: Path) -> Fingerprints:
     """Returns the fingerprints that count; a line that was cut short is left out. Raises
     FileNotFoundError where none were recorded."""
     found = Fingerprints()
-    for line in _lines(run_dir / RECORD_DIR / FILE):
+    for line in read_lines(run_dir / RECORD_DIR / FILE):
         if "start" in line:
             found.start = line["start"]
-            for step in [s for s in found.steps if s > line["after"]]:
-                del found.steps[step]
         else:
             tensors = {name: Fingerprint(*fields) for name, fields in line["tensors"].items()}
             found.steps.setdefault(line["step"], {})[line["phase"]] = tensors
     return found
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open("rb") as file:
-        for line in file:
-            try:
-                yield json.loads(line)
-            except ValueError:  # a crash cut it short
-                continue
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -225,7 +225,7 @@ def test_configurations_and_machines_that_differ_are_shown(right, tmp_path, monk
     save_config(right.cfg, before)
     save_config(run.cfg, tmp_path / "config.yaml")
     text = (tmp_path / RECORD_DIR / fp.FILE).read_text()
-    (tmp_path / RECORD_DIR / fp.FILE).write_text(text.replace('"world_size": 1', '"world_size": 2'))
+    (tmp_path / RECORD_DIR / fp.FILE).write_text(text.replace('"world_size":1', '"world_size":2'))
     assert diff([str(right.dir), str(tmp_path)]) == 0
     first, second, _ = capsys.readouterr().out.splitlines()
     before.unlink()  # the other tests compare without
