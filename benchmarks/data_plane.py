@@ -28,11 +28,11 @@ import torch
 import torch.distributed as dist
 
 from megarl.api.batch import Batch, Padded
+from megarl.api.padded import concat_padded
 from megarl.parallel import exchange
 from megarl.parallel.layout import Layout
 from megarl.parallel.packing import Cost
 from megarl.parallel.placement import engine_home, place_rows
-from megarl.utils.batch import concat_padded
 
 RANKS, GROUP = 4, 8  # samples per prompt
 LAYOUTS = {"dp4": Layout(dp=4), "dp2 tp2": Layout(dp=2, tp=2)}

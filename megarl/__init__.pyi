@@ -16,6 +16,7 @@ from megarl.api.failures import on_every_rank as on_every_rank
 from megarl.api.inference import InferenceEngine as InferenceEngine
 from megarl.api.inference import RolloutFailed as RolloutFailed
 from megarl.api.inference import RolloutWorkflow as RolloutWorkflow
+from megarl.api.padded import concat_padded_tensors as concat_padded_tensors
 from megarl.api.records import FinetuneSpec as FinetuneSpec
 from megarl.api.records import ModelRequest as ModelRequest
 from megarl.api.records import ModelResponse as ModelResponse
@@ -85,4 +86,3 @@ from megarl.trainer.roles import MegatronSFT as MegatronSFT
 from megarl.trainer.roles import MegatronTeacher as MegatronTeacher
 from megarl.trainer.saver import Saver as Saver
 from megarl.trainer.session import RolloutSession as RolloutSession
-from megarl.utils.batch import concat_padded_tensors as concat_padded_tensors

@@ -82,7 +82,8 @@ def _checked(argv: Sequence[str]) -> BaseConfig | None:
     cfg = _read(command)
     only = "check" in command.switches
     if "print-config" in command.switches:
-        _say(config_yaml(cfg))
+        if _rank() == 0:
+            print(config_yaml(cfg))
         return None
     world_size = _world_size(cfg, only)
     fetch_hub_models(cfg)
@@ -97,7 +98,7 @@ def _checked(argv: Sequence[str]) -> BaseConfig | None:
     check_contents(cfg)
     if only:
         under = " under one controller" if cfg.trainer.mode == "controller" else ""
-        _say(f"the configuration is sound, for {world_size} trainer process(es){under}")
+        print(f"the configuration is sound, for {world_size} trainer process(es){under}")
         return None
     check_writable(cfg)
     return cfg
@@ -213,11 +214,6 @@ def _world_size(cfg: BaseConfig, only_checks: bool) -> int:
 
 def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
-
-
-def _say(text: str) -> None:
-    if _rank() == 0:
-        print(text)
 
 
 def _refuse(report: str, status: int) -> int:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megarl.api.failures import on_every_rank
 from megarl.api.local_rows import gather_rows
+from megarl.api.padded import PAD, Padded, is_per_token
 from megarl.api.tokens import (
     IDS,
     MASK,
@@ -31,7 +32,6 @@ from megarl.api.tokens import (
     row_bytes,
     row_lengths,
 )
-from megarl.utils.batch import PAD, Padded, is_per_token
 
 # fields [B] that say which rows stay together, the first that is there
 UNITS = ("unit_ids", "rollout_ids")

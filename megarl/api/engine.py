@@ -20,7 +20,7 @@ import torch
 
 from megarl.api.batch import Batch, Padded
 from megarl.api.records import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
-from megarl.utils.digests import Fingerprint
+from megarl.utils.files import Fingerprint
 
 # (outputs, batch) of one micro-batch, padded [b,S] -> (loss_sum, {name: (sum, weight)})
 LossFn = Callable[[Padded, Padded], tuple[torch.Tensor, dict[str, tuple[Any, Any]]]]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megarl.api.padded import is_per_token
 from megarl.api.tokens import (
     IDS,
     MASK,
@@ -22,7 +23,6 @@ from megarl.api.tokens import (
     row_bytes,
     row_lengths,
 )
-from megarl.utils.batch import is_per_token
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from megarl.utils.digests import broken_seal, file_digest, seal
+from megarl.utils.files import broken_seal, file_digest, seal
 
 MARKER = "megarl.json"
 FORMAT = 1

@@ -12,7 +12,7 @@ from typing import Any
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from megarl.utils.digests import Digest
+from megarl.utils.files import Digest
 
 
 class Writer(dcp.FileSystemWriter):

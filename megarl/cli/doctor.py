@@ -4,16 +4,17 @@
     srun --ntasks-per-node=1 megarl doctor X.yaml               (every host of a Slurm allocation)
     torchrun --nnodes N ... -m megarl.cli doctor X.yaml         (every host)
 
-A line for each thing: OK, WARN or FAIL, with the fix. It looks at the configuration, models and
-tokenizer, versions, GPUs and NCCL's environment, the file root (room, speed, and on several hosts
-whether they really share it), the master's port, servers, W&B's key. It writes 128 MiB into the
-file root and removes them. On several hosts each writes its findings there, too, and the first host
-prints them all. The exit status is 1 where something FAILs, 2 where the configuration cannot be
-read.
+A line for each thing: OK, WARN or FAIL, with the fix. It makes the checks of a start, but for data
+and code, and looks at versions, GPUs and NCCL's environment, the file root (room, speed, and on
+several hosts whether they really share it), the master's port, servers, W&B's key. It writes 128
+MiB into the file root and removes them. On several hosts each writes its findings there, too, and
+the first host prints them all. The exit status is 1 where something FAILs, 2 where the
+configuration cannot be read.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import netrc
 import os
@@ -32,9 +33,6 @@ from typing import Any
 from packaging.version import Version
 
 from megarl.cli import CommandParser
-from megarl.config.check import check_config
-from megarl.config.earlier_run import check_run_dir
-from megarl.config.engine import ParallelConfig
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
 from megarl.config.recipe_engines import (
@@ -45,13 +43,13 @@ from megarl.config.recipe_engines import (
     trained_engines,
 )
 from megarl.config.recipes import BaseConfig, GRPOConfig
-from megarl.models.hf_config import ModelConfig, check_layout, parse_hf_config
+from megarl.models.hf_config import parse_hf_config
 from megarl.models.value_model import language_model
 from megarl.planning.memory import parameters
 from megarl.planning.shapes import find_shapes
 from megarl.trainer.named import check_tokenizer
-from megarl.trainer.preflight import check_models
-from megarl.utils.env import attention_problems, free_port
+from megarl.trainer.preflight import check_recipe
+from megarl.utils.env import free_port
 from megarl.utils.files import write_whole
 from megarl.utils.http import call_json
 from megarl.utils.importing import add_working_directory
@@ -74,7 +72,6 @@ MODEL = 2
 TIMEOUT = 60.0  # seconds another interpreter may take to name a version
 HEALTH_TIMEOUT = 5.0  # seconds
 STALE = 600.0  # seconds: an older file of findings is an earlier doctor's
-_ABSENT = ("no such directory", "no such file")  # words of problems that `models` reports
 _OFF = "a fast way between GPUs is off"
 # (variable, value, what is wrong with it)
 _VARIABLES = (
@@ -84,6 +81,15 @@ _VARIABLES = (
     ("NCCL_NET_GDR_LEVEL", "0", _OFF),
     ("NCCL_CUMEM_ENABLE", "1", "SGLang servers turn it off, and cannot open such buffers"),
 )
+
+
+# by the variable with the tasks of a job: two that name the job, this host's number, the number of
+# hosts, the task's number on its host
+_JOBS = {
+    "WORLD_SIZE": "MASTER_ADDR MASTER_PORT GROUP_RANK GROUP_WORLD_SIZE LOCAL_RANK",
+    "SLURM_STEP_NUM_TASKS": "SLURM_JOB_ID SLURM_STEP_ID SLURM_NODEID SLURM_STEP_NUM_NODES "
+    "SLURM_LOCALID",
+}
 
 
 @dataclass(frozen=True)
@@ -180,44 +186,17 @@ def _tried(
         yield Finding(FAIL, name, text, own_fix)
 
 
-def configuration(host: Host) -> Iterator[Finding]:
-    """Looks for problems of the configuration itself and of its run directory."""
-    findings = [*_tried("configuration", "is sound", check_config, host.cfg)]
-    findings += _tried("run directory", "takes this run", check_run_dir, host.cfg)
-    yield from (f for f in findings if not any(words in f.text for words in _ABSENT))
+def recipe(host: Host) -> Iterator[Finding]:
+    """Makes the checks of a start that read neither data nor code. A model of the hub that is not
+    here is a warning: a start downloads it."""
+    size = smallest_world_size(host.cfg)
+    text = f"rules, models and run directory are sound, for {size} trainer process(es)"
+    yield from map(_warned, _tried("recipe", text, check_recipe, host.cfg, size))
+    yield from _tried("tokenizer", "its files are here", check_tokenizer, host.cfg)
 
 
-def models(host: Host) -> Iterator[Finding]:
-    """Looks whether models are here, fit their layouts and have room for every token of their
-    tokenizer."""
-    cfg, absent = host.cfg, set[str]()
-    for name, engine in engines(cfg).items():
-        path = model_path(cfg, name)
-        title = f"{name} layout"
-        yield from _tried(title, "fits the model", _check_layout, host, path, engine.parallel)
-        if not Path(path).is_dir():
-            absent.add(path)
-    for path in sorted(absent):
-        text = f"{path} is not a directory here, so its tokenizer was not looked at"
-        fix = f"hf download {path} --local-dir DIR on storage that all hosts share, and name DIR"
-        yield Finding(WARN if "/" in path else FAIL, "model", text, fix)
-    if not absent:
-        text = "every token has its row in the models' vocabularies"
-        yield from _tried("tokenizer and model", text, _check_models, cfg)
-
-
-def _shapes(path: str, host: Host) -> ModelConfig:
-    """Returns what is known of a model, also of one that is not here. Raises ValueError."""
-    return parse_hf_config(language_model(find_shapes(path, host.cards)), path)
-
-
-def _check_layout(host: Host, path: str, layout: ParallelConfig) -> None:
-    check_layout(_shapes(path, host), layout)
-
-
-def _check_models(cfg: BaseConfig) -> None:
-    check_models(cfg)
-    check_tokenizer(cfg)
+def _warned(finding: Finding) -> Finding:
+    return replace(finding, status=WARN) if finding.fix.startswith("download") else finding
 
 
 def versions(host: Host) -> Iterator[Finding]:
@@ -260,10 +239,8 @@ def _sglang_of(python: str) -> str | None:
 
 
 def environment(host: Host) -> Iterator[Finding]:
-    """Looks at GPUs, and at variables of NCCL, Transformer Engine and CUDA."""
+    """Looks at GPUs, and at variables of NCCL and CUDA."""
     yield _gpus(host)
-    for problem in attention_problems(host.env):
-        yield Finding(FAIL, "Transformer Engine", problem, "unset it")
     warnings = list(_nccl_warnings(host))
     yield from warnings
     if not warnings:
@@ -320,7 +297,8 @@ def files(host: Host) -> Iterator[Finding]:
         return
     yield Finding(OK, "file root", f"{root} can be written to")
     try:
-        trained = [_shapes(model_path(cfg, name), host) for name in trained_engines(cfg)]
+        shapes = [find_shapes(model_path(cfg, n), host.cards) for n in trained_engines(cfg)]
+        trained = [parse_hf_config(language_model(raw), "model") for raw in shapes]
     except ValueError:
         yield Finding(WARN, "disk space", "not known: the model's shapes are not here", "see model")
         return
@@ -358,7 +336,11 @@ def services(host: Host) -> Iterator[Finding]:
         fix = "set MASTER_PORT to a free one, the same on every host"
         yield from _tried("master port", f"{port} is free", free_port, "", int(port), fix=fix)
     fix = "start it, open the port between the hosts, or mend rollout.addresses"
-    for address in server_addresses(host.rl.rollout) if host.rl else []:
+    addresses: list[str] = []
+    if host.rl:
+        with contextlib.suppress(OSError):  # `recipe` says that the file of addresses is missing
+            addresses = server_addresses(host.rl.rollout)
+    for address in addresses:
         yield from _tried(f"server {address}", "is healthy", _ask, address, fix=fix)
     if host.cfg.stats_logger.wandb.mode == "online":
         try:
@@ -374,7 +356,7 @@ def _ask(address: str) -> None:
     call_json("GET", address, "/health", timeout=HEALTH_TIMEOUT)
 
 
-CHECKS = (configuration, models, versions, environment, files, services)
+CHECKS = (recipe, versions, environment, files, services)
 
 
 # several hosts: each writes below the file root, and the first one reads it all
@@ -394,23 +376,16 @@ class Place:
 def this_place(env: Mapping[str, str]) -> Place | None:
     """Returns this process's place among several hosts, from torchrun's variables or srun's; None
     where it is alone. Raises ConfigError for variables that are incomplete."""
-    try:
-        if int(env.get("WORLD_SIZE", "1")) > 1:
-            return Place(
-                job=f"{env['MASTER_ADDR']}-{env['MASTER_PORT']}",
-                node=int(env["GROUP_RANK"]),
-                hosts=int(env["GROUP_WORLD_SIZE"]),
-                speaks=env["LOCAL_RANK"] == "0",
-            )
-        if int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-            return Place(
-                job=f"{env['SLURM_JOB_ID']}-{env['SLURM_STEP_ID']}",
-                node=int(env["SLURM_NODEID"]),
-                hosts=int(env["SLURM_STEP_NUM_NODES"]),
-                speaks=env["SLURM_LOCALID"] == "0",
-            )
-    except KeyError as e:
-        raise ConfigError([f"{e.args[0]} is not set: use torchrun or srun"]) from e
+    for tasks, text in _JOBS.items():
+        if int(env.get(tasks, "1")) == 1:
+            continue
+        names = text.split()
+        if missing := [name for name in names if name not in env]:
+            why = f"{tasks} is set and {', '.join(missing)} is not"
+            raise ConfigError([f"{why}: use torchrun or srun"])
+        first, second, node, hosts, local = (env[name] for name in names)
+        job = f"{first}-{second}"
+        return Place(job=job, node=int(node), hosts=int(hosts), speaks=local == "0")
     return None
 
 

@@ -23,7 +23,7 @@ from megarl.config.loader import config_yaml, run_dir
 from megarl.config.recipe_engines import engines, model_override, model_path, saved_engines
 from megarl.config.recipes import BaseConfig
 from megarl.config.secrets import MASK, masked
-from megarl.utils.digests import broken_seal
+from megarl.utils.files import broken_seal
 
 STATS_FILE, CONFIG_FILE = "stats.jsonl", "config.yaml"
 RECOVER_DIR, MARKER, FINAL_DIR = "recover", "trainer.json", "final"

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from megarl.api.batch import Batch
+from megarl.api.padded import Padded
 from megarl.api.tokens import Home
 from megarl.controller.messages import BatchChange, BatchState, Field, Ref, Source
 from megarl.controller.store import pull
-from megarl.utils.batch import Padded
 
 if TYPE_CHECKING:
     from megarl.controller.group import Pending, WorkerGroup

@@ -11,12 +11,12 @@ from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler
 
+from megarl.api.padded import Padded
 from megarl.config.dataset import DatasetConfig
 from megarl.data.dataset import RowDataset
 from megarl.data.draws import Draws
 from megarl.data.problem import Row
 from megarl.data.sources import check_batches
-from megarl.utils.batch import Padded
 from megarl.utils.importing import load_object
 
 

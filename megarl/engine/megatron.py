@@ -26,8 +26,8 @@ from megarl.engine.routing import ROUTED
 from megarl.parallel.exchange import world_comm
 from megarl.parallel.groups import model_scope
 from megarl.parallel.worlds import ranks_of
-from megarl.utils.digests import Fingerprint
 from megarl.utils.env import uses_gpus
+from megarl.utils.files import Fingerprint
 
 
 class MegatronEngine(EngineLife):

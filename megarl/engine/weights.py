@@ -20,7 +20,7 @@ from megarl.engine.setup import EngineState, head_seed, load_base
 from megarl.models.gather import BucketGatherer, plan_buckets
 from megarl.models.tensor_hash import weight_hashes
 from megarl.parallel import mcore
-from megarl.utils.digests import Fingerprint
+from megarl.utils.files import Fingerprint
 from megarl.weight_sync.sender import WeightSender
 from megarl.weight_sync.transports import WeightSource
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from megarl.config.run import RECORD_DIR
 from megarl.observability.journal import append_line, read_lines
-from megarl.utils.digests import Digest, Fingerprint
+from megarl.utils.files import Digest, Fingerprint
 
 FILE = "fingerprints.jsonl"
 DETAIL_BYTES = 64 << 20

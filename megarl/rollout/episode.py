@@ -18,6 +18,7 @@ from megarl.api.inference import (
     RolloutFailed,
     RolloutWorkflow,
 )
+from megarl.api.padded import select
 from megarl.observability.logging import get_logger
 from megarl.observability.timeline import EPISODES, timeline
 from megarl.rollout.answers import AnswerLog
@@ -38,7 +39,6 @@ from megarl.rollout.rewards.errors import RewardError, fails_sample
 from megarl.rollout.routes import wanted as routes_wanted
 from megarl.rollout.server_choice import Home, current_home
 from megarl.rollout.trajectory import kept_notes
-from megarl.utils.batch import select
 
 log = get_logger(__name__)
 

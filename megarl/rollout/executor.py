@@ -18,6 +18,7 @@ import torch
 
 from megarl.api.batch import Batch, Padded
 from megarl.api.inference import InferenceEngine, RolloutWorkflow
+from megarl.api.padded import concat_padded
 from megarl.config.rollout import RolloutConfig
 from megarl.rollout.accounting import AccountingError, SampleAccounting
 from megarl.rollout.episode import Episode, batch_parts
@@ -25,7 +26,6 @@ from megarl.rollout.loop_thread import LoopThread
 from megarl.rollout.outcomes import Outcome
 from megarl.rollout.pipeline import DEFAULT_CONCURRENCY, GRACE, Pipeline, ShouldAccept
 from megarl.rollout.row_stream import RowStream
-from megarl.utils.batch import concat_padded
 
 WorkflowBuilder = Callable[[], RolloutWorkflow]
 

@@ -16,7 +16,7 @@ from megarl.algos.proximal import CHECK
 from megarl.algos.rows import Data, as_batch, reduce_rows, total
 from megarl.api.batch import Batch, Padded
 from megarl.api.tokens import as_bytes, row_bytes
-from megarl.utils.digests import Fingerprint, RowDigest
+from megarl.utils.files import Fingerprint, RowDigest
 
 LENGTHS = "lengths"
 _FIRST = ("input_ids", "loss_mask", "versions", "logprobs")  # what the others come of

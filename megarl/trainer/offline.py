@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from megarl.api.padded import Padded
 from megarl.api.records import FinetuneSpec
 from megarl.config.dataset import DatasetConfig
 from megarl.config.recipes import OfflineConfig, SFTConfig, data_purpose, held_out_sets
@@ -28,7 +29,6 @@ from megarl.trainer.rollout_metrics import batch_metrics, update_speed
 from megarl.trainer.saver import Saved, Saver
 from megarl.trainer.self_check import SelfCheck
 from megarl.utils import stopping
-from megarl.utils.batch import Padded
 
 log = get_logger(__name__)
 SAMPLES = "samples.jsonl"

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from megarl.api.padded import Padded
 from megarl.config.recipes import DPOConfig, RMConfig
 from megarl.data.dataset import RowDataset
 from megarl.data.loader import collate_pairs, collate_unpaired
@@ -21,7 +22,6 @@ from megarl.trainer.roles import (
     make_ref,
 )
 from megarl.trainer.self_check import same_weights
-from megarl.utils.batch import Padded
 
 _JOINED = ("loss", "accuracy", "margin")
 

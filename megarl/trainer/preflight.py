@@ -76,12 +76,8 @@ def check_writable(cfg: BaseConfig) -> None:
             file.flush()
             os.fsync(file.fileno())  # quotas and network file systems speak up here
     except OSError as e:
-        raise ConfigError(
-            [
-                f"the run directory {directory} cannot be written to: {e}; "
-                "make room there, or set another fileroot"
-            ]
-        ) from e
+        why = f"cannot be written to: {e}; make room there, or set another fileroot"
+        raise ConfigError([f"the run directory {directory} {why}"]) from e
 
 
 def check_models(cfg: BaseConfig) -> None:

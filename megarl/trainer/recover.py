@@ -33,8 +33,7 @@ from megarl.trainer.context import RunContext
 from megarl.trainer.frequency import Frequency
 from megarl.trainer.saver import Saver
 from megarl.trainer.state_file import CHECKSUM, State, read_state, write_state
-from megarl.utils.digests import seal
-from megarl.utils.files import full_disk_named, put_in_place, remove, stage
+from megarl.utils.files import full_disk_named, put_in_place, remove, seal, stage
 
 log = get_logger(__name__)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megarl.config.earlier_run import Checkpoint
-from megarl.utils.digests import Digest, file_digest
+from megarl.utils.files import Digest, file_digest
 
 STATE_FILE = "trainer.pt"
 CHECKSUM = "trainer.pt xxh3_128"  # key of trainer.json

@@ -34,7 +34,7 @@ from megarl.trainer.batch_fingerprints import field_fingerprints
 from megarl.trainer.context import ProcessContext
 from megarl.trainer.disk_thread import DiskThread
 from megarl.trainer.recorded_batches import as_tensors, record_batch, whole
-from megarl.utils.digests import Fingerprint
+from megarl.utils.files import Fingerprint
 from megarl.utils.http import Deadline
 from megarl.weight_sync.verify import held_checksums
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 from typing import Any
 
-from megarl.utils.batch import Padded
+from megarl.api.padded import Padded
 
 WROTE, READ = "model", "environment"
 

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from megarl.api.batch import Batch, Home, Tokens
+from megarl.api.padded import select
 from megarl.config.engine import MoEConfig
 from megarl.parallel import exchange
 from megarl.parallel.placement import split_minibatches
-from megarl.utils.batch import select
 from tests.dist.engine_jobs import Tensors, batch, loss_fn, make_engine, save_model, state
 from tests.dist.invariance import FIGURES
 from tests.tiny import VOCAB

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megarl.api.records import SaveLoadMeta
 from megarl.ckpt.marker import write_marker
-from megarl.utils.digests import seal
+from megarl.utils.files import seal
 from tests.dist.engine_jobs import batch, loss_fn, make_engine, save_model, state, weight_fn
 from tests.dist.world import World
 from tests.hostile import Hostile

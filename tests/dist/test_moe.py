@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.api.padded import select
 from megarl.config.engine import MoEConfig
-from megarl.utils.batch import select
 from tests.dist import engine_jobs
 from tests.dist.engine_jobs import (
     PLAIN,

@@ -15,7 +15,7 @@ from megarl.config.loader import run_dir, save_config
 from megarl.launcher import plan
 from megarl.launcher.plan import Plan, plan_here
 from megarl.trainer.preflight import check_contents
-from megarl.utils.digests import seal
+from megarl.utils.files import seal
 from tests.hf_stub import write_stub
 
 

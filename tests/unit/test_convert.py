@@ -28,7 +28,7 @@ from megarl.ckpt.convert_report import inspect, verify
 from megarl.ckpt.convert_work import Job, Progress, chunk_bytes, resident_bytes
 from megarl.ckpt.marker import read_info, write_marker
 from megarl.ckpt.restricted import read_metadata
-from megarl.utils.digests import seal
+from megarl.utils.files import seal
 from tests.files import read_all, same
 from tests.hostile import Hostile
 from tests.tiny import KINDS, MLA_KINDS, MOE_KINDS, save_tiny, tiny_hf

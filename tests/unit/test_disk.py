@@ -10,8 +10,7 @@ import torch
 from torch.distributed import checkpoint as dcp
 
 from megarl.ckpt.writer import Writer
-from megarl.utils.digests import file_digest
-from megarl.utils.files import DiskFull, check_room, full_disk_named
+from megarl.utils.files import DiskFull, check_room, file_digest, full_disk_named
 from tests.full_disk import files_below
 
 LINE = r"saving x: .*: 5\.0 MiB are needed, /.* has .* free .*; make room there, or set another fil"

@@ -69,10 +69,8 @@ def test_a_sound_recipe(model: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert status == 0 and "0 FAIL" in said, said
     assert "fix:" not in said and " WARN" not in said.replace("0 WARN", ""), said
     for name in (
-        "configuration",
-        "actor layout",
-        "ref layout",
-        "tokenizer and model",
+        "recipe",
+        "tokenizer",
         "torch",
         "file root",
         "disk space",
@@ -90,7 +88,6 @@ def test_each_break_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))  # without ~/.netrc
-    monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
     monkeypatch.setenv("NCCL_IB_DISABLE", "1")
     with socket.socket() as taken:
         taken.bind(("", 0))
@@ -108,8 +105,7 @@ def test_each_break_is_found(
         )
     assert status == 1
     for name, words in (
-        ("configuration", "actor.eps_clip=2"),
-        ("Transformer Engine", "NVTE_FUSED_ATTN=0"),
+        ("recipe", "actor.eps_clip=2"),
         ("W&B", "there is no key"),
         ("master port", "in use"),
         (f"server {dead}", "/health"),
@@ -131,7 +127,7 @@ def test_a_file_root_and_a_tokenizer_that_do_not_do(
         capsys, CONFIG, f"actor.path={small}", f"fileroot={tmp_path / 'file' / 'runs'}"
     )
     assert status == 1 and line(said, "file root").startswith("FAIL")
-    found = line(said, "tokenizer and model")
+    found = line(said, "recipe")
     assert found.startswith("FAIL") and f"'<more>' with id {VOCAB}" in found
 
 
@@ -143,9 +139,9 @@ def test_what_only_the_cluster_has(
         monkeypatch.delenv(name, raising=False)
     config = str(ROOT / "configs" / "deepseek_v3_grpo.yaml")
     status, said = doctor(capsys, config, f"fileroot={tmp_path}")
-    assert status == 1 and line(said, "actor layout").startswith("OK")
+    assert status == 1 and line(said, "recipe").startswith("WARN")
     assert line(said, "GPUs").startswith("WARN")
-    assert "is not a directory here" in line(said, "model")
+    assert "no such directory" in line(said, "recipe")
     assert "33,55" in line(said, "disk space"), said  # GB: 50 bytes of 671 billion parameters
 
 

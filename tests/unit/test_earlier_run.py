@@ -18,7 +18,7 @@ from megarl.config.earlier_run import (
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config, run_dir, save_config
 from megarl.launcher import local
-from megarl.utils.digests import seal
+from megarl.utils.files import seal
 from tests.hf_stub import write_stub
 
 

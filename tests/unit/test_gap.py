@@ -47,7 +47,7 @@ from megarl.engine.probe import (
 from megarl.models.hf_config import read_hf_config
 from megarl.observability.episodes import GROUP, EpisodeStream, pack
 from megarl.server import kv_cache
-from megarl.utils.digests import seal
+from megarl.utils.files import seal
 from tests.tiny import GLM_KINDS, KINDS, MLA_KINDS, MOE_KINDS, VOCAB, save_tiny
 
 DENSE, MOE, BIASED = "qwen2", "qwen3_moe", "deepseek_v3"

@@ -33,8 +33,7 @@ from megarl.trainer.run_dir import claim, newest_checkpoint
 from megarl.trainer.saver import Saved, Saver
 from megarl.trainer.state_file import CHECKSUM
 from megarl.utils import files
-from megarl.utils.digests import file_digest, seal
-from megarl.utils.files import DiskFull
+from megarl.utils.files import DiskFull, file_digest, seal
 from tests.hf_stub import write_stub
 from tests.hostile import Hostile
 

@@ -23,7 +23,7 @@ from megarl.trainer.ppo import PPOTrainer
 from megarl.trainer.recorded_batches import as_tensors, write_batch
 from megarl.trainer.replay import RecordedSession, Replaying, replaying
 from megarl.trainer.rl import RLTrainer
-from megarl.utils.digests import seal
+from megarl.utils.files import seal
 from tests.unit.bigram import BigramEngine, rollout
 
 

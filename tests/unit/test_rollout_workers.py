@@ -23,6 +23,7 @@ import pytest
 import torch
 
 from megarl.api.inference import RolloutFailed, RolloutWorkflow
+from megarl.api.padded import concat_padded
 from megarl.api.records import ModelRequest, WeightUpdateMeta
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
 from megarl.rollout import client as client_module
@@ -42,7 +43,6 @@ from megarl.rollout.workflows.mixed import MixedWorkflow
 from megarl.rollout.workflows.rlvr import RLVRWorkflow
 from megarl.rollout.workflows.tool import ToolWorkflow
 from megarl.rpc.errors import RpcError
-from megarl.utils.batch import concat_padded
 from tests.unit.rollout_fakes import FakeServer, trajectory
 from tests.unit.scripted import tool_tokenizer
 from tests.unit.test_judge import Judge
