@@ -37,8 +37,8 @@ from megarl.config.recipes import RMConfig as RMConfig
 from megarl.config.recipes import SFTConfig as SFTConfig
 from megarl.config.rollout import GenerationHyperparameters as GenerationHyperparameters
 from megarl.config.script import load_expr_config as load_expr_config
-from megarl.controller.rollout import RolloutController as RolloutController
-from megarl.controller.train import TrainController as TrainController
+from megarl.controller.remote import RolloutController as RolloutController
+from megarl.controller.remote import TrainController as TrainController
 from megarl.data.dataset import build_dataset as build_dataset
 from megarl.data.loader import build_dataloader as build_dataloader
 from megarl.data.tokenizer import load_hf_tokenizer as load_hf_tokenizer

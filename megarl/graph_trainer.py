@@ -10,6 +10,7 @@ trainer:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import networkx as nx
@@ -76,7 +77,11 @@ class GraphTrainer(RLTrainer):
 
     def make_graph(self, cfg: GRPOConfig, devices: Devices, where: Mapping[str, str]) -> nx.DiGraph:
         """Returns the graph of a step, with the places of its calls."""
-        return recipe_graph(cfg, devices, where)
+        graph = recipe_graph(cfg, devices, where)
+        ppo = isinstance(cfg, PPOConfig)
+        name, args = ("gae", gae_settings(cfg)) if ppo else ("advantages", {"kl_ctl": cfg.kl_ctl})
+        graph.nodes[name]["call"] = replace(graph.nodes[name]["call"], args=args)
+        return graph
 
     @property
     def trainers(self) -> RemoteWorkers:
@@ -105,17 +110,10 @@ class GraphTrainer(RLTrainer):
             roles,
             batches=self._batch,
             publish=self._publish,
-            args=self._args(),
             spec=self.spec,
-            keep=[key for call in self.plan.calls for key in call.outputs],  # metrics read them
         )
         self.actor = self.execution.role("actor")
         self.ref = self.reward_model = None  # they are the graph's
-
-    def _args(self) -> dict[str, dict[str, Any]]:
-        if isinstance(self.cfg, PPOConfig):
-            return {"gae": gae_settings(self.cfg)}
-        return {"advantages": {"kl_ctl": self.cfg.kl_ctl}}
 
     def set_up_others(self) -> dict[str, Role]:
         """Returns the trained models beside the actor, each under a self check on its mesh."""

@@ -12,10 +12,9 @@ in the one order, whatever ends first elsewhere, and collectives of overlapping 
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from operator import itemgetter
@@ -28,7 +27,7 @@ from megarl.api.engine import PARTS
 from megarl.api.records import FinetuneSpec
 from megarl.api.tokens import IDS
 from megarl.controller.batch import RemoteBatch
-from megarl.controller.group import Pending, WorkerGroup
+from megarl.controller.group import Pending, WorkerGroup, same
 from megarl.dataflow.call import COMPUTE, GENERATE, TRAIN_STEP, Call
 from megarl.dataflow.graph import calls_of, homes
 from megarl.dataflow.mesh import Allocation
@@ -99,12 +98,14 @@ class GraphPlan:
         generating = [call for call in self.calls if call.kind == GENERATE]
         self.generates = generating[0] if generating else None
         on_devices = [call for call in self.calls if call.kind != GENERATE]
-        _check_places(on_devices, self.homes)
-        if len(generating) > 1:
+        if lost := [call for call in on_devices if call.model not in self.homes]:
             raise ValueError(
-                f"{', '.join(call.name for call in generating)} generate: a step has one batch, "
-                "which one call generates"
+                f"call {lost[0].name!r} has no mesh, nor has another call of {lost[0].model!r}: "
+                "give one of them its mesh and strategy (`where`)"
             )
+        if len(generating) > 1:
+            names = ", ".join(call.name for call in generating)
+            raise ValueError(f"{names} generate: a step has one batch, which one call generates")
         self.resting = {call.model for call in on_devices if call.offload}
         self.copies = list(dict.fromkeys([*self.homes.values(), *map(self.copy_of, on_devices)]))
         # copies whose weights are on their devices
@@ -124,11 +125,6 @@ class GraphPlan:
     def is_placeholder(self, copy: Copy) -> bool:
         """Returns whether the copy has no weights of its own: its model's home is another."""
         return copy != self.homes[copy.model]
-
-    def unread(self, over: Collection[str]) -> set[str]:
-        """Returns the keys that no call reads any more when the tasks of these names are over."""
-        keys = {key for call in self.calls for key in (*call.inputs, *call.outputs)}
-        return keys - {key for c in self.calls if c.name not in over for key in c.inputs}
 
     def publishes(self, call: Call) -> bool:
         """Returns whether servers get the weights that a call has trained."""
@@ -179,15 +175,6 @@ class GraphPlan:
             if call.model == copy.model and call.kind == TRAIN_STEP:
                 return False
         return False
-
-
-def _check_places(calls: Sequence[Call], placed: Collection[str]) -> None:
-    for call in calls:
-        if call.model not in placed:
-            raise ValueError(
-                f"call {call.name!r} has no mesh, nor has another call of {call.model!r}: give "
-                "one of them its mesh and strategy (`where`)"
-            )
 
 
 def run_tasks(
@@ -245,13 +232,11 @@ def _record(task: Task, step: int, begun: float, future: Future[Any]) -> None:
 class StepState:
     """Holds a step under way.
 
-    over:   names of the tasks that have ended.
     stats:  metrics by call.
     worked: when the first worker began and ended each call, in Unix seconds of its clock.
     """
 
     batch: RemoteBatch
-    over: set[str] = field(default_factory=set)
     stats: dict[str, dict[str, float]] = field(default_factory=dict)
     worked: dict[str, tuple[float, float]] = field(default_factory=dict)
 
@@ -259,16 +244,14 @@ class StepState:
 class GraphExecution:
     """Runs the steps of a graph on a group of workers, one for each device of the graph's meshes.
     A batch's tokens lie on workers; a mesh gets the fields that its call reads from those that have
-    them, and a key is dropped after its last reader.
+    them.
 
     roles:   by model, not initialized: the engine's configuration, but for the strategy, and what
              the calls' verbs are of.
     batches: returns the batch of a step (from 0); of a graph that generates, it is what does so.
     publish: brings a role's weights to the servers, under a version. It is needed where a model
              both generates and is trained.
-    args:    further arguments of calls' verbs, by call.
     spec:    gives learning-rate schedules their length.
-    keep:    keys that are kept until the end of a step although no call reads them any more.
     timeout: seconds that one call may take.
 
     Making one is making its models: `roles` has a Remote for each copy, on all workers; elsewhere
@@ -284,15 +267,14 @@ class GraphExecution:
         *,
         batches: Callable[[int], RemoteBatch],
         publish: Callable[[Any, int], dict[str, float]] | None = None,
-        args: Mapping[str, Mapping[str, Any]] | None = None,
         spec: FinetuneSpec | None = None,
-        keep: Collection[str] = (),
         timeout: float = 3600.0,
     ) -> None:
         self.plan = GraphPlan(graph)
         self._check(workers, roles, publish)
         self._workers, self._batches, self._publish = workers, batches, publish
-        self._args, self._keep, self._timeout = args or {}, set(keep), timeout
+        self._timeout = timeout
+        self._publisher = ThreadPoolExecutor(1, "publish")
         workers.call(init_distributed)
         self.roles = {copy: self._make(copy, roles[copy.model], spec) for copy in self.plan.copies}
         self._at_home = {
@@ -342,8 +324,6 @@ class GraphExecution:
         with timeline.span(CALLS, call.name if call else "data") as about:
             about |= {"mesh": "servers", "step": step + 1}
             state = StepState(self._batches(step))
-        state.over |= {call.name} if call else set()
-        self._drop(state)
         start, end = partial(self._start, state, step), partial(self._end, state)
         run_tasks(self.plan.tasks, start, end, step=step, timeout=self._timeout)
         return state
@@ -351,7 +331,9 @@ class GraphExecution:
     def _start(self, state: StepState, step: int, task: Task) -> Pending:
         if task.do is None:
             assert self._publish is not None, "_check has seen to it"
-            return _in_thread(self._publish, self.role(task.copies[0].model), step + 1)
+            role = self.role(task.copies[0].model)
+            future = self._publisher.submit(self._publish, role, step + 1)
+            return Pending("publish", (), [future], itemgetter(0))
         roles, group = [self.roles[copy] for copy in task.copies], self._group(task.ranks)
         if task.call is None:
             return group.submit(task.do, (*roles, *task.args), {})
@@ -362,50 +344,22 @@ class GraphExecution:
                 f"{', '.join(sorted(state.batch))}"
             )
         version = None if self.plan.publishes(call) else step + 1  # which publish sets
-        args = {**call.args, **self._args.get(call.name, {})}
-        given = (*roles, call, state.batch, args, version)
-        return group.submit(task.do, given, {}, fields=call.inputs)
+        return group.submit(task.do, (*roles, call, state.batch, version), {}, fields=call.inputs)
 
     def _end(self, state: StepState, task: Task, result: Any) -> None:
-        state.over.add(task.name)
         if task.do is None:
             state.stats[task.name] = result
         elif task.call is not None:
             state.stats[task.name], state.worked[task.name] = result
-            self._drop(state)
-
-    def _drop(self, state: StepState) -> None:
-        """Drops the keys that no call will read any more."""
-        for key in self.plan.unread(state.over) - self._keep:
-            if key in state.batch:
-                state.batch.pop(key)
 
     def destroy(self) -> None:
         """Destroys the roles."""
+        self._publisher.shutdown()
         for role in self.roles.values():
             role.destroy()
 
 
-def _in_thread(fn: Callable[..., Any], *args: Any) -> Pending:
-    """Calls a function of this process in a thread, which does not keep it from its end."""
-    future: Future[Any] = Future()
-
-    def work() -> None:
-        try:
-            future.set_result(fn(*args))
-        except BaseException as e:
-            future.set_exception(e)
-
-    threading.Thread(target=work, daemon=True).start()
-    return Pending(fn.__name__, (), [future], itemgetter(0))
-
-
 # ---- what runs on the workers --------------------------------------------------------------------
-
-
-def same(value: Any) -> Any:
-    """Returns `value`."""
-    return value
 
 
 def make_copy(
@@ -431,13 +385,13 @@ def make_copy(
 
 
 def make_call(
-    role: Any, call: Call, batch: Any, args: Mapping[str, Any], version: int | None
+    role: Any, call: Call, batch: Any, version: int | None
 ) -> tuple[dict[str, float], tuple[float, float]]:
     """Calls the role's verb, and returns the metrics that it answers with, and when it began and
     ended. A train step moves the learning rate on, and the weights get their `version`, if it is
     given."""
     begun = time.time()
-    made = getattr(role, call.verb)(batch, **args)
+    made = getattr(role, call.verb)(batch, **call.args)
     if call.into:
         batch[call.into] = made
     if call.kind == TRAIN_STEP:

@@ -1,4 +1,4 @@
-"""Calls the workers of a group as one.
+"""Calls the workers of a group as one; a Remote is an object that lives on all of them.
 
 Groups over the same workers send their calls one after the other, so every worker sees calls in the
 same order, and collectives of groups that overlap never cross.
@@ -9,8 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any
@@ -20,6 +19,7 @@ from megarl.controller.batch import RemoteBatch, RemoteTokens, Sample, numbers
 from megarl.controller.messages import (
     CALL,
     READ,
+    BatchChange,
     Call,
     Peer,
     Raised,
@@ -30,7 +30,6 @@ from megarl.controller.messages import (
     seal,
     unpack,
 )
-from megarl.controller.remote import Remote
 from megarl.parallel.groups import init_distributed
 from megarl.parallel.worlds import World
 from megarl.rpc.errors import RemoteError
@@ -40,6 +39,8 @@ from megarl.rpc.worker import Worker
 # seconds in which other workers' errors follow the first: they may be its reason, or the same
 GRACE, SOON = 10.0, 0.5
 READ_TIMEOUT = 600.0  # seconds in which a worker sends the rows of one request
+# the batches of a call by id, with what its workers have of them now
+Sent = dict[str, tuple[RemoteBatch, list[Sample | RemoteTokens]]]
 
 
 class Pending:
@@ -56,7 +57,8 @@ class Pending:
         self._lock, self._taken = threading.RLock(), False
         self._value: Any = None
         self._error: Exception | None = None
-        self._left, self._errors = len(replies), dict[int, BaseException]()
+        self._errors: dict[int, BaseException] = {}
+        self._left = len(replies)
         # ends with the answers, or an error; for concurrent.futures.wait
         self.future: Future[list[Any]] = Future()
         for rank, reply in enumerate(replies):
@@ -120,6 +122,73 @@ def _is_own(error: BaseException) -> bool:
     return not (isinstance(error, RemoteError) and error.kind == OtherRankFailed.__name__)
 
 
+def invoke(target: Any, verb: str, /, *args: Any, **kwargs: Any) -> Any:
+    """Returns `target.verb(*args, **kwargs)`; what a method call on a Remote sends."""
+    return getattr(target, verb)(*args, **kwargs)
+
+
+class Remote:
+    """Passes on what is done with it to the object on the workers: a method is called on all of
+    them, and returns the first one's result (see WorkerGroup); an attribute is read on all of them,
+    or set. `remote.later.method(...)` returns the call under way, a Pending. The object is freed
+    when its last Remote is gone."""
+
+    def __init__(self, group: WorkerGroup, id: str, kind: str, methods: Collection[str]) -> None:
+        """Takes the group, the object's id there, the name of its class, and its methods."""
+        self._group, self._id, self._kind, self._methods = group, id, kind, methods
+        group.own(id, self)
+
+    def ref(self, group: WorkerGroup) -> Ref:
+        """Returns what names the object to the workers of `group`. Raises ValueError where they
+        do not have it."""
+        if not set(group.peers) <= set(self._group.peers):
+            raise ValueError(
+                f"this {self._kind} lives on the workers of {self._group.name}, and {group.name} "
+                "has others: an object is used where it was made"
+            )
+        return Ref("object", self._id)
+
+    @property
+    def later(self) -> Any:
+        """Returns what calls methods without waiting for them."""
+        return _Later(self)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"{name!r} of a remote {self._kind}: only public names travel")
+        if name not in self._methods:
+            return self._group.call(getattr, self, name)
+        later = getattr(self.later, name)
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return later(*args, **kwargs).result()
+
+        method.__name__ = name
+        return method
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            object.__setattr__(self, name, value)
+        else:
+            self._group.call(setattr, self, name, value)
+
+    def __repr__(self) -> str:
+        return f"<remote {self._kind} {self._id} on {self._group.name}>"
+
+
+class _Later:
+    """Calls the methods of a Remote without waiting for them."""
+
+    def __init__(self, remote: Remote) -> None:
+        self._remote = remote
+
+    def __getattr__(self, name: str) -> Callable[..., Pending]:
+        def method(*args: Any, **kwargs: Any) -> Pending:
+            return self._remote._group.submit(invoke, (self._remote, name, *args), kwargs)
+
+        return method
+
+
 class _Order:
     """Is what groups over the same workers share: the order of their calls, and the last call that
     failed."""
@@ -127,6 +196,9 @@ class _Order:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.failed: Pending | None = None
+
+
+HANDLES = (Remote, RemoteBatch, RemoteTokens)
 
 
 class WorkerGroup:
@@ -151,11 +223,10 @@ class WorkerGroup:
         `on`."""
         self.name, self.workers, self.clients = name, tuple(workers), tuple(clients)
         self.peers = tuple(Peer(w.name, w.address) for w in workers)
+        self._members = tuple(worker.name for worker in workers)
         self._order, self.world = order or _Order(), world
-        self._handles: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
-        self._ends: dict[str, Any] = {}  # what notes that a handle is gone
+        self._handles: dict[str, weakref.ref[Any]] = {}  # of what the workers hold, by id
         self._parts: dict[tuple[int, ...], WorkerGroup] = {}
-        self._dropped: deque[str] = deque()
 
     def __len__(self) -> int:
         """Returns the number of workers."""
@@ -194,7 +265,7 @@ class WorkerGroup:
 
     def put(self, value: Any) -> Any:
         """Returns a Remote of a copy of `value` that every worker has from now on."""
-        return self.submit(_same, (value,), {}, keep=True).result()
+        return self.submit(same, (value,), {}, keep=True).result()
 
     def submit(
         self,
@@ -224,10 +295,10 @@ class WorkerGroup:
             call = Call(
                 number=number,
                 group=self.name,
-                members=self.peers,
+                members=self._members,
                 body=body,
                 batches={id: state for id, (state, _) in states.items()},
-                dropped=tuple(self._take_dropped()),
+                dropped=self._take_dropped(),
                 scope=self.world.ref(self).id if self.world is not None else None,
                 keep=keep,
                 each=each,
@@ -236,8 +307,7 @@ class WorkerGroup:
             replies = [client.call_async(CALL, packed) for client in self.clients]
             sent = {id: (found[id], handles) for id, (_, handles) in states.items()}
             what = getattr(fn, "__name__", repr(fn))
-            take = _Taker(self, sent, each, number)
-            pending = Pending(what, self.workers, replies, take)
+            pending = Pending(what, self.workers, replies, partial(self._take, call, sent))
         pending.future.add_done_callback(lambda future: self._ended(pending, future))
         for batch in found.values():
             batch.called(self, pending)
@@ -262,8 +332,7 @@ class WorkerGroup:
     def _refer(self, value: Any, batches: dict[str, RemoteBatch]) -> Ref | None:
         if isinstance(value, RemoteBatch):
             batches[value.id] = value
-        known = isinstance(value, Remote | RemoteBatch | RemoteTokens)
-        return value.ref(self) if known else None
+        return value.ref(self) if isinstance(value, HANDLES) else None
 
     def read(self, peer: Peer, asked: Rows) -> bytearray:
         """Returns the bytes that one of the workers has for some rows."""
@@ -272,70 +341,48 @@ class WorkerGroup:
 
     # -- handles
 
-    def known(self, id: str) -> Any:
-        """Returns the handle of an id, None where there is none."""
-        return self._handles.get(id)
-
     def own(self, id: str, handle: Any) -> None:
         """Has the workers free `id` when `handle`, from now on the one that counts, is gone."""
-        if self._handles.get(id) is handle:
-            return
-        if (before := self._ends.pop(id, None)) is not None:
-            before.detach()
-        while id in self._dropped:  # it is not gone after all
-            self._dropped.remove(id)
-        self._handles[id] = handle
-        self._ends[id] = weakref.finalize(handle, self._gone, id)
-        self._ends[id].atexit = False
+        self._handles[id] = weakref.ref(handle)
 
-    def _gone(self, id: str) -> None:
-        self._ends.pop(id, None)
-        self._dropped.append(id)
+    def _take_dropped(self) -> tuple[str, ...]:
+        """Returns the ids whose handles are gone."""
+        dropped = [id for id, handle in list(self._handles.items()) if handle() is None]
+        for id in dropped:
+            del self._handles[id]
+        return tuple(dropped)
 
-    def _take_dropped(self) -> list[str]:
-        return [self._dropped.popleft() for _ in range(len(self._dropped))]
+    def _take(self, call: Call, sent: Sent, answers: list[Any]) -> Any:
+        """Returns the result of a call; notes what it has made of the batches that were sent."""
+        replies = [Reply(*answer) for answer in answers if answer is not None]
+        changes = replies[0].batches
+        for id, (batch, handles) in sent.items():
+            batch.learn(self, changes[id], call.number, handles)
+        results = [self._result(reply, changes) for reply in replies]
+        return results if call.each else results[0]
 
-
-class _Taker:
-    """Turns the workers' answers to a call into its result."""
-
-    def __init__(
-        self,
-        group: WorkerGroup,
-        sent: dict[str, tuple[RemoteBatch, list[Sample | RemoteTokens]]],
-        each: bool,
-        number: int,
-    ) -> None:
-        """sent: the call's batches, with what its workers have of them now, by id."""
-        self.group, self.sent, self.each, self.number = group, sent, each, number
-        self._first: Reply | None = None
-
-    def __call__(self, replies: list[Reply]) -> Any:
-        """Returns the result of the call."""
-        self._first = first = replies[0]
-        for id, (batch, handles) in self.sent.items():
-            batch.learn(self.group, first.batches[id], self.number, handles)
-        if self.each:
-            return [unpack(reply.body, self._found) for reply in replies]
-        result = unpack(first.body, self._found)
+    def _result(self, reply: Reply, changes: dict[str, BatchChange]) -> Any:
+        if not reply.packed:
+            return reply.result
+        result = unpack(reply.result, lambda ref: self._handle(ref, changes))
         if isinstance(result, Raised):
             raise result.error
         return result
 
-    def _found(self, ref: Ref) -> Any:
+    def _handle(self, ref: Ref, changes: dict[str, BatchChange]) -> Any:
         """Returns the handle of what stays on the workers: the one that there is, or a new one."""
-        group = self.group
-        if (handle := group.known(ref.id)) is not None:
+        known = self._handles.get(ref.id)
+        if known is not None and (handle := known()) is not None:
             return handle
         if ref.kind == "object":
-            return Remote(group, ref.id, *ref.about)
+            return Remote(self, ref.id, *ref.about)
         if ref.kind == "batch":
-            assert self._first is not None
-            return RemoteBatch(group, ref.id, self._first.batches[ref.id])
-        return RemoteTokens(ref.about[0], group, ref.about[1])
+            return RemoteBatch(self, ref.id, changes[ref.id])
+        return RemoteTokens(ref.about[0], self, ref.about[1])
 
 
-def _same(value: Any) -> Any:
+def same(value: Any) -> Any:
+    """Returns `value`."""
     return value
 
 

@@ -102,13 +102,12 @@ class BatchChange:
     removed: tuple[str, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Call:
+class Call(NamedTuple):
     """Asks the workers of a group for one call.
 
     number:  counts the controller's calls; what a call makes is named after it.
-    group:   the name under which the group's workers hold batches; members: they, in their order.
-    body:    the pickled (function, args, kwargs).
+    group:   the name under which the group's workers hold batches; members: their names, in order.
+    body:    the packed (function, args, kwargs).
     batches: the batches among the arguments, by id.
     dropped: ids and keys that the controller needs no more.
     scope:   the id of the World inside of which the call is made, None for all ranks.
@@ -118,7 +117,7 @@ class Call:
 
     number: int
     group: str
-    members: tuple[Peer, ...]
+    members: tuple[str, ...]
     body: bytes
     batches: dict[str, BatchState]
     dropped: tuple[str, ...] = ()
@@ -127,12 +126,12 @@ class Call:
     each: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reply:
-    """Answers a Call: the pickled result, and what the call has made of its batches, and of new
-    ones."""
+class Reply(NamedTuple):
+    """Answers a Call: the result, packed unless it is a number, a text or a dict of these, and what
+    the call has made of its batches, and of new ones."""
 
-    body: bytes
+    result: Any
+    packed: bool
     batches: dict[str, BatchChange]
 
 
@@ -202,11 +201,14 @@ def pack(value: Any, refer: Callable[[Any], Ref | None]) -> bytes:
 
 
 def seal(message: Call | Reply | None) -> bytes:
-    """Returns a message pickled, which has no code and no references beside its body."""
+    """Returns the fields of a message pickled; it has no code and no references beside what is
+    packed."""
+    if message is None or not message.batches:
+        return pickle.dumps(message and (*message,), pickle.HIGHEST_PROTOCOL)
     out = io.BytesIO()
     pickler = pickle.Pickler(out, pickle.HIGHEST_PROTOCOL)
     pickler.dispatch_table = {**copyreg.dispatch_table, Tensor: _reduced}
-    pickler.dump(message)
+    pickler.dump((*message,))
     return out.getvalue()
 
 

@@ -1,78 +1,93 @@
-"""Remote stands on the controller for an object that lives on every worker of a group."""
+"""The verbs of a role, or of a rollout client, that lives on processes of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from pickle import PicklingError
+from typing import Any
 
-from megarl.controller.messages import Ref
-
-if TYPE_CHECKING:
-    from megarl.controller.group import Pending, WorkerGroup
-
-
-def invoke(target: Any, verb: str, /, *args: Any, **kwargs: Any) -> Any:
-    """Returns `target.verb(*args, **kwargs)`; what a method call on a Remote sends."""
-    return getattr(target, verb)(*args, **kwargs)
+from megarl.api.batch import Batch
+from megarl.api.inference import InferenceEngine, RolloutWorkflow
+from megarl.config.recipes import BaseConfig
+from megarl.controller.group import Remote, invoke
+from megarl.controller.start import driver, trainers
+from megarl.rpc.group import Scheduler
 
 
-class Remote:
-    """Passes on what is done with it to the object on the workers: a method is called on all of
-    them, and returns the first one's result (see WorkerGroup); an attribute is read on all of them,
-    or set. `remote.later.method(...)` returns the call under way, a Pending. The object is freed
-    when its last Remote is gone."""
+class TrainController(Remote):
+    """Sends a role that is not initialized (`MegatronActor(...)`) to the trainer processes of
+    `scheduler`, which it starts if they are not there yet, and has its verbs from then on. Several
+    of them share the processes. A verb's Batch is a RemoteBatch."""
 
-    def __init__(self, group: WorkerGroup, id: str, kind: str, methods: Collection[str]) -> None:
-        """Takes the group, the object's id there, the name of its class, and its methods."""
-        self._group, self._id, self._kind, self._methods = group, id, kind, methods
-        group.own(id, self)
-
-    def ref(self, group: WorkerGroup) -> Ref:
-        """Returns what names the object to the workers of `group`. Raises ValueError where they
-        do not have it."""
-        if not set(group.peers) <= set(self._group.peers):
-            raise ValueError(
-                f"this {self._kind} lives on the workers of {self._group.name}, and {group.name} "
-                "has others: an object is used where it was made"
-            )
-        return Ref("object", self._id)
-
-    @property
-    def later(self) -> Any:
-        """Returns what calls methods without waiting for them."""
-        return _Later(self)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(f"{name!r} of a remote {self._kind}: only public names travel")
-        if name not in self._methods:
-            return self._group.call(getattr, self, name)
-        later = getattr(self.later, name)
-
-        def method(*args: Any, **kwargs: Any) -> Any:
-            return later(*args, **kwargs).result()
-
-        method.__name__ = name
-        return method
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name.startswith("_"):
-            object.__setattr__(self, name, value)
-        else:
-            self._group.call(setattr, self, name, value)
-
-    def __repr__(self) -> str:
-        return f"<remote {self._kind} {self._id} on {self._group.name}>"
+    def __init__(
+        self,
+        role: Any,
+        config: BaseConfig,
+        scheduler: Scheduler,
+        *,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        """Takes the role, the run's configuration, which says how many processes there are, and
+        what starts them. ranks: the processes that have the model, None for all."""
+        made: Remote = trainers(config, scheduler, role, ranks).put(role)
+        super().__init__(made._group, made._id, made._kind, made._methods)
 
 
-class _Later:
-    """Calls the methods of a Remote without waiting for them."""
+class RolloutController(Remote):
+    """Sends a client that is not initialized (`RemoteSGLangEngine(...)`) to the driver, a process
+    that `scheduler` starts, and has its verbs from then on. The tokens of a batch stay there until
+    trainers get them.
 
-    def __init__(self, remote: Remote) -> None:
-        self._remote = remote
+    The first time that a dataloader, a workflow or a function is given, the driver gets a copy,
+    which it uses from then on: it reads the dataloader as rank 0 does in an SPMD script.
+    """
 
-    def __getattr__(self, name: str) -> Callable[..., Pending]:
-        def method(*args: Any, **kwargs: Any) -> Pending:
-            return self._remote._group.submit(invoke, (self._remote, name, *args), kwargs)
+    def __init__(self, engine: InferenceEngine, config: BaseConfig, scheduler: Scheduler) -> None:
+        """Takes the client, the run's configuration, and what starts the process."""
+        made: Remote = driver(config, scheduler, engine).put(engine)
+        super().__init__(made._group, made._id, made._kind, made._methods)
+        self._copies: dict[int, tuple[Any, Remote]] = {}
 
-        return method
+    def prepare_batch(
+        self,
+        dataloader: Iterable[list[dict[str, Any]]],
+        workflow: RolloutWorkflow | None = None,
+        workflow_builder: Callable[[], RolloutWorkflow] | None = None,
+        should_accept: Callable[..., Any] | None = None,
+    ) -> Batch:
+        """Returns one training batch (RemoteSGLangEngine.prepare_batch), a RemoteBatch."""
+        return self._rollouts(
+            "prepare_batch", self._copy(dataloader), workflow, workflow_builder, should_accept
+        )
+
+    def rollout_batch(
+        self,
+        data: Sequence[dict[str, Any]],
+        workflow: RolloutWorkflow | None = None,
+        workflow_builder: Callable[[], RolloutWorkflow] | None = None,
+        should_accept: Callable[..., Any] | None = None,
+    ) -> Batch:
+        """Returns the samples of all rows (RemoteSGLangEngine.rollout_batch), a RemoteBatch."""
+        return self._rollouts(
+            "rollout_batch", list(data), workflow, workflow_builder, should_accept
+        )
+
+    def _rollouts(self, verb: str, rows: Any, *given: Any) -> Batch:
+        batch: Batch = self._group.call(invoke, self, verb, rows, *map(self._copy, given))
+        return batch
+
+    def _copy(self, value: Any) -> Any:
+        """Returns the driver's copy of what is given again and again. Raises TypeError for what
+        cannot be pickled."""
+        if value is None or isinstance(value, Remote):
+            return value
+        if id(value) not in self._copies:
+            try:
+                self._copies[id(value)] = value, self._group.put(value)
+            except (TypeError, AttributeError, NotImplementedError, PicklingError) as e:
+                raise TypeError(
+                    f"this {type(value).__name__} cannot be sent to the driver ({e!r}): make what "
+                    "cannot be pickled when it is first needed there, and read nothing from a "
+                    "dataloader here before the driver has it"
+                ) from e
+        return self._copies[id(value)][1]

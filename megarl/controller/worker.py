@@ -3,9 +3,9 @@ to other workers meanwhile. `serve` is named to megarl.rpc, which makes the proc
 
 from __future__ import annotations
 
-import contextlib
 import enum
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import is_dataclass
 from itertools import count
 from pathlib import PurePath
@@ -19,6 +19,7 @@ from torch import Tensor
 from megarl.api.batch import Batch
 from megarl.api.records import ServersLost
 from megarl.api.tokens import Comm, Home, Tokens
+from megarl.controller.group import invoke
 from megarl.controller.messages import (
     CALL,
     READ,
@@ -35,7 +36,6 @@ from megarl.controller.messages import (
     seal,
     unpack,
 )
-from megarl.controller.remote import invoke
 from megarl.controller.store import Fetch, Store
 from megarl.observability.timers import shown
 from megarl.parallel import exchange  # noqa: F401  a Batch of several ranks travels by it
@@ -50,6 +50,7 @@ SERVE = "megarl.controller.worker:serve"
 PULL_TIMEOUT = 600.0  # seconds in which another worker sends the rows of one request
 # errors that somebody on the controller catches
 RAISED = (StopRequested, DiskFull, ServersLost)
+_PLAIN = {type(None), bool, int, float, str}
 _DATA = (
     type(None),
     *(bool, int, float, complex, str, bytes, bytearray, slice, range, type, enum.Enum, PurePath),
@@ -98,7 +99,11 @@ class ControlledWorker:
             return PickleBuffer(self._calls.store.read(payload))
         if verb == STOP:
             return stopping.note(payload)
-        return on_main_thread(lambda: Packed((seal(self._calls.handle(verb, payload)),)))
+        return on_main_thread(self._answer, verb, payload)
+
+    def _answer(self, verb: str, payload: Any) -> Any:
+        answer = self._calls.handle(verb, payload)
+        return Packed((seal(answer),)) if verb == CALL else answer
 
     def close(self) -> None:
         """Closes the links to other workers."""
@@ -118,7 +123,7 @@ class Calls:
         """Returns the answer to a request. Raises what the call raises, ValueError for a verb that
         there is none of."""
         if verb == CALL:
-            return self.call(payload)
+            return self.call(Call(*payload))
         if verb == SIZES:
             return self.store.sizes()
         raise ValueError(f"a worker of the controller knows no {verb!r}")
@@ -128,8 +133,9 @@ class Calls:
         store, group = self.store, call.group
         for name in call.dropped:
             store.drop(group, name)
-        rank = [peer.name for peer in call.members].index(store.name)
-        with self._scope(call):
+        rank = call.members.index(store.name)
+        scope = self.store.objects[call.scope].scope() if call.scope else nullcontext()
+        with scope:
             for id, state in call.batches.items():
                 store.receive(group, id, state, rank, len(call.members))
             try:
@@ -140,14 +146,6 @@ class Calls:
                 result = Raised(e)
             reply = _Answer(store, call).of(result)
         return reply if rank == 0 or call.each else None
-
-    @contextlib.contextmanager
-    def _scope(self, call: Call) -> Iterator[None]:
-        if call.scope is None:
-            yield
-            return
-        with self.store.objects[call.scope].scope():
-            yield
 
 
 class _Answer:
@@ -161,16 +159,17 @@ class _Answer:
 
     def of(self, result: Any) -> Reply:
         """Returns the answer for what the function returned."""
+        packed = self._call.keep or not _is_plain(result)
         raised = isinstance(result, Raised)
-        if not raised and (self._call.keep or not _is_data(result)):
+        if packed and not raised and (self._call.keep or not _is_data(result)):
             result = self._kept(result)
         # first, so that tokens which stand in a batch now are known by their keys there
         group, store = self._call.group, self._store
         changes = {id: store.changes(group, id, self._new) for id in self._ids}
-        body = pack(result, self._refer)
+        body = pack(result, self._refer) if packed else result
         made = self._ids[len(changes) :]
         changes |= {id: store.changes(group, id, self._new) for id in made}
-        return Reply(body=body, batches=changes)
+        return Reply(body, packed, changes)
 
     def _kept(self, result: Any) -> Ref:
         id = self._store.object_id(result)
@@ -229,6 +228,12 @@ def _named(fn: Callable[..., Any], args: Sequence[Any]) -> str:
 def _methods(cls: type) -> frozenset[str]:
     """Returns the names of the public methods of a class."""
     return frozenset(n for n in dir(cls) if n[0] != "_" and callable(getattr(cls, n, None)))
+
+
+def _is_plain(value: Any) -> bool:
+    """Returns whether a result is a number, a text or a dict of these, without handles."""
+    values = value.values() if type(value) is dict else (value,)
+    return all(type(one) in _PLAIN for one in values)
 
 
 def _is_data(value: Any) -> bool:

@@ -17,17 +17,16 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def _nvtx(name: str) -> AbstractContextManager[None]:
-    """Returns a range that Nsight Systems shows; nothing without a GPU in use."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        return torch.cuda.nvtx.range(name)
-    return nullcontext()
-
-
 @contextmanager
 def shown(name: str) -> Iterator[None]:
-    """Has what is done inside be a range of a profiler's trace, and a phase of the timeline."""
-    with torch.profiler.record_function(name), _nvtx(name), timeline.phase(name):
+    """Has what is done inside be a phase of the timeline, a range of a profiler's trace where one
+    records, and one that Nsight Systems shows where a GPU is in use."""
+    profiled, on_gpu = torch.autograd._profiler_enabled(), torch.cuda.is_initialized()
+    with (
+        torch.profiler.record_function(name) if profiled else nullcontext(),
+        torch.cuda.nvtx.range(name) if on_gpu else nullcontext(),
+        timeline.phase(name),
+    ):
         yield
 
 

@@ -24,8 +24,7 @@ import socket
 import struct
 import time
 from collections.abc import Sequence
-from io import BufferedReader
-from socket import SocketIO
+from io import BufferedReader, FileIO
 
 from megarl.rpc.errors import Refused
 from megarl.utils.env import JOB_TOKEN, collective_timeout, job_token
@@ -127,7 +126,7 @@ class Wire:
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
         patience = int(1000 * collective_timeout())
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience)
-        self._in = BufferedReader(SocketIO(sock, "r"), _JOINED)
+        self._in = BufferedReader(FileIO(sock.fileno(), closefd=False), _JOINED)
         self._send_key, self._receive_key = send_key, receive_key
         self._sent = self._received = 0
 
@@ -136,9 +135,10 @@ class Wire:
         OSError where the other end is gone."""
         views = [memoryview(part).cast("B") for part in parts]
         sizes = [len(view) for view in views]
-        if sum(sizes) > LARGEST or len(sizes) > _MOST_PARTS:
+        total = sum(sizes)
+        if total > LARGEST or len(sizes) > _MOST_PARTS:
             raise ValueError(
-                f"a message of {sum(sizes):,} bytes in {len(sizes):,} parts: at most {LARGEST:,} "
+                f"a message of {total:,} bytes in {len(sizes):,} parts: at most {LARGEST:,} "
                 f"bytes in {_MOST_PARTS:,} parts travel at once"
             )
         table = struct.pack(f"<{len(sizes) - SIGNED}Q", *sizes[SIGNED:])
@@ -146,7 +146,7 @@ class Wire:
         tag = _tag(self._send_key, self._sent, about, table, views[:SIGNED])
         self._sent += 1
         begin = _HEAD.pack(*about, tag) + table
-        if sum(sizes) <= _JOINED:
+        if total <= _JOINED:
             self._sock.sendall(b"".join((begin, *views)))
             return
         self._sock.sendall(begin)

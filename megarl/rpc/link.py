@@ -179,17 +179,18 @@ class Link:
             _settle(future, value)
 
     def _called(self, number: int, parts: list[Part]) -> None:
-        answer: Future[Any] = Future()
+        answer: Future[Any] | None = None
         try:
             payload = pickle.loads(parts[1], buffers=parts[2:])
             value = self._handle(bytes(parts[0]).decode(), payload, self)
-        except BaseException as e:
-            answer.set_exception(e)
-        else:
             if isinstance(value, Future):
                 value.add_done_callback(partial(self._send_result, number))
                 return
+            answer = Future()
             answer.set_result(value)
+        except BaseException as e:
+            answer = Future()
+            answer.set_exception(e)
         if not self._answering:
             self._answering = True
             threading.Thread(target=self._answer, name="link answers", daemon=True).start()

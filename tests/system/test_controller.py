@@ -23,7 +23,7 @@ from examples.tiny_model import make_model
 from megarl.api.batch import Batch
 from megarl.config.recipes import GRPOConfig
 from megarl.controller import start
-from megarl.controller.train import TrainController
+from megarl.controller.remote import TrainController
 from megarl.parallel.groups import init_distributed
 from megarl.rpc.errors import RemoteError, WorkerDied
 from megarl.rpc.group import LocalScheduler

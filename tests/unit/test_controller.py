@@ -23,9 +23,8 @@ from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
 from megarl.controller import start
 from megarl.controller.batch import RemoteBatch, RemoteTokens
-from megarl.controller.group import Pending, WorkerGroup
-from megarl.controller.remote import Remote
-from megarl.controller.rollout import RolloutController
+from megarl.controller.group import Pending, Remote, WorkerGroup
+from megarl.controller.remote import RolloutController
 from megarl.controller.store import shares
 from megarl.controller.worker import RAISED
 from megarl.rpc.errors import RemoteError, WorkerDied
@@ -399,7 +398,7 @@ def test_a_dataloader_that_was_read_from_is_refused(monkeypatch: pytest.MonkeyPa
     loader = StatefulDataLoader([1, 2], batch_size=1)
     next(iter(loader))
     with workers(rollout=1) as (driver,):
-        monkeypatch.setattr("megarl.controller.rollout.driver", lambda *_: driver)
+        monkeypatch.setattr("megarl.controller.remote.driver", lambda *_: driver)
         rollout: Any = RolloutController(Engine(1.0), None, None)
         with pytest.raises(TypeError, match="this StatefulDataLoader cannot be sent to the driver"):
             rollout.prepare_batch(loader)

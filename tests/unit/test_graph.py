@@ -216,19 +216,3 @@ def test_a_call_that_does_not_end_is_given_up() -> None:
     with pytest.raises(CallFailed, match=r"'values' of step 1, .* did not end within 0.05 s"):
         run(GraphPlan(ppo()), perform, timeout=0.05)
     hang.set()
-
-
-# ---- keys ----------------------------------------------------------------------------------------
-
-
-def test_a_key_goes_with_its_last_reader() -> None:
-    plan = GraphPlan(ppo())
-    gone = {"prompts", "versions"}  # nobody reads versions
-    assert plan.unread(["generate"]) == gone
-    assert plan.unread(["generate", "values"]) == gone  # input_ids has more readers
-    gone |= {"last_value", "rewards"}
-    assert plan.unread(["generate", "values", "gae"]) == gone
-    gone |= {"advantages", "logprobs"}
-    assert plan.unread(["generate", "values", "gae", "train_actor"]) == gone
-    gone |= {"input_ids", "loss_mask", "returns", "values"}
-    assert plan.unread([call.name for call in plan.calls]) == gone
