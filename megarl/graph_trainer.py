@@ -22,8 +22,8 @@ from megarl.config.recipes import GRPOConfig, PPOConfig
 from megarl.controlled import ControllerContext, RemoteWorkers
 from megarl.controller.graph import CallFailed, GraphExecution, GraphPlan, StepState
 from megarl.controller.worker import RAISED
+from megarl.dataflow.graphs import recipe_graph
 from megarl.dataflow.mesh import Devices, Mesh
-from megarl.dataflow.recipes import recipe_graph
 from megarl.observability.stats_tracker import record_timing
 from megarl.trainer.context import RunContext
 from megarl.trainer.ppo import gae_settings

@@ -30,11 +30,9 @@ sys.path.insert(0, str(ROOT))  # run as a file, the script finds the package bes
 
 from megarl.config.engine import ParallelConfig  # noqa: E402
 from megarl.config.loader import load_config  # noqa: E402
-from megarl.dataflow.graph import allocate  # noqa: E402
-from megarl.dataflow.graphs import GRAPHS  # noqa: E402
-from megarl.dataflow.mermaid import draw_graph  # noqa: E402
+from megarl.dataflow.graph import allocate, draw_graph  # noqa: E402
+from megarl.dataflow.graphs import GRAPHS, recipe_graph  # noqa: E402
 from megarl.dataflow.mesh import Allocation, Devices  # noqa: E402
-from megarl.dataflow.recipes import recipe_graph  # noqa: E402
 from megarl.models.hf_config import ModelConfig, parse_hf_config  # noqa: E402
 from megarl.parallel.layout import Layout  # noqa: E402
 from megarl.planning.advice import (  # noqa: E402

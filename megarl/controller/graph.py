@@ -28,8 +28,7 @@ from megarl.api.records import FinetuneSpec
 from megarl.api.tokens import IDS
 from megarl.controller.batch import RemoteBatch
 from megarl.controller.group import Pending, WorkerGroup, same
-from megarl.dataflow.call import COMPUTE, GENERATE, TRAIN_STEP, Call
-from megarl.dataflow.graph import calls_of, homes
+from megarl.dataflow.graph import COMPUTE, GENERATE, TRAIN_STEP, Call, calls_of, homes
 from megarl.dataflow.mesh import Allocation
 from megarl.observability.timeline import CALLS, timeline
 from megarl.parallel.groups import init_distributed

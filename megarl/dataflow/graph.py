@@ -1,4 +1,4 @@
-"""Builds the dataflow graph of an algorithm's calls, and checks it.
+"""Builds the dataflow graph of an algorithm's model function calls, checks it and draws it.
 
 A node is a call's name, with the Call as its attribute `call`. An edge says that a call waits for
 another of the same step: its attribute `keys` holds the data that passes, and `version` the model
@@ -8,15 +8,50 @@ whose weights the later call changes after the earlier one has read them ("" for
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import networkx as nx
 
 from megarl.config.errors import ConfigError, raise_if_any
-from megarl.dataflow.call import KINDS, TRAIN_STEP, Call
 from megarl.dataflow.mesh import Allocation, Devices
 
+GENERATE, INFERENCE, TRAIN_STEP, COMPUTE = "generate", "inference", "train_step", "compute"
+KINDS = (GENERATE, INFERENCE, TRAIN_STEP, COMPUTE)
 PROMPTS = ("prompts",)  # what a generating call reads of the data set
+SHAPES = {
+    GENERATE: ("([", "])"),
+    INFERENCE: ("[", "]"),
+    TRAIN_STEP: ("{{", "}}"),
+    COMPUTE: ("[/", "/]"),
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """Describes one call of a model as data: what it reads, what it makes, where it runs.
+
+    name: unique in its graph. model: the role whose verb it is. kind: "generate", "inference" or
+    "train_step"; a "compute" works on the batch's numbers and runs no model. inputs, outputs: keys
+    of the batch.
+
+    verb: the method of the role that is called with the batch and `args`; into: the key under which
+    its result is put, empty where the verb adds its keys to the batch itself.
+
+    where: the mesh and the strategy, None for where the model is already. offload: the model leaves
+    the devices' memory after the call, and returns before the next.
+    """
+
+    name: str
+    model: str
+    kind: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...] = ()
+    verb: str = field(default="", kw_only=True)
+    into: str = field(default="", kw_only=True)
+    args: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
+    where: Allocation | None = field(default=None, kw_only=True)
+    offload: bool = field(default=False, kw_only=True)
 
 
 def build_graph(
@@ -166,3 +201,23 @@ def _cycle(graph: nx.DiGraph) -> str:
         what = ", ".join(data["keys"]) or f"the weights of {data['version']}"
         steps.append(f"{b!r} waits for {a!r} ({what})")
     return f"calls wait for each other: {'; '.join(steps)}"
+
+
+def draw_graph(graph: nx.DiGraph) -> str:
+    """Returns the graph as a Mermaid flowchart. A box has a call's name, model, kind and, where it
+    has one, its allocation; the shape is the kind's. Solid arrows carry keys of the batch. Dotted
+    arrows are about versions of weights, within a step and from a trained model to the next."""
+    ids = {name: f"c{i}" for i, name in enumerate(graph)}
+    calls, lines = dict(graph.nodes(data="call")), ["flowchart LR"]
+    for name, call in calls.items():
+        left, right = SHAPES[call.kind]
+        place = f"<br/>{call.where}" if call.where else ""
+        lines.append(f'{ids[name]}{left}"{name}<br/>{call.model}: {call.kind}{place}"{right}')
+    for a, b, data in graph.edges(data=True):
+        arrow = "-->" if data["keys"] else "-.->"
+        label = ", ".join(data["keys"]) or f"old {data['version']}"
+        lines.append(f'{ids[a]} {arrow}|"{label}"| {ids[b]}')
+    for a, b in across_steps(graph):
+        if (model := calls[a].model) in trained_models(graph):
+            lines.append(f'{ids[a]} -.->|"new {model}, next step"| {ids[b]}')
+    return "\n    ".join(lines)

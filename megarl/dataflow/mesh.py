@@ -68,15 +68,6 @@ class Mesh:
         """Returns the devices, which are ranks of the job."""
         return range(self.first, self.first + self.count)
 
-    @property
-    def rank_mapping(self) -> dict[int, int]:
-        """Returns the rank in the job of each rank of the mesh."""
-        return dict(enumerate(self.devices))
-
-    def overlaps(self, other: Mesh) -> bool:
-        """Returns whether the meshes share a device; else calls on them can run at once."""
-        return max(self.first, other.first) < min(self.devices.stop, other.devices.stop)
-
     def __str__(self) -> str:
         last = self.first + self.count - 1
         return f"g{self.first}" if self.count == 1 else f"g{self.first}-g{last}"
@@ -118,19 +109,6 @@ class Allocation:
     def layout(self) -> Layout:
         """Returns the degrees, with dp derived from the mesh."""
         return Layout.from_config(self.parallel, self.mesh.count)
-
-    def layers(self, num_layers: int) -> dict[int, tuple[int, ...]]:
-        """Returns which of a model's layers each device of the mesh holds. Raises ValueError where
-        the pipeline does not divide them."""
-        layout = self.layout
-        stages = [
-            tuple(i for v in range(layout.vpp) for i in layout.layers(num_layers, pp, v))
-            for pp in range(layout.pp)
-        ]
-        return {
-            device: stages[layout.coords(rank).pp]
-            for rank, device in self.mesh.rank_mapping.items()
-        }
 
     def __str__(self) -> str:
         layout = self.layout

@@ -8,8 +8,7 @@ from itertools import combinations
 
 import networkx as nx
 
-from megarl.dataflow.call import COMPUTE, Call
-from megarl.dataflow.graph import across_steps, calls_of, homes
+from megarl.dataflow.graph import COMPUTE, Call, across_steps, calls_of, homes
 from megarl.dataflow.mesh import Allocation
 
 
@@ -27,7 +26,11 @@ def concurrent(graph: nx.DiGraph) -> set[frozenset[str]]:
 
 
 def _meet(places: Mapping[str, Allocation], a: str, b: str) -> bool:
-    return a in places and b in places and places[a].mesh.overlaps(places[b].mesh)
+    return (
+        a in places
+        and b in places
+        and not set(places[a].mesh.devices).isdisjoint(places[b].mesh.devices)
+    )
 
 
 def placements(graph: nx.DiGraph) -> dict[str, Allocation]:
@@ -101,8 +104,19 @@ def unrolled(graph: nx.DiGraph, steps: int) -> nx.DiGraph:
 def groups(where: Allocation, degree: str) -> list[list[int]]:
     """Returns the devices of each group of a degree: "tp", "cp", "dp" or "pp"."""
     found: dict[tuple[int, ...], list[int]] = {}
-    for rank, device in where.mesh.rank_mapping.items():
+    for rank, device in enumerate(where.mesh.devices):
         coords = where.layout.coords(rank)
         rest = tuple(getattr(coords, n) for n in ("tp", "cp", "dp", "pp") if n != degree)
         found.setdefault(rest, []).append(device)
     return sorted(found.values())
+
+
+def layers(where: Allocation, num_layers: int) -> dict[int, tuple[int, ...]]:
+    """Returns which of a model's layers each device of the mesh holds."""
+    layout = where.layout
+    stages = [
+        tuple(i for v in range(layout.vpp) for i in layout.layers(num_layers, pp, v))
+        for pp in range(layout.pp)
+    ]
+    devices = enumerate(where.mesh.devices)
+    return {device: stages[layout.coords(rank).pp] for rank, device in devices}

@@ -11,12 +11,18 @@ import pytest
 from megarl.config.engine import ParallelConfig
 from megarl.config.loader import load_config
 from megarl.controller.graph import GraphPlan
-from megarl.dataflow.call import INFERENCE, TRAIN_STEP, Call
-from megarl.dataflow.graph import allocate, build_graph, calls_of, trained_models
-from megarl.dataflow.graphs import GRAPHS, ppo
-from megarl.dataflow.mermaid import draw_graph
+from megarl.dataflow.graph import (
+    INFERENCE,
+    TRAIN_STEP,
+    Call,
+    allocate,
+    build_graph,
+    calls_of,
+    draw_graph,
+    trained_models,
+)
+from megarl.dataflow.graphs import GRAPHS, ppo, recipe_graph
 from megarl.dataflow.mesh import Allocation, Devices, Mesh
-from megarl.dataflow.recipes import recipe_graph
 from megarl.trainer.user_code import Named, code_problems
 from tools import plan as tool
 

@@ -16,8 +16,7 @@ from megarl.config.engine import ParallelConfig
 from megarl.controller.graph import CallFailed, GraphPlan, Task, run_tasks
 from megarl.controller.group import Pending
 from megarl.dataflow import graphs
-from megarl.dataflow.call import GENERATE, INFERENCE, TRAIN_STEP, Call
-from megarl.dataflow.graph import allocate, build_graph
+from megarl.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, Call, allocate, build_graph
 from megarl.dataflow.mesh import Allocation, Mesh
 
 WAIT = 20.0  # seconds that a test's thread waits for another before it gives up
