@@ -57,12 +57,13 @@ class RemoteTokens:
 
 
 class Sample:
-    """Names the values [B] of a per-sample field to the workers of `groups`, which have them."""
+    """Names the values [B] of a per-sample field to the workers of the groups in `homes`, which
+    have them."""
 
     def __init__(self, values: Tensor, key: str) -> None:
         self.values, self.key = values, key
         self.version = values._version
-        self.groups: set[WorkerGroup] = set()
+        self.homes: dict[WorkerGroup, Home] = {}
 
 
 class RemoteBatch(Batch):
@@ -157,7 +158,7 @@ class RemoteBatch(Batch):
         for name, values in self.per_sample.items():
             sample = self._sample(name, values)
             state.samples[name] = sample.key
-            if group not in sample.groups:
+            if group not in sample.homes:
                 state.values[sample.key] = values
             sent.append(sample)
         for name, tokens in self.per_token.items():
@@ -188,10 +189,7 @@ class RemoteBatch(Batch):
         self._pending.pop(group, None)
         home = self._take(group, change, number)
         for handle in sent:
-            if isinstance(handle, Sample):
-                handle.groups.add(group)
-            else:
-                handle.homes[group] = home
+            handle.homes[group] = home
 
     def _take(self, group: WorkerGroup, change: BatchChange, number: int) -> Home:
         def is_new(name: str) -> bool:
@@ -208,7 +206,7 @@ class RemoteBatch(Batch):
         for name, (key, values) in change.samples.items():
             sample = Sample(values, key)
             group.own(key, sample)  # freed, where nobody takes it
-            sample.groups.add(group)
+            sample.homes[group] = home
             if is_new(name):
                 super().__setitem__(name, values)
                 self._samples[name], self._set[name] = sample, number

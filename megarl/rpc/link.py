@@ -83,7 +83,7 @@ class Link:
         self._ending = threading.Lock()  # never held for long, as the other is by who sends
         self._why: RpcError | None = None
         self._answers: SimpleQueue[tuple[int, Future[Any]] | None] = SimpleQueue()
-        self._answering = False
+        threading.Thread(target=self._answer, name="link answers", daemon=True).start()
         self.thread = threading.Thread(target=self._listen, name=f"link to {name}", daemon=True)
         self.thread.start()
 
@@ -179,46 +179,31 @@ class Link:
             _settle(future, value)
 
     def _called(self, number: int, parts: list[Part]) -> None:
-        answer: Future[Any] | None = None
+        answer: Future[Any] = Future()
         try:
             payload = pickle.loads(parts[1], buffers=parts[2:])
             value = self._handle(bytes(parts[0]).decode(), payload, self)
             if isinstance(value, Future):
-                value.add_done_callback(partial(self._send_result, number))
+                value.add_done_callback(partial(self._send_answer, number))
                 return
-            answer = Future()
             answer.set_result(value)
         except BaseException as e:
-            answer = Future()
             answer.set_exception(e)
-        if not self._answering:
-            self._answering = True
-            threading.Thread(target=self._answer, name="link answers", daemon=True).start()
         self._answers.put((number, answer))
 
     def _answer(self) -> None:
         """Sends the answers that were made by the thread that listens. Where this sent them itself,
         two ends with large answers for each other would both listen no more."""
         while (one := self._answers.get()) is not None:
-            self._send_result(*one)
+            self._send_answer(*one)
 
-    def _send_result(self, number: int, future: Future[Any]) -> None:
+    def _send_answer(self, number: int, future: Future[Any]) -> None:
         try:
             answer = future.result()
-        except BaseException as e:
-            self._send_error(number, e)
-            return
-        self._send_answer(number, answer)
-
-    def _send_answer(self, number: int, answer: Any) -> None:
-        try:
             self._send(number, ANSWER, answer if isinstance(answer, Packed) else pack(answer))
-        except Exception as e:
-            self._send_error(number, e)
-
-    def _send_error(self, number: int, error: BaseException) -> None:
-        trace = "".join(traceback.format_exception(error))
-        self._send(number, ERROR, pack((type(error).__name__, str(error), trace)))
+        except BaseException as e:
+            trace = "".join(traceback.format_exception(e))
+            self._send(number, ERROR, pack((type(e).__name__, str(e), trace)))
 
     def _send(self, number: int, kind: int, packed: Packed) -> None:
         with self._lock, contextlib.suppress(OSError):  # nobody waits for it any more
