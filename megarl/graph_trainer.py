@@ -78,8 +78,9 @@ class GraphTrainer(RLTrainer):
     def make_graph(self, cfg: GRPOConfig, devices: Devices, where: Mapping[str, str]) -> nx.DiGraph:
         """Returns the graph of a step, with the places of its calls."""
         graph = recipe_graph(cfg, devices, where)
-        ppo = isinstance(cfg, PPOConfig)
-        name, args = ("gae", gae_settings(cfg)) if ppo else ("advantages", {"kl_ctl": cfg.kl_ctl})
+        name, args = "advantages", {"kl_ctl": cfg.kl_ctl}
+        if isinstance(cfg, PPOConfig):
+            name, args = "gae", gae_settings(cfg)
         graph.nodes[name]["call"] = replace(graph.nodes[name]["call"], args=args)
         return graph
 
