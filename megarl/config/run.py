@@ -162,7 +162,7 @@ class StatsLoggerConfig:
     """Weights & Biases"""
     tensorboard: bool = False
     """write tensorboard events into <run>/tensorboard"""
-    table: bool = True
+    table: bool = False
     """print a table of every step's metrics"""
     report: bool = True
     """write <run>/report.html at the end"""
