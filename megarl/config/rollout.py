@@ -295,9 +295,9 @@ class RolloutConfig:
         field(default_factory=dict)
     )
     """HTTP gateway through which agents reach the policy: host (127.0.0.1), port (0 takes a free
-    one), advertise (host name in agents' URLs), reuse (a chat goes on from the policy's own
-    tokens), rewards (auto, always or never: whether agents may send them), call_format (how the
-    policy writes calls of tools)"""
+    one), advertise (host name in agents' URLs), reuse (a chat keeps the policy's own tokens),
+    rewards (auto, always or never: whether agents may send them), call_format (how the policy
+    writes tool calls)"""
     workers: Annotated[int, Bounds(ge=0, le=256)] = 0
     """processes that run episodes beside the driver; 0 runs them in the driver; the samples are the
     same"""
@@ -318,13 +318,13 @@ class RolloutConfig:
     weights"""
     request_timeout: Annotated[float, TIMEOUT] = 600.0
     """seconds one generation request may take; a longer one is aborted, and another continues with
-    its tokens. One that fails is tried again, on all servers, as long, at most 120 s; then the
-    rollout has failed, or no server is left"""
+    its tokens; a failed one is sent again, to all servers, for as long (at most 120 s), and then
+    its rollout has failed"""
     affinity: Annotated[float, NOT_NEGATIVE] = 2.0
     """an episode stays with its server and the prefix cache there until its outstanding tokens
     exceed this many times those of the least loaded server; 0 always takes the least loaded"""
     setup_timeout: Annotated[float, TIMEOUT] = 600.0
-    """seconds until servers answer /health, those that are started with the run and others"""
+    """seconds until all servers answer /health, whether the run starts them or not"""
     episode_timeout: Annotated[float, TIMEOUT] = 1800.0
     """seconds one episode may take, without pauses of generation; a longer one has failed, and
     another row replaces it"""

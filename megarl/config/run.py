@@ -180,7 +180,7 @@ class PoolConfig:
     before its time limit (--signal=B:USR1@300), is queued again (--requeue), and has whole nodes
     (--exclusive, --mem=0)"""
     ray_resources: dict[str, float] = field(default_factory=dict)
-    """what Ray is asked for on each node besides GPUs and CPUs, by name, like
+    """what to request from Ray on each node besides GPUs and CPUs, by name, like
     {accelerator_type:H100: 0.001}"""
 
 
