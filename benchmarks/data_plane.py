@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.api.batch import Batch, Padded
-from megarl.api.padded import concat_padded
+from megarl.api.tokens import concat_padded
 from megarl.parallel import exchange
 from megarl.parallel.layout import Layout
 from megarl.parallel.packing import Cost

@@ -16,13 +16,13 @@ from megarl.api.failures import on_every_rank as on_every_rank
 from megarl.api.inference import InferenceEngine as InferenceEngine
 from megarl.api.inference import RolloutFailed as RolloutFailed
 from megarl.api.inference import RolloutWorkflow as RolloutWorkflow
-from megarl.api.padded import concat_padded_tensors as concat_padded_tensors
 from megarl.api.records import FinetuneSpec as FinetuneSpec
 from megarl.api.records import ModelRequest as ModelRequest
 from megarl.api.records import ModelResponse as ModelResponse
 from megarl.api.records import SaveLoadMeta as SaveLoadMeta
 from megarl.api.records import ServersLost as ServersLost
 from megarl.api.records import WeightUpdateMeta as WeightUpdateMeta
+from megarl.api.tokens import concat_padded_tensors as concat_padded_tensors
 from megarl.config.allocation import AllocationMode as AllocationMode
 from megarl.config.base import Bounds as Bounds
 from megarl.config.base import Choices as Choices

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megarl.api.batch import UNITS, Batch, Padded, Tokens
-from megarl.api.padded import select
+from megarl.api.tokens import select
 
 CHUNK_TOKENS = 1 << 20  # padded tokens of one chunk: bounds the memory of work on rows
 

@@ -18,16 +18,18 @@ from torch import Tensor
 
 from megarl.api.failures import on_every_rank
 from megarl.api.local_rows import gather_rows
-from megarl.api.padded import PAD, Padded, is_per_token
 from megarl.api.tokens import (
     IDS,
     MASK,
+    PAD,
     Comm,
     Home,
+    Padded,
     Tokens,
     as_bytes,
     comm_or_default,
     from_bytes,
+    is_per_token,
     register_comm,
     row_bytes,
     row_lengths,

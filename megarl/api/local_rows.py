@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.api.padded import is_per_token
 from megarl.api.tokens import (
     IDS,
     MASK,
@@ -20,6 +19,7 @@ from megarl.api.tokens import (
     Tokens,
     as_bytes,
     from_bytes,
+    is_per_token,
     row_bytes,
     row_lengths,
 )

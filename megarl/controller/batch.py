@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from megarl.api.batch import Batch
-from megarl.api.padded import Padded
-from megarl.api.tokens import Home
+from megarl.api.tokens import Home, Padded
 from megarl.controller.messages import BatchChange, BatchState, Field, Ref, Source
 from megarl.controller.store import pull
 

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler
 
-from megarl.api.padded import Padded
+from megarl.api.tokens import Padded
 from megarl.config.dataset import DatasetConfig
 from megarl.data.dataset import RowDataset
 from megarl.data.draws import Draws

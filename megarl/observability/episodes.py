@@ -4,7 +4,7 @@
 "size", ...}. The record is the `size` bytes at `at` in <run>/episodes/<file>: zlib, and in it a
 line of JSON and then arrays of numbers. A line is written after its record, so what a killed
 process leaves behind is at worst bytes that no line names, and one line cut short. Every start
-writes data files of its own, and the line {"kind": "start", "after": k} (journal.py).
+writes data files of its own, and the line {"kind": "start", "after": k} (utils/files.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.observability.journal import append, append_line, read_lines
+from megarl.utils.files import append, append_line, read_lines
 
 FOLDER = "episodes"
 INDEX = "index.jsonl"

@@ -1,9 +1,9 @@
 """Keeps fingerprints of what every step of a run computed, and finds where two runs differ.
 
 <run>/record/fingerprints.jsonl has a line for each phase of a step: {"step", "phase", "tensors":
-{name: fingerprint}}. The line {"start": {...}, "after": k} (journal.py) says where and with what a
-start goes on from step k. A hash is of bits, so that equal
-hashes mean equal tensors; norm and sum only tell people how far apart two tensors are.
+{name: fingerprint}}. The line {"start": {...}, "after": k} (utils/files.py) says where and with
+what a start goes on from step k. A hash is of bits, so that equal hashes mean equal tensors; norm
+and sum only tell people how far apart two tensors are.
 
 Beyond DETAIL_BYTES the tensors of weights are no longer listed one by one: a line then has one hash
 for all of them, under the name "*". The rest of a step takes a few kB.
@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.run import RECORD_DIR
-from megarl.observability.journal import append_line, read_lines
-from megarl.utils.files import Digest, Fingerprint
+from megarl.utils.files import Digest, Fingerprint, append_line, read_lines
 
 FILE = "fingerprints.jsonl"
 DETAIL_BYTES = 64 << 20

@@ -18,7 +18,7 @@ from megarl.api.inference import (
     RolloutFailed,
     RolloutWorkflow,
 )
-from megarl.api.padded import select
+from megarl.api.tokens import select
 from megarl.observability.logging import get_logger
 from megarl.observability.timeline import EPISODES, timeline
 from megarl.rollout.answers import AnswerLog

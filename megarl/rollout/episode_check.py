@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megarl.api.inference import FAILURES
-from megarl.api.padded import is_per_token
+from megarl.api.tokens import is_per_token
 
 # key -> what it holds; the contract's dtypes are int64, bool, float32 and int32
 _PER_TOKEN = {

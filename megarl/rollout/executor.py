@@ -18,7 +18,7 @@ import torch
 
 from megarl.api.batch import Batch, Padded
 from megarl.api.inference import InferenceEngine, RolloutWorkflow
-from megarl.api.padded import concat_padded
+from megarl.api.tokens import concat_padded
 from megarl.config.rollout import RolloutConfig
 from megarl.rollout.accounting import AccountingError, SampleAccounting
 from megarl.rollout.episode import Episode, batch_parts

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from megarl.api.batch import Padded
-from megarl.api.padded import concat_padded, select
+from megarl.api.tokens import concat_padded, select
 
 Failed = tuple[str, int]  # kind and length in tokens of a rollout that failed
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megarl.api.padded import Padded
 from megarl.api.records import FinetuneSpec
+from megarl.api.tokens import Padded
 from megarl.config.dataset import DatasetConfig
 from megarl.config.recipes import OfflineConfig, SFTConfig, data_purpose, held_out_sets
 from megarl.data.dataset import RowDataset, build_dataset

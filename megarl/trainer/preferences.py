@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from megarl.api.padded import Padded
+from megarl.api.tokens import Padded
 from megarl.config.recipes import DPOConfig, RMConfig
 from megarl.data.dataset import RowDataset
 from megarl.data.loader import collate_pairs, collate_unpaired

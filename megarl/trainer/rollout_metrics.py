@@ -12,7 +12,7 @@ from megarl.algos.rollouts import rollouts_of
 from megarl.algos.rows import Data, as_batch, reduce_rows, total, trained_tokens, where_it_lies
 from megarl.algos.token_metrics import advantage_spread, gap_by_age, staleness
 from megarl.api.batch import Batch, Padded
-from megarl.api.padded import seqlens
+from megarl.api.tokens import seqlens
 from megarl.models.flops import train_flops
 from megarl.observability import stats_tracker
 from megarl.observability.utilization import memory_in_use, this_device_peak, utilization

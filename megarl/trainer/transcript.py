@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 from typing import Any
 
-from megarl.api.padded import Padded
+from megarl.api.tokens import Padded
 
 WROTE, READ = "model", "environment"
 

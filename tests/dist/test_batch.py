@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.api.batch import Batch, Home, Tokens
-from megarl.api.padded import select
+from megarl.api.tokens import select
 from megarl.config.engine import MoEConfig
 from megarl.parallel import exchange
 from megarl.parallel.placement import split_minibatches

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megarl.algos import Actor
 from megarl.api.batch import Batch
-from megarl.api.padded import select
+from megarl.api.tokens import select
 from megarl.config.algo import PPOActorConfig
 from tests.dist.engine_jobs import Tensors, batch, loss_fn, make_engine, save_model, weight_fn
 from tests.tiny import VOCAB

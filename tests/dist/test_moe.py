@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.api.padded import select
+from megarl.api.tokens import select
 from megarl.config.engine import MoEConfig
 from tests.dist import engine_jobs
 from tests.dist.engine_jobs import (

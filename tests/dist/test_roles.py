@@ -48,7 +48,7 @@ def samples() -> Tensors:
 
 def episodes(b: Tensors) -> list[Tensors]:
     """Splits samples by episode, each padded to its own length."""
-    from megarl.api.padded import select
+    from megarl.api.tokens import select
 
     return [select(b, (b["episode_ids"] == k).nonzero().flatten()) for k in range(EPISODES)]
 

@@ -86,7 +86,7 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "api/padded.py",
+        "api/tokens.py",
         "pad = [0, 0] * (v.ndim - 2) + [0, width - v.shape[1]]",
         "pad = [0, 0] * (v.ndim - 2) + [width - v.shape[1], 0]",
         (

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from megarl.api.batch import Padded
 from megarl.api.inference import RolloutWorkflow
-from megarl.api.padded import concat_padded
+from megarl.api.tokens import concat_padded
 from megarl.rollout.executor import RolloutExecutor
 from megarl.rollout.loop_thread import LoopThread
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.api.batch import Batch, Padded, Tokens
-from megarl.api.padded import concat_padded
+from megarl.api.tokens import concat_padded
 
 LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=8)
 

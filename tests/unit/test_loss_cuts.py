@@ -14,7 +14,7 @@ from megarl.algos.aggregation import aggregate
 from megarl.algos.correction import Correction
 from megarl.algos.kl import KL_TERMS, kl_term
 from megarl.algos.ratios import RATIOS
-from megarl.api.padded import select
+from megarl.api.tokens import select
 
 from .test_losses import make_batch
 from .test_surrogates import CASES, SURROGATES, batch_of_one_advantage

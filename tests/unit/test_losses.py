@@ -11,7 +11,7 @@ import torch
 from megarl.algos import LOSS_WEIGHTS, PolicyLoss, sft_loss, token_weight
 from megarl.algos.correction import Correction
 from megarl.algos.surrogates import Clip
-from megarl.api.padded import select
+from megarl.api.tokens import select
 
 ROLLOUTS = [0, 0, 1, 2, 2, 3]  # of the sequences
 

@@ -23,8 +23,8 @@ import pytest
 import torch
 
 from megarl.api.inference import RolloutFailed, RolloutWorkflow
-from megarl.api.padded import concat_padded
 from megarl.api.records import ModelRequest, WeightUpdateMeta
+from megarl.api.tokens import concat_padded
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
 from megarl.rollout import client as client_module
 from megarl.rollout.answers import AnswerLog
