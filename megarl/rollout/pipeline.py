@@ -125,13 +125,14 @@ class Pipeline:
     def wanted(self) -> int:
         """Returns how many episodes to submit: the staleness room, plus one batch in waiting when
         asynchronous, so that generation goes on while the trainer trains; none that no batch will
-        take. *"""
+        take. A resumed run submits all rows that were in flight at once: one of them that becomes
+        too stale is submitted again behind them, as it would have been without the stop. *"""
         room = self.staleness.room(self._engine.get_version())
         if self.config.max_head_offpolicyness > 0:
             room += self.staleness.consumer_batch or 0
         if (needed := self.staleness.needed()) is not None:
             room = min(room, needed)
-        return room - len(self.pending)
+        return max(room - len(self.pending), len(self._numbers))
 
     def take(self, count: int) -> list[Episode] | None:
         """Returns the next `count` episodes by rollout.order in order of submission, once all are

@@ -302,7 +302,20 @@ def outcomes(calls: Calls, path: str, deadline: Deadline) -> dict[str, Any]:
         lost |= {s: e for s, e in found.items() if not calls[s].done()}
         if not found:
             break
-    return {server: _outcome(server, call, path, lost, deadline) for server, call in calls.items()}
+    answers: dict[str, Any] = {}
+    for server, call in calls.items():
+        if call.done():
+            error = call.exception()
+            if error is not None and not isinstance(error, HttpError):
+                raise error
+            answers[server] = error or call.result().value
+        elif server in lost:
+            answers[server] = lost[server]
+        else:
+            late = HttpError(server, path, f"gave no answer within {deadline.timeout:g} s")
+            late.__cause__ = TimeoutError()
+            answers[server] = late
+    return answers
 
 
 def absent(calls: Calls, deadline: Deadline) -> dict[str, HttpError]:
@@ -356,18 +369,3 @@ def _unanswered(call: Future[Any]) -> HttpError | None:
 
 def _failed(calls: Mapping[str, Future[Any]]) -> dict[str, HttpError]:
     return {s: error for s, f in calls.items() if (error := _unanswered(f)) is not None}
-
-
-def _outcome(
-    server: str, call: Future[Answer], path: str, lost: Mapping[str, HttpError], deadline: Deadline
-) -> Any:
-    if call.done():
-        error = call.exception()
-        if error is not None and not isinstance(error, HttpError):
-            raise error
-        return error or call.result().value
-    if server in lost:
-        return lost[server]
-    late = HttpError(server, path, f"gave no answer within {deadline.timeout:g} s")
-    late.__cause__ = TimeoutError()
-    return late

@@ -518,6 +518,23 @@ def test_resumed_run_continues_with_the_rows_in_flight(make):
     assert row_ids(resumed) == row_ids(prepare_batch(reference, loaders[1], Scripted()))
 
 
+def test_a_stale_row_of_a_resumed_run_goes_behind_all_that_were_in_flight(make):
+    config = {"max_head_offpolicyness": 1, "max_concurrent_rollouts": 64}
+    first = make(version=10, **config)
+    prepare_batch(first, Loader(rows(40), 4), Scripted())
+    settle(first)
+    state = first.state_dict()
+    in_flight = [row["row_id"] for row in state["rows"][: len(state["numbers"])]]
+    state["rows"][0]["age"] = 9
+    second = make(version=11, **config)
+    second.load_state_dict(state)
+    loader, flow, order = Loader(rows(40), 1), Scripted(), []  # fewer rows at once than are left
+    for version in range(12, 12 + len(in_flight)):
+        order += row_ids(prepare_batch(second, loader, flow))
+        second.bump(version)
+    assert order == [*in_flight[1:], in_flight[0]]
+
+
 def test_another_dataloader_is_refused(make):
     ex = make()
     prepare_batch(ex, Loader(rows(2), 2), Scripted())
