@@ -240,6 +240,7 @@ def test_half_a_frame_harms_nobody_else(listener: Listener, link: Link, service:
     with closing(dialed(listener)) as sock:
         wire = introduce(sock, TOKEN)
         wire.send(0, CALL, (b"echo", *pack(1).parts))
+        assert wire.receive()[0] == 0
         sock.sendall(struct.pack("<QBIQQ16s", 1, CALL, 2, 4, 9, b"")[:9])
         assert link.call("echo", 2) == 2
     assert link.call("echo", 3) == 3
