@@ -9,7 +9,6 @@ no sign of life for `Deadline.patience` seconds. A server that is only slow has 
 from __future__ import annotations
 
 import concurrent.futures as cf
-import http.client
 import json
 import random
 import threading
@@ -17,7 +16,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
 from megarl.utils.env import JOB_TOKEN, job_token
@@ -76,8 +74,10 @@ def call_json(
     Raises HttpError with the server's own message on a status >= 400, on `"success": false`, and
     when no answer comes within `timeout` s.
     """
+    from http import client  # here and below: no check of a start calls a server
+
     host, port = split_address(address)
-    connection = http.client.HTTPConnection(host, port, timeout=timeout)
+    connection = client.HTTPConnection(host, port, timeout=timeout)
     payload = None if body is None else json.dumps(body).encode()
     headers = {"Content-Type": "application/json"} | authorization()
     try:
@@ -87,7 +87,7 @@ def call_json(
         rest = retry_after(response.getheader("Retry-After"))
     except TimeoutError as e:
         raise HttpError(address, path, f"gave no answer within {timeout:.1f} s") from e
-    except (OSError, http.client.HTTPException) as e:
+    except (OSError, client.HTTPException) as e:
         reason = f"failed: {type(e).__name__}: {shown(str(e) or 'connection closed')}"
         raise HttpError(address, path, reason) from e
     finally:
@@ -117,10 +117,14 @@ def accepted(
 def retry_after(header: str | None) -> float | None:
     """Returns the seconds that a Retry-After header asks for, which has seconds or a date; None
     where there is no such header, or none that can be read."""
-    if header and header.strip().isdigit():
+    if not header:
+        return None
+    if header.strip().isdigit():
         return float(header)
+    from email.utils import parsedate_to_datetime
+
     try:
-        until = parsedate_to_datetime(header or "")
+        until = parsedate_to_datetime(header)
     except ValueError:
         return None
     return max(0.0, until.timestamp() - time.time())
