@@ -117,14 +117,12 @@ def accepted(
 def retry_after(header: str | None) -> float | None:
     """Returns the seconds that a Retry-After header asks for, which has seconds or a date; None
     where there is no such header, or none that can be read."""
-    if not header:
-        return None
-    if header.strip().isdigit():
-        return float(header)
     from email.utils import parsedate_to_datetime
 
+    if header and header.strip().isdigit():
+        return float(header)
     try:
-        until = parsedate_to_datetime(header)
+        until = parsedate_to_datetime(header or "")
     except ValueError:
         return None
     return max(0.0, until.timestamp() - time.time())
