@@ -200,7 +200,7 @@ def _warned(finding: Finding) -> Finding:
 
 
 def versions(host: Host) -> Iterator[Finding]:
-    """Compares packages with those that megarl's tests run with."""
+    """Compares installed packages with the versions that megarl's tests use."""
     installed = {name: _installed(name) for name in ("torch", "megatron-core", "transformers")}
     if host.gpus:
         installed["transformer-engine"] = _installed("transformer-engine")

@@ -221,7 +221,7 @@ def _lines(now: Record) -> Iterator[str]:
     if now["seconds_per_step"] is not None:
         pace = f"{now['seconds_per_step']:.3g} s a step, {now['tokens_per_s']:,.0f} tokens/s"
         lines.append(("pace", f"{pace} trained"))
-    # those that something is wrong with lead
+    # ranks and servers with a problem come first
     processes = sorted(now["processes"], key=lambda p: p["health"] in ("alive", ENDED))
     for p in processes[:SHOWN]:
         text = f"{p['health']}, on {p['host']}, pid {p['pid']}"

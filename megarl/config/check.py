@@ -312,8 +312,8 @@ def metric_problems(cfg: BaseConfig) -> Iterator[str]:
     first, _, rest = metric.partition("/")
     if first != "eval":
         if first not in FAMILIES:
-            known = ("eval", *FAMILIES)
-            yield f"saver.metric={metric}: no metric begins so; {_meant(first, known)}"
+            beginnings = ("eval", *FAMILIES)
+            yield f"saver.metric={metric}: no metric begins so; {_meant(first, beginnings)}"
         return
     sets = held_out_sets(cfg)
     if not sets:

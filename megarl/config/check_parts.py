@@ -99,23 +99,23 @@ def lora_problems(key: str, cfg: LoRAConfig) -> Iterator[str]:
 
 
 def optimizer_problems(key: str, cfg: OptimizerConfig) -> Iterator[str]:
-    """Yields options of the optimizer that need others, and those that megatron-core lacks."""
+    """Yields optimizer options that need another option, and options that megatron-core lacks."""
     yield from rule_problems(rules.OPTIMIZER, cfg, f"{key}.")
-    known = _fields_of_megatron()
+    declared = _fields_of_megatron()
     for name, value in cfg.options.items():
         option = f"{key}.options.{name}={show(value)}"
         if name in _SET_BY_KEYS:
             yield f"{option}: a key of {key}, or the engine's dtype, sets it; leave it out"
-        elif known and name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
+        elif declared and name not in declared:
+            near = difflib.get_close_matches(name, declared, n=1)
             meant = f"; did you mean {near[0]}?" if near else ""
             yield f"{option}: megatron-core's OptimizerConfig has no such field{meant}"
         elif name in _STATE_DTYPES and value not in ("float32", "bfloat16", "float16"):
             yield f"{option}: not one of float32, bfloat16, float16"
         elif name in _STATE_DTYPES and value != "float32" and not cfg.precision_aware:
             yield f"{option}: needs {key}.precision_aware=true"
-        elif isinstance(value, str) and known.get(name) in ("float", "int", "bool"):
-            yield f"{option}: not of type {known[name]}"
+        elif isinstance(value, str) and declared.get(name) in ("float", "int", "bool"):
+            yield f"{option}: not of type {declared[name]}"
 
 
 @cache

@@ -125,8 +125,8 @@ def _load(
     _override(tree, cls, parsed, problems)
     as_correction(tree)
     if foreign:
-        known = {field.name for field in fields(cls)}
-        tree = {name: value for name, value in tree.items() if name in known}
+        names = {field.name for field in fields(cls)}
+        tree = {name: value for name, value in tree.items() if name in names}
     cfg = _build(cls, tree, problems)
     object.__setattr__(cfg, _SET, tuple(_leaves(tree)))
     return cfg

@@ -124,7 +124,7 @@ def _declared(cls: type) -> list[tuple[dataclasses.Field[Any], dict[str, Any]]]:
     declared = []
     for field in dataclasses.fields(cls):
         base, notes = _strip_none(plain[field.name]), _notes(whole[field.name])
-        known = {
+        facts = {
             "owner": cls,
             "annotation": plain[field.name],
             "section": base if dataclasses.is_dataclass(base) and isinstance(base, type) else None,
@@ -133,7 +133,7 @@ def _declared(cls: type) -> list[tuple[dataclasses.Field[Any], dict[str, Any]]]:
             "limits": next((x for x in notes if isinstance(x, Choices)), None),
             "options_of": next((x for x in notes if isinstance(x, OptionsOf)), None),
         }
-        declared.append((field, known))
+        declared.append((field, facts))
     return declared
 
 

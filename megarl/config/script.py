@@ -1,10 +1,9 @@
 """Gives a script of the user's its configuration: models on the hub are fetched, and the keys that
 have no effect in it are named.
 
-A recipe reads every key. A script of the user's own reads those that it names, and those that the
-parts read which it makes by `for_run`; a section that it hands to a part is read but for the keys
-in `_LEFT`. A key that is set and that nobody reads is named once, after the first step or at the
-end.
+A recipe reads every key. A user's script reads the keys that it names and the keys of the parts
+that it makes by `for_run`. A section that it hands to a part counts as read, but for the keys in
+`_LEFT`. A key that is set and not read is named once, after the first step or at the end.
 """
 
 from __future__ import annotations

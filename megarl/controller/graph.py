@@ -1,9 +1,9 @@
 """Runs the step of a dataflow graph on the workers of a controller.
 
-A *copy* is one model in one parallel strategy on one mesh: a role with an engine of its own. That
-at the model's home (where it is trained, else where its first call runs) has the weights, on the
-devices or, between the calls of a model that is offloaded, in host memory. Every other copy is a
-placeholder: a hook brings it the newest weights before a call, and another takes them away again.
+A *copy* is a role and its engine: one model in one parallel strategy on one mesh. The copy at the
+model's home (where it is trained, else where its first call runs) keeps the weights on its devices,
+or in host memory between the calls of an offloaded model. Every other copy is a placeholder: a hook
+brings it the newest weights before a call, and another hook removes them after it.
 
 A step is a list of tasks: calls, and the hooks around them. A task starts when the tasks that it
 needs are over and no earlier task has yet to end on one of its ranks. So every rank sees its tasks
@@ -58,7 +58,7 @@ class Task:
     """Describes one request of a step.
 
     name:   is unique in the step, e.g. "train_critic" or "ref: onload".
-    copies: are those that it works on; weights go to the first from the second.
+    copies: it works on these; of two, the first gets the weights of the second.
     needs:  names the earlier tasks that have to be over.
     do:     is called on the ranks, with the copies' roles and `args`; None for the publication of
             the weights, which the controller makes.
@@ -122,7 +122,7 @@ class GraphPlan:
         return Copy(call.model, call.where)
 
     def is_placeholder(self, copy: Copy) -> bool:
-        """Returns whether the copy has no weights of its own: its model's home is another."""
+        """Returns whether the copy keeps no weights, as it is not at its model's home."""
         return copy != self.homes[copy.model]
 
     def publishes(self, call: Call) -> bool:
@@ -242,8 +242,8 @@ class StepState:
 
 class GraphExecution:
     """Runs the steps of a graph on a group of workers, one for each device of the graph's meshes.
-    A batch's tokens lie on workers; a mesh gets the fields that its call reads from those that have
-    them.
+    A batch's tokens lie on workers. A mesh fetches the fields that its call reads from the workers
+    that hold them.
 
     roles:   by model, not initialized: the engine's configuration, but for the strategy, and what
              the calls' verbs are of.
@@ -305,12 +305,12 @@ class GraphExecution:
         group = self._group(copy.where.mesh.devices)
         empty = self.plan.is_placeholder(copy)
         trained = copy.model in self.plan.trained and not empty
-        made = self._workers.call(
+        remote = self._workers.call(
             make_copy, role, copy, group.world, spec, trained=trained, empty=empty
         )
         if empty or copy.model in self.plan.resting:
-            group.call(send_away, made, WEIGHTS if empty else PARTS, not empty)
-        return made
+            group.call(send_away, remote, WEIGHTS if empty else PARTS, not empty)
+        return remote
 
     def role(self, model: str) -> Any:
         """Returns the Remote of a model's role at its home."""
@@ -390,14 +390,14 @@ def make_call(
     ended. A train step moves the learning rate on, and the weights get their `version`, if it is
     given."""
     begun = time.time()
-    made = getattr(role, call.verb)(batch, **call.args)
+    result = getattr(role, call.verb)(batch, **call.args)
     if call.into:
-        batch[call.into] = made
+        batch[call.into] = result
     if call.kind == TRAIN_STEP:
         role.step_lr_scheduler()
         if version is not None:
             role.set_version(version)
-    return made if isinstance(made, dict) else {}, (begun, time.time())
+    return result if isinstance(result, dict) else {}, (begun, time.time())
 
 
 def bring_weights(target: Any, source: Any, rests: bool) -> None:

@@ -371,8 +371,8 @@ class WorkerGroup:
 
     def _handle(self, ref: Ref, changes: dict[str, BatchChange]) -> Any:
         """Returns the handle of what stays on the workers: the one that there is, or a new one."""
-        known = self._handles.get(ref.id)
-        if known is not None and (handle := known()) is not None:
+        reference = self._handles.get(ref.id)
+        if reference is not None and (handle := reference()) is not None:
             return handle
         if ref.kind == "object":
             return Remote(self, ref.id, *ref.about)

@@ -300,9 +300,9 @@ def outcomes(calls: Calls, path: str, deadline: Deadline) -> dict[str, Any]:
     """
     lost: dict[str, HttpError] = {}
     while waiting := {s: calls[s] for s in _silent(calls) if s not in lost}:
-        found = wait_for(waiting, deadline)
-        lost |= {s: e for s, e in found.items() if not calls[s].done()}
-        if not found:
+        gone = wait_for(waiting, deadline)
+        lost |= {s: e for s, e in gone.items() if not calls[s].done()}
+        if not gone:
             break
     answers: dict[str, Any] = {}
     for server, call in calls.items():
