@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import os
 import re
@@ -51,7 +50,7 @@ from megarl.config.rollout import built_in_transport
 from megarl.config.rules import rule_problems
 from megarl.config.run import ProfilerConfig
 from megarl.config.schema import value_problems
-from megarl.utils.importing import is_import_path
+from megarl.utils.importing import is_import_path, meant
 
 log = logging.getLogger("megarl.config")
 _OURS = "megarl.rollout.workflows."
@@ -313,7 +312,7 @@ def metric_problems(cfg: BaseConfig) -> Iterator[str]:
     if first != "eval":
         if first not in FAMILIES:
             beginnings = ("eval", *FAMILIES)
-            yield f"saver.metric={metric}: no metric begins so; {_meant(first, beginnings)}"
+            yield f"saver.metric={metric}: no metric begins so; {meant(first, beginnings)}"
         return
     sets = held_out_sets(cfg)
     if not sets:
@@ -326,14 +325,14 @@ def metric_problems(cfg: BaseConfig) -> Iterator[str]:
         named = [f"eval/{each}/..." for each in sets if each] or ["eval/..."]
         yield f"saver.metric={metric}: no data set is called {name}; there are {', '.join(named)}"
     elif figure not in figures and not _SEVERAL.fullmatch(figure):
-        yield f"saver.metric={metric}: no figure of an evaluation; {_meant(figure, figures)}"
+        yield f"saver.metric={metric}: no figure of an evaluation; {meant(figure, figures)}"
 
 
 def phase_problems(cfg: ProfilerConfig) -> Iterator[str]:
     """Yields a line for the phases that no step has."""
     unknown = [phase for phase in cfg.phases if phase not in PHASES]
     if unknown:
-        yield f"profiler.phases={cfg.phases}: {unknown[0]} is none; {_meant(unknown[0], PHASES)}"
+        yield f"profiler.phases={cfg.phases}: {unknown[0]} is none; {meant(unknown[0], PHASES)}"
 
 
 def _figures(cfg: BaseConfig) -> Sequence[str]:
@@ -357,8 +356,3 @@ def _own(tree: Any, key: str = "") -> Iterator[bool]:
             yield from _own(value, str(name))
     elif isinstance(tree, str) and key in _CODE:
         yield is_import_path(tree) and not tree.startswith("megarl.")
-
-
-def _meant(word: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(word, known, n=1)
-    return f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"

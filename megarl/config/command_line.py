@@ -5,13 +5,13 @@ Options and overrides may come in any order. A word with a / before its = is no 
 
 from __future__ import annotations
 
-import difflib
 import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megarl.config.errors import ConfigError
+from megarl.utils.importing import meant
 
 SECTION = re.compile(r"\w+(\.\w+)*")  # the name of a section or key
 
@@ -48,7 +48,9 @@ def parse_command_line(
                 raise ConfigError([f"--{name}: needs a value"])
             line.options[name] = value if equals else args.pop(0)
         else:
-            raise ConfigError([_unknown(arg, [*options, *switches])])
+            flags = [f"--{name}" for name in (*options, *switches)]
+            fix = meant(arg, flags, "keys are key=value, options are")
+            raise ConfigError([f"{arg}: unknown option; {fix}"])
     return line
 
 
@@ -74,10 +76,3 @@ def _section(name: str) -> str:
     from megarl.config.help import render_section  # here, as most command lines need no help
 
     return render_section(name)
-
-
-def _unknown(arg: str, known: list[str]) -> str:
-    flags = [f"--{name}" for name in known]
-    if near := difflib.get_close_matches(arg, flags, n=1):
-        return f"{arg}: unknown option; did you mean {near[0]}?"
-    return f"{arg}: unknown option, there are {', '.join(flags)}; config keys are key=value"

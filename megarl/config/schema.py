@@ -19,6 +19,7 @@ from functools import cache
 from typing import Any
 
 from megarl.config.base import ANY_FLOAT, ANY_INT, Bounds, Choices, OptionsOf, SeamConfig, is_finite
+from megarl.utils.importing import type_name
 
 UNIONS = (types.UnionType, typing.Union)
 
@@ -82,17 +83,7 @@ class Key:
     @property
     def type_name(self) -> str:
         """Returns the annotation as --help and messages spell it."""
-        return _type_name(self.annotation)
-
-
-def _type_name(annotation: Any) -> str:
-    if isinstance(annotation, type) and not typing.get_args(annotation):
-        return annotation.__name__
-    if (element := _element(annotation)) is not None:
-        return f"dict[str, {element.__name__}]"
-    if typing.get_origin(annotation) is typing.Union:  # as Annotated[int, ...] | None is one
-        return " | ".join("None" if a is type(None) else _type_name(a) for a in annotation.__args__)
-    return str(annotation).replace("typing.", "")
+        return type_name(self.annotation)
 
 
 def _strip_none(annotation: Any) -> Any:

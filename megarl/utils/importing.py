@@ -223,11 +223,17 @@ def option_problems(
         elif name in takes and (why := _misfit(value, takes[name].annotation)):
             yield f"{key}.{name}={value!r}: {why}{_space(value)}"
         elif name not in takes and not open_ended:
-            known = f"it takes {', '.join(own)}" if own else "it takes none"
-            yield f"{key}.{name}={value!r}: {_name(fn)} has no such option; {known}"
+            fix = meant(name, own, "it takes")
+            yield f"{key}.{name}={value!r}: {_name(fn)} has no such option; {fix}"
     for name in own:
         if takes[name].default is inspect.Parameter.empty and name not in options:
             yield f"{key}.{name}: {_name(fn)} needs it; set it"
+
+
+def meant(name: str, known: Sequence[str], intro: str = "there are") -> str:
+    """Returns the fix of a name that is not `known`: the nearest that is, else all of them."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]}?" if near else f"{intro} {', '.join(known) or 'none'}"
 
 
 def _space(value: Any) -> str:
@@ -296,18 +302,24 @@ def _misfit(value: Any, annotation: Any) -> str:
         pass
     if error["type"] in _BOUNDS:
         return error["msg"].replace("Input should", "must")
-    return f"not of type {_spelled(annotation)}"
+    return f"not of type {type_name(annotation)}"
 
 
 def _is_union(annotation: Any) -> bool:
     return typing.get_origin(annotation) in (types.UnionType, typing.Union)
 
 
-def _spelled(annotation: Any) -> str:
-    if typing.get_origin(annotation) is typing.Annotated:
-        annotation = annotation.__origin__
-    plain = isinstance(annotation, type) and not typing.get_args(annotation)
-    return annotation.__name__ if plain else str(annotation).replace("typing.", "")
+def type_name(annotation: Any) -> str:
+    """Returns an annotation as messages spell it: "float | None", "dict[str, SourceConfig]"."""
+    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return type_name(inner[0])
+    if _is_union(annotation):
+        return " | ".join(map(type_name, inner))
+    if inner and isinstance(origin, type):
+        return f"{origin.__name__}[{', '.join(map(type_name, inner))}]"
+    name = annotation.__name__ if isinstance(annotation, type) else str(annotation)
+    return name.replace("typing.", "").replace("NoneType", "None")
 
 
 def user_lines(error: BaseException) -> list[traceback.FrameSummary]:

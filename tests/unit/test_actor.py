@@ -314,6 +314,8 @@ def test_logp_gap_by_hand():
             "recompute_logprob other than false",
         ),
         (dict(correction={"weight_cap": 0.0}), "correction.weight_cap=0.0: must be greater than 0"),
+        (dict(correction={"weight_cap": "2"}), r"weight_cap='2': not of type float \| None"),
+        (dict(correction={"wieght": "token"}), r"did you mean weight\?"),
         (dict(reward_clip=0.0), "reward_clip=0.0"),
     ],
 )

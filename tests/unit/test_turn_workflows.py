@@ -401,8 +401,7 @@ def test_an_interaction_that_breaks_is_a_failure(fault: str, tokenizer, pool) ->
         (
             TOOL,
             {"tools": [f"{HERE}:times"], "turns": 3},
-            "ToolWorkflow has no such option; it takes "
-            "tools, call_format, tool_timeout, max_result, chat_template_kwargs, max_turns, ",
+            "turns=3: ToolWorkflow has no such option; did you mean max_turns?",
         ),
         (TOOL, {"tools": [f"{HERE}:times"], "max_turns": "3"}, "max_turns='3': not of type int"),
         (MULTI, {"interaction": f"{HERE}:Shelf"}, "no subclass of megarl.rollout.workflows"),
