@@ -27,6 +27,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from operator import itemgetter
 from pathlib import Path
 
 from megarl.config.command_line import CommandLine, help_or_command_line
@@ -357,9 +358,9 @@ class _NodeRun:
         while True:
             if self.signals.received:
                 return self._interrupted()
-            for child in self.trainers:
-                if status := child.poll():
-                    return self._failed(child, status)
+            # of several that ended since the last look a signal's status, the highest, is the cause
+            if statuses := {child: status for child in self.trainers if (status := child.poll())}:
+                return self._failed(*max(statuses.items(), key=itemgetter(1)))
             if all(leader.poll() == 0 for leader in self.leaders):
                 if self.leaders:
                     self.names.put(f"end.{self.node}", "0")

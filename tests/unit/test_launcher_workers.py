@@ -15,7 +15,7 @@ from megarl.launcher.names import Names
 from megarl.launcher.node import run_node
 from megarl.launcher.workers import group_job
 from megarl.rpc.group import GroupSpec
-from megarl.utils.child import Signals
+from megarl.utils.child import Signals, wait_until
 from tests.leftovers import Mark
 
 WAIT = "import time; time.sleep(300)"
@@ -63,6 +63,29 @@ def test_a_worker_that_dies_ends_the_run_with_its_name_and_log(
     assert run(tmp_path, {TRAINER: dies, DRIVER: WAIT, CONTROLLER: WAIT}) == 137
     assert "trainer 0 exited with status 137 (SIGKILL" in caplog.text
     assert "it was the disk" in caplog.text
+    mark.assert_none_left()
+
+
+def test_one_that_was_killed_is_named_before_those_that_lost_it(
+    tmp_path: Path, mark: Mark, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where both have ended when the launcher looks for the first time."""
+
+    class Late(Signals):
+        """The launcher looks at signals, then at processes."""
+
+        @property
+        def received(self) -> list[int]:
+            wait_until(lambda: len(mark.left()) == 0, timeout=30)
+            return []
+
+        @received.setter
+        def received(self, value: list[int]) -> None:
+            pass
+
+    dies = "import os; os.kill(os.getpid(), 9)"
+    assert run(tmp_path, {TRAINER: "raise SystemExit(1)", CONTROLLER: dies}, Late()) == 137
+    assert "controller exited with status 137" in caplog.text
     mark.assert_none_left()
 
 
