@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from operator import itemgetter
@@ -33,6 +33,7 @@ from megarl.dataflow.mesh import Allocation
 from megarl.observability.timeline import CALLS, timeline
 from megarl.parallel.groups import init_distributed
 from megarl.parallel.worlds import World
+from megarl.utils.http import in_thread
 
 WEIGHTS = ("params",)
 
@@ -185,7 +186,8 @@ def run_tasks(
     timeout: float,
 ) -> None:
     """Runs the tasks of step `step` (from 0): side by side on different ranks, in their order on
-    the same. `end(task, result)` is called after each.
+    the same. `end(task, result)` is called after each. `start` must not wait for tasks that run, as
+    no other task starts and no timeout counts meanwhile.
 
     Raises CallFailed for the first task that fails or takes longer than `timeout` s. Then nothing
     new starts, and what still runs is not waited for: end the workers.
@@ -209,6 +211,7 @@ def run_tasks(
                 pending.future.add_done_callback(partial(_record, task, step, time.time()))
                 running[pending.future] = task, pending, time.monotonic() + timeout
             taken |= task.ranks
+        assert running, f"nothing can start of {', '.join(task.name for task in waiting)}"
         task, _, limit = min(running.values(), key=itemgetter(2))
         done, _ = wait(running, max(0.0, limit - time.monotonic()), FIRST_COMPLETED)
         if not done:
@@ -245,16 +248,16 @@ class GraphExecution:
     A batch's tokens lie on workers. A mesh fetches the fields that its call reads from the workers
     that hold them.
 
-    roles:   by model, not initialized: the engine's configuration, but for the strategy, and what
-             the calls' verbs are of.
-    batches: returns the batch of a step (from 0); of a graph that generates, it is what does so.
+    roles:   the role of each model, not initialized. It has the engine's configuration without the
+             strategy, and the methods that the calls name.
+    batches: returns the batch of a step (from 0). In a graph that generates, this call generates.
     publish: brings a role's weights to the servers, under a version. It is needed where a model
              both generates and is trained.
     spec:    gives learning-rate schedules their length.
     timeout: seconds that one call may take.
 
-    Making one is making its models: `roles` has a Remote for each copy, on all workers; elsewhere
-    than on its mesh the role is a placeholder. Raises ValueError for a graph that the workers or
+    The constructor makes the models: `roles` has a Remote of each copy on all workers; on workers
+    outside of its mesh the role is a placeholder. Raises ValueError for a graph that the workers or
     the roles do not fit.
     """
 
@@ -273,8 +276,9 @@ class GraphExecution:
         self._check(workers, roles, publish)
         self._workers, self._batches, self._publish = workers, batches, publish
         self._timeout = timeout
-        self._publisher = ThreadPoolExecutor(1, "publish")
         workers.call(init_distributed)
+        for task in self.plan.tasks:  # here, as the making of a world waits for all workers
+            self._group(task.ranks)
         self.roles = {copy: self._make(copy, roles[copy.model], spec) for copy in self.plan.copies}
         self._at_home = {
             model: self._group(copy.where.mesh.devices).call(same, self.roles[copy])
@@ -331,7 +335,7 @@ class GraphExecution:
         if task.do is None:
             assert self._publish is not None, "_check has seen to it"
             role = self.role(task.copies[0].model)
-            future = self._publisher.submit(self._publish, role, step + 1)
+            future = in_thread(self._publish, role, step + 1)
             return Pending("publish", (), [future], itemgetter(0))
         roles, group = [self.roles[copy] for copy in task.copies], self._group(task.ranks)
         if task.call is None:
@@ -353,7 +357,6 @@ class GraphExecution:
 
     def destroy(self) -> None:
         """Destroys the roles."""
-        self._publisher.shutdown()
         for role in self.roles.values():
             role.destroy()
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from operator import itemgetter
+from pathlib import Path
+from typing import Any
 
 import networkx as nx
 import pytest
 
 from megarl.config.engine import ParallelConfig
-from megarl.controller.graph import CallFailed, GraphPlan, Task, run_tasks
+from megarl.controller.graph import CallFailed, GraphExecution, GraphPlan, Task, run_tasks
 from megarl.controller.group import Pending
 from megarl.dataflow import graphs
 from megarl.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, Call, allocate, build_graph
@@ -215,3 +219,82 @@ def test_a_call_that_does_not_end_is_given_up() -> None:
     with pytest.raises(CallFailed, match=r"'values' of step 1, .* did not end within 0.05 s"):
         run(GraphPlan(ppo()), perform, timeout=0.05)
     hang.set()
+
+
+# ---- the execution -------------------------------------------------------------------------------
+
+
+class Workers:
+    """Is a group whose calls end at once, and notes for which ranks it is asked for a part."""
+
+    world = None
+
+    def __init__(self) -> None:
+        self.parts: list[tuple[int, ...]] = []
+
+    def __len__(self) -> int:
+        return 4
+
+    def on(self, ranks: list[int]) -> Workers:
+        self.parts.append(tuple(ranks))
+        return self
+
+    def call(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Workers:
+        return self
+
+    def submit(self, fn: Any, args: Any, kwargs: Any, fields: Any = None) -> Pending:
+        future: Future[Any] = Future()
+        future.set_result(({}, (0.0, 0.0)))
+        return Pending("call", (), [future], itemgetter(0))
+
+
+class Everything:
+    """Is a batch with every key."""
+
+    def __contains__(self, key: str) -> bool:
+        return True
+
+
+def execution(
+    workers: Any, publish: Callable[[Any, int], dict[str, float]], *, timeout: float = WAIT
+) -> GraphExecution:
+    """PPO, whose critic computes values on the actor's ranks: all four move its weights there."""
+    roles: Any = dict.fromkeys(("actor", "critic"))
+
+    def batches(step: int) -> Any:
+        return Everything()
+
+    graph = ppo(values=at(0, 2, tp=2))
+    return GraphExecution(graph, workers, roles, batches=batches, publish=publish, timeout=timeout)
+
+
+def test_a_step_makes_no_world() -> None:
+    workers = Workers()
+    graph = execution(workers, lambda role, version: {})
+    parts = set(workers.parts)
+    assert {(0, 1), (2, 3), (0, 1, 2, 3)} <= parts
+    graph.step(0)
+    assert set(workers.parts) == parts
+
+
+HANGS = """
+import threading
+from megarl.controller.graph import CallFailed
+from tests.unit.test_graph import Workers, execution
+try:
+    execution(Workers(), lambda role, version: threading.Event().wait(), timeout=0.5).step(0)
+except CallFailed as e:
+    print(e, flush=True)
+"""
+
+
+def test_a_publication_that_hangs_does_not_keep_the_process() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", HANGS],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "did not end within 0.5 s" in ran.stdout
