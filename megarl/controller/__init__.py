@@ -3,10 +3,9 @@
     messages  what travels between the controller and a worker
     worker    what a worker serves: calls, and rows of tokens to other workers
     store     a worker's objects, batches and tokens
-    group     WorkerGroup: several workers that are called as one
-    remote    Remote: an object that lives on the workers of a group
+    group     WorkerGroup: several workers that are called as one; Remote: an object on all of them
+    remote    TrainController, RolloutController: a role or a client on processes of its own
     batch     RemoteBatch, RemoteTokens: a batch whose tokens lie on workers
-    train     TrainController; rollout: RolloutController
     graph     runs a dataflow graph: its tasks, their order, the copies of models that they work on
 
 docs/controller.md says what runs where and what it costs.

@@ -232,7 +232,7 @@ def _methods(cls: type) -> frozenset[str]:
 
 def _is_plain(value: Any) -> bool:
     """Returns whether a result is a number, a text or a dict of these, without handles."""
-    values = value.values() if type(value) is dict else (value,)
+    values = (*value, *value.values()) if type(value) is dict else (value,)
     return all(type(one) in _PLAIN for one in values)
 
 

@@ -109,8 +109,8 @@ def group_job(spec: GroupSpec, address: str, interface: str = "") -> Job:
     variables = forwarded(os.environ)
     path = [str(PACKAGE.parent), *filter(None, [variables.get("PYTHONPATH")])]
     env = {"PYTHONPATH": os.pathsep.join(path)}
-    if spec.worker.cpus and "OMP_NUM_THREADS" not in variables:
-        env["OMP_NUM_THREADS"] = str(spec.worker.cpus)
+    if "OMP_NUM_THREADS" not in variables:  # workers that share a node do not know of each other
+        env["OMP_NUM_THREADS"] = str(spec.worker.cpus or 1)
     nodes = range(spec.count)
     tasks = [
         Task(

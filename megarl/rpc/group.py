@@ -48,9 +48,10 @@ LOST = 255  # exit status of a worker whose machine does not answer
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSpec:
-    """Says what one worker needs. gpus: devices of its own. cpus: cores that a cluster keeps for
-    it, which are its threads then; 0 for one, and its share of the machine's as threads. memory:
-    bytes of host memory, 0 for no bound. env: variables of its environment."""
+    """Says what one worker needs. gpus: devices that no other worker uses. cpus: cores that a
+    cluster reserves for it, and its threads; 0 is one on a cluster, and on this machine an equal
+    share of its cores. memory: bytes of host memory, 0 for no bound. env: variables of its
+    environment."""
 
     gpus: int = 0
     cpus: int = 0
@@ -164,13 +165,13 @@ class WatchedGroup:
         try:
             self._wait_for(arrivals.workers)
         except BaseException:
-            for _, link in arrivals.workers.values():
+            arrivals.close()
+            for _, link in list(arrivals.workers.values()):
                 link.close()
             if processes is not None:
                 processes.close()
             raise
-        finally:
-            arrivals.close()
+        arrivals.close()
         self._watcher = threading.Thread(target=self._watch, name="megarl-workers", daemon=True)
         self._watcher.start()
 

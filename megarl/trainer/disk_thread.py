@@ -23,9 +23,12 @@ class DiskThread:
         self._name = name
         self._work: queue.Queue[tuple[str, Callable[[], None]] | None] = queue.Queue(waiting)
         self._thread: threading.Thread | None = None
+        self._over = False
 
     def do(self, what: str, work: Callable[[], None]) -> None:
-        """Has the thread call `work`, which records `what`."""
+        """Has the thread call `work`, which records `what`; not after `close`."""
+        if self._over:
+            return
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
@@ -42,13 +45,17 @@ class DiskThread:
             except Exception as e:  # of a disk that is full, mostly
                 log.error("not recorded: %s: %s: %s", what, type(e).__name__, e)
 
-    def close(self) -> None:
-        """Waits until all is written, PATIENCE seconds at most."""
-        thread, self._thread = self._thread, None
+    def close(self) -> bool:
+        """Waits until all is written, PATIENCE seconds at most, and returns whether it is. May be
+        called twice."""
+        self._over, thread = True, self._thread
         if thread is None:
-            return
+            return True
         with contextlib.suppress(queue.Full):
             self._work.put(None, timeout=PATIENCE)
         thread.join(PATIENCE)
         if thread.is_alive():
             log.error("%s: the last is not recorded: the disk did not answer", self._name)
+            return False
+        self._thread = None
+        return True

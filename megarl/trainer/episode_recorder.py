@@ -109,10 +109,9 @@ class EpisodeRecorder:
 
     def close(self) -> None:
         """Waits until all is written (DiskThread.close)."""
-        self._disk.close()
-        stream, self._stream = self._stream, None
-        if stream is not None:
-            stream.close()
+        if self._disk.close() and self._stream is not None:
+            self._stream.close()
+            self._stream = None
 
     def _has_all(self, count: int) -> bool:
         """Returns whether a batch of `count` rows is the one that was handed out, as far as it did

@@ -134,7 +134,7 @@ def _tether(child: Child) -> Iterator[tuple[int, ...]]:
         if not _pipe:
             reading, writing = os.pipe()
             # of a process that ends Linux releases the highest number first
-            high = min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], MOST_FILES) // 2
+            high = min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], MOST_FILES) - 64
             _pipe.extend((reading, fcntl.fcntl(writing, fcntl.F_DUPFD_CLOEXEC, high)))
             os.close(writing)
     # opened anew: whom to signal is a property of the open file, and every group has its own

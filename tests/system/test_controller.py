@@ -221,6 +221,17 @@ class Role:
         return dist.get_world_size()
 
 
+class Unreadable:
+    """Cannot be unpickled."""
+
+    def __reduce__(self) -> tuple[type, tuple[str]]:
+        return int, ("no number",)
+
+
+def unreadable() -> dict[Unreadable, float]:
+    return {Unreadable(): 1.0}
+
+
 def test_calls_batches_and_errors_over_real_processes(tmp_path: Path) -> None:
     config = GRPOConfig(fileroot=str(tmp_path), experiment_name="e", trial_name="t")
     config.trainer.workers = 2
@@ -236,6 +247,8 @@ def test_calls_batches_and_errors_over_real_processes(tmp_path: Path) -> None:
         assert group.each(held, batch) == [[[0], [0, 1]], [[1, 2], [3, 4, 5, 6]]]
         whole = batch.load_data()
         assert whole["input_ids"].tolist() == [[0, 1, 0], [3, 4, 5], [6, 0, 0]]
+        with pytest.raises(ValueError, match="no number"):
+            group.call(unreadable)
         part = start.trainers(config, scheduler, Role(), [1])
         assert part.call(dist.get_world_size) == 1 and group.call(dist.get_world_size) == 2
         alone = TrainController(Role(), config, scheduler, ranks=[1])

@@ -16,8 +16,11 @@ from tests.leftovers import Mark
 ROOT = Path(__file__).parents[2]
 # the leader starts another process, which has none of its files, and ends
 STARTER = """
-import os, sys, time
+import os, resource, sys, time
 from megarl.utils.child import Child
+resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
+files = [open(os.devnull) for _ in range(int(sys.argv[1]))]
+first = Child("first", ["true"], env=os.environ)
 leader = "import subprocess, sys; subprocess.Popen(['sleep', '300']); print('started', flush=True)"
 child = Child("leader", [sys.executable, "-c", leader], env=os.environ)
 while child.poll() is None:
@@ -28,10 +31,12 @@ time.sleep(300)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux ends them")
-def test_what_a_dead_leader_left_ends_with_its_starter() -> None:
+@pytest.mark.parametrize("files", [0, 600])
+def test_what_a_dead_leader_left_ends_with_its_starter(files: int) -> None:
+    """Also of a starter that has more files open than half of what it may."""
     mark = Mark()
     starter = subprocess.Popen(
-        [sys.executable, "-c", STARTER],
+        [sys.executable, "-c", STARTER, str(files)],
         env={**os.environ, **mark.env, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         text=True,

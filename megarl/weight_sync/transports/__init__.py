@@ -2,7 +2,7 @@
 
 A new transport is one file with one subclass of `Transport`, here or anywhere: a user names it by
 `weight_sync.type: pkg.module:name`, and its keyword arguments in `weight_sync.options`. One of
-megarl's own also has a line in config/weight_sync.py, where names, help and requirements stand.
+megarl's own also has a line in config/rollout.py, where names, help and requirements stand.
 """
 
 from __future__ import annotations
