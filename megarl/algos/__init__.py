@@ -40,12 +40,10 @@ from megarl.algos.losses import critic_loss, sft_loss
 from megarl.algos.metrics import explained_variance, logp_gap_stats, worst_logp_gaps
 from megarl.algos.policy_loss import PolicyLoss, derived_policy_stats, policy_stats
 from megarl.algos.preference_roles import PreferencePolicy, RewardLearner
-from megarl.algos.ref import LoRARef, Ref
-from megarl.algos.reward import RewardModel
+from megarl.algos.ref import LoRARef, Ref, RewardModel, Teacher
 from megarl.algos.role import Role
 from megarl.algos.sft import SFT
 from megarl.algos.specs import AdvantageSpec, LossSpec, Surrogate
-from megarl.algos.teacher import Teacher
 from megarl.algos.token_metrics import advantage_spread, gap_by_age, staleness
 
 __all__ = [

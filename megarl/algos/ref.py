@@ -1,14 +1,20 @@
-"""Plays the policy that the KL term measures against: a model by itself or the actor's."""
+"""Models that are not trained: the KL term's reference, a student's teacher, a reward model."""
 
 from __future__ import annotations
 
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from megarl.algos.role import Role
-from megarl.algos.rows import Data
+from megarl.algos.rows import Data, put
+from megarl.api.batch import Tokens
 from megarl.api.engine import TrainEngine
 from megarl.config.algo import RefConfig
 from megarl.config.engine import TrainEngineConfig
+
+# what a teacher says of a batch, by the name of the engine's output; k = lm_head_topk
+NAMED = {"teacher_logprobs": "topk_logprobs", "teacher_tail": "topk_tail"}
 
 
 class Policy(Protocol):
@@ -62,3 +68,33 @@ class LoRARef(Ref):
 
     def destroy(self) -> None:
         """Does nothing: the engine is the policy's."""
+
+
+class Teacher(Ref):
+    """Computes what a frozen policy thinks of a batch's tokens, and of what it would have said."""
+
+    def teach(self, batch: Data, *, top: bool = True) -> None:
+        """Adds batch["teacher_logp"] [B,S], the logprobs of the batch's tokens, 0 at t=0; and with
+        `top` of each position the k likeliest tokens, "given_ids" [B,S,k] int32, their
+        "teacher_logprobs" [B,S,k], and "teacher_tail" [B,S], the log of the probability of all
+        others. Raises ValueError for a k above the vocabulary. Collective."""
+        outputs = ("logprobs", *(("topk_ids", *NAMED.values()) if top else ()))
+        computed = self.forward(batch, outputs, self.temperature)
+        if not top:
+            put(batch, "teacher_logp", computed)
+            return
+        put(batch, "teacher_logp", computed["logprobs"])
+        for name, output in NAMED.items():
+            put(batch, name, computed[output])
+        ids = computed["topk_ids"]
+        ids = Tokens(ids.values.int(), ids.lengths) if isinstance(ids, Tokens) else ids.int()
+        put(batch, "given_ids", ids)
+
+
+class RewardModel(Role):
+    """Scores answers by a value model whose score at the last token is the reward, as in HF's
+    ForSequenceClassification."""
+
+    def compute_rewards(self, batch: Data) -> Tensor:
+        """Returns the scores of the sequences, [B]."""
+        return self.forward_values(batch)[1]

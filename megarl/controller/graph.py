@@ -335,8 +335,8 @@ class GraphExecution:
         if task.do is None:
             assert self._publish is not None, "_check has seen to it"
             role = self.role(task.copies[0].model)
-            future = in_thread(self._publish, role, step + 1)
-            return Pending("publish", (), [future], itemgetter(0))
+            published = in_thread(self._publish, role, step + 1)
+            return Pending("publish", (), [published], itemgetter(0))
         roles, group = [self.roles[copy] for copy in task.copies], self._group(task.ranks)
         if task.call is None:
             return group.submit(task.do, (*roles, *task.args), {})

@@ -10,10 +10,8 @@ from megarl.algos.actor import Actor
 from megarl.algos.critic import Critic
 from megarl.algos.metrics import Decode, spell_ids
 from megarl.algos.preference_roles import PreferencePolicy, RewardLearner
-from megarl.algos.ref import LoRARef, Policy, Ref
-from megarl.algos.reward import RewardModel
+from megarl.algos.ref import LoRARef, Policy, Ref, RewardModel, Teacher
 from megarl.algos.sft import SFT
-from megarl.algos.teacher import Teacher
 from megarl.config.algo import (
     PPOActorConfig,
     PPOCriticConfig,

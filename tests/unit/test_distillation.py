@@ -9,8 +9,8 @@ import torch
 from megarl.algos import distillation
 from megarl.algos.actor import Actor
 from megarl.algos.distillation import DIVERGENCES, Distillation, divergence, with_tail
+from megarl.algos.ref import Teacher
 from megarl.algos.specs import advantages_of, loss_of
-from megarl.algos.teacher import Teacher
 from megarl.config.algo import PPOActorConfig
 from megarl.config.base import SeamConfig
 from megarl.config.engine import TrainEngineConfig
