@@ -187,7 +187,6 @@ class _Composer:
             chain = " -> ".join(str(p) for p in (*inside, path.resolve()))
             raise ConfigError([f"--config {inside[0]}: a file is among its own defaults: {chain}"])
         own = _read_file(path)
-        as_correction(own)
         entries = own.pop(_DEFAULTS, [])
         if not isinstance(entries, list):
             raise ConfigError([f"--config {path}: defaults: must be a list of files and groups"])
@@ -261,7 +260,8 @@ def _with_neighbours(value: Any, key: str, folder: Path) -> Any:
 
 def merged(below: Any, above: Any) -> Any:
     """Returns `above` over `below`, section by section. A section that names another `type` than
-    the one below it drops the `options` below, which were the other type's."""
+    the one below it drops the `options` below, which were the other type's. One with a correction
+    takes AReaL's keys below as the correction that they mean."""
     if isinstance(below, str) and isinstance(above, dict) and below:
         below = {"type": below}  # a seam in its short form
     if not isinstance(below, dict) or not isinstance(above, dict):
@@ -269,6 +269,8 @@ def merged(below: Any, above: Any) -> Any:
     kept = dict(below)
     if "type" in above and above["type"] != below.get("type"):
         kept.pop("options", None)
+    if "correction" in above:
+        as_correction(kept)
     return kept | {k: merged(kept[k], v) if k in kept else v for k, v in above.items()}
 
 
@@ -292,23 +294,19 @@ def is_interpolation(value: Any) -> bool:
     return isinstance(value, str) and "${" in value
 
 
-def as_correction(tree: dict[str, Any]) -> None:
-    """Replaces AReaL's actor.use_decoupled_loss and behav_imp_weight_cap in a tree of keys by the
-    actor.correction that they mean. Without use_decoupled_loss the cap bounds that correction which
-    the tree has."""
-    actor = tree.get("actor")
+def as_correction(actor: Any) -> None:
+    """Replaces AReaL's use_decoupled_loss and behav_imp_weight_cap in a section, which may be
+    anything, by the correction that they mean. Raises ConfigError where they mean none."""
     if not isinstance(actor, dict) or actor.keys().isdisjoint(_DECOUPLED):
         return
-    decoupled, cap = (actor.pop(key, None) for key in _DECOUPLED)
-    on = None if decoupled is None else bool(untyped(decoupled))
+    areals = {key: untyped(actor.pop(key)) for key in _DECOUPLED if key in actor}
+    on, cap = (areals.get(key) for key in _DECOUPLED)
+    shown = ", ".join(f"actor.{key}={show(value)}" for key, value in areals.items())
+    if actor.get("correction") is not None:
+        why = "actor.correction says how tokens are weighed; leave it out, or set that to null"
+        raise ConfigError([f"{shown}: {why}"])
+    if not isinstance(on, bool) and (cap is not None or "use_decoupled_loss" in areals):
+        raise ConfigError([f"{shown}: needs actor.use_decoupled_loss=true, or false"])
     if on:
-        actor["correction"] = {**(actor.get("correction") or {}), "weight": "token"}
-    elif on is False and _only_bounds_tokens(actor.get("correction")):
-        actor["correction"] = None
-    if cap is not None and isinstance(actor.get("correction"), dict):
-        actor["correction"] |= {"mask": "token", "mask_high": cap}
-
-
-def _only_bounds_tokens(correction: Any) -> bool:
-    """Returns whether it may come of AReaL's keys."""
-    return isinstance(correction, dict) and not correction.keys() - {"weight", "mask", "mask_high"}
+        mask = "none" if cap is None else "token"
+        actor["correction"] = presets.CORRECTION | {"mask": mask, "mask_high": cap}

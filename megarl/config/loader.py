@@ -123,7 +123,8 @@ def _load(
     """Returns the configuration of the keys of a file and overrides of them."""
     cls = recipe_class(tree, _values(parsed), cls)
     _override(tree, cls, parsed, problems)
-    as_correction(tree)
+    if "actor.use_decoupled_loss" not in key_table(cls):  # not one of a user's own
+        as_correction(tree.get("actor"))
     if foreign:
         names = {field.name for field in fields(cls)}
         tree = {name: value for name, value in tree.items() if name in names}
@@ -195,6 +196,8 @@ def _override(
                     section.pop("options", None)
     for name, value in changes:
         try:
+            if f"{name}.".startswith("actor.correction."):
+                as_correction(tree.get("actor"))
             put(tree, name, value)
         except ConfigError as e:
             problems += e.problems

@@ -31,7 +31,7 @@ _BASE: Tree = {
 }
 
 
-_CORRECTION: Tree = {
+CORRECTION: Tree = {  # every option, so that none of one below in a file stays
     "weight": "token",
     "weight_cap": None,
     "mask": "none",
@@ -39,7 +39,6 @@ _CORRECTION: Tree = {
     "mask_high": None,
     "veto": 0.0,
 }
-_DECOUPLED = _CORRECTION | {"mask": "token", "mask_high": 5.0}
 
 
 def _actor(**keys: Any) -> Tree:
@@ -47,7 +46,12 @@ def _actor(**keys: Any) -> Tree:
 
 
 def _corrected(**keys: Any) -> Tree:
-    return _actor(correction=_CORRECTION | keys)
+    return _actor(correction=CORRECTION | keys)
+
+
+def _decoupled(**keys: Any) -> Tree:
+    """In AReaL's keys, as a file may set one of them."""
+    return _actor(correction=None, use_decoupled_loss=True, behav_imp_weight_cap=5.0, **keys)
 
 
 PRESETS: dict[str, Tree] = {
@@ -87,8 +91,8 @@ PRESETS: dict[str, Tree] = {
     | {"rollout": {"min_rollouts": 4}},
     "max_at_k": _actor(advantages="max_at_k"),
     # corrections
-    "decoupled": _actor(correction=_DECOUPLED),
-    "a3po": _actor(correction=_DECOUPLED, recompute_logprob="interpolate"),
+    "decoupled": _decoupled(),
+    "a3po": _decoupled(recompute_logprob="interpolate"),
     "tis": _corrected(weight="token", weight_cap=2.0),
     "icepop": _corrected(weight="token", mask="token", mask_low=0.5, mask_high=5.0),
     "geo_mask": _corrected(

@@ -14,7 +14,7 @@ from megarl.config.check import check_config
 from megarl.config.command_line import parse_command_line
 from megarl.config.earlier_run import config_changes
 from megarl.config.errors import ConfigError
-from megarl.config.loader import load_config, run_dir
+from megarl.config.loader import load_config, run_dir, save_config
 from megarl.config.script import fetch_hub_models
 from megarl.data.sources import load_rows
 from megarl.observability.episodes import read_bytes
@@ -214,31 +214,110 @@ def test_every_metric_of_the_docs_and_every_phase_may_be_named() -> None:
     assert of("profiler.phases", f"profiler.phases=[{','.join(sorted(phases))}]") == []
 
 
+def weighed(cap: float | None = None, **others: Any) -> dict[str, Any]:
+    """AReaL's decoupled loss in our keys."""
+    correction = {"weight": "token", "weight_cap": None, "mask_low": 0.0, "veto": 0.0}
+    return correction | {"mask": "token" if cap else "none", "mask_high": cap} | others
+
+
+ON = "actor: {use_decoupled_loss: true}"
+OFF = "actor: {use_decoupled_loss: false}"
+CAPPED = "actor: {use_decoupled_loss: true, behav_imp_weight_cap: 5.0}"
+VETO = "actor: {correction: {veto: 0.1}}"
+PRESET = "algorithm: decoupled"
+GSM8K = (ROOT / "configs" / "gsm8k_grpo.yaml").read_text()
+CAP, TRUE, FALSE, NULL = (
+    *("actor.behav_imp_weight_cap=3", "actor.use_decoupled_loss=true"),
+    *("actor.use_decoupled_loss=false", "actor.correction=null"),
+)
+TIS = weighed(weight_cap=2.0)
+
+
 @pytest.mark.parametrize(
-    ("file", "overrides", "correction"),
+    ("files", "overrides", "correction"),
     [
-        ("use_decoupled_loss: true", [], {"weight": "token"}),
-        (
-            "use_decoupled_loss: true, behav_imp_weight_cap: 5.0",
-            [],
-            {"weight": "token", "mask": "token", "mask_high": 5.0},
-        ),
-        (
-            "use_decoupled_loss: true, behav_imp_weight_cap: 5.0",
-            ["actor.behav_imp_weight_cap=2"],
-            {"weight": "token", "mask": "token", "mask_high": 2},
-        ),
-        ("use_decoupled_loss: true", ["actor.use_decoupled_loss=false"], None),
-        ("use_decoupled_loss: false, behav_imp_weight_cap: null", [], None),
-        ("use_decoupled_loss: false, correction: {veto: 0.1}", [], {"veto": 0.1}),
-        ("use_decoupled_loss: true", ["actor.correction=null"], None),
+        ([], [TRUE], weighed()),
+        ([], [TRUE, CAP], weighed(3)),
+        ([ON], [], weighed()),
+        ([CAPPED], [], weighed(5.0)),
+        ([CAPPED], [CAP], weighed(3)),
+        ([ON], [FALSE], None),
+        ([ON], [NULL], None),
+        ([CAPPED], [NULL, TRUE], weighed()),
+        ([CAPPED], ["actor.correction.veto=0.1"], weighed(5.0, veto=0.1)),
+        ([CAPPED], ["actor.correction={veto: 0.1}"], {"veto": 0.1}),
+        (["actor: {use_decoupled_loss: false, behav_imp_weight_cap: null}"], [], None),
+        ([GSM8K], [], weighed(5.0)),
+        ([GSM8K], ["actor.behav_imp_weight_cap=null"], weighed()),
+        ([GSM8K], ["algorithm=tis"], TIS),
+        ([GSM8K], ["algorithm=gspo"], weighed(5.0)),
+        # files over files
+        ([ON, "actor: {behav_imp_weight_cap: 3}"], [], weighed(3)),
+        (["actor: {behav_imp_weight_cap: 3}", ON], [], weighed(3)),
+        (["actor: {use_decoupled_loss: false, behav_imp_weight_cap: 5}", ON], [CAP], weighed(3)),
+        ([CAPPED, "actor: {behav_imp_weight_cap: null}"], [], weighed()),
+        ([CAPPED, OFF], [], None),
+        ([CAPPED, OFF], [TRUE], weighed(5.0)),
+        ([OFF, CAPPED], [], weighed(5.0)),
+        ([CAPPED, VETO], [], weighed(5.0, veto=0.1)),
+        ([OFF, VETO], [], {"veto": 0.1}),
+        ([VETO, "actor: {correction: null, use_decoupled_loss: true}"], [], weighed()),
+        ([CAPPED, "actor: {correction: null}"], [], None),
+        ([CAPPED, "algorithm: tis"], [], TIS),
+        ([VETO, PRESET], [], weighed(5.0)),
+        # the preset
+        ([PRESET], [], weighed(5.0)),
+        ([PRESET], [CAP], weighed(3)),
+        ([PRESET], [FALSE], None),
+        ([PRESET], [NULL], None),
+        ([PRESET, OFF], [], None),
+        ([f"{PRESET}\n{OFF}"], [], None),
+        ([f"{PRESET}\nactor: {{behav_imp_weight_cap: 3}}"], [], weighed(3)),
+        ([PRESET], ["algorithm=tis"], TIS),
+        ([CAPPED], ["algorithm=decoupled", CAP], weighed(3)),
     ],
 )
 def test_areals_keys_of_the_decoupled_loss_are_a_correction(
-    tmp_path: Path, file: str, overrides: list[str], correction: dict[str, Any] | None
+    tmp_path: Path, files: list[str], overrides: list[str], correction: dict[str, Any] | None
 ) -> None:
-    (tmp_path / "c.yaml").write_text(f"actor: {{{file}}}")
-    assert load_config(tmp_path / "c.yaml", overrides).actor.correction == correction
+    """Each file has the one before among its defaults. What a run saves means the same again."""
+    cfg = load_config(written(tmp_path, files), overrides)
+    assert cfg.actor.correction == correction
+    save_config(cfg, tmp_path / "saved.yaml")
+    assert load_config(tmp_path / "saved.yaml").actor.correction == correction
+
+
+@pytest.mark.parametrize(
+    ("files", "overrides", "key"),
+    [
+        ([], ["actor.use_decoupled_loss=maybe"], "actor.use_decoupled_loss=maybe"),
+        ([], ["actor.use_decoupled_loss=null"], "actor.use_decoupled_loss=null"),
+        ([], ["actor.use_decoupled_loss={a: 1}"], "actor.use_decoupled_loss={'a': 1}"),
+        ([], ["actor.use_decoupled_loss=${x}"], "actor.use_decoupled_loss=${x}"),
+        ([], [CAP], CAP),
+        ([VETO], [TRUE], TRUE),
+        ([VETO], [FALSE], FALSE),  # which might mean any of its parts
+        ([VETO, ON], [], TRUE),
+        ([VETO], [CAP], CAP),
+        (["algorithm: tis"], [TRUE], TRUE),
+        ([], ["actor.correction.weight=sequence", TRUE], TRUE),
+    ],
+)
+def test_areals_keys_that_mean_no_correction_are_refused(
+    tmp_path: Path, files: list[str], overrides: list[str], key: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(written(tmp_path, files), overrides)
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"{key}: ")
+
+
+def written(folder: Path, files: list[str]) -> Path | None:
+    below = ""
+    for number, text in enumerate(files):
+        (folder / f"{number}.yaml").write_text(f"{below}{text}")
+        below = f"defaults: [{number}]\n"
+    return folder / f"{len(files) - 1}.yaml" if files else None
 
 
 @pytest.mark.parametrize(
