@@ -230,6 +230,35 @@ BLOWS = pytest.mark.parametrize(
 )
 
 
+IN_GENERATION = """
+call = ServerPool.call
+async def patched(self, address, method, path, *args, **kw):
+    lost = path == "/generate" and address == VICTIM_ADDRESS
+    if lost:  # however fast it is, it has not answered when the blow comes
+        hit(VICTIM, signal.SIGSTOP)()
+    task = asyncio.ensure_future(call(self, address, method, path, *args, **kw))
+    if lost:
+        await asyncio.sleep(0.02)
+        hit(VICTIM, signal.{blow})()
+    return await task
+ServerPool.call = patched
+"""
+
+
+@BLOWS
+def test_a_server_lost_in_generation_is_dropped(
+    run: Run, victim: Server, healthy: Server, blow: str
+) -> None:
+    """Its requests go to the other one, and the next update is of the other one alone."""
+    run.servers.append(healthy)
+    run.start(IN_GENERATION.format(blow=blow), "rollout.request_timeout=5")
+    status, output = run.end()
+    assert status == 0, output
+    assert output.count("going on with 1 server(s)") == 1, output
+    assert output.count(f"{address(victim)}: /generate") == 1, output  # one warning, not many
+    assert healthy.get("/model_info")[1]["weight_version"] == "3"
+
+
 PHASES = {
     "connecting to": "at(channel, 'listen', hit(VICTIM, signal.{blow}))",
     "bucket 2 of": "at(UpdateChannel, 'deliver', hit(VICTIM, signal.{blow}), call=2)",
