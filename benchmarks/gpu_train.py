@@ -177,7 +177,7 @@ def measure(path: Path, work: Work, *, chunked: bool, recompute: str) -> dict[st
         TrainEngineConfig(
             path=str(path), init_from_scratch=True, dtype="bfloat16",
             optimizer=OptimizerConfig(lr=1e-6), recompute_granularity=recompute,
-            mb_spec=MicroBatchSpec(max_tokens_per_mb=work.budget), **head,
+            mb_spec=MicroBatchSpec(max_tokens_per_mb=work.budget), options=head,
         )
     )  # fmt: skip
     engine.initialize()

@@ -12,7 +12,7 @@ also as a part of the model; seconds of the wall clock; processor seconds of bot
 the server's processes, and of all of them. They are medians over the rounds; the first round, which
 connects and faults pages in, is left out. The row `ratio` has the medians of the rounds' own
 ratios. Then a row for each share of `--changed`: before every sync the last bit of that share of
-the numbers is flipped, and `weight_sync.delta` sends what differs, by slices.
+the numbers is flipped, and `weight_sync.options.delta` sends what differs, by slices.
 """
 
 from __future__ import annotations

@@ -111,15 +111,14 @@ class Actor(Role):
 
     def compute_prox_logp(self, batch: Data) -> None:
         """With recompute_logprob adds batch["prox_logp"] [B,S], the logprobs before the update;
-        with moe.router_replay also the routing behind them, which the update will repeat: of
+        with router_replay also the routing behind them, which the update will repeat: of
         router_replay=rollout the batch's routes, with what was unknown filled in; and the outputs
         that `also` names. Without recompute_logprob it gives a Batch's tokens to this actor's
         ranks (`place`), which else comes of the pass. Raises ValueError where the batch lacks the
         routes to replay.
         """
         need_routes(self.config, batch)
-        replays = self.config.moe.router_replay != "off"
-        names = (*(("routed_experts",) if replays else ()), *self.also)
+        names = (*(("routed_experts",) if self.config.replays else ()), *self.also)
         if self.config.recomputes:
             batch[PROX], *others = self._before_update(batch, names)
             for name, values in zip(names, others, strict=True):
@@ -134,7 +133,7 @@ class Actor(Role):
 
     def _before_update(self, batch: Data, names: Sequence[str]) -> list[Any]:
         """Returns the logprobs and the outputs `names` of the policy, routed as in the update."""
-        of_rollout = ["routed_experts"] if self.config.moe.router_replay == "rollout" else []
+        of_rollout = ["routed_experts"] if self.config.router_replay == "rollout" else []
         self._plan(batch)
         asked = ("logprobs", *names)
         found = self.forward(batch, asked, self.temperature, also=of_rollout)
@@ -382,7 +381,7 @@ class Actor(Role):
         tells. Raises ValueError for one that is missing."""
         spec = self.loss
         keys = ["input_ids", "attention_mask", "loss_mask", "logprobs", self.config.old_logp]
-        keys += ["routed_experts"] if self.config.moe.replays else []
+        keys += ["routed_experts"] if self.config.replays else []
         keys += ["ref_logp"] if self.config.kl_controller is not None else []
         keys = [k for k in dict.fromkeys([*keys, *spec.needs]) if not (own and k == PROX)]
         need(batch, [key for key in keys if key not in MADE])

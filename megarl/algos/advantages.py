@@ -20,6 +20,7 @@ from megarl.api.batch import Batch, Padded, Tokens
 from megarl.config.algo import PPOActorConfig
 
 ADV_MODES = ("group", "group_mean", "group_batch", "none")
+KINDS = ("sample", "population")  # of a std
 
 
 def shape_rewards(rewards: Tensor, config: PPOActorConfig) -> Tensor:
@@ -75,14 +76,15 @@ def grpo_advantages(
     return (centred / (groups.std(std) + eps)).float()
 
 
-def group(config: PPOActorConfig) -> AdvantageSpec:
-    """Returns `grpo_advantages` by the mode config.adv_norm, or "batch": whitened rewards."""
+def group(config: PPOActorConfig, *, kind: str = "sample") -> AdvantageSpec:
+    """Returns `grpo_advantages` by the mode config.adv_norm, with that kind of std, or "batch":
+    whitened rewards. Raises ValueError for an unknown kind."""
+    if kind not in KINDS:
+        raise ValueError(f"actor.advantages.options.kind={kind!r}: use one of {', '.join(KINDS)}")
     whitens = config.adv_norm == "batch"
     mode = "none" if whitens else config.adv_norm
     return AdvantageSpec(
-        per_sample=lambda batch: grpo_advantages(
-            batch["rewards"], batch["group_ids"], mode, std=config.adv_std
-        ),
+        per_sample=lambda b: grpo_advantages(b["rewards"], b["group_ids"], mode, std=kind),
         whiten=whitens,
         needs_groups=mode != "none",
     )

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megarl.algos.advantages import shape_rewards
+from megarl.algos.advantages import KINDS, shape_rewards
 from megarl.algos.groups import Groups
 from megarl.algos.specs import AdvantageSpec
 from megarl.config.algo import PPOActorConfig
@@ -160,15 +160,16 @@ def rloo(config: PPOActorConfig) -> AdvantageSpec:
     return _by_group(rloo_advantages)
 
 
-def levels(config: PPOActorConfig, *, mean: str = "group", std: str = "batch") -> AdvantageSpec:
-    """Returns `levels_advantages`; the kind of std is the section's adv_std. Raises ValueError for
-    a level that is not one."""
-    for name, value, choices in (("mean", mean, MEANS), ("std", std, STDS)):
+def levels(
+    config: PPOActorConfig, *, mean: str = "group", std: str = "batch", kind: str = "sample"
+) -> AdvantageSpec:
+    """Returns `levels_advantages`. Raises ValueError for a level or a kind that is not one."""
+    for name, value, choices in (("mean", mean, MEANS), ("std", std, STDS), ("kind", kind, KINDS)):
         if value not in choices:
             raise ValueError(
                 f"actor.advantages.options.{name}={value!r}: use one of {', '.join(choices)}"
             )
-    return _by_group(partial(levels_advantages, mean=mean, std=std, kind=config.adv_std))
+    return _by_group(partial(levels_advantages, mean=mean, std=std, kind=kind))
 
 
 def opo(config: PPOActorConfig) -> AdvantageSpec:

@@ -22,7 +22,7 @@ TAUGHT = ("given_ids", "teacher_logprobs", "teacher_tail", "teacher_logp")
 
 _HINTS = {
     "prox_logp": "actor.compute_prox_logp(batch) (recompute_logprob is on)",
-    "routed_experts": "actor.compute_prox_logp(batch) (moe.router_replay is on)",
+    "routed_experts": "actor.compute_prox_logp(batch) (router_replay is on)",
     "ref_logp": "batch['ref_logp'] = ref.compute_logp(batch) (kl_coef is not 0)",
     "advantages": "actor.compute_advantages(batch)",
     "values": "critic.compute_values(batch)",

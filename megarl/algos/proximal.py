@@ -50,8 +50,8 @@ def reason_for_pass(
         return f"actor.surrogate={config.surrogate.type} picks tokens of the batch by prox_logp"
     if PROX in advantages.reads:
         return f"actor.advantages={config.advantages.type} reads prox_logp"
-    if config.moe.router_replay == "trainer":
-        return "actor.moe.router_replay=trainer: the pass records the routes"
+    if config.router_replay == "trainer":
+        return "actor.router_replay=trainer: the pass records the routes"
     named = f"actor.loss={config.loss.type}"
     if not loss.own_prox:
         return f"{named} does not say that its own pass may give it prox_logp (LossSpec.own_prox)"
@@ -87,9 +87,9 @@ def shares_of_policy(batch: Batch, version: int) -> Tokens:
 
 def need_routes(config: PPOActorConfig, batch: Data) -> None:
     """Raises ValueError where the batch lacks the routes of the rollout that are to be replayed."""
-    if config.moe.router_replay == "rollout" and "routed_experts" not in batch:
+    if config.router_replay == "rollout" and "routed_experts" not in batch:
         raise ValueError(
-            "moe.router_replay=rollout: the batch has no 'routed_experts'; have the client ask "
+            "router_replay=rollout: the batch has no 'routed_experts'; have the client ask "
             "for them (client.record_routes), and the workflow return what to_batch makes"
         )
 

@@ -7,20 +7,24 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 from torch import Tensor
 
+from megarl.config.errors import raise_if_any
 from megarl.config.loader import run_dir
 from megarl.config.recipe_engines import listed_addresses
 from megarl.config.recipes import BaseConfig
 from megarl.config.rollout import (
     GenerationHyperparameters,
+    SyncOptions,
     WeightSyncConfig,
+    built_in_transport,
     requirements_of,
     transport_name,
 )
 from megarl.config.script import note_read
+from megarl.utils.importing import option_problems
 
 
 class Where(TypedDict):
@@ -74,7 +78,7 @@ class FinetuneSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightUpdateMeta:
+class WeightUpdateMeta(SyncOptions):
     """Describes one weight update. Raises ValueError for fields that do not go together.
 
     version: the number that the servers will report afterwards, higher than the update before; None
@@ -86,15 +90,10 @@ class WeightUpdateMeta:
     addresses: host:port of every server.
     alloc_mode: kept for scripts that give it, without effect: the engine knows its layout.
     comm_backend: "nccl" | "gloo"; None picks by device.
-    delta: sends only what changed since the last update that the servers hold (distributed).
-    sharded: "auto" | "on" | "off": sends each server rank the slices that it keeps (distributed);
-        auto: where all servers can take them, whole tensors otherwise.
-    quantization: "none" | "fp8_block": sends linear maps as block-wise FP8 (distributed).
     verify: "off" | "sample": compares checksums of a few tensors, others for every version, with
         the servers' afterwards | "full": of all. True and False stand for "full" and "off".
     first: of a run's updates: with "sample" it compares all tensors, which shows whether the two
         sides fit at all.
-    senders: ranks that gather and send buckets in turn (distributed); None is one for each stage.
     flush_cache: empties the servers' KV caches with the update; False leaves the KV of earlier
         weights there (rollout.kv_after_sync).
     timeout: seconds that the whole update may take.
@@ -109,13 +108,8 @@ class WeightUpdateMeta:
     alloc_mode: object = None
     comm_backend: str | None = None
     bucket_bytes: int = 512 << 20
-    flattened: bool = True
-    verify: str | bool = "off"
+    verify: bool | Literal["off", "sample", "full"] = "off"
     first: bool = False
-    senders: int | None = 1
-    sharded: str = "auto"
-    delta: bool = False
-    quantization: str = "none"
     flush_cache: bool = True
     timeout: float = 600.0
     server_timeout: float = 30.0
@@ -128,26 +122,16 @@ class WeightUpdateMeta:
             raise ValueError(f"WeightUpdateMeta.type={e}") from e
         if needs.directory and not self.path:
             raise ValueError(f"WeightUpdateMeta.type={self.type!r} needs a path on shared storage")
+        raise_if_any(option_problems(WeightUpdateMeta, vars(self), key="WeightUpdateMeta"))
         if isinstance(self.verify, bool):
             object.__setattr__(self, "verify", "full" if self.verify else "off")
-        if self.verify not in ("off", "sample", "full"):
-            raise ValueError(
-                f"WeightUpdateMeta.verify={self.verify!r}: use 'off', 'sample' or 'full'"
-            )
-        if self.quantization not in ("none", "fp8_block"):
-            raise ValueError(
-                f"WeightUpdateMeta.quantization={self.quantization!r}: use 'none' or 'fp8_block'"
-            )
-        if self.sharded not in ("auto", "on", "off"):
-            raise ValueError(
-                f"WeightUpdateMeta.sharded={self.sharded!r}: use 'auto', 'on' or 'off'"
-            )
+        if isinstance(self.sharded, bool):
+            object.__setattr__(self, "sharded", "on" if self.sharded else "off")
         if self.delta and self.quantization != "none":
             raise ValueError("WeightUpdateMeta.delta: changes of quantized weights are not sent")
         if not needs.less and (self.delta or self.quantization != "none"):
             raise ValueError(
-                f"WeightUpdateMeta.type={self.type!r} sends whole weights as they are: leave delta "
-                "and quantization, or use type='distributed'"
+                f"type={self.type!r} sends whole weights; for delta, quantization use 'distributed'"
             )
 
     @classmethod
@@ -196,20 +180,16 @@ class WeightUpdateMeta:
     ) -> WeightUpdateMeta:
         """Makes the update that the `weight_sync` section describes; `path` is used by the types
         that write files."""
+        ours = built_in_transport(config.type) is not None
+        options = config.options if ours else {"options": config.options}
         return cls(
             type=config.type,
-            options=config.options,
             path=str(path),
             addresses=tuple(addresses) or tuple(listed_addresses()),
             bucket_bytes=config.bucket_mb << 20,
-            flattened=config.flattened,
-            delta=config.delta,
-            quantization=config.quantization,
-            senders=config.senders,
-            sharded=config.sharded,
             timeout=config.timeout,
             server_timeout=config.server_timeout,
-            **({"verify": config.verify} | fields),
+            **({"verify": config.verify} | options | fields),
         )
 
     @property

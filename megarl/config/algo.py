@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 from megarl.config.base import NOT_NEGATIVE, POSITIVE, Bounds, Choices, OptionsOf, SeamConfig
 from megarl.config.engine import TrainEngineConfig
-from megarl.utils.importing import is_import_path
 
 # values of actor.advantages that are 0 where all rewards of a prompt's samples are equal
 BY_GROUP = ("rloo", "opo", "pass_at_k", "max_at_k", "gpg")
@@ -28,7 +27,8 @@ class PPOActorConfig(TrainEngineConfig):
     topr, clip_cov, kl_cov, unclipped, log_likelihood, or a function of this section"""
     advantages: SeamConfig = field(default_factory=lambda: SeamConfig(type="group"))
     """how rewards become advantages without a critic: a function of this section that returns an
-    AdvantageSpec; group: compares the samples of a prompt (adv_norm)"""
+    AdvantageSpec; group: compares the samples of a prompt (adv_norm), with a std of options.kind:
+    sample (by n - 1) or population (by n)"""
     ppo_n_minibatches: Annotated[int, POSITIVE] = 1
     """optimizer steps per training batch"""
     eps_clip: Annotated[float, Bounds(gt=0, le=1)] = 0.2
@@ -44,9 +44,6 @@ class PPOActorConfig(TrainEngineConfig):
     """group: GRPO, group mean and std; group_mean: Dr. GRPO, group mean only; batch: mean and
     std over the batch's trained tokens; group_batch: group mean, std of all rewards of the
     batch; none: as they are"""
-    adv_std: Annotated[str, Choices("sample", "population")] = "sample"
-    """kind of the std of adv_norm=group, group_batch and advantages=levels: sample divides by n
-    - 1, population by n"""
     loss_agg: Annotated[
         str, Choices("token-mean", "sequence-mean", "rollout-mean", "sequence-sum", "token-sum")
     ] = "token-mean"
@@ -105,14 +102,6 @@ class PPOActorConfig(TrainEngineConfig):
     def recomputes(self) -> bool:
         """Returns whether the policy's own logprobs before an update (prox_logp) are computed."""
         return self.recompute_logprob in ("auto", "true")
-
-    @property
-    def reads_adv_std(self) -> bool:
-        """Returns whether the advantages may be divided by a std of the kind `adv_std`."""
-        name, options = self.advantages.type, self.advantages.options
-        if name == "group":
-            return self.adv_norm in ("group", "group_batch")
-        return is_import_path(name) or (name == "levels" and options.get("std", "batch") != "none")
 
     @property
     def compares_by(self) -> str:

@@ -12,6 +12,19 @@ from difflib import get_close_matches
 ROLES = ("actor", "model")  # the trained model of a recipe: the first it has
 _SAME_ROLE = {"policy": "actor", "reference": "ref", "ref_model": "ref", "value_model": "critic"}
 
+# options by their own names
+_OPTIONS = {
+    "*.options": "cp_comm_type recompute_method recompute_num_layers offload_activations "
+    "lm_head_chunk_tokens lm_head_keep_mb",
+    "*.optimizer.options": "exp_avg_dtype exp_avg_sq_dtype main_params_dtype initial_loss_scale "
+    "min_loss_scale loss_scale_window use_precision_aware_optimizer optimizer_cpu_offload "
+    "optimizer_offload_fraction",
+    "weight_sync.options": "weight_sync.delta weight_sync.sharded weight_sync.flattened "
+    "weight_sync.senders weight_sync.quantization",
+    "preference.options": "preference.beta preference.label_smoothing preference.gamma "
+    "preference.length_normalized preference.sft_coef preference.desirable_weight "
+    "preference.undesirable_weight",
+}
 _MEMORY = "server.options.mem_fraction_static=0.8"
 # our key -> their names for it; `*` is the role that the name mentions, else the trained one;
 # `=...` is a value to give the key
@@ -41,17 +54,18 @@ _THEIRS: Mapping[str, str] = {
     "*.optimizer.beta2": "adam_beta2",
     "*.optimizer.eps": "adam_eps adam_epsilon",
     "*.override_config": "override_model_config",
-    "*.optimizer.options.exp_avg_dtype": "exp_avg_dtype",
-    "*.optimizer.options.exp_avg_sq_dtype": "exp_avg_sq_dtype",
-    "*.optimizer.options.main_params_dtype": "main_params_dtype",
-    "*.optimizer.options.initial_loss_scale": "initial_loss_scale",
-    "*.optimizer.options.min_loss_scale": "min_loss_scale",
-    "*.optimizer.options.loss_scale_window": "loss_scale_window",
+    "*.optimizer.options.use_precision_aware_optimizer": "precision_aware",
     "*.optimizer.options.hysteresis": "loss_scale_hysteresis hysteresis",
+    "*.options.moe_aux_loss_coeff": "moe.aux_loss_coef moe_aux_loss_coeff aux_loss_coef",
+    "*.options.moe_z_loss_coeff": "moe.z_loss_coef moe_z_loss_coeff",
+    "*.options.moe_router_bias_update_rate": "moe.expert_bias_update_rate "
+    "moe_router_bias_update_rate",
+    "*.options.moe_token_dispatcher_type": "moe.token_dispatcher moe_token_dispatcher_type",
+    "*.options.load_per_layer": "moe.per_layer_stats",
+    "*.router_replay": "moe.router_replay router_replay.mode",
     "*.optimizer.distributed": "use_distributed_optimizer",
-    "*.optimizer.cpu_offload": "optimizer_cpu_offload optimizer_offload",
-    "*.optimizer.options.optimizer_offload_fraction": "cpu_offload_fraction "
-    "optimizer_offload_fraction",
+    "*.optimizer.options.optimizer_cpu_offload": "cpu_offload optimizer_offload",
+    "*.optimizer.options.optimizer_offload_fraction": "cpu_offload_fraction",
     # the loss
     "actor.kl_coef": "kl_ctl kl_loss_coef kl_beta init_kl_coef beta reference_policy_kl_penalty",
     "actor.kl_estimator": "kl_loss_type kl_penalty",
@@ -63,18 +77,12 @@ _THEIRS: Mapping[str, str] = {
     "actor.loss_agg": "loss_agg_mode",
     "actor.adv_norm": "adv_estimator advantage_estimator scale_rewards group_reward_norm "
     "norm_adv_by_std_in_grpo normalize_advantages",
+    "actor.advantages.options.kind": "adv_std",
     "actor.dynamic_sampling": "filter_groups use_dynamic_sampling",
     "actor.ppo_n_minibatches": "ppo_mini_batch_size",
     "*.ppo_n_minibatches": "num_mini_batches",
     "critic.value_clip": "cliprange_value value_eps_clip",
     "discount": "gamma",
-    **{
-        f"preference.options.{name}": f"preference.{name}"
-        for name in (
-            *("beta", "label_smoothing", "gamma", "length_normalized", "sft_coef"),
-            *("desirable_weight", "undesirable_weight"),
-        )
-    },
     "gae_lambda": "lam lambd",
     # micro-batches and layout
     "*.mb_spec.max_tokens_per_mb": "gradient_accumulation_steps micro_batch_size "
@@ -149,7 +157,11 @@ _THEIRS: Mapping[str, str] = {
     "profiler.options.profile_memory": "profiler.memory",
     "profiler.options.with_stack": "profiler.stacks",
 }
-ALIASES = {name: ours for ours, theirs in _THEIRS.items() for name in theirs.split()}
+ALIASES = {name: ours for ours, theirs in _THEIRS.items() for name in theirs.split()} | {
+    name: f"{free}.{name.rpartition('.')[2]}"
+    for free, names in _OPTIONS.items()
+    for name in names.split()
+}
 # of supervised fine-tuning, where the names above mean something else or nothing
 _LENGTHS = "max_seq_len max_seq_length max_model_len max_length"
 _SFT = dict.fromkeys(_LENGTHS.split(), "train_dataset.max_length")

@@ -45,13 +45,15 @@ from megarl.utils.env import is_here
 from megarl.utils.http import split_address
 from megarl.utils.importing import is_import_path, load_object, option_problems
 
+# options of weight_sync that send less than whole weights
+_LESS = {"delta": True, "sharded": True, "quantization": "fp8_block"}
+_PRECISE = "use_precision_aware_optimizer"
 _STATE_DTYPES = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 # fields of megatron-core's OptimizerConfig that keys of ours, the engine's dtype or megarl set
 _SET_BY_KEYS = (
     *("optimizer", "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps"),
     *("clip_grad", "bf16", "fp16", "params_dtype", "use_distributed_optimizer"),
-    *("overlap_param_gather", "use_precision_aware_optimizer", "store_param_remainders"),
-    "optimizer_cpu_offload",
+    *("overlap_param_gather", "store_param_remainders"),
 )
 
 
@@ -101,7 +103,7 @@ def lora_problems(key: str, cfg: LoRAConfig) -> Iterator[str]:
 def optimizer_problems(key: str, cfg: OptimizerConfig) -> Iterator[str]:
     """Yields optimizer options that need another option, and options that megatron-core lacks."""
     yield from rule_problems(rules.OPTIMIZER, cfg, f"{key}.")
-    declared = _fields_of_megatron()
+    declared, precise = _fields_of_megatron(), cfg.options.get(_PRECISE)
     for name, value in cfg.options.items():
         option = f"{key}.options.{name}={show(value)}"
         if name in _SET_BY_KEYS:
@@ -112,8 +114,8 @@ def optimizer_problems(key: str, cfg: OptimizerConfig) -> Iterator[str]:
             yield f"{option}: megatron-core's OptimizerConfig has no such field{meant}"
         elif name in _STATE_DTYPES and value not in ("float32", "bfloat16", "float16"):
             yield f"{option}: not one of float32, bfloat16, float16"
-        elif name in _STATE_DTYPES and value != "float32" and not cfg.precision_aware:
-            yield f"{option}: needs {key}.precision_aware=true"
+        elif name in _STATE_DTYPES and value != "float32" and not precise:
+            yield f"{option}: needs {key}.options.{_PRECISE}=true"
         elif isinstance(value, str) and declared.get(name) in ("float", "int", "bool"):
             yield f"{option}: not of type {declared[name]}"
 
@@ -137,25 +139,24 @@ def _fields_of_megatron() -> dict[str, str]:
 def actor_problems(cfg: PPOActorConfig, key: str = "actor.") -> Iterator[str]:
     """Yields a line for each contradiction in `cfg`; `key` is its section, with a dot."""
     yield from rule_problems(rules.ACTOR, cfg, key)
-    if cfg.adv_std != "sample" and not cfg.reads_adv_std:
-        yield (
-            f"{key}adv_std={cfg.adv_std}: nothing is divided by such a std with {key}advantages="
-            f"{cfg.advantages.type}, {key}adv_norm={cfg.adv_norm}; leave it out"
-        )
 
 
 def check_actor(cfg: PPOActorConfig, temperature: float) -> None:
     """Raises ConfigError, a ValueError, with everything that is wrong with an actor's settings."""
     sampled = f"temperature={temperature}: training needs sampled tokens; set it above 0"
-    raise_if_any([*_own(cfg, "actor."), *actor_problems(cfg), *([sampled] * (temperature <= 0))])
+    raise_if_any(
+        [*section_problems(cfg, "actor."), *actor_problems(cfg), *([sampled] * (temperature <= 0))]
+    )
 
 
 def check_critic(cfg: PPOCriticConfig) -> None:
     """Raises ConfigError, a ValueError, with everything that is wrong with a critic's settings."""
-    raise_if_any(_own(cfg, "critic."))
+    raise_if_any(section_problems(cfg, "critic."))
 
 
-def _own(cfg: Any, key: str) -> list[str]:
+def section_problems(cfg: Any, key: str = "") -> list[str]:
+    """Returns what is wrong with the values of a section and with its free options; `key` is its
+    name, with a dot."""
     problems = list(value_problems(cfg, key))
     for free in all_keys(type(cfg), parent=cfg):
         if free.options_of is not None and free.default:
@@ -301,13 +302,17 @@ def rollout_problems(cfg: GRPOConfig, world_size: int | None = None) -> Iterator
     yield from _server_problems(cfg.server, "server")
     yield from _context_problems(cfg)
     yield from _judge_problems(cfg)
+    options = cfg.weight_sync.options
     if (built_in := built_in_transport(cfg.weight_sync.type)) is not None:
         yield from transport_problems(cfg, built_in.requirements)
-    senders = cfg.weight_sync.senders
-    if senders is not None and world_size and senders > world_size:
+        less = {} if built_in.requirements.less else _LESS
+        for name in (name for name, value in less.items() if options.get(name) == value):
+            yield f"weight_sync.options.{name}={show(options[name])}: needs type=distributed"
+    senders = options.get("senders")
+    if isinstance(senders, int) and world_size and not 0 < senders <= world_size:
         yield (
-            f"weight_sync.senders={senders}: there are {world_size} trainer processes; use at most "
-            "that many, or null for one on each pipeline stage"
+            f"weight_sync.options.senders={senders}: there are {world_size} trainer processes; use "
+            "at most that many, or null for one on each pipeline stage"
         )
 
 
@@ -367,10 +372,6 @@ def transport_problems(cfg: GRPOConfig, needs: Requirements) -> Iterator[str]:
             f"server.dp={server.dp} (it asserts dp_size == 1); use weight_sync.type=disk, or "
             f"server.count={server.count * server.dp} with server.dp=1"
         )
-    streamed = {"delta=true": sync.delta, "sharded=on": sync.sharded == "on"}
-    streamed[f"quantization={sync.quantization}"] = sync.quantization != "none"
-    for option in (option for option, used in streamed.items() if used and not needs.less):
-        yield f"weight_sync.{option}: goes with weight_sync.type=distributed, not with {sync.type}"
     if needs.less:
         yield from rule_problems(rules.SYNC, cfg)
     if not needs.adapters:

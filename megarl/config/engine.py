@@ -12,6 +12,7 @@ from megarl.config.base import (
     POSITIVE,
     Bounds,
     Choices,
+    OptionsOf,
 )
 
 Degree = Annotated[int, POSITIVE]
@@ -31,9 +32,6 @@ class ParallelConfig:
     """layers of every pipeline chunk in order, pp*vpp numbers; null splits evenly"""
     cp: Degree = 1
     """context-parallel degree: each rank holds 1/cp of every sequence"""
-    cp_comm_type: Annotated[str, Choices("auto", "p2p", "all_gather", "a2a")] = "auto"
-    """how keys and values reach the other context-parallel ranks; auto is p2p with Transformer
-    Engine, all_gather with torch SDPA"""
     ep: Degree = 1
     """expert-parallel degree (MoE)"""
     etp: Degree = 1
@@ -86,16 +84,13 @@ class OptimizerConfig:
     overlap_param_gather: bool = False
     """gather the updated weights over dp during the next forward pass; needs distributed and
     overlap_grad_reduce"""
-    precision_aware: bool = False
-    """Transformer Engine's FusedAdam keeps main weights and moments in the dtypes of options; needs
-    distributed"""
-    cpu_offload: bool = False
-    """keep main weights and moments on the CPU and update there, for a part of the weights with
-    options.optimizer_offload_fraction; needs distributed and dtype=bfloat16"""
     options: dict[str, Any] = field(default_factory=dict)
-    """more fields of megatron-core's OptimizerConfig by name: exp_avg_dtype, exp_avg_sq_dtype,
-    main_params_dtype (precision_aware), initial_loss_scale, min_loss_scale, loss_scale_window,
-    hysteresis (float16), ..."""
+    """more fields of megatron-core's OptimizerConfig by name: use_precision_aware_optimizer
+    (Transformer Engine's FusedAdam keeps main weights and moments in exp_avg_dtype,
+    exp_avg_sq_dtype, main_params_dtype; needs distributed), optimizer_cpu_offload (keep and update
+    them on the CPU, of a part of the weights with optimizer_offload_fraction; needs distributed and
+    dtype=bfloat16), initial_loss_scale, min_loss_scale, loss_scale_window, hysteresis (float16),
+    ..."""
 
 
 @dataclass(kw_only=True)
@@ -111,40 +106,6 @@ class MicroBatchSpec:
     share_prefixes: bool = False
     """compute once what sequences of a micro-batch share: the prompt of a group, the history of an
     episode's turns; shared tokens count once in the budget"""
-
-
-@dataclass(kw_only=True)
-class MoEConfig:
-    """Configures mixture-of-experts models. No token is ever dropped.
-
-    The auxiliary losses are computed per micro-batch and data-parallel rank and averaged over them,
-    whatever the loss is divided by: with them on, and only then, a step depends on how the batch is
-    cut into micro-batches.
-    """
-
-    aux_loss_coef: Annotated[float, OFF_AT_ZERO] = 0.0
-    """load-balancing loss, per layer and micro-batch; 0 is off, as is usual in RL"""
-    z_loss_coef: Annotated[float, OFF_AT_ZERO] = 0.0
-    """loss on the router's squared logsumexp; 0 is off"""
-    router_replay: Annotated[str, Choices("off", "trainer", "rollout", true="trainer")] = "off"
-    """which experts the update's tokens go to: trainer (or true): those of recompute_logprob's
-    pass; rollout: those of the server's routers, in both passes (R3); off: the update's routers
-    decide"""
-    expert_bias_update_rate: Annotated[float, OFF_AT_ZERO] = 0.0
-    """step of the bias that balances loads without a loss (DeepSeek-V3); 0 leaves it be"""
-    per_layer_stats: bool = False
-    """log every layer's load of its busiest expert"""
-    token_dispatcher: Annotated[str, Choices("alltoall", "flex")] = "alltoall"
-    """how tokens reach their experts; flex (DeepEP) needs a GPU and deep_ep"""
-
-    def __post_init__(self) -> None:
-        if isinstance(self.router_replay, bool):  # as it was before there was `rollout`
-            self.router_replay = "trainer" if self.router_replay else "off"
-
-    @property
-    def replays(self) -> bool:
-        """Returns whether updates repeat routes that their batch brings."""
-        return self.router_replay != "off"
 
 
 ALL_LINEAR = "all-linear"
@@ -201,27 +162,28 @@ class TrainEngineConfig:
     recompute_granularity: Annotated[str, Choices("none", "selective", "full")] = "none"
     """backward recomputes activations instead of keeping them: selective: of the core attention;
     full: of whole layers"""
-    recompute_method: Annotated[str, Choices("uniform", "block")] = "uniform"
-    """full: keep the input of every recompute_num_layers layers (uniform), or recompute only the
-    first recompute_num_layers of a pipeline chunk (block)"""
-    offload_activations: bool = False
-    """keep the inputs of recomputed layers in host memory until backward; needs
-    recompute_granularity=full"""
-    recompute_num_layers: Annotated[int, POSITIVE] = 1
-    """full: see recompute_method"""
-    lm_head_chunk_tokens: Annotated[int, POSITIVE] = 4096
-    """tokens per LM-head chunk; logits of one chunk are the peak memory"""
-    lm_head_keep_mb: Annotated[int, Bounds(ge=0, note="0 keeps none")] = 1024
-    """keep a micro-batch's logits for backward if they take at most this many MiB in fp32 on one
-    device; otherwise backward recomputes them"""
     lm_head_topk: Annotated[int, POSITIVE] = 8
     """tokens in the outputs topk_logprobs and topk_ids"""
     attention: Annotated[str, Choices("auto", "te", "sdpa")] = "auto"
     """core attention; auto is Transformer Engine on GPU where installed, else torch SDPA"""
-    moe: MoEConfig = field(default_factory=MoEConfig)
-    """mixture-of-experts settings"""
+    router_replay: Annotated[str, Choices("off", "trainer", "rollout", true="trainer")] = "off"
+    """which experts the update's tokens go to: trainer (or true): those of recompute_logprob's
+    pass; rollout: those of the server's routers, in both passes (R3); off: the update's routers
+    decide"""
     lora: LoRAConfig | None = None
     """train low-rank adapters on frozen weights; null trains the weights"""
+    options: Annotated[dict[str, Any], OptionsOf("megarl.models.options:EngineOptions")] = field(
+        default_factory=dict
+    )
+    """more of the engine (docs/engine.md): recompute_method (uniform, block), recompute_num_layers,
+    offload_activations, cp_comm_type (auto, p2p, all_gather, a2a), lm_head_chunk_tokens,
+    lm_head_keep_mb; of mixtures of experts moe_aux_loss_coeff, moe_z_loss_coeff,
+    moe_router_bias_update_rate, moe_token_dispatcher_type (alltoall, flex), load_per_layer"""
+
+    @property
+    def replays(self) -> bool:
+        """Returns whether updates repeat routes that their batch brings."""
+        return self.router_replay != "off"
 
     @property
     def value_head_bias(self) -> bool:

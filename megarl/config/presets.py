@@ -25,7 +25,6 @@ _BASE: Tree = {
     "c_clip": None,
     "advantages": "group",
     "adv_norm": "group",
-    "adv_std": "sample",
     "loss_agg": "token-mean",
     "loss_agg_length": 1.0,
 }

@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from megarl.config.base import (
     FRACTION_ABOVE_ZERO,
@@ -77,6 +77,30 @@ TRANSPORTS: Mapping[str, BuiltIn] = {
 ALIASES: Mapping[str, str] = {"nccl": "distributed"}  # the design documents' word
 
 
+@dataclass(frozen=True, kw_only=True)
+class SyncOptions:
+    """Gives the options of megarl's own transports (`weight_sync.options`).
+
+    flattened: one broadcast per bucket instead of one per tensor (distributed, colocated).
+    senders: ranks that gather and send buckets in turn, spread over pipeline stages and nodes
+        (distributed); None is one for each stage.
+    sharded: sends each server rank the slices that it keeps (distributed): "auto", where all
+        servers can take them, whole tensors otherwise, and the log says why; True or "on", and
+        anything else is an error; False or "off", whole tensors.
+    delta: sends only what changed since the last update that the servers hold (distributed). It
+        needs host memory for a copy of the weights on the senders, and embedded servers or SGLang
+        with sharded=True.
+    quantization: "fp8_block" sends linear maps as block-wise FP8, e4m3 in blocks of 128 x 128 with
+        scales (distributed), for servers of an FP8 checkpoint.
+    """
+
+    flattened: bool = True
+    senders: int | None = 1
+    sharded: bool | Literal["auto", "on", "off"] = "auto"
+    delta: bool = False
+    quantization: Literal["none", "fp8_block"] = "none"
+
+
 @dataclass(kw_only=True)
 class WeightSyncConfig:
     """Configures the transport of weights, its checks, and its timeouts in seconds."""
@@ -86,28 +110,16 @@ class WeightSyncConfig:
     the trainers' GPUs read the trainers' memory; adapter: with actor.lora, adapters alone through a
     shared PEFT directory"""
     options: dict[str, Any] = field(default_factory=dict)
-    """options of a transport of your own"""
+    """options of the transport, such as one of your own; of distributed: senders (trainer ranks
+    that gather and send buckets in turn; null is one on each pipeline stage), sharded (each server
+    rank gets only the slices that it stores: auto, true, false), delta (send only numbers that
+    changed), quantization (none, fp8_block), flattened (one broadcast per bucket)"""
     bucket_mb: Annotated[int, POSITIVE] = 512
     """size of one streamed bucket in MiB; two exist at a time"""
-    flattened: bool = True
-    """one broadcast per bucket instead of one per tensor"""
-    delta: bool = False
-    """send only numbers that changed; needs host memory for a copy of the weights on the senders,
-    and embedded servers or SGLang with sharded=on"""
-    quantization: Annotated[str, Choices("none", "fp8_block")] = "none"
-    """dtype of streamed linear weights: none, or fp8_block (e4m3 in blocks of 128x128 with scales)
-    for servers of an FP8 checkpoint"""
     pause_mode: Annotated[str, Choices("abort", "drain", "retract", "in_place")] = "abort"
     """running requests at a sync: abort: the client sends them again with the tokens so far; drain:
     they end first; retract: they wait in the server, which recomputes their KV; in_place: they
     continue on the old weights' KV, and no cache is flushed"""
-    senders: Annotated[int, POSITIVE] | None = 1
-    """trainer ranks that gather and send buckets in turn, spread over pipeline stages and nodes;
-    null is one on each stage"""
-    sharded: Annotated[str, Choices("auto", "on", "off")] = "auto"
-    """send each rank of a server only the slices that it stores; auto: if all servers can receive
-    slices, else whole tensors (the log says why); on: anything else is an error; off: whole
-    tensors"""
     verify: Annotated[str, Choices("off", "sample", "full")] = "sample"
     """compare the servers' checksums with the trainer's after a sync: sample: all tensors after the
     first sync, a few after later ones; full: all after each; off: never"""

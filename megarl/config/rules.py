@@ -42,7 +42,7 @@ kl_ctl>0                         | ref | set ref.path, or ref={}
 actor.kl_controller!=null & !actor.kl_coef & !kl_ctl |
     | adapts actor.kl_coef and kl_ctl, which are 0; set the first value of one of them
 episodes.entropy                 | actor.recompute_logprob=true,auto | it comes of that pass
-actor.moe.router_replay=rollout  | !rollout.router | which passes no request for routes on
+actor.router_replay=rollout  | !rollout.router | which passes no request for routes on
 server.restarts>0                | server.count>1 | the run goes on with the others meanwhile
 server.count=0 & !rollout.addresses & !rollout.addresses_file |
     | name running servers in one of these, or have one started by server.count=1
@@ -50,7 +50,7 @@ server.context_length<=gconfig.max_new_tokens | | leaves no room for a prompt
 server.context_length<=eval_gconfig.max_new_tokens & valid_dataset | | leaves no room for a prompt
 judge & !judge.path              | | name the model that judges
 judge.count=0                    | | leave judge null, and name servers in the reward's base_url
-weight_sync.delta                | weight_sync.quantization=none
+weight_sync.options.delta        | weight_sync.options.quantization=none,null
 rollout.max_queue                | rollout.max_concurrent_rollouts=null | which fixes what it adapts
 """
 CRITIC = """
@@ -105,12 +105,13 @@ rollout.kv_after_sync=keep & weight_sync.pause_mode=abort,drain
     | such a server has no cache beyond a request; use pause_mode=in_place, or kv_after_sync=flush
 """
 SYNC = """
-weight_sync.delta & weight_sync.sharded!=on & server.type=sglang & server.count>0 |
-    | stock SGLang takes changes by slices alone; use sharded=on, or server.type=embedded
-weight_sync.quantization!=none & server.type=sglang & server.count>0 |
+weight_sync.options.delta & weight_sync.options.sharded!=true,on
+    & server.type=sglang & server.count>0 |
+    | stock SGLang takes changes by slices alone; use sharded=true, or server.type=embedded
+weight_sync.options.quantization=fp8_block & server.type=sglang & server.count>0 |
     server.path | the model's FP8 checkpoint, whose layout SGLang must start with
-weight_sync.sharded=on & server.type=embedded & server.count>0 |
-    | such servers take whole tensors; use server.type=sglang, or weight_sync.sharded=auto
+weight_sync.options.sharded=true,on & server.type=embedded & server.count>0 |
+    | such servers take whole tensors; use server.type=sglang, or weight_sync.options.sharded=auto
 """
 ADAPTERS = """
 weight_sync.type & actor.lora & server.type=sglang & server.count>0 | server.options.enable_lora |
@@ -165,12 +166,13 @@ type=chat,gsm8k,reasoning_gym    |
 ENGINE = """
 fp8!=none                        | dtype=auto,bfloat16
 fp8!=none                        | attention=auto,te | torch's layers have no FP8
-offload_activations              | recompute_granularity=full | else all of autograd's tensors move
-optimizer.cpu_offload            | dtype=auto,bfloat16
+options.offload_activations      | recompute_granularity=full | else all of autograd's tensors move
+optimizer.options.optimizer_cpu_offload | dtype=auto,bfloat16
 mb_spec.share_prefixes           | parallel.cp=1
 mb_spec.share_prefixes           | fp8=none
-moe.token_dispatcher=flex & parallel.etp=1 | parallel.ep>1 | take alltoall
-lora                             | moe.expert_bias_update_rate=0 | routers are frozen under lora
+options.moe_token_dispatcher_type=flex & parallel.etp=1 | parallel.ep>1 | take alltoall
+lora                             | !options.moe_router_bias_update_rate |
+    routers are frozen under lora
 """
 FROZEN = """
 optimizer                        | | a frozen model has none; leave it null
@@ -179,13 +181,14 @@ lora                             | | a frozen model has none; leave it null
 TRAINED = """
 optimizer=null                   | | training needs one; set @optimizer.lr
 offload                          |
-    | is for frozen models (ref, reward_model, teacher); see @optimizer.cpu_offload
+    | is for frozen models (ref, reward_model, teacher); here see
+    @optimizer.options.optimizer_cpu_offload
 """
 LANGUAGE_MODEL = """
 head=value                       | | only a critic or a reward model has one; leave it lm
 """
 NOT_ACTOR = """
-moe.router_replay!=off           | | nothing records these routes, only the actor's; leave it off
+router_replay!=off           | | nothing records these routes, only the actor's; leave it off
 """
 LORA = """
 !target_modules                  | | nothing to train; use [all-linear]
@@ -197,15 +200,18 @@ pipeline_split                   | pp>1
 """
 OPTIMIZER = """
 overlap_param_gather             | distributed
-precision_aware                  | distributed
-cpu_offload                      | distributed
+options.use_precision_aware_optimizer | distributed
+options.optimizer_cpu_offload    | distributed
 overlap_param_gather             | overlap_grad_reduce
-cpu_offload                      | precision_aware=false | the CPU keeps float32
+options.optimizer_cpu_offload    | !options.use_precision_aware_optimizer |
+    the CPU keeps float32
 """
 ACTOR = """
 correction!=null                 | recompute_logprob!=false | it weighs the trainer's logprobs
+advantages.options.kind & advantages.type=group | adv_norm=group,group_batch | else none divides
+advantages.options.kind & advantages.options.std=none | | nothing is divided by a std; leave it out
 loss_agg_length!=1               | loss_agg=sequence-sum,token-sum | it divides sums over tokens
-moe.router_replay=trainer        | recompute_logprob=true,auto | it replays that pass
+router_replay=trainer        | recompute_logprob=true,auto | it replays that pass
 c_clip & surrogate.type=cispo,sapo,gmpo,topr,clip_cov,kl_cov,unclipped,log_likelihood |
     | is the dual clip of surrogate=clip; leave it null
 """
@@ -214,7 +220,7 @@ UNREAD = """
 trainer.scheduler!=local         | trainer.mode=controller
 """
 UNREAD_OF_ENGINE = """
-parallel.cp_comm_type!=auto      | parallel.cp>1
+options.cp_comm_type             | parallel.cp>1
 """
 _CONDITION = re.compile(r"(!?)([\w.]+)(?:(!=|[<>]=|=|<|>)(.*))?")
 _ORDER = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}

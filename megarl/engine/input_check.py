@@ -64,9 +64,9 @@ def check_input(
     elif found_wrong:
         assert wrong is not None
         _refuse(given, wrong, state.model.vocab_size)
-    if backward and state.config.moe.replays and ROUTED not in given:
+    if backward and state.config.replays and ROUTED not in given:
         raise ValueError(
-            f"moe.router_replay={state.config.moe.router_replay}: the batch has no {ROUTED!r} to "
+            f"router_replay={state.config.router_replay}: the batch has no {ROUTED!r} to "
             "replay; put forward()'s output of that name into it, as an actor with "
             "recompute_logprob does, or what the servers said (to_batch does)"
         )

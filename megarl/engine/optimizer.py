@@ -13,7 +13,6 @@ from megarl.api.records import FinetuneSpec
 from megarl.config.check_parts import optimizer_problems
 from megarl.config.engine import OptimizerConfig
 from megarl.config.errors import raise_if_any
-from megarl.config.schema import value_problems
 from megarl.parallel import mcore
 
 from megatron.core.distributed import DistributedDataParallel  # isort: skip
@@ -30,23 +29,23 @@ from megatron.core.utils import get_model_config  # isort: skip
 # a constant schedule never looks at its end, but megatron-core asks for one
 _ENDLESS = 1 << 40
 # float16: the loss is multiplied by a scale before backward; an overflow halves it and skips the
-# update, and it doubles after a window without one. With cpu_offload all weights are offloaded
+# update, and it doubles after a window without one. optimizer_cpu_offload offloads all weights
 _DEFAULTS = {"initial_loss_scale": 2.0**16, "hysteresis": 1, "optimizer_offload_fraction": 1.0}
 
 
 def check(cfg: OptimizerConfig, dtype: torch.dtype) -> None:
     """Raises ValueError for settings that this machine or the weights' dtype cannot do."""
-    raise_if_any([*value_problems(cfg, "optimizer."), *optimizer_problems("optimizer", cfg)])
-    if cfg.precision_aware and not (mcore.on_cuda() and find_spec("transformer_engine")):
+    raise_if_any(optimizer_problems("optimizer", cfg))
+    fused = mcore.on_cuda() and find_spec("transformer_engine")
+    if cfg.options.get("use_precision_aware_optimizer") and not fused:
         raise ValueError(
-            "optimizer.precision_aware=True needs a GPU and Transformer Engine's FusedAdam "
-            "(pip install megarl[gpu]); use precision_aware=False"
+            "optimizer.options.use_precision_aware_optimizer=True needs a GPU and Transformer "
+            "Engine's FusedAdam (pip install megarl[gpu]); leave it out"
         )
-    if cfg.cpu_offload and dtype != torch.bfloat16:
+    if cfg.options.get("optimizer_cpu_offload") and dtype != torch.bfloat16:
         raise ValueError(
-            "optimizer.cpu_offload=True: the CPU keeps float32 copies of bfloat16 weights, but "
-            f"these are {str(dtype).removeprefix('torch.')}; set dtype='bfloat16', or "
-            "cpu_offload=False"
+            "optimizer.options.optimizer_cpu_offload=True: the CPU copies bfloat16 weights, and "
+            f"these are {str(dtype).removeprefix('torch.')}; set dtype='bfloat16', or leave it out"
         )
 
 
@@ -145,13 +144,11 @@ def _mcore_config(cfg: OptimizerConfig, dtype: torch.dtype) -> McoreOptimizerCon
         params_dtype=dtype,
         use_distributed_optimizer=cfg.distributed,
         overlap_param_gather=cfg.overlap_param_gather,
-        use_precision_aware_optimizer=cfg.precision_aware,
         store_param_remainders=False,
-        optimizer_cpu_offload=cfg.cpu_offload,
         overlap_cpu_optimizer_d2h_h2d=mcore.on_cuda(),
         **options,
     )
-    if cfg.cpu_offload:
+    if config.optimizer_cpu_offload:
         # The hybrid optimizer takes gradients the way the precision-aware one does. Said after the
         # fact: asked for from the start, it would want Transformer Engine, which it does not use.
         config.use_precision_aware_optimizer = True

@@ -69,7 +69,7 @@ def loss_pass(
         loss_fn=loss_fn,
         loss_scale=len(mine) * state.layout.dp / weight,
         routing=state.routing,
-        offload=backward and state.config.offload_activations,
+        offload=backward and bool(state.config.options.get("offload_activations")),
         keep=tuple(keep),
     )
     with _taped(state), stats_tracker.muted(not schedule.speaks(state.groups)):

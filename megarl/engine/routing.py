@@ -23,9 +23,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.api.batch import Tokens
-from megarl.config.engine import MoEConfig
+from megarl.config.engine import TrainEngineConfig
 from megarl.engine.micro_batch import Frame, MicroBatch
 from megarl.models.hf_config import ModelConfig
+from megarl.models.options import EngineOptions
 from megarl.parallel import mcore
 from megarl.parallel.groups import ProcessGroups
 
@@ -133,10 +134,11 @@ class Routing:
         self,
         chunks: Sequence[torch.nn.Module],
         model: ModelConfig,
-        config: MoEConfig,
+        config: TrainEngineConfig,
         groups: ProcessGroups,
     ) -> None:
-        self.model, self.shape, self.config, self.groups = model, model.experts, config, groups
+        self.model, self.shape, self.groups = model, model.experts, groups
+        self.config, self.options = config, EngineOptions(**config.options)
         self._tapes = {
             chunk: [RouterTape(m) for m in chunk.modules() if isinstance(m, TopKRouter)]
             for chunk in chunks
@@ -222,12 +224,12 @@ class Routing:
             "moe/load_max_over_mean": float(peaks.mean()),
             "moe/idle_experts": float((load == 0).float().mean()),
         }
-        if self.config.per_layer_stats:
+        if self.options.load_per_layer:
             named = zip(layers, peaks.tolist(), strict=True)
             out |= {f"moe/load_max_over_mean/layer_{i}": peak for i, peak in named}
-        if self.config.aux_loss_coef:
+        if self.options.moe_aux_loss_coeff:
             out["moe/aux_loss"] = float(losses[0]) / layout.dp
-        if self.config.z_loss_coef:
+        if self.options.moe_z_loss_coeff:
             out["moe/z_loss"] = float(losses[1]) / (layout.world_size // layout.pp)
         return out | self._flips()
 

@@ -13,6 +13,7 @@ import torch
 from megarl.api.records import FinetuneSpec
 from megarl.ckpt.hf import load_hf
 from megarl.ckpt.peft import load_peft
+from megarl.config.check_parts import section_problems
 from megarl.config.engine import TrainEngineConfig
 from megarl.config.errors import raise_if_any
 from megarl.config.rules import ENGINE, rule_problems
@@ -21,13 +22,13 @@ from megarl.engine.lm_head import LMHead, output_widths
 from megarl.engine.routing import Routing
 from megarl.models.adapters import Adapters, base_params
 from megarl.models.build import BuiltModel, build_model, resolve_attention
-from megarl.models.context_parallel import resolve_cp_comm_type
+from megarl.models.context_parallel import cp_comm_type
 from megarl.models.fp8 import fp8_fields
 from megarl.models.hf_config import ModelConfig, check_layout, read_hf_config
 from megarl.models.lora import lora_fields
 from megarl.models.names import named_params
+from megarl.models.options import EngineOptions, recompute_fields
 from megarl.models.piece_table import PieceTable
-from megarl.models.recompute import recompute_fields
 from megarl.models.trie_params import check_share_prefixes
 from megarl.parallel import mcore
 from megarl.parallel.groups import ProcessGroups
@@ -101,7 +102,8 @@ class EngineState:
 def resolve(cfg: TrainEngineConfig, world_size: int) -> Resolved:
     """Finds what the config means here. Raises ValueError, naming value and fix, for what model,
     machine or world cannot do."""
-    raise_if_any(attention_problems(os.environ))
+    raise_if_any([*attention_problems(os.environ), *section_problems(cfg)])
+    options = EngineOptions(**cfg.options)
     model = read_hf_config(
         cfg.path, head=cfg.head, override=cfg.override_config, new_bias=cfg.value_head_bias
     )
@@ -114,8 +116,8 @@ def resolve(cfg: TrainEngineConfig, world_size: int) -> Resolved:
     attention = resolve_attention(cfg.attention, mcore.device())
     dtype = _dtype(cfg.dtype)
     fields = {
-        "cp_comm_type": resolve_cp_comm_type(model, cfg.parallel, attention),
-        **recompute_fields(cfg, layout, model.num_layers),
+        "cp_comm_type": cp_comm_type(options.cp_comm_type, model, cfg.parallel, attention),
+        **recompute_fields(cfg.recompute_granularity, options, layout, model.num_layers),
         **fp8_fields(cfg.fp8, model, layout, dtype=dtype, attention=attention),
         **lora_fields(model, cfg.lora),
     }
@@ -124,7 +126,7 @@ def resolve(cfg: TrainEngineConfig, world_size: int) -> Resolved:
         if cfg.offload:
             raise ValueError(
                 "offload=True is for frozen models, and this one has an optimizer; use "
-                "engine.offload() and onload(), or optimizer.cpu_offload"
+                "engine.offload() and onload(), or optimizer_cpu_offload"
             )
     return Resolved(model=model, layout=layout, dtype=dtype, fields=fields)
 
@@ -132,8 +134,6 @@ def resolve(cfg: TrainEngineConfig, world_size: int) -> Resolved:
 def _dtype(name: str) -> torch.dtype:
     if name == "auto":
         name = "bfloat16" if mcore.on_cuda() else "float32"
-    if name not in _DTYPES:
-        raise ValueError(f"dtype={name!r}: use 'auto' or one of {sorted(_DTYPES)}")
     return _DTYPES[name]
 
 
@@ -153,7 +153,7 @@ def build(
     data parallelism moves the weights."""
     made = make_modules(cfg, what, groups, seed)
     # what follows looks at the bare modules, so before they are wrapped
-    routing = Routing(made.chunks, what.model, cfg.moe, groups) if what.model.moe else None
+    routing = Routing(made.chunks, what.model, cfg, groups) if what.model.moe else None
     chunks: list[torch.nn.Module] = list(made.chunks)
     if what.dtype != torch.float32:
         chunks = [Float16Module(made.config, chunk) for chunk in chunks]
@@ -189,6 +189,7 @@ def make_modules(
     cfg: TrainEngineConfig, what: Resolved, groups: ProcessGroups, seed: int
 ) -> BuiltModel:
     """Makes this rank's modules, in the scope of `groups`; weights are not loaded."""
+    options = EngineOptions(**cfg.options)
     # the caller's random numbers stay its own
     devices = [torch.cuda.current_device()] if mcore.on_cuda() else []
     with torch.random.fork_rng(devices=devices):
@@ -200,7 +201,7 @@ def make_modules(
             device=mcore.device(),
             attention=cfg.attention,
             seed=seed if cfg.init_from_scratch else None,
-            moe=cfg.moe,
+            options=options,
             share_prefixes=cfg.mb_spec.share_prefixes,
             **what.fields,
         )
@@ -211,8 +212,8 @@ def make_modules(
                 vocab_size=what.model.vocab_size,
                 tp_group=groups.tp,
                 sequence_parallel=what.layout.sequence_parallel,
-                chunk_tokens=cfg.lm_head_chunk_tokens,
-                keep_bytes=cfg.lm_head_keep_mb << 20,
+                chunk_tokens=options.lm_head_chunk_tokens,
+                keep_bytes=options.lm_head_keep_mb << 20,
                 topk=cfg.lm_head_topk,
             )
     return made

@@ -53,7 +53,7 @@ def plan(
 def beside(state: EngineState, batch: Batch) -> str | None:
     """Returns the field that tokens must have equal to be one beside their ids: the routes that a
     pass over the batch replays."""
-    replays = state.config.mb_spec.share_prefixes and state.config.moe.replays
+    replays = state.config.mb_spec.share_prefixes and state.config.replays
     return ROUTED if replays and ROUTED in batch else None
 
 

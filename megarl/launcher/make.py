@@ -127,7 +127,7 @@ class _Maker:
             port=f"@{{port:{name}}}",
             with_key=True,
             python=self.python,
-            routes=model.moe.router_replay == "rollout",
+            routes=model.router_replay == "rollout",
             releases=releases,
         )
         if parts > 1:

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megarl.config.engine import MoEConfig
 from megarl.models.attention import SDPACoreAttention
 from megarl.models.families import family_of
 from megarl.models.layers import GroupLimited, RMSNorm
 from megarl.models.marks import mark_params
 from megarl.models.names import named_params
+from megarl.models.options import EngineOptions
 from megarl.models.param_loading import init_params
 from megarl.models.piece_table import VOCAB_DIVISIBLE_BY, PieceTable, build_piece_table
 from megarl.models.shapes import ModelConfig
@@ -55,7 +55,7 @@ def build_model(
     attention: str = "auto",
     seed: int | None = None,
     vocab_divisible_by: int = VOCAB_DIVISIBLE_BY,
-    moe: MoEConfig | None = None,
+    options: EngineOptions | None = None,
     share_prefixes: bool = False,
     **overrides: Any,
 ) -> BuiltModel:
@@ -72,7 +72,7 @@ def build_model(
     table = build_piece_table(model, layout, vocab_divisible_by=vocab_divisible_by)
     use_te = resolve_attention(attention, device) == "te"
     config = transformer_config(
-        model, layout, dtype=dtype, device=device, use_te=use_te, moe=moe, **overrides
+        model, layout, dtype=dtype, device=device, use_te=use_te, options=options, **overrides
     )
     make = partial(_chunk, model, config, table.padded_vocab_size, use_te, share_prefixes)
     chunks = [make(i if layout.vpp > 1 else None) for i in range(layout.vpp)]
@@ -113,7 +113,7 @@ def transformer_config(
     dtype: torch.dtype,
     device: torch.device,
     use_te: bool,
-    moe: MoEConfig | None = None,
+    options: EngineOptions | None = None,
     **overrides: Any,
 ) -> TransformerConfig:
     """Returns megatron-core's TransformerConfig of `model` cut as `layout` says; `overrides`
@@ -124,7 +124,7 @@ def transformer_config(
         **_architecture(model),
         **_parallel(layout),
         **_kernels(device, use_te),
-        **_experts(model, moe or MoEConfig(), use_te),
+        **_experts(model, options or EngineOptions(), use_te),
         **family.transformer_fields(model),
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
@@ -162,11 +162,11 @@ def _leave(weight: torch.Tensor) -> None:
     """Leaves the weight as it is, as an initialisation."""
 
 
-def _experts(m: ModelConfig, cfg: MoEConfig, use_te: bool) -> dict[str, Any]:
+def _experts(m: ModelConfig, options: EngineOptions, use_te: bool) -> dict[str, Any]:
     if m.moe is None:
         return {}
-    if cfg.token_dispatcher == "flex" and (why := deep_ep.problem()):
-        raise ValueError(f"moe.token_dispatcher='flex' needs DeepEP: {why}; use 'alltoall'")
+    if options.moe_token_dispatcher_type == "flex" and (why := deep_ep.problem()):
+        raise ValueError(f"moe_token_dispatcher_type='flex' needs DeepEP: {why}; use 'alltoall'")
     return dict(
         num_moe_experts=m.moe.num_experts,
         moe_router_topk=m.moe.top_k,
@@ -178,13 +178,10 @@ def _experts(m: ModelConfig, cfg: MoEConfig, use_te: bool) -> dict[str, Any]:
         moe_router_score_function="sigmoid" if m.moe.sigmoid else "softmax",
         moe_router_topk_scaling_factor=m.moe.scale if m.moe.scale != 1 else None,
         moe_router_enable_expert_bias=m.moe.score_bias,
-        moe_router_bias_update_rate=cfg.expert_bias_update_rate,
         moe_shared_expert_intermediate_size=m.moe.shared_intermediate_size or None,
         moe_shared_expert_gate=m.moe.shared_gate,
-        moe_router_load_balancing_type="aux_loss" if cfg.aux_loss_coef else "none",
-        moe_aux_loss_coeff=cfg.aux_loss_coef,
-        moe_z_loss_coeff=cfg.z_loss_coef or None,
-        moe_token_dispatcher_type=cfg.token_dispatcher,
+        moe_router_load_balancing_type="aux_loss" if options.moe_aux_loss_coeff else "none",
+        **{name: value for name, value in vars(options).items() if name.startswith("moe_")},
         moe_grouped_gemm=use_te,
         moe_permute_fusion=use_te and moe_utils.fused_permute_with_probs is not None,
     )

@@ -53,10 +53,10 @@ def _generation(cfg: GRPOConfig) -> dict[str, Any]:
         "reference": resident,
         "serve": _grid(server.count * server.gpus, pool or cfg.cluster) if server.count else None,
         "server_tp": server.tp,
-        "server_fp8": sync.quantization == "fp8_block",
+        "server_fp8": sync.options.get("quantization") == "fp8_block",
         "server_memory": float(server.options.get("mem_fraction_static", 0.85)),
         "bucket_mb": sync.bucket_mb,
-        "senders": sync.senders or cfg.actor.parallel.pp,
+        "senders": sync.options.get("senders", 1) or cfg.actor.parallel.pp,
         "turns": _takes_turns(cfg),
     }
 

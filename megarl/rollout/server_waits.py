@@ -77,7 +77,7 @@ async def check_routes(pool: ServerPool) -> None:
     wrong = {address: why for address, info in found.items() if (why := _without_routes(info))}
     if wrong:
         raise RuntimeError(
-            "moe.router_replay=rollout needs the routes of the servers: "
+            "router_replay=rollout needs the routes of the servers: "
             + "; ".join(f"{address} {why}" for address, why in wrong.items())
         )
 

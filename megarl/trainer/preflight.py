@@ -116,9 +116,9 @@ def check_models(cfg: BaseConfig) -> None:
 def _model_problems(cfg: BaseConfig, name: str, path: str, model: ModelConfig) -> Iterator[str]:
     """Yields why the model in `path` is not one for the engine `name`."""
     engine = engines(cfg)[name]
-    if engine.moe.router_replay == "rollout" and model.moe is None:
+    if engine.router_replay == "rollout" and model.moe is None:
         yield (
-            f"{name}.moe.router_replay=rollout: the model in {path} has no experts to route to; "
+            f"{name}.router_replay=rollout: the model in {path} has no experts to route to; "
             "leave it off"
         )
     if name == "reward_model" and model.new_head:

@@ -346,5 +346,5 @@ def same_weights(actor: TrainEngineConfig, ref: TrainEngineConfig) -> bool:
 
 def same_shapes(actor: TrainEngineConfig, ref: TrainEngineConfig) -> bool:
     """Returns whether both compute logprobs alike, so that tokens differ by rounding at most."""
-    keys = ("parallel", "mb_spec", "dtype", "attention", "lm_head_chunk_tokens")
+    keys = ("parallel", "mb_spec", "dtype", "attention", "options")
     return all(getattr(actor, k) == getattr(ref, k) for k in keys)

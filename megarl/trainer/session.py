@@ -181,7 +181,7 @@ class RolloutDriver:
     def __init__(self, cfg: GRPOConfig, tokenizer: Any, client: RemoteSGLangEngine) -> None:
         self.client = client
         self.model, self.override = model_path(cfg, "actor"), cfg.actor.override_config
-        self.replays_rollout = cfg.actor.moe.router_replay == "rollout"
+        self.replays_rollout = cfg.actor.router_replay == "rollout"
         self.data = build_dataset(cfg.train_dataset, tokenizer, purpose="rl", seed=cfg.seed)
         check_context(self.data, cfg.gconfig, cfg.server.context_length)
         self.loader = build_dataloader(self.data, cfg.train_dataset, seed=cfg.seed)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.config.check_parts import transport_problems
-from megarl.config.rollout import transport_class
+from megarl.config.rollout import SyncOptions, built_in_transport, transport_class
 from megarl.rollout.rewards import (
     OWN_ARGUMENTS,
     get_reward_fn,
@@ -162,7 +162,8 @@ def _of_transport(code: Named) -> Iterator[str]:
     if not issubclass(found, Transport):
         yield f"{key}: no subclass of megarl.weight_sync.transports.Transport; make it one"
         return
-    yield from option_problems(found, code.options, key="weight_sync.options", positional=1)
+    takes, placed = (SyncOptions, 0) if built_in_transport(code.target) else (found, 1)
+    yield from option_problems(takes, code.options, key="weight_sync.options", positional=placed)
     if missing := sorted(getattr(found, "__abstractmethods__", ())):
         yield f"{key}: has no method {', '.join(missing)}; write a subclass of Transport"
         return

@@ -37,7 +37,9 @@ def spread_senders(layout: Layout, count: int, first: int = 0) -> tuple[int, ...
     ValueError for fewer than one, or more than the layout has."""
     size = layout.world_size
     if not 1 <= count <= size:
-        raise ValueError(f"weight_sync.senders={count}: use 1 to {size}, the trainer's ranks")
+        raise ValueError(
+            f"weight_sync.options.senders={count}: use 1 to {size}, the trainer's ranks"
+        )
     return tuple((first + i * size // count) % size for i in range(count))
 
 

@@ -56,7 +56,8 @@ def make_engine(
             forward_max_tokens_per_mb=over.pop("forward_max_tokens", None),
             share_prefixes=over.pop("share_prefixes", False),
         ),
-        **{"lm_head_chunk_tokens": 16, **over},
+        options={"lm_head_chunk_tokens": 16, **over.pop("options", {})},
+        **over,
     )  # fmt: skip
     engine = MegatronEngine(cfg, world=world)
     engine.initialize(None, FinetuneSpec(total_train_epochs=1, dataset_size=8, train_batch_size=1))

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from megarl.config.engine import MoEConfig
 from tests.dist.engine_jobs import batch
 
-REPLAY: dict[str, Any] = dict(moe=MoEConfig(router_replay=True))
+REPLAY: dict[str, Any] = dict(router_replay="trainer")
 
 
 def hf_routers(hf: Any) -> dict[int, Any]:

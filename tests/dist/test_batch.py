@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from megarl.api.batch import Batch, Home, Tokens
 from megarl.api.tokens import select
-from megarl.config.engine import MoEConfig
 from megarl.parallel import exchange
 from megarl.parallel.placement import split_minibatches
 from tests.dist.engine_jobs import Tensors, batch, loss_fn, make_engine, save_model, state
@@ -91,7 +90,7 @@ def test_rows_arrive_whole_from_every_origin_at_every_home(worlds):
 def steps(path: str, parallel: dict[str, Any], kind: str) -> dict[str, Any]:
     """Compares what an engine computes from a dict and from every origin, of the whole batch and in
     three mini-batches, some of which leave a rank without a row."""
-    moe = dict(moe=MoEConfig(router_replay=True)) if kind == "qwen3_moe" else {}
+    moe = dict(router_replay="trainer") if kind == "qwen3_moe" else {}
     engine = make_engine(path, parallel, **PLAIN, **moe)
     rows, names = batch(), ["logprobs"] + ["routed_experts"] * bool(moe)
 

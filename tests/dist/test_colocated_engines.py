@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from megarl.api.engine import PARTS
 from megarl.api.records import SaveLoadMeta
-from megarl.config.engine import LoRAConfig, MoEConfig
+from megarl.config.engine import LoRAConfig
 from megarl.engine import arrival
 from tests.dist.engine_jobs import batch, loss_fn, make_engine, save_model, state, weight_fn
 from tests.tiny import save_tiny
@@ -417,7 +417,7 @@ def late(path: str, root: str, parallel: dict[str, Any], over: dict[str, Any], l
     ("kind", "parallel", "over"),
     [
         ("qwen2", dict(pp=2, vpp=2), dict(dtype="bfloat16")),
-        ("deepseek_v3", dict(ep=2), dict(moe=MoEConfig(expert_bias_update_rate=0.01))),
+        ("deepseek_v3", dict(ep=2), dict(options=dict(moe_router_bias_update_rate=0.01))),
         pytest.param(
             "qwen2",
             dict(tp=2, pp=2),

@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.api.records import SaveLoadMeta
-from megarl.config.engine import MoEConfig
 from tests.dist import engine_jobs
 from tests.dist.engine_jobs import PLAIN, SP, Parallel, make_engine, run_save, save_model, state
 from tests.dist.invariance import check, train
@@ -107,8 +106,8 @@ def step(engine: Any) -> None:
 
 
 def run_update(path: str, parallel: Parallel, rate: float) -> list[Any]:
-    moe = MoEConfig(expert_bias_update_rate=rate)
-    engine = make_engine(path, parallel, moe=moe)
+    options = dict(moe_router_bias_update_rate=rate)
+    engine = make_engine(path, parallel, options=options)
     found = engine.forward(engine_jobs.batch(), outputs=("logprobs", "routed_experts"))
     step(engine)
     after = state(engine)

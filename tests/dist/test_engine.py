@@ -513,8 +513,9 @@ def test_forward_by_sequence(world2, models):
 
 def test_ways_of_context_parallelism_that_are_not_there_are_refused(world2, models):
     path = save_model(models, "llama", False)
-    (message, _) = world2.run(error_of, make_engine, path, dict(cp=2, cp_comm_type="p2p"))
-    assert "parallel.cp_comm_type='p2p' needs Transformer Engine" in message and "'auto'" in message
+    p2p = dict(cp_comm_type="p2p")
+    (message, _) = world2.run(error_of, make_engine, path, dict(cp=2), options=p2p)
+    assert "options.cp_comm_type='p2p' needs Transformer Engine" in message and "'auto'" in message
 
 
 def scratch(path: str, parallel: dict[str, Any], seed: int) -> dict[str, Any]:

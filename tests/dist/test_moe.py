@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from megarl.api.tokens import select
-from megarl.config.engine import MoEConfig
 from tests.dist import engine_jobs
 from tests.dist.engine_jobs import (
     PLAIN,
@@ -99,9 +98,12 @@ def test_more_replays(case: Any, worlds: Any, models: Path) -> None:
     check_replay(case, worlds, models)
 
 
+STATS = {"load_per_layer": True}
+
+
 def run_record(path: str, parallel: Parallel) -> list[torch.Tensor]:
     """Returns logprobs and routing of a pass, and the logprobs of a pass that replays it."""
-    engine = make_engine(path, parallel, moe=MoEConfig(router_replay=True, per_layer_stats=True))
+    engine = make_engine(path, parallel, router_replay="trainer", options=STATS)
     b = engine_jobs.batch()
     found = engine.forward(b, outputs=("logprobs", "routed_experts"))
     again = engine.forward({**b, "routed_experts": found["routed_experts"]})
@@ -147,14 +149,14 @@ AUX, Z = 0.3, 0.02
 
 
 def run_aux(path: str, parallel: Parallel, b: Any, routing: torch.Tensor) -> dict[str, Any]:
-    moe = MoEConfig(aux_loss_coef=AUX, z_loss_coef=Z, per_layer_stats=True)
-    engine = make_engine(path, parallel, moe=moe, max_tokens=10**6, **PLAIN)
+    options = dict(moe_aux_loss_coeff=AUX, moe_z_loss_coeff=Z, **STATS)
+    engine = make_engine(path, parallel, options=options, max_tokens=10**6, **PLAIN)
     kw = dict(outputs=("logprobs", "entropy"), temperature=0.8)
     stats = engine.backward_batch(b, engine_jobs.loss_fn, engine_jobs.weight_fn, **kw)
     grads = state(engine, grads=True)
     engine.destroy()
 
-    engine = make_engine(path, parallel, moe=MoEConfig(router_replay=True))
+    engine = make_engine(path, parallel, router_replay="trainer")
     crowded = {**b, "routed_experts": routing}
     crowd = engine.eval_batch(crowded, engine_jobs.loss_fn, engine_jobs.weight_fn, **kw)
     engine.destroy()

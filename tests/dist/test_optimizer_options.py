@@ -72,8 +72,7 @@ def test_the_optimizer_on_the_cpu_takes_the_same_steps(world2, models):
     path = save_model(models, "qwen2", True)
     want = world2.run(steps, path, {}, dtype="bfloat16")[0]
     for fraction in (1.0, 0.4):
-        options = {"optimizer_offload_fraction": fraction}
-        moved = dict(cpu_offload=True, options=options)
+        moved = dict(options=dict(optimizer_cpu_offload=True, optimizer_offload_fraction=fraction))
         got = world2.run(steps, path, {}, dtype="bfloat16", optimizer=moved)[0]
         assert_same(got, want, 1e-6)
 
@@ -100,7 +99,9 @@ def resumed(path: str, out: str, over: dict[str, Any]) -> list[Any]:
     [
         dict(
             dtype="bfloat16",
-            optimizer=dict(cpu_offload=True, options={"optimizer_offload_fraction": 0.4}),
+            optimizer=dict(
+                options=dict(optimizer_cpu_offload=True, optimizer_offload_fraction=0.4)
+            ),
         ),
         # a loss scale that changes
         dict(dtype="float16", optimizer=dict(options=dict(loss_scale_window=1))),
@@ -182,13 +183,21 @@ def test_an_overflow_skips_the_update_and_halves_the_scale(world2, models, kind,
 @pytest.mark.parametrize(
     ("options", "dtype", "message"),
     [
-        (dict(precision_aware=True), "bfloat16", "Transformer Engine's FusedAdam"),
-        (dict(cpu_offload=True), "float32", "these are float32; set dtype='bfloat16'"),
+        (
+            dict(options=dict(use_precision_aware_optimizer=True)),
+            "bfloat16",
+            "Transformer Engine's FusedAdam",
+        ),
+        (
+            dict(options=dict(optimizer_cpu_offload=True)),
+            "float32",
+            "these are float32; set dtype='bfloat16'",
+        ),
         (dict(overlap_param_gather=True), "float32", "needs optimizer.overlap_grad_reduce=true"),
         (
             dict(options=dict(exp_avg_dtype="float16")),
             "float32",
-            "needs optimizer.precision_aware=true",
+            "needs optimizer.options.use_precision_aware_optimizer=true",
         ),
     ],
 )
@@ -225,7 +234,8 @@ def self_keeping_adam() -> Iterator[None]:
 def precision_aware(path: str, other: str, out: str, **options: Any) -> dict[str, Any]:
     """Runs `steps`. Another engine saves a checkpoint before its first step; after training, it
     loads other weights and takes a step from them."""
-    over = dict(dtype="bfloat16", optimizer=dict(precision_aware=True, **options))
+    precise = dict(use_precision_aware_optimizer=True, **options)
+    over = dict(dtype="bfloat16", optimizer=dict(options=precise))
     with self_keeping_adam():
         result = steps(path, {}, **over)
         engine = make_engine(path, {}, **over)
@@ -262,7 +272,7 @@ def test_the_precision_aware_optimizer_clips_and_reloads_what_it_keeps(world2, m
         moved = (got["stepped"][name].float() - value.float()).abs().max()
         assert 0 < moved < 4 * got["lr"] + 0.01 * value.float().abs().max(), name
     small = dict(main_params_dtype="float16", exp_avg_dtype="bfloat16", exp_avg_sq_dtype="bfloat16")
-    rough = world2.run(precision_aware, path, other, str(tmp_path / "ck"), options=small)[0]
+    rough = world2.run(precision_aware, path, other, str(tmp_path / "ck"), **small)[0]
     assert rough["dtypes"] == {torch.float16, torch.bfloat16}
     assert_same(rough, want, 3e-2)
 
@@ -283,7 +293,7 @@ def steps_with_activations_on_host(path: str, **over: Any) -> tuple[dict[str, An
         return hooks(counted, unpack)
 
     with mock.patch.multiple(activations, MIN_BYTES=0, saved_tensors_hooks=counting):
-        return steps(path, dict(tp=2), n=2, offload_activations=True, **over), gone
+        return steps(path, dict(tp=2), n=2, options=dict(offload_activations=True), **over), gone
 
 
 @pytest.mark.parametrize("granularity", ["none", "full"])

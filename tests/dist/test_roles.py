@@ -11,7 +11,6 @@ import torch.distributed as dist
 from megarl.algos import LOSS_WEIGHTS, Actor, Critic, sequence_weight, token_weight
 from megarl.api.batch import Batch
 from megarl.config.algo import PPOActorConfig, PPOCriticConfig
-from megarl.config.engine import MoEConfig
 from tests.dist.algorithms import gradients, near_logps, presets_in_turn
 from tests.dist.engine_jobs import Tensors, make_engine, save_model, state
 from tests.dist.invariance import FIGURES, GRADIENTS, UPDATES, worst
@@ -232,7 +231,7 @@ def with_and_without_pass(path: str, parallel: dict[str, Any], **config: Any) ->
 def test_an_update_that_takes_prox_logp_from_its_own_pass_is_the_same_step(worlds, models, name):
     layouts = {"tp2": dict(tp=2, sequence_parallel=True), "ep2": dict(ep=2)}
     parallel = layouts.get(name) or LAYOUTS[name][1]
-    config: dict[str, Any] = {"moe": MoEConfig(router_replay="rollout")} if name == "ep2" else {}
+    config: dict[str, Any] = {"router_replay": "rollout"} if name == "ep2" else {}
     model = save_model(models, "qwen3_moe" if config else "qwen3", not config)
     for got in worlds(2).run(with_and_without_pass, model, parallel, entropy_coef=0.01, **config):
         with_pass, without = got["true"], got["auto"]
@@ -347,7 +346,7 @@ def test_a_critic_in_another_layout_borrows_and_gives_back(worlds, models, model
 
 def replayed(path: str, parallel: dict[str, Any]) -> dict[str, Any]:
     actor = make_actor(
-        path, parallel, ppo_n_minibatches=3, moe=MoEConfig(router_replay=True), logp_gap_warn=100.0
+        path, parallel, ppo_n_minibatches=3, router_replay="trainer", logp_gap_warn=100.0
     )
     batch = bring(samples(), "one driver")
     actor.compute_prox_logp(batch)

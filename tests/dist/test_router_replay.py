@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from megarl.algos.kl import kl_estimate
-from megarl.config.engine import MoEConfig
 from tests.dist import engine_jobs
 from tests.dist.engine_jobs import RECOMPUTE, SP, TEMPERATURE, Parallel, Tensors, make_engine
 from tests.dist.invariance import OUTPUTS
@@ -21,13 +20,11 @@ from tests.dist.moe_routing import perturb
 from tests.dist.reference import hf_outputs
 from tests.tiny import save_tiny, tiny_hf
 
-ROLLOUT = MoEConfig(router_replay="rollout")
-
 
 def run_replay(path: str, parallel: Parallel, b: Tensors, over: dict[str, Any]) -> dict[str, Any]:
     """What a free pass and one that replays b's routes say, and the gradients under b's routes and
     under those that the pass repeated."""
-    engine = make_engine(path, parallel, moe=ROLLOUT, **over)
+    engine = make_engine(path, parallel, router_replay="rollout", **over)
     free = {k: v for k, v in b.items() if k != "routed_experts"}
     without = engine.forward(free, outputs=("logprobs",), temperature=TEMPERATURE)
     names = ("logprobs", "routed_experts")

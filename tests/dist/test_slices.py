@@ -282,7 +282,9 @@ def test_what_cannot_go_by_slices_is_said_or_goes_whole(
         on, auto = (bench.meta(1, server, sharded=way, timeout=20.0) for way in ("on", "auto"))
         uploads = [Upload(bench.paths[0], None, meta) for meta in (on, auto)]
         for first, second in world.run(run_uploads, TP2, uploads):
-            assert first.startswith("weight_sync.sharded=on: ") and server.address in first
+            assert (
+                first.startswith("weight_sync.options.sharded=true: ") and server.address in first
+            )
             assert words in first, first
             assert "/init_weights_update_group" in second
         assert server.version == "default" and not server.session

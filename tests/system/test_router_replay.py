@@ -126,7 +126,7 @@ def test_a_run_against_a_noisy_server(models: list[Path], tmp_path: Path, replay
         command += ["train_dataset.size=40", "train_dataset.options.level=1"]
         command += ["train_dataset.reward=tests.sglang.rewards:many_digits"]
         command += ["server.context_length=256", "actor.parallel.tp=1", "actor.parallel.ep=2"]
-        command += [f"actor.moe.router_replay={replay}", "actor.optimizer.lr=1e-3"]
+        command += [f"actor.router_replay={replay}", "actor.optimizer.lr=1e-3"]
         done = subprocess.run(
             command, cwd=ROOT, timeout=280, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

@@ -15,7 +15,7 @@ from megarl.api.batch import Batch
 from megarl.api.engine import Metrics
 from megarl.api.records import SaveLoadMeta, WeightUpdateMeta
 from megarl.config.algo import PPOActorConfig
-from megarl.config.engine import MoEConfig, TrainEngineConfig
+from megarl.config.engine import TrainEngineConfig
 from megarl.parallel.placement import split_minibatches
 from tests.unit.bigram import VOCAB, BigramEngine, prepared, rollout, whole
 
@@ -71,7 +71,7 @@ class RoutingEngine(BigramEngine):
 
 
 def test_updates_replay_the_routing_of_the_logp_pass():
-    config = PPOActorConfig(ppo_n_minibatches=2, moe=MoEConfig(router_replay=True))
+    config = PPOActorConfig(ppo_n_minibatches=2, router_replay="trainer")
     actor: Any = Actor(config, RoutingEngine(), temperature=1.0)
     batch = rollout(BigramEngine())
     actor.compute_advantages(batch)

@@ -251,8 +251,8 @@ def test_a_plus_sign_sets_a_key_as_none_does() -> None:
             "actor.adv_norm=grp: not one of group, group_mean, group_batch, batch, none",
         ),
         (
-            "actor.moe.router_replay=maybe",
-            "actor.moe.router_replay=maybe: not one of off, trainer, rollout",
+            "actor.router_replay=maybe",
+            "actor.router_replay=maybe: not one of off, trainer, rollout",
         ),
         ("nonsense", "'nonsense': an override is key=value, +key=value or ++key=value"),
         ("a..b=1", "'a..b=1': an override is key=value, +key=value or ++key=value"),

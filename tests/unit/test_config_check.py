@@ -93,8 +93,11 @@ def test_a_sound_ppo_passes(model: Path) -> None:
         ("actor.surrogate=gmpo", ["actor.surrogate=gmpo", "rows of one advantage"]),
         ("actor.surrogate=topr", ["actor.surrogate=topr", "rows of one advantage"]),
         ("actor.head=value", ["actor.head=value", "leave it lm"]),
-        ("critic.moe.router_replay=true", ["critic.moe.router_replay", "only the actor's"]),
-        ("critic.lm_head_keep_mb=-1", ["critic.lm_head_keep_mb=-1", "0 keeps none"]),
+        ("critic.router_replay=true", ["critic.router_replay", "only the actor's"]),
+        (
+            "critic.optimizer={weight_decay: -1}",
+            ["critic.optimizer.weight_decay=-1", "turns it off"],
+        ),
         ("actor.lm_head_topk=0", ["actor.lm_head_topk=0"]),
         ("profiler.start_step=0", ["profiler.start_step=0", "count from 1"]),
         ("profiler.peak_tflops=0", ["profiler.peak_tflops=0", "or null"]),
@@ -110,10 +113,10 @@ def test_problems_of_ppo(model: Path, override: str, names: list[str]) -> None:
 
 def test_routes_are_replayed_from_what_there_is(model: Path) -> None:
     def given(replay: str) -> Any:
-        return ppo(model, "actor.recompute_logprob=false", f"actor.moe.router_replay={replay}")
+        return ppo(model, "actor.recompute_logprob=false", f"actor.router_replay={replay}")
 
     (problem,) = problems(given("true"))
-    assert "actor.moe.router_replay=trainer: needs actor.recompute_logprob=true" in problem
+    assert "actor.router_replay=trainer: needs actor.recompute_logprob=true" in problem
     check_config(given("rollout"), 1)
 
 
@@ -169,20 +172,26 @@ def test_sound_configs_pass(model: Path) -> None:
             ["actor.optimizer.overlap_param_gather", "overlap_grad_reduce=true"],
         ),
         (
-            ["actor.optimizer.precision_aware=true", "actor.optimizer.distributed=false"],
-            ["actor.optimizer.precision_aware", "actor.optimizer.distributed=true"],
+            [
+                "actor.optimizer.options.use_precision_aware_optimizer=true",
+                "actor.optimizer.distributed=false",
+            ],
+            ["use_precision_aware_optimizer", "actor.optimizer.distributed=true"],
         ),
         (
             ["+actor.optimizer.options.exp_avg_dtype=bfloat16"],
-            ["exp_avg_dtype=bfloat16", "precision_aware=true"],
+            ["exp_avg_dtype=bfloat16", "use_precision_aware_optimizer=true"],
         ),
         (
-            ["actor.optimizer.cpu_offload=true", "actor.dtype=float32"],
-            ["actor.optimizer.cpu_offload", "actor.dtype=auto or bfloat16 (it is float32)"],
+            ["actor.optimizer.options.optimizer_cpu_offload=true", "actor.dtype=float32"],
+            [
+                "actor.optimizer.options.optimizer_cpu_offload",
+                "actor.dtype=auto or bfloat16 (it is float32)",
+            ],
         ),
         (
-            ["actor.offload_activations=true"],
-            ["actor.offload_activations", "actor.recompute_granularity=full"],
+            ["actor.options.offload_activations=true"],
+            ["actor.options.offload_activations", "actor.recompute_granularity=full"],
         ),
         (["+actor.optimizer.options.adam_eps=1e-6"], ["options.adam_eps=1e-06", "leave it out"]),
         (
@@ -191,7 +200,10 @@ def test_sound_configs_pass(model: Path) -> None:
         ),
         (["ref.fp8=mxfp8", "ref.attention=sdpa"], ["ref.fp8=mxfp8", "ref.attention=auto or te"]),
         (["ref.mb_spec.share_prefixes=true", "ref.fp8=mxfp8"], ["needs ref.fp8=none"]),
-        (["actor.moe.token_dispatcher=flex"], ["token_dispatcher=flex", "take alltoall"]),
+        (
+            ["actor.options.moe_token_dispatcher_type=flex"],
+            ["dispatcher_type=flex", "take alltoall"],
+        ),
         (["actor.offload=true"], ["actor.offload=true", "ref, reward_model", "cpu_offload"]),
         (["actor.path="], ["actor.path is empty"]),
         (["actor.path=Qwen/Qwen3-0.6B"], ["hf download Qwen/Qwen3-0.6B"]),
@@ -239,10 +251,13 @@ def test_sound_configs_pass(model: Path) -> None:
         (["actor.eps_clip=1.5"], ["actor.eps_clip=1.5"]),
         (["actor.eps_clip_higher=0"], ["actor.eps_clip_higher=0"]),
         (["actor.c_clip=3", "actor.surrogate=cispo"], ["actor.c_clip=3", "cispo"]),
-        (["actor.adv_std=population", "actor.adv_norm=batch"], ["actor.adv_std=population"]),
         (
-            ["actor.adv_std=population", "actor.advantages=reinforce_pp"],
-            ["actor.adv_std=population", "reinforce_pp"],
+            ["actor.advantages.options.kind=population", "actor.adv_norm=batch"],
+            ["actor.advantages.options.kind=population", "actor.adv_norm=group or group_batch"],
+        ),
+        (
+            ["actor.advantages={type: levels, options: {kind: population, std: none}}"],
+            ["actor.advantages.options.kind=population", "options.std=none"],
         ),
         (["actor.c_clip=0.9"], ["actor.c_clip=0.9", "> 1"]),
         (["actor.kl_coef=0.1"], ["actor.kl_coef=0.1", "ref.path"]),
@@ -483,9 +498,11 @@ def test_kv_caches_and_pauses_that_do_not_go_together_are_named(model: Path, kv:
 
 
 def test_more_owners_than_trainers_is_an_error_at_the_start(model):
-    check_config(grpo(model, "weight_sync.senders=2"), 2)
-    with pytest.raises(ConfigError, match=r"weight_sync.senders=3: there are 2 trainer processes"):
-        check_config(grpo(model, "weight_sync.senders=3"), 2)
+    check_config(grpo(model, "weight_sync.options.senders=2"), 2)
+    with pytest.raises(
+        ConfigError, match=r"weight_sync.options.senders=3: there are 2 trainer processes"
+    ):
+        check_config(grpo(model, "weight_sync.options.senders=3"), 2)
 
 
 def put(cfg, name: str, value) -> None:
@@ -604,7 +621,7 @@ def test_an_option_that_the_optimizer_lacks_is_named(model: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "needs"),
     [
-        ("ref={parallel: {cp_comm_type: p2p}}", "ref.parallel.cp > 1"),
+        ("ref={options: {cp_comm_type: p2p}}", "ref.parallel.cp > 1"),
         ("trainer.scheduler=ray", "trainer.mode=controller"),
     ],
 )

@@ -6,7 +6,7 @@ import pytest
 
 from megarl.config.engine import ParallelConfig
 from megarl.models import context_parallel
-from megarl.models.context_parallel import resolve_cp_comm_type
+from megarl.models.context_parallel import cp_comm_type
 from megarl.models.hf_config import parse_hf_config
 
 SIZES = dict(
@@ -17,8 +17,8 @@ MODEL = parse_hf_config(SIZES | dict(architectures=["LlamaForCausalLM"]))
 WINDOW = parse_hf_config(SIZES | dict(architectures=["MistralForCausalLM"], sliding_window=8))
 
 
-def resolve(attention: str, model=MODEL, **parallel):
-    return resolve_cp_comm_type(model, ParallelConfig(**{"cp": 2, **parallel}), attention)
+def resolve(attention: str, model=MODEL, *, way="auto", **parallel):
+    return cp_comm_type(way, model, ParallelConfig(**{"cp": 2, **parallel}), attention)
 
 
 @pytest.fixture
@@ -41,28 +41,28 @@ def test_auto_takes_what_always_works():
 
 
 def test_torch_attention_gathers():
-    assert resolve("sdpa", cp_comm_type="all_gather") == "all_gather"
+    assert resolve("sdpa", way="all_gather") == "all_gather"
     for other in ("p2p", "a2a"):
         with pytest.raises(ValueError, match=f"cp_comm_type='{other}' needs Transformer Engine"):
-            resolve("sdpa", cp_comm_type=other)
+            resolve("sdpa", way=other)
 
 
 def test_packed_sequences_need_a_new_enough_transformer_engine(installed):
     installed("2.4")
-    assert resolve("te", cp_comm_type="p2p") == "p2p"
+    assert resolve("te", way="p2p") == "p2p"
     with pytest.raises(ValueError, match=r"'all_gather' .* 2\.18 on, and 2\.4 is installed"):
-        resolve("te", cp_comm_type="all_gather")
+        resolve("te", way="all_gather")
     installed("2.18")
-    assert resolve("te", cp_comm_type="all_gather") == "all_gather"
+    assert resolve("te", way="all_gather") == "all_gather"
 
 
 def test_windows_need_gathered_keys(installed):
     installed("2.18")
     assert resolve("te", WINDOW) == resolve("sdpa", WINDOW) == "all_gather"
-    assert resolve("te", WINDOW, cp_comm_type="a2a") == "a2a"
+    assert resolve("te", WINDOW, way="a2a") == "a2a"
     assert resolve("te", WINDOW, cp=1) == "p2p"
     with pytest.raises(ValueError, match=r"'p2p'.*sliding window \(of 8 tokens in mistral\)"):
-        resolve("te", WINDOW, cp_comm_type="p2p")
+        resolve("te", WINDOW, way="p2p")
     installed("2.4")
     with pytest.raises(ValueError, match=r"2\.18 on, and 2\.4 is installed; use parallel\.cp=1"):
         resolve("te", WINDOW)
@@ -70,9 +70,9 @@ def test_windows_need_gathered_keys(installed):
 
 def test_heads_must_be_shared_out(installed):
     installed("2.19")
-    assert resolve("te", cp_comm_type="a2a", tp=2) == "a2a"
+    assert resolve("te", way="a2a", tp=2) == "a2a"
     with pytest.raises(ValueError, match=r"tp\*cp = 4\*2 must divide num_attention_heads=16"):
-        resolve("te", cp_comm_type="a2a", tp=4)
+        resolve("te", way="a2a", tp=4)
 
 
 def test_latent_attention_goes_by_p2p(installed):
@@ -86,5 +86,5 @@ def test_latent_attention_goes_by_p2p(installed):
     )  # fmt: skip
     for asked in ("a2a", "all_gather"):
         with pytest.raises(ValueError, match=f"'{asked}'.*deepseek_v3.*use 'p2p'"):
-            resolve_cp_comm_type(latent, ParallelConfig(cp=2, cp_comm_type=asked), "te")
-    assert resolve_cp_comm_type(latent, ParallelConfig(cp=2), "te") == "p2p"
+            cp_comm_type(asked, latent, ParallelConfig(cp=2), "te")
+    assert cp_comm_type("auto", latent, ParallelConfig(cp=2), "te") == "p2p"

@@ -78,7 +78,7 @@ def test_the_std_of_the_batch_of_trl_and_of_lite_ppos_authors():
     groups = [0] * 4 + [1] * 4 + [2] * 4
     config = preset("lite_ppo")
     for ours in (
-        grpo_advantages(*tensors(rewards, groups), config.adv_norm, std=config.adv_std),
+        grpo_advantages(*tensors(rewards, groups), config.adv_norm),
         levels_advantages(*tensors(rewards, groups), "group", "batch"),
     ):
         theirs = 0.5 / (statistics.stdev(rewards) + 1e-6)

@@ -105,6 +105,6 @@ def test_an_old_batch_without_versions_is_refused():
 def test_what_needs_a_pass_refuses_to_go_without():
     config = load_config(None, ["algorithm=a3po", "actor.path=nowhere"]).actor
     assert list(actor_problems(config)) == []
-    config.moe.router_replay = "trainer"
+    config.router_replay = "trainer"
     (problem,) = actor_problems(config)
     assert "router_replay=trainer: needs actor.recompute_logprob=true" in problem

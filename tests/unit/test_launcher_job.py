@@ -51,7 +51,7 @@ LLAMA_70B = dict(
 )  # fmt: skip
 ENV = {"PATH": "/usr/bin", "WANDB_API_KEY": "hush", "HOSTNAME": "login", "MY_FLAG": "1"}
 CASES = {
-    "70b": ["allocation_mode=sglang.d8t8+megatron.d2t8p4", "weight_sync.delta=false"],
+    "70b": ["allocation_mode=sglang.d8t8+megatron.d2t8p4", "weight_sync.options.delta=false"],
     "tp16": ["allocation_mode=sglang.d2t16+megatron.d1t8", "cluster.interface=ib0"],
 }
 POOLS = [

@@ -99,7 +99,7 @@ def test_routes_of_a_dense_model_are_refused(tmp_path):
     cfg = GRPOConfig(actor=PPOActorConfig(path=str(save_tiny(tmp_path / "m", "qwen3"))))
     cfg.tokenizer_path, cfg.server.context_length = str(tmp_path / "m"), 64
     check_models(cfg)
-    cfg.actor.moe.router_replay = "rollout"
+    cfg.actor.router_replay = "rollout"
     with pytest.raises(ConfigError, match=r"router_replay=rollout: the model .* has no experts"):
         check_models(cfg)
 

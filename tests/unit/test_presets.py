@@ -59,17 +59,18 @@ def test_ppo_offers_none():
 
 @pytest.mark.parametrize("kind", ["sample", "population"])
 @pytest.mark.parametrize(
-    "config",
+    ("name", "options", "config"),
     [
-        {"adv_norm": "group"},
-        {"adv_norm": "group_batch"},
-        {"advantages": SeamConfig(type="levels", options={"std": "group"})},
-        {"advantages": SeamConfig(type="levels")},
-        {"advantages": SeamConfig(type="somebodys.code:fn")},
+        ("group", {}, {"adv_norm": "group"}),
+        ("group", {}, {"adv_norm": "group_batch"}),
+        ("levels", {"std": "group"}, {}),
+        ("levels", {}, {}),
+        ("somebodys.code:fn", {}, {"adv_norm": "none"}),
     ],
 )
-def test_a_kind_of_std_goes_with_what_divides_by_it(config, kind):
-    assert not list(actor_problems(PPOActorConfig(adv_std=kind, **config)))
+def test_a_kind_of_std_goes_with_what_divides_by_it(name, options, config, kind):
+    advantages = SeamConfig(type=name, options=options | {"kind": kind})
+    assert not list(actor_problems(PPOActorConfig(advantages=advantages, **config)))
 
 
 def test_an_unknown_algorithm_is_named_with_all_that_there_are():

@@ -15,7 +15,6 @@ from megarl.algos import Actor, AdvantageSpec, LossSpec, token_weight
 from megarl.api.batch import Batch
 from megarl.config.algo import PPOActorConfig
 from megarl.config.base import SeamConfig
-from megarl.config.engine import MoEConfig
 from megarl.config.loader import load_config
 from megarl.config.recipes import PPOConfig
 from megarl.config.run import SelfCheckConfig
@@ -116,7 +115,7 @@ def of(seam: str, name: str, **options: Any) -> dict[str, Any]:
     [
         ({}, (), 0.0, ""),
         ({}, ("entropy",), 0.0, ""),
-        (dict(moe=MoEConfig(router_replay="rollout")), (), 0.0, ""),
+        (dict(router_replay="rollout"), (), 0.0, ""),
         (of("loss", "loss", own=True), (), 0.0, ""),
         (dict(recompute_logprob=True), (), 0.0, "recompute_logprob=true"),
         (dict(ppo_n_minibatches=2), (), 0.0, "ppo_n_minibatches=2"),
@@ -125,7 +124,7 @@ def of(seam: str, name: str, **options: Any) -> dict[str, Any]:
         (of("loss", "loss"), (), 0.0, "does not say .*own_prox"),
         (of("loss", "loss", own=True), ("entropy",), 0.0, "no entropy among its outputs"),
         (of("loss", "loss", own=True, outputs=("entropy",)), (), 0.0, "no logprobs among"),
-        (dict(moe=MoEConfig(router_replay="trainer")), (), 0.0, "router_replay=trainer"),
+        (dict(router_replay="trainer"), (), 0.0, "router_replay=trainer"),
     ],
 )
 def test_auto_makes_the_pass_where_something_needs_it(config, also, kl_ctl, words) -> None:

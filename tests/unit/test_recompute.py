@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.config.engine import TrainEngineConfig
-from megarl.models.recompute import recompute_fields
+from megarl.models.options import EngineOptions, recompute_fields
 from megarl.parallel.layout import Layout
 
 
-def fields(layout: Layout = Layout(pp=2), **kw):  # noqa: B008
-    return recompute_fields(TrainEngineConfig(**kw), layout, 8)
+def fields(layout: Layout = Layout(pp=2), *, recompute_granularity="none", **kw):  # noqa: B008
+    return recompute_fields(recompute_granularity, EngineOptions(**kw), layout, 8)
 
 
 def test_methods_belong_to_whole_layers():

@@ -157,7 +157,7 @@ def test_gathers_run_ahead_by_two_buckets_of_an_owner(
 def test_owners_are_ranks(table: PieceTable) -> None:
     assert spread_senders(Layout(dp=8), 3, first=7) == (7, 1, 4)
     for count in (0, 9):
-        with pytest.raises(ValueError, match=rf"weight_sync.senders={count}: use 1 to 8"):
+        with pytest.raises(ValueError, match=rf"weight_sync.options.senders={count}: use 1 to 8"):
             spread_senders(Layout(dp=8), count)
 
 

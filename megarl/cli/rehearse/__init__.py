@@ -198,8 +198,7 @@ def _construct(plan: Plan, name: str, out: Path, *, every_rank: bool) -> str:
     (folder / "config.json").write_text(json.dumps(plan.raw[model_path(plan.cfg, name)]))
     # what a CPU lacks does not change which shapes a rank has
     engine.path, engine.init_from_scratch, engine.optimizer = str(folder), False, None
-    engine.fp8, engine.attention = "none", "auto"
-    engine.parallel.cp_comm_type, engine.moe.token_dispatcher = "auto", "alltoall"
+    engine.fp8, engine.attention, engine.options = "none", "auto", {}
     world = smallest_world_size(plan.cfg)
     ranks = list(range(world)) if every_rank else sample_ranks(world, engine.parallel.pp)
     most = construct(name, engine, world, ranks)

@@ -93,7 +93,6 @@ def _settled(p: ParallelConfig, layers: int) -> ParallelConfig:
         p,
         sequence_parallel=p.sequence_parallel and p.tp > 1,
         pipeline_split=uneven if p.pipeline_split and chunks > 1 else None,
-        cp_comm_type="auto",  # p2p is Transformer Engine's, which a CPU lacks
     )
 
 
@@ -173,7 +172,7 @@ def shrink_config(
     engine's small model, by the engine's key."""
     tree = _tree(cfg)
     _set(tree, OVERLAY["replace"] | {"fileroot": fileroot})
-    _set(tree, OVERLAY["limit"] | {"weight_sync.senders": layouts.world_size}, _limited)
+    _set(tree, OVERLAY["limit"] | {"weight_sync.options.senders": layouts.world_size}, _limited)
     for name in engines(cfg):
         _set(tree[name], OVERLAY["engine"])
         tree[name] |= {"path": models[name], "parallel": asdict(layouts.parallel[name])}

@@ -15,7 +15,7 @@ _SHOWN = 3  # parameters of a server rank
 def of_meta(meta: WeightUpdateMeta, backend: str) -> str:
     """Returns why an update is not sent by slices whatever the servers are, "" where it may be."""
     if backend == "nccl" and meta.sharded == "auto":
-        return "slices have not been measured over NCCL yet; weight_sync.sharded=on sends them"
+        return "slices have not been measured over NCCL yet; sharded=true sends them"
     if meta.bucket_bytes < 1:
         return f"bucket_bytes={meta.bucket_bytes}: use at least 1"
     return ""

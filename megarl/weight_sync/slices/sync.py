@@ -89,7 +89,7 @@ class SliceSync:
                 why = self._prepare(meta, deadline)
             if why:
                 if meta.sharded == "on":
-                    raise RuntimeError(f"weight_sync.sharded=on: {why}")
+                    raise RuntimeError(f"weight_sync.options.sharded=true: {why}")
                 return False
             self._stream(meta, deadline, phases)
         except BaseException:

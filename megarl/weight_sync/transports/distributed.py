@@ -236,8 +236,8 @@ class DistributedTransport(Transport):
             unable = [s for s, i in channel.info.items() if not i.applies_delta]
             if changes is not None and unable and speaks:
                 log.warning(
-                    "weight_sync.delta: all weights are sent, for %s cannot apply changes (the "
-                    "embedded server can, a stock SGLang server with weight_sync.sharded=on)",
+                    "weight_sync.options.delta: all weights are sent, for %s cannot apply changes "
+                    "(the embedded server can, a stock SGLang server with sharded=true)",
                     ", ".join(unable),
                 )
             changes = None if unable else changes

@@ -1,0 +1,75 @@
+"""Declares the options of an engine that its model and its passes read (`options` of `actor`,
+`critic`, `model`, ...), and what they mean in megatron-core's words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
+
+from megarl.parallel.layout import Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Gives an engine's options. Those of megatron-core have its names.
+
+    recompute_method, recompute_num_layers: with recompute_granularity=full, "uniform" keeps the
+        input of every recompute_num_layers layers, "block" recomputes only the first
+        recompute_num_layers of a pipeline chunk.
+    offload_activations: the inputs of recomputed layers are in host memory until backward, which
+        needs recompute_granularity=full.
+    cp_comm_type: how keys and values reach the other context-parallel ranks; "auto" is "p2p" with
+        Transformer Engine, "all_gather" with torch SDPA.
+    lm_head_chunk_tokens: tokens per LM-head chunk; logits of one chunk are the peak memory.
+    lm_head_keep_mb: a micro-batch's logits are kept for backward if they take at most this many MiB
+        in fp32 on one device; otherwise backward recomputes them.
+    moe_aux_loss_coeff: load-balancing loss, per layer and micro-batch; 0 is off, as usual in RL.
+    moe_z_loss_coeff: loss on the router's squared logsumexp; None is off.
+    moe_router_bias_update_rate: step of the bias that balances loads without a loss (DeepSeek-V3);
+        0 leaves the bias as it is.
+    moe_token_dispatcher_type: how tokens reach their experts; "flex" (DeepEP) needs a GPU and
+        deep_ep.
+    load_per_layer: logs every layer's load of its busiest expert.
+
+    The auxiliary losses are computed per micro-batch and data-parallel rank and averaged over them,
+    whatever the loss is divided by: with them on, and only then, a step depends on how the batch is
+    cut into micro-batches.
+    """
+
+    recompute_method: Literal["uniform", "block"] = "uniform"
+    recompute_num_layers: PositiveInt = 1
+    offload_activations: bool = False
+    cp_comm_type: Literal["auto", "p2p", "all_gather", "a2a"] = "auto"
+    lm_head_chunk_tokens: PositiveInt = 4096
+    lm_head_keep_mb: NonNegativeInt = 1024
+    moe_aux_loss_coeff: NonNegativeFloat = 0.0
+    moe_z_loss_coeff: NonNegativeFloat | None = None
+    moe_router_bias_update_rate: NonNegativeFloat = 0.0
+    moe_token_dispatcher_type: Literal["alltoall", "flex"] = "alltoall"
+    load_per_layer: bool = False
+
+
+def recompute_fields(
+    granularity: str, options: EngineOptions, layout: Layout, num_layers: int
+) -> dict[str, Any]:
+    """Returns the TransformerConfig's fields. Granularity "full" recomputes whole layers, chosen by
+    a method; "selective" recomputes core attention in every layer.
+
+    Raises ValueError where "uniform" would reach beyond the end of a pipeline chunk.
+    """
+    if granularity != "full":
+        return {"recompute_granularity": None if granularity == "none" else granularity}
+    method, n = options.recompute_method, options.recompute_num_layers
+    chunks = {
+        len(layout.layers(num_layers, pp, vpp))
+        for pp in range(layout.pp)
+        for vpp in range(layout.vpp)
+    }
+    if method == "uniform" and any(size % n for size in chunks):
+        raise ValueError(
+            f"options.recompute_num_layers={n} does not divide the layers of a pipeline chunk "
+            f"({', '.join(map(str, sorted(chunks)))}); use 1, or recompute_method='block'"
+        )
+    return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": n}
