@@ -56,14 +56,14 @@ def test_an_episode_moves_only_where_its_server_is_lost_ailing_or_overloaded(ste
         present = [s for s in everyone if s not in lost]
         if what == "ask":
             before, loads = here[i], {s: s.outstanding for s in everyone}
-            ill = {s for s in present if s.silent or s.rests}
-            well = [s for s in present if s not in ill] or present
+            least_ill = min((s.silent, s.rests) for s in present)
+            well = [s for s in present if (s.silent, s.rests) == least_ill]
             least = min(loads[s] for s in well)
             here[i] = chooser.pick(present, tokens, home=homes[i])
             assert homes[i].address == (here[i].address if affinity else None)
             if affinity and before is not None and here[i] is not before:
                 overloaded = loads[before] > affinity * (least + tokens)
-                assert before in lost or before in ill or overloaded
+                assert before in lost or before not in well or overloaded
             if affinity and before in well and before not in lost and here[i] is before:
                 assert loads[before] <= affinity * (least + tokens) or loads[before] == least
             here[i].outstanding += tokens
