@@ -193,6 +193,8 @@ NEEDLESS = {
     "weights_every": "leave it out: weights have their fingerprints after every step",
     "delta_on_host": "leave it out: the copy is in host memory",
     "return_raw_chat": "leave it out: a row keeps its messages",
+    "rollout.router": "leave it out: the client sends an episode's requests to one server, and "
+    "others to the least loaded (rollout.affinity)",
 }
 
 

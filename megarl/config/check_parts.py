@@ -319,7 +319,6 @@ def rollout_problems(cfg: GRPOConfig, world_size: int | None = None) -> Iterator
 def _address_problems(cfg: GRPOConfig) -> Iterator[str]:
     r = cfg.rollout
     listed = {f"rollout.{key}": getattr(r, key) for key in ("addresses", "reward_addresses")}
-    listed["rollout.router"] = [r.router] if r.router else []
     if isinstance(cfg, DistillConfig):
         listed["teacher.addresses"] = cfg.teacher.addresses
     if r.addresses_file:

@@ -292,9 +292,6 @@ class RolloutConfig:
     addresses_file: str = ""
     """file with a line host:port for each further server, read at every weight update: added
     servers join the run, removed ones leave it"""
-    router: str = ""
-    """host:port of SGLang's router for generation requests; the run registers its servers there;
-    pauses and weights go to the servers' own addresses"""
     workflow: SeamConfig = field(
         default_factory=lambda: SeamConfig(type="megarl.rollout.workflows.rlvr:RLVRWorkflow")
     )
@@ -324,10 +321,9 @@ class RolloutConfig:
     order: Annotated[str, Choices("submission", "completion")] = "submission"
     """which episodes make a batch: submission: the first submitted; completion: the first
     completed, unless a slower one would become too old; equal with max_head_offpolicyness=0"""
-    kv_after_sync: Annotated[str, Choices("flush", "recompute", "keep")] = "flush"
-    """the servers' KV caches at a weight update: flush empties them; recompute keeps them, but no
-    request reads KV of other weights; keep lets running episodes continue with their KV of older
-    weights"""
+    kv_after_sync: Annotated[str, Choices("flush", "keep")] = "flush"
+    """the servers' KV caches at a weight update: flush empties them; keep lets running episodes
+    continue with their KV of older weights"""
     request_timeout: Annotated[float, TIMEOUT] = 600.0
     """seconds one generation request may take; a longer one is aborted, and another continues with
     its tokens; a failed one is sent again, to all servers, for as long (at most 120 s), and then

@@ -88,16 +88,13 @@ valid_dataset.size=1 & preference.loss=kto | | needs answers to other prompts be
 TURNS = """
 rollout.max_head_offpolicyness>0 |
     | servers generate while the trainers work; set it to 0, or leave server.release_memory false
-rollout.kv_after_sync!=flush     | | keeps KV that is released with the rest; set it to flush
+rollout.kv_after_sync=keep       | | keeps KV that is released with the rest; set it to flush
 rollout.addresses_file           |
     | its servers come and go, and may be others' as well; leave server.release_memory false
-rollout.router                   | | takes servers that rest for broken ones; leave one of both out
 """
 KV = """
-rollout.kv_after_sync!=keep & weight_sync.pause_mode=in_place |
+rollout.kv_after_sync=flush & weight_sync.pause_mode=in_place |
     | requests hold their KV through the update; use pause_mode=abort, or kv_after_sync=keep
-rollout.kv_after_sync=recompute & weight_sync.pause_mode=retract |
-    | requests find KV of their old version again; use pause_mode=abort, or kv_after_sync=flush
 rollout.kv_after_sync=keep & weight_sync.pause_mode=retract |
     | takes KV away from requests in flight; use weight_sync.pause_mode=in_place or abort
 rollout.kv_after_sync=keep & weight_sync.pause_mode=abort,drain

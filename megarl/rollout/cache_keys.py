@@ -36,15 +36,8 @@ class CacheKeys:
         """Returns the version at which the running episode began; outside of one, that of now."""
         return self.version if (version := began.get()) is None else version
 
-    def version_for(self, begun: int) -> int:
-        """Returns the version that a request is to name, where its episode began at `begun`."""
-        return begun if self.mode == "keep" else self.version
-
-    def key(self, version: int) -> str:
-        """Returns the key of a version. Servers may have KV of other runs: no two share a key."""
+    def key(self, begun: int) -> str:
+        """Returns the key of a request whose episode began at `begun`. Servers may have KV of other
+        runs: no two share a key."""
+        version = begun if self.mode == "keep" else self.version
         return f"megarl-{self._run}.{self._returns}-v{version}"
-
-    def crossed(self, version: int) -> bool:
-        """Tells whether an update has come since a request named `version`, so that the answer may
-        rest on KV of older weights although the mode forbids it."""
-        return self.mode == "recompute" and version != self.version

@@ -144,10 +144,6 @@ class RemoteSGLangEngine(Requester):
         self._driving = _Driving(executor, pauses)
         setup = self.config.setup_timeout
         at.loop.run(wait_healthy(at.pool, setup), timeout=setup + 2 * PROBE_TIMEOUT)
-        if at.router is not None:
-            at.loop.run(at.router.check(), timeout=2 * PROBE_TIMEOUT)
-            if self._workers is not None:  # they leave it to this client
-                at.loop.run(at.router.show(), timeout=2 * PROBE_TIMEOUT)
         if opening is not None:
             opening.result(2 * START_TIMEOUT)
         if self.config.max_queue is not None and self.config.max_concurrent_rollouts is None:
@@ -289,8 +285,6 @@ class RemoteSGLangEngine(Requester):
         await wait_for_version(self.opened().pool, meta, self._sync.server_timeout)
         self._arrived(meta)
         if self._workers is not None:  # before servers answer with these weights
-            if (router := self.opened().router) is not None:
-                await router.show()
             await self._workers.told()
 
     def _arrived(self, meta: WeightUpdateMeta) -> None:

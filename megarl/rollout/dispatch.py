@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megarl.observability.logging import get_logger
-from megarl.rollout.router import Router, single_body
 from megarl.rollout.server_choice import Home, Server, ServerChoice
 from megarl.rollout.server_pool import ServerPool
 from megarl.utils.http import MAX_REST, STRANGER, HttpError, is_final, shown
@@ -21,25 +20,11 @@ ABORT_TIMEOUT = 10.0  # seconds in which a server brings the tokens of a request
 class Dispatcher:
     """Sends requests through `pool`. All methods run in the pool's event loop.
 
-    timeout: seconds after which a server is to bring the tokens it has. router: to which requests
-    go, None for the servers themselves.
+    timeout: seconds after which a server is to bring the tokens it has.
     """
 
-    def __init__(
-        self,
-        pool: ServerPool,
-        choice: ServerChoice,
-        *,
-        timeout: float,
-        router: Router | None = None,
-    ) -> None:
-        self._pool, self.choice = pool, choice
-        self._timeout, self._router = timeout, router
-
-    @property
-    def batches(self) -> bool:
-        """Returns whether one request may have several samples; a router takes none of these."""
-        return self._router is None
+    def __init__(self, pool: ServerPool, choice: ServerChoice, *, timeout: float) -> None:
+        self._pool, self.choice, self._timeout = pool, choice, timeout
 
     async def generate(
         self,
@@ -72,24 +57,16 @@ class Dispatcher:
 
     def check_left(self, error: HttpError) -> None:
         """Raises RuntimeError where no server is left: the last call of each got no answer."""
-        if self._router is not None:
-            if self._router.server.silent:
-                raise RuntimeError(f"rollout.router gives no answer: {error}") from error
-            return
         present = self._pool.present
         if all(server.silent for server in present):
             self._pool.drop({server.address: error for server in present})
 
     def _tokens(self, body: dict[str, Any]) -> float:
-        if self._router is not None:  # which does the counting
-            return 0.0
         prompts = sum(map(len, body["input_ids"]))
         budget = sum(params["max_new_tokens"] for params in body["sampling_params"])
         return self.choice.expected(prompts, budget)
 
     def _pick(self, tokens: float, home: Home | None, failed: Sequence[str]) -> Server:
-        if self._router is not None:
-            return self._router.server
         if not (serving := self._pool.serving):
             raise RuntimeError("no generation server is left")
         return self.choice.pick(serving, tokens, home=home, avoid=failed)
@@ -98,9 +75,7 @@ class Dispatcher:
         """Waits as long as the server asked for, and finds out about it where it was silent."""
         if (left := server.rests_until - time.monotonic()) > 0:
             await asyncio.sleep(left)
-        if self._router is not None:
-            await self._router.show()
-        elif server.silent:
+        if server.silent:
             await self._pool.check_version(server)
 
     async def _asked(
@@ -114,8 +89,6 @@ class Dispatcher:
         return items
 
     async def _answer(self, server: Server, body: dict[str, Any], held: Callable[[], bool]) -> Any:
-        if not self.batches:
-            body = single_body(body)
         call = asyncio.ensure_future(
             self._pool.call(server.address, "POST", "/generate", body, timeout=None)
         )
@@ -132,18 +105,16 @@ class Dispatcher:
             call.cancel()
 
     async def _cut_short(
-        self, call: asyncio.Future[Any], server: Server, rid: str | list[str]
+        self, call: asyncio.Future[Any], server: Server, rids: Sequence[str]
     ) -> None:
         """Has a server answer a request with the tokens it has. Raises HttpError where it does
         not."""
-        rids = [rid] if isinstance(rid, str) else rid
-        # a router does not pass aborts on, and does not tell which server has the request
-        asked = [server] if self._router is None else self._pool.present
-        aborts = [
-            self._pool.call(s.address, "POST", "/abort_request", {"rid": r}, timeout=ABORT_TIMEOUT)
-            for s in asked
-            for r in rids
-        ]
+        aborts = (
+            self._pool.call(
+                server.address, "POST", "/abort_request", {"rid": rid}, timeout=ABORT_TIMEOUT
+            )
+            for rid in rids
+        )
         late = HttpError(server.address, "/generate", f"gave no answer within {self._timeout:g} s")
         late.__cause__ = TimeoutError()
         for refused in await asyncio.gather(*aborts, return_exceptions=True):

@@ -116,16 +116,11 @@ class Sample:
         item: dict[str, Any],
         *,
         initial_version: int,
-        until: int | None = None,
         routes_from: int = 0,
     ) -> int:
         """Takes one answer in, whose routes begin at position `routes_from`; returns how many
         tokens it brought. Raises ValueError for an answer that breaks the protocol and RuntimeError
-        for a request that the server gave up on.
-
-        until: an answer that was begun by later weights than this version, on KV that was cached,
-        is left out.
-        """
+        for a request that the server gave up on."""
         meta = item["meta_info"]
         tokens, logprobs = _tokens_and_logprobs(item)
         finish = meta.get("finish_reason")
@@ -137,8 +132,6 @@ class Sample:
                 f"{response.output_len + len(tokens)} tokens where {most} were asked for; {_FIX}"
             )
         versions = _versions(meta, len(tokens), initial_version)
-        if until is not None and versions and versions[0] > until and meta.get("cached_tokens"):
-            return 0
         if self.routes is not None:
             sent = len(self.tokens)
             self.routes.absorb(meta, sent=sent, got=len(tokens), asked=routes_from)

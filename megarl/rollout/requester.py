@@ -30,7 +30,6 @@ from megarl.rollout.generation import (
     stable_seed,
 )
 from megarl.rollout.loop_thread import LoopThread
-from megarl.rollout.router import Router
 from megarl.rollout.routes import wanted
 from megarl.rollout.sample_loop import SampleLoop
 from megarl.rollout.server_choice import ServerChoice
@@ -46,7 +45,6 @@ class Connection:
     loop: LoopThread
     pool: ServerPool
     samples: SampleLoop
-    router: Router | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +73,6 @@ class Requester(InferenceEngine):
     ) -> None:
         self.config, self._sync = config, sync
         self._seed, self._tokenizer = seed, tokenizer
-        self._follows = False  # a client of another process
         self._version = 0
         self._asked = Asked()  # outside of episodes, with the weights of now
         self._keys = CacheKeys(config.kv_after_sync)
@@ -98,13 +95,8 @@ class Requester(InferenceEngine):
         """Opens connections; no server is called yet."""
         config, sync = self.config, self._sync
         pool = ServerPool(server_addresses(config), server_timeout=sync.server_timeout)
-        router = Router(config.router, pool, follows=self._follows) if config.router else None
-        dispatcher = Dispatcher(
-            pool,
-            ServerChoice(affinity=config.affinity),
-            timeout=config.request_timeout,
-            router=router,
-        )
+        choice = ServerChoice(affinity=config.affinity)
+        dispatcher = Dispatcher(pool, choice, timeout=config.request_timeout)
         # a pause may take weight_sync.timeout to drain, and the update as long
         patience = 2 * sync.timeout + config.request_timeout
         samples = SampleLoop(
@@ -113,7 +105,7 @@ class Requester(InferenceEngine):
             patience=patience,
             retry_timeout=config.retry_timeout,
         )
-        made = Connection(loop=LoopThread(), pool=pool, samples=samples, router=router)
+        made = Connection(loop=LoopThread(), pool=pool, samples=samples)
         self._connection = made
         atexit.register(self.disconnect)  # of a script that ends by an error
         made.loop.run(pool.open(), timeout=PROBE_TIMEOUT)
@@ -223,7 +215,6 @@ class Requester(InferenceEngine):
         A gateway whose port is given has those behind it in the workers."""
         twin = copy.copy(self)
         twin._connection = twin._gateway = None
-        twin._follows = True
         config, addresses = self.config, self.opened().pool.addresses
         gateway = config.gateway
         if port := gateway.get("port"):

@@ -73,13 +73,7 @@ class SampleLoop:
         again, and those of a request that fails. Raises RolloutFailed ("server") where that goes on
         for too long, RuntimeError where no server is left, HttpError for a refusal (4xx but 429)
         and ValueError for a broken answer."""
-        if self._dispatcher.batches:
-            await self._finish(samples)
-        else:
-            alone = (self._finish([sample]) for sample in samples)
-            for error in await asyncio.gather(*alone, return_exceptions=True):
-                if error is not None:
-                    raise error
+        await self._finish(samples)
         return [s.response for s in samples]
 
     async def _finish(self, samples: Sequence[Sample]) -> None:
@@ -129,19 +123,17 @@ class SampleLoop:
     async def _ask(self, samples: Sequence[Sample], begun: int, failed: Sequence[str]) -> int:
         """Sends one request for all, whose episode began at version `begun`, and takes the answers
         in; returns how many tokens came. failed: servers that failed these samples."""
-        named, asked = self._keys.version_for(begun), routes_from(samples) or 0
-        body = batch_body(samples, self._keys.key(named), self.adapter)
+        asked = routes_from(samples) or 0
+        body = batch_body(samples, self._keys.key(begun), self.adapter)
         self._under_way += 1
         try:
             items, server = await self._dispatcher.generate(
                 body, len(samples), current_home.get(), failed=failed, held=lambda: self.held
             )
-            until = named if self._keys.crossed(named) else None
             try:
                 pairs = zip(samples, items, strict=True)
                 gained = sum(
-                    s.absorb(item, initial_version=0, until=until, routes_from=asked)
-                    for s, item in pairs
+                    s.absorb(item, initial_version=0, routes_from=asked) for s, item in pairs
                 )
             except ValueError as e:
                 raise ValueError(f"server {server}: /generate: {e}") from e

@@ -24,7 +24,7 @@ STEPS = 3
 
 @pytest.mark.parametrize(
     ("transport", "kv", "turns"),
-    (("distributed", "flush", "true"), ("colocated", "recompute", "auto")),
+    (("distributed", "flush", "true"), ("colocated", "keep", "auto")),
 )
 def test_grpo(tmp_path: Path, transport: str, kv: str, turns: str) -> None:
     """Two trainers with sharded weights, one server. The server computes the same logprobs as the

@@ -154,7 +154,6 @@ async def answer(client: RemoteSGLangEngine, version: int) -> ModelResponse:
     (
         ("flush", "abort"),
         ("flush", "retract"),
-        ("recompute", "abort"),
         ("keep", "abort"),
         ("keep", "in_place"),
     ),

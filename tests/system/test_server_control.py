@@ -465,7 +465,7 @@ def test_pause_update_continue_spans_versions(server, sender, weights, mode):
 
 @pytest.mark.parametrize(
     ("kv", "mode"),
-    [("flush", "abort"), ("flush", "retract"), ("recompute", "abort"), ("keep", "in_place")],
+    [("flush", "abort"), ("flush", "retract"), ("keep", "in_place")],
 )
 def test_answers_in_flight_read_kv_of_older_weights_with_keep_alone(server, dirs, kv, mode):
     """Four answers share their prompt. After the update they go on as a server would that had the

@@ -89,7 +89,6 @@ class FakeServer:
 
     abort_after: number of tokens after which the next requests are aborted, one entry a sample.
     versions: the weight version of the next requests, `weight_version` after them.
-    cached: tokens of the prompt that it says were cached.
     fail: HTTP answers (status, body, perhaps headers) or "drop" (the connection) for the next
         /generate calls. As SGLang does, it keeps the rids of a dropped one for a while.
     written: tokens that a request has when an abort ends it, before `delay` does; None: no abort
@@ -105,7 +104,6 @@ class FakeServer:
         self.abort_after: list[int | None] = []
         self.versions: list[str] = []
         self.weight_version = "default"
-        self.cached = 0
         self.healthy = True
         self.pause_answer: Any = None
         self.delay = 0.0
@@ -235,7 +233,6 @@ class FakeServer:
             "id": rid,
             "finish_reason": finish,
             "prompt_tokens": len(ids),
-            "cached_tokens": self.cached,
             "weight_version": self.weight_version,
         }
         tokens = [100 + len(ids) + i for i in range(count)]

@@ -414,7 +414,7 @@ async def episode(client, version, *, then):
     await client.agenerate(request())
 
 
-@pytest.mark.parametrize("mode", ["flush", "recompute", "keep"])
+@pytest.mark.parametrize("mode", ["flush", "keep"])
 def test_requests_share_kv_within_a_version_and_with_keep_within_an_episode(servers, connect, mode):
     server, client = servers[0], connect(servers[0].address, kv_after_sync=mode)
     updated(client, server, 1)
@@ -434,31 +434,10 @@ def test_requests_share_kv_within_a_version_and_with_keep_within_an_episode(serv
     assert server.requests[-1]["extra_key"] not in keys
 
 
-@pytest.mark.parametrize(
-    ("mode", "cached", "tries"), [("recompute", 2, 2), ("recompute", 0, 1), ("flush", 2, 1)]
-)
-def test_an_answer_on_the_kv_of_older_weights_is_not_taken_for_recompute(
-    servers, connect, monkeypatch, mode, cached, tries
-):
-    """The request is on its way while an update comes, so it names the version before."""
-    server, client = servers[0], connect(servers[0].address, kv_after_sync=mode)
-
-    def meanwhile():
-        updated(client, server, 2)
-        server.cached = cached
-
-    updated(client, server, 1)
-    before_a_request(client, monkeypatch, meanwhile)
-    response = generate(client, request())[0]
-    assert response.output_len == 6 and response.output_versions == [2] * 6
-    assert [r["extra_key"][-3:] for r in server.requests] == ["-v1", "-v2"][:tries]
-
-
 def test_a_treatment_of_kv_that_the_pause_undoes_is_refused(connect):
-    with pytest.raises(ValueError, match=r"kv_after_sync=recompute .*pause_mode=abort"):
-        connect(
-            "127.0.0.1:1", sync=WeightSyncConfig(pause_mode="retract"), kv_after_sync="recompute"
-        )
+    sync = WeightSyncConfig(pause_mode="retract")
+    with pytest.raises(ValueError, match=r"kv_after_sync=keep .*pause_mode=in_place"):
+        connect("127.0.0.1:1", sync=sync, kv_after_sync="keep")
 
 
 def test_a_server_that_fails_for_too_long_is_a_failed_rollout(servers, connect, monkeypatch):

@@ -171,8 +171,7 @@ def test_a_server_that_takes_turns_leaves_room_for_what_stays_of_the_trainers(
     ("arg", "why"),
     [
         ("rollout.max_head_offpolicyness=1", "servers generate while the trainers work"),
-        ("rollout.kv_after_sync=recompute", "keeps KV that is released"),
-        ("rollout.router=127.0.0.1:8000", "takes servers that rest for broken ones"),
+        ("rollout.kv_after_sync=keep", "keeps KV that is released"),
     ],
 )
 def test_what_does_not_go_with_turns_is_refused(planned: Planner, arg: str, why: str) -> None:

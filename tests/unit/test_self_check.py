@@ -488,7 +488,7 @@ def test_the_first_sync_of_every_start_is_verified(tmp_path):
         return [m.compares_all for m in metas]
 
     assert verified("sample", 0) == verified("sample", 7) == [True, False, False]
-    assert verified("full", 7, "recompute") == [True] * 3
+    assert verified("full", 7, "keep") == [True] * 3
     assert verified("off", 0) == [False] * 3
 
 
