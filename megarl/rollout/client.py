@@ -24,8 +24,8 @@ from megarl.rollout.executor import RolloutExecutor
 from megarl.rollout.pausing import Pauses
 from megarl.rollout.pipeline import ShouldAccept, has_signal
 from megarl.rollout.requester import Connection, Requester
-from megarl.rollout.server_pool import PROBE_TIMEOUT
-from megarl.rollout.server_waits import check_routes, wait_for_version, wait_healthy
+from megarl.rollout.routes import check_routes
+from megarl.rollout.servers import PROBE_TIMEOUT
 from megarl.rollout.user_calls import stuck_threads
 from megarl.rollout.worker_link import START_TIMEOUT
 from megarl.rollout.workers import WorkerPool
@@ -143,7 +143,7 @@ class RemoteSGLangEngine(Requester):
         pauses = Pauses(self.config, self._sync, at=at, pipeline=pipeline, workers=self._workers)
         self._driving = _Driving(executor, pauses)
         setup = self.config.setup_timeout
-        at.loop.run(wait_healthy(at.pool, setup), timeout=setup + 2 * PROBE_TIMEOUT)
+        at.loop.run(at.pool.wait_healthy(setup), timeout=setup + 2 * PROBE_TIMEOUT)
         if opening is not None:
             opening.result(2 * START_TIMEOUT)
         if self.config.max_queue is not None and self.config.max_concurrent_rollouts is None:
@@ -282,7 +282,7 @@ class RemoteSGLangEngine(Requester):
         return SharedArrival(zero, arrival, partial(self._arrived, meta))
 
     async def _await_version(self, meta: WeightUpdateMeta) -> None:
-        await wait_for_version(self.opened().pool, meta, self._sync.server_timeout)
+        await self.opened().pool.wait_for_version(meta)
         self._arrived(meta)
         if self._workers is not None:  # before servers answer with these weights
             await self._workers.told()

@@ -18,7 +18,7 @@ from typing import Any
 from megarl.observability.logging import get_logger
 from megarl.rollout.pipeline import Pipeline
 from megarl.rollout.sample_loop import SampleLoop
-from megarl.rollout.server_pool import PROBE_TIMEOUT, ServerPool
+from megarl.rollout.servers import PROBE_TIMEOUT, ServerPool
 from megarl.utils.http import HttpError
 
 log = get_logger(__name__)

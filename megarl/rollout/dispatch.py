@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megarl.observability.logging import get_logger
-from megarl.rollout.server_choice import Home, Server, ServerChoice
-from megarl.rollout.server_pool import ServerPool
+from megarl.rollout.servers import Home, Server, ServerChoice, ServerPool
 from megarl.utils.http import MAX_REST, STRANGER, HttpError, is_final, shown
 
 log = get_logger(__name__)

@@ -37,7 +37,7 @@ from megarl.rollout.retries import (
 )
 from megarl.rollout.rewards.errors import RewardError, fails_sample
 from megarl.rollout.routes import wanted as routes_wanted
-from megarl.rollout.server_choice import Home, current_home
+from megarl.rollout.servers import Home, current_home
 from megarl.rollout.trajectory import kept_notes
 
 log = get_logger(__name__)

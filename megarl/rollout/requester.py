@@ -32,9 +32,7 @@ from megarl.rollout.generation import (
 from megarl.rollout.loop_thread import LoopThread
 from megarl.rollout.routes import wanted
 from megarl.rollout.sample_loop import SampleLoop
-from megarl.rollout.server_choice import ServerChoice
-from megarl.rollout.server_pool import PROBE_TIMEOUT, ServerPool
-from megarl.rollout.server_waits import context_length
+from megarl.rollout.servers import PROBE_TIMEOUT, ServerChoice, ServerPool
 from megarl.wire.routes import RouteShape
 
 
@@ -158,7 +156,7 @@ class Requester(InferenceEngine):
         at = self.opened()
         if self._gateway is None:
             self._gateway = Gateway(self, GatewayConfig(**self.config.gateway))
-        await at.loop.here(self._gateway.start(partial(context_length, at.pool)))
+        await at.loop.here(self._gateway.start(at.pool.context_length))
         chosen = self._tokenizer if tokenizer is None else tokenizer
         with self._gateway.session(gconfig, chosen, **named) as session:
             yield session

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megarl.rollout.servers import PROBE_TIMEOUT, ServerPool
+from megarl.utils.http import HttpError, shown
 from megarl.wire.routes import UNKNOWN, RouteShape, decode
 
 # whether the samples of the episode that runs are to have routes, where the client asks for any
@@ -74,3 +76,32 @@ def _recomputed(meta: Mapping[str, Any]) -> int:
     after a retraction the server computes all before it anew."""
     spans = meta.get("weight_versions") or []
     return int(spans[-1]["start"]) if meta.get("num_retractions") and len(spans) > 1 else 0
+
+
+async def check_routes(pool: ServerPool) -> None:
+    """Raises RuntimeError naming the servers that do not return the routes of all tokens."""
+    found = await pool.everywhere("GET", "/server_info", timeout=PROBE_TIMEOUT)
+    wrong = {address: why for address, info in found.items() if (why := _without_routes(info))}
+    if wrong:
+        raise RuntimeError(
+            "router_replay=rollout needs the routes of the servers: "
+            + "; ".join(f"{address} {why}" for address, why in wrong.items())
+        )
+
+
+# flag of SGLang -> values with which it returns routes, and why it does not with others
+_ROUTES: dict[str, tuple[tuple[Any, ...], str]] = {
+    "enable_return_routed_experts": ((True,), "was started without --enable-return-routed-experts"),
+    "pp_size": ((None, 1), "returns those of the layers of its last pipeline stage alone"),
+    "enable_hierarchical_cache": ((None, False), "forgets them with the KV cache that it offloads"),
+    "enable_lmcache": ((None, False), "forgets them with the KV cache that it offloads"),
+    "disaggregation_mode": ((None, "null"), "forgets those of prompts that another server reads"),
+}
+
+
+def _without_routes(info: Any) -> str:
+    """Returns why a server of this /server_info returns no routes; "" where it does."""
+    if not isinstance(info, dict):
+        return f"says nothing of its flags ({info if isinstance(info, HttpError) else shown(info)})"
+    wrong = (why for flag, (good, why) in _ROUTES.items() if info.get(flag) not in good)
+    return next(wrong, "")

@@ -13,7 +13,7 @@ from megarl.observability.logging import get_logger
 from megarl.rollout.cache_keys import CacheKeys
 from megarl.rollout.dispatch import Dispatcher
 from megarl.rollout.generation import Sample, batch_body, routes_from
-from megarl.rollout.server_choice import current_home
+from megarl.rollout.servers import current_home
 from megarl.utils.http import HttpError, Retries, is_final
 
 log = get_logger(__name__)

@@ -27,7 +27,7 @@ from megarl.engine.offload import other_bytes_in_use
 from megarl.observability import stats_tracker
 from megarl.observability.timeline import MEMORY, timeline
 from megarl.rollout.client import RemoteSGLangEngine
-from megarl.rollout.server_memory import KV_CACHE, WEIGHTS
+from megarl.rollout.pausing import KV_CACHE, WEIGHTS
 from megarl.trainer.saver import Saves
 
 

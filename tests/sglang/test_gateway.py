@@ -12,7 +12,6 @@ from megarl.api.records import ModelRequest, ModelResponse
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.rollout.gateway.calls import GatewayConfig
 from megarl.rollout.gateway.gateway import Gateway
-from megarl.rollout.server_waits import context_length
 from tests.sglang.conftest import Pair
 from tests.tiny_tokenizer import save_tokenizer
 from tests.unit.test_gateway import PARSER, TEMPLATE, check_exact, responses_agent
@@ -44,7 +43,7 @@ def test_what_is_recorded_is_what_the_server_sampled(
     engine = Recorded(pair)
 
     async def context() -> int | None:
-        found = await connection.loop.here(context_length(connection.pool))
+        found = await connection.loop.here(connection.pool.context_length())
         assert found == 1024
         return found
 

@@ -66,7 +66,7 @@ def wait():
 if __name__ == "__main__":
     from megarl.models.gather import BucketGatherer
     from megarl.rollout.client import RemoteSGLangEngine
-    from megarl.rollout.server_pool import ServerPool
+    from megarl.rollout.servers import ServerPool
     from megarl.rollout.workflows.rlvr import RLVRWorkflow
     from megarl.trainer.rl import RLTrainer
     from megarl.trainer.roles import MegatronActor

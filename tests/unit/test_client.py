@@ -18,7 +18,7 @@ from megarl.config.rollout import GenerationHyperparameters, RolloutConfig, Weig
 from megarl.rollout.cache_keys import began
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.rollout.generation import stable_seed
-from megarl.rollout.server_choice import Home, current_home
+from megarl.rollout.servers import Home, current_home
 from megarl.utils.http import MAX_RETRY_DELAY, RETRY_DELAY, backoff, call_json, retry_after
 from tests.dist.world import free_port
 from tests.unit.rollout_fakes import trajectory

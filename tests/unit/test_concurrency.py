@@ -21,7 +21,7 @@ from megarl.rollout.client import RemoteSGLangEngine
 from megarl.rollout.concurrency import adapt, adapted, waiting
 from megarl.rollout.pipeline import Pipeline
 from megarl.rollout.sample_loop import SampleLoop
-from megarl.rollout.server_pool import ServerPool
+from megarl.rollout.servers import ServerPool
 from megarl.utils.http import HttpError
 from tests.unit.rollout_fakes import FakeServer, trajectory
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from megarl.config.loader import load_config
-from megarl.rollout.routes import Routes
-from megarl.rollout.server_waits import check_routes
+from megarl.rollout.routes import Routes, check_routes
 from megarl.trainer.rollout_metrics import rollout_metrics
 from megarl.utils.http import HttpError
 from megarl.wire.routes import RouteShape, decode, encode

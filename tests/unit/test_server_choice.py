@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.rollout.server_choice import Home, Server, ServerChoice
+from megarl.rollout.servers import Home, Server, ServerChoice
 
 AFFINITY = 2.0
 TOKENS = st.integers(1, 4000)

@@ -8,7 +8,7 @@ import pytest
 
 from megarl.config.rollout import RolloutConfig, WeightSyncConfig
 from megarl.rollout.client import RemoteSGLangEngine
-from megarl.rollout.server_choice import State
+from megarl.rollout.servers import State
 from tests.unit.rollout_fakes import FakeServer
 
 PATHS = ("/release_memory_occupation", "/resume_memory_occupation", "/flush_cache")

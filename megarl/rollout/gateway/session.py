@@ -28,7 +28,7 @@ from megarl.rollout.gateway.messages import ChatRequest, Key, Message, digest, k
 from megarl.rollout.gateway.prompt import Renderer
 from megarl.rollout.gateway.token_ids import TokenRequest
 from megarl.rollout.generation import admitted, stable_seed
-from megarl.rollout.server_choice import Home, current_home
+from megarl.rollout.servers import Home, current_home
 from megarl.rollout.trajectory import Trajectory, Turn
 
 T = TypeVar("T")
