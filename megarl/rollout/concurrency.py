@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.observability.logging import get_logger
+from megarl.rollout.generation import Generator
 from megarl.rollout.pipeline import Pipeline
-from megarl.rollout.sample_loop import SampleLoop
 from megarl.rollout.servers import PROBE_TIMEOUT, ServerPool
 from megarl.utils.http import HttpError
 
@@ -42,7 +42,7 @@ def adapted(bound: int, running: int, queues: Mapping[str, int], max_queue: int)
     return bound
 
 
-async def adapt(pool: ServerPool, samples: SampleLoop, pipeline: Pipeline, max_queue: int) -> None:
+async def adapt(pool: ServerPool, samples: Generator, pipeline: Pipeline, max_queue: int) -> None:
     """Adapts the pipeline's bound until it is cancelled. Where servers do not report their queues,
     or a look fails, it says so and leaves the bound as it is."""
     try:
@@ -53,7 +53,7 @@ async def adapt(pool: ServerPool, samples: SampleLoop, pipeline: Pipeline, max_q
         log.exception("rollout.max_queue=%d: the bound is adapted no more", max_queue)
 
 
-async def _look(pool: ServerPool, samples: SampleLoop, pipeline: Pipeline, max_queue: int) -> bool:
+async def _look(pool: ServerPool, samples: Generator, pipeline: Pipeline, max_queue: int) -> bool:
     """Adapts the bound once; returns False where no server can report its queue."""
     if samples.held:  # a pause fills queues, and says nothing of the servers
         return True

@@ -23,9 +23,8 @@ from megarl.observability.logging import get_logger
 from megarl.observability.timeline import EPISODES, timeline
 from megarl.rollout.answers import AnswerLog
 from megarl.rollout.answers import current as current_answers
-from megarl.rollout.cache_keys import began
 from megarl.rollout.episode_check import check_episode, check_valid
-from megarl.rollout.generation import Asked, admitted, asked, attempt
+from megarl.rollout.generation import Asked, admitted, asked, attempt, began
 from megarl.rollout.pause_clock import PauseClock
 from megarl.rollout.retries import (
     Failed,

@@ -18,10 +18,10 @@ from typing import Any
 
 from megarl.config.rollout import RolloutConfig, WeightSyncConfig
 from megarl.observability.logging import get_logger
+from megarl.rollout.generation import SETTLE_TIMEOUT
 from megarl.rollout.loop_thread import LoopThread
 from megarl.rollout.pipeline import Pipeline
 from megarl.rollout.requester import Connection
-from megarl.rollout.sample_loop import SETTLE_TIMEOUT
 from megarl.rollout.servers import (
     POLL_INTERVAL,
     PROBE_TIMEOUT,

@@ -15,24 +15,21 @@ from megarl.api.records import ModelRequest, ModelResponse
 from megarl.config.recipe_engines import server_addresses
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig, WeightSyncConfig
 from megarl.rollout.answers import current as current_answers
-from megarl.rollout.cache_keys import CacheKeys
-from megarl.rollout.dispatch import Dispatcher
 from megarl.rollout.gateway.calls import GatewayConfig
 from megarl.rollout.gateway.gateway import Gateway
 from megarl.rollout.gateway.session import Session
 from megarl.rollout.generation import (
     Asked,
-    Sample,
+    Generator,
     asked,
     attempt_key,
-    fill_ids,
     seed_version,
     stable_seed,
 )
 from megarl.rollout.loop_thread import LoopThread
 from megarl.rollout.routes import wanted
-from megarl.rollout.sample_loop import SampleLoop
-from megarl.rollout.servers import PROBE_TIMEOUT, ServerChoice, ServerPool
+from megarl.rollout.sample import Sample, fill_ids
+from megarl.rollout.servers import PROBE_TIMEOUT, ServerPool
 from megarl.wire.routes import RouteShape
 
 
@@ -42,7 +39,7 @@ class Connection:
 
     loop: LoopThread
     pool: ServerPool
-    samples: SampleLoop
+    samples: Generator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +70,6 @@ class Requester(InferenceEngine):
         self._seed, self._tokenizer = seed, tokenizer
         self._version = 0
         self._asked = Asked()  # outside of episodes, with the weights of now
-        self._keys = CacheKeys(config.kv_after_sync)
         self._connection: Connection | None = None
         self._gateway: Gateway | None = None  # from the first session
         self._routes: RouteShape | None = None  # where answers are to have them
@@ -93,16 +89,10 @@ class Requester(InferenceEngine):
         """Opens connections; no server is called yet."""
         config, sync = self.config, self._sync
         pool = ServerPool(server_addresses(config), server_timeout=sync.server_timeout)
-        choice = ServerChoice(affinity=config.affinity)
-        dispatcher = Dispatcher(pool, choice, timeout=config.request_timeout)
         # a pause may take weight_sync.timeout to drain, and the update as long
         patience = 2 * sync.timeout + config.request_timeout
-        samples = SampleLoop(
-            dispatcher,
-            keys=self._keys,
-            patience=patience,
-            retry_timeout=config.retry_timeout,
-        )
+        samples = Generator(pool, config, patience=patience)
+        samples.set_version(self._version)
         made = Connection(loop=LoopThread(), pool=pool, samples=samples)
         self._connection = made
         atexit.register(self.disconnect)  # of a script that ends by an error
@@ -184,7 +174,8 @@ class Requester(InferenceEngine):
         if version != self._version:
             self._asked = Asked()
         self._version = version
-        self._keys.set_version(version)
+        if self._connection is not None:
+            self._connection.samples.set_version(version)
 
     # in several processes
 

@@ -18,9 +18,9 @@ import cloudpickle
 from megarl.observability.logging import get_logger
 from megarl.rollout.answers import AnswerLog
 from megarl.rollout.episode import Episode, judge, show
+from megarl.rollout.generation import SETTLE_TIMEOUT
 from megarl.rollout.pickling import Workflows
 from megarl.rollout.requester import ClientState, Requester
-from megarl.rollout.sample_loop import SETTLE_TIMEOUT
 from megarl.rollout.worker import ABOUT, BEGIN
 from megarl.rollout.worker_link import Job, Link, Process, RpcProcess
 from megarl.rpc.errors import RemoteError, RpcError

@@ -16,8 +16,8 @@ import torch
 
 from megarl.api.records import ModelResponse, WeightUpdateMeta
 from megarl.config.rollout import RolloutConfig
-from megarl.rollout.cache_keys import began
 from megarl.rollout.client import RemoteSGLangEngine
+from megarl.rollout.generation import began
 from tests.dist.uploads import Upload, run_uploads
 from tests.dist.world import World
 from tests.sglang.conftest import Pair

@@ -48,7 +48,7 @@ def main() -> int:
 
 
 def record_requests(path: Path) -> None:
-    from megarl.rollout import sample_loop
+    from megarl.rollout import generation
     from megarl.rollout.answers import current
 
     def make(real: Any) -> Any:
@@ -60,7 +60,7 @@ def record_requests(path: Path) -> None:
 
         return batch_body
 
-    patch(sample_loop, "batch_body", make)
+    patch(generation, "batch_body", make)
 
 
 def record_rows(path: Path) -> None:

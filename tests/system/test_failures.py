@@ -275,7 +275,8 @@ def test_a_server_lost_in_an_update_is_named_by_every_rank(
     bound = ["weight_sync.timeout=6"] if blow == "SIGSTOP" else []
     run.start(PHASES[phase].format(blow=blow), *bound, nproc=2)
     output = run.fails()
-    errors = re.findall(r"^(?:\[rank\d\]: )?RuntimeError: .*", output, re.MULTILINE)
+    error = r"^(?:\[rank\d\]: )?(?:RuntimeError|.*OtherRankFailed): .*"
+    errors = re.findall(error, output, re.MULTILINE)
     named = [e for e in errors if address(victim) in e]
     assert any("rank 0" in e for e in named), output  # rank 1 quotes rank 0
     assert all(phase in e for e in named), output

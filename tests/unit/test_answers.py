@@ -11,7 +11,7 @@ from megarl.config.rollout import GenerationHyperparameters, RolloutConfig, Weig
 from megarl.rollout.answers import AnswerLog, KeptAnswers
 from megarl.rollout.chat import ChatWorkflow
 from megarl.rollout.client import RemoteSGLangEngine
-from megarl.rollout.generation import Sample, routes_from
+from megarl.rollout.sample import Sample, routes_from
 from megarl.rollout.trajectory import to_batch
 from megarl.trainer.answers_file import AnswersFile
 from megarl.wire.routes import RouteShape, encode
@@ -30,7 +30,7 @@ def write(s, *tokens, end=""):
         "weight_version": "3",
         "output_token_logprobs": [[-0.1 * t, t, None] for t in tokens],
     }
-    s.absorb({"meta_info": meta}, initial_version=0)
+    s.absorb({"meta_info": meta})
 
 
 def test_all_answers_are_as_of_the_cut():
@@ -104,7 +104,7 @@ def test_routes_are_kept_as_far_as_the_cut():
         meta = {"routed_experts": encode(torch.tensor(routes).view(-1, 1, 1))}
         meta |= {"finish_reason": {"type": "abort"}, "weight_version": "3"}
         meta["output_token_logprobs"] = [[-1.0, t, None] for t in tokens]
-        s.absorb({"meta_info": meta}, initial_version=0, routes_from=start)
+        s.absorb({"meta_info": meta}, routes_from=start)
 
     log = AnswerLog()
     log.begin(first := routed())
@@ -155,7 +155,7 @@ class OneBatch:
 
 
 def test_a_workflow_goes_on_in_the_middle_of_its_second_turn(monkeypatch):
-    monkeypatch.setattr("megarl.rollout.sample_loop.ABORT_DELAY", 60.0)
+    monkeypatch.setattr("megarl.rollout.generation.ABORT_DELAY", 60.0)
     server, clients = FakeServer(), []
 
     def connect():
@@ -229,7 +229,7 @@ class Prompts:
 def test_a_seeded_answer_is_gone_on_with_a_version_later(monkeypatch, order):
     """Row 1 is rejected, and row 2 under way when the version changes: neither its seeds' version
     nor its number is another after the resume."""
-    monkeypatch.setattr("megarl.rollout.sample_loop.ABORT_DELAY", 60.0)
+    monkeypatch.setattr("megarl.rollout.generation.ABORT_DELAY", 60.0)
     monkeypatch.setattr("megarl.rollout.pipeline.LOOK_AROUND", 0.05)
     server, clients = FakeServer(), []
     accept = dict(should_accept=lambda batch: 51 not in batch["input_ids"])

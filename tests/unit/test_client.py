@@ -15,9 +15,8 @@ from aiohttp import web
 from megarl.api.inference import RolloutFailed, RolloutWorkflow
 from megarl.api.records import ModelRequest, WeightUpdateMeta
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig, WeightSyncConfig
-from megarl.rollout.cache_keys import began
 from megarl.rollout.client import RemoteSGLangEngine
-from megarl.rollout.generation import stable_seed
+from megarl.rollout.generation import began, stable_seed
 from megarl.rollout.servers import Home, current_home
 from megarl.utils.http import MAX_RETRY_DELAY, RETRY_DELAY, backoff, call_json, retry_after
 from tests.dist.world import free_port
@@ -169,7 +168,7 @@ def test_pause_without_resume_is_an_error_in_the_end(servers, connect):
 
 
 def test_something_that_keeps_aborting_is_an_error(servers, connect, monkeypatch):
-    monkeypatch.setattr("megarl.rollout.sample_loop.ABORT_DELAY", 0.0)
+    monkeypatch.setattr("megarl.rollout.generation.ABORT_DELAY", 0.0)
     servers[0].abort_after = [0] * 1000
     client = connect(servers[0].address)
     with pytest.raises(RuntimeError, match="aborted 20 times in a row"):
@@ -742,7 +741,7 @@ def test_the_time_of_a_pause_is_not_a_requests_time(servers, connect):
 
 
 def test_a_server_that_brings_no_tokens_in_time_is_named(servers, connect, monkeypatch):
-    monkeypatch.setattr("megarl.rollout.dispatch.ABORT_TIMEOUT", 0.1)
+    monkeypatch.setattr("megarl.rollout.generation.ABORT_TIMEOUT", 0.1)
     servers[0].delay = 60.0
     client = connect(servers[0].address, request_timeout=0.1)
     with pytest.raises(RuntimeError) as lost:

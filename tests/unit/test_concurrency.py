@@ -19,8 +19,8 @@ from megarl.api.records import ModelRequest
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.rollout.concurrency import adapt, adapted, waiting
+from megarl.rollout.generation import Generator
 from megarl.rollout.pipeline import Pipeline
-from megarl.rollout.sample_loop import SampleLoop
 from megarl.rollout.servers import ServerPool
 from megarl.utils.http import HttpError
 from tests.unit.rollout_fakes import FakeServer, trajectory
@@ -67,7 +67,7 @@ def test_a_look_that_fails_is_logged_and_the_bound_stays(caplog: pytest.LogCaptu
     pipeline = SimpleNamespace(staleness=now, changed=threading.Condition())
     looking = adapt(
         cast(ServerPool, SimpleNamespace(everywhere=answers)),
-        cast(SampleLoop, SimpleNamespace(held=False)),
+        cast(Generator, SimpleNamespace(held=False)),
         cast(Pipeline, pipeline),
         4,
     )

@@ -23,10 +23,10 @@ from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.rollout import tally
-from megarl.rollout.cache_keys import began
 from megarl.rollout.gateway.calls import GatewayConfig, call_parser
 from megarl.rollout.gateway.gateway import Gateway
 from megarl.rollout.gateway.session import Session
+from megarl.rollout.generation import began
 from megarl.rollout.trajectory import to_batch
 from megarl.rollout.workflows.agent import AgentWorkflow
 from megarl.trainer.named import check_code

@@ -30,11 +30,12 @@ from megarl.rollout import client as client_module
 from megarl.rollout.answers import AnswerLog
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.rollout.frames import packed, unpacked
-from megarl.rollout.generation import Sample, attempt
+from megarl.rollout.generation import attempt
 from megarl.rollout.pickling import pickled_workflow, share
 from megarl.rollout.rewards import RewardPool, get_reward_fn
 from megarl.rollout.rewards.judge import JudgeReward
 from megarl.rollout.rewards.pool import close_copies
+from megarl.rollout.sample import Sample
 from megarl.rollout.worker import HEAR, EpisodeWorker
 from megarl.rollout.workers import MOST_DEATHS, WorkerPool, WorkersLost
 from megarl.rollout.workflows.agent import AgentWorkflow
@@ -46,7 +47,6 @@ from megarl.rpc.errors import RpcError
 from tests.unit.rollout_fakes import FakeServer, trajectory
 from tests.unit.scripted import tool_tokenizer
 from tests.unit.test_judge import Judge
-from tests.unit.test_router import FakeRouter
 
 G = GenerationHyperparameters(max_new_tokens=3, seed=5, n_samples=2)
 
@@ -251,7 +251,7 @@ def test_samples_are_the_same_however_many_processes_run_episodes(
 
 
 def test_a_run_goes_on_in_the_middle_of_an_answer(connect, server, monkeypatch):
-    monkeypatch.setattr("megarl.rollout.sample_loop.ABORT_DELAY", 60.0)
+    monkeypatch.setattr("megarl.rollout.generation.ABORT_DELAY", 60.0)
     monkeypatch.setattr("megarl.rollout.pipeline.LOOK_AROUND", 0.05)
 
     def interrupted(workers):
@@ -289,7 +289,7 @@ def test_a_run_goes_on_in_the_middle_of_an_answer(connect, server, monkeypatch):
 
 
 def test_answers_of_workers_that_died_are_gone_on_with(connect, server, monkeypatch):
-    monkeypatch.setattr("megarl.rollout.sample_loop.ABORT_DELAY", 60.0)
+    monkeypatch.setattr("megarl.rollout.generation.ABORT_DELAY", 60.0)
     monkeypatch.setattr("megarl.rollout.pipeline.LOOK_AROUND", 0.05)
     client = connect(2)
     client.executor.pipeline.keeps_answers = True
@@ -543,20 +543,6 @@ def test_workers_go_by_the_servers_that_the_coordinator_knows(connect, server, t
         assert not server.requests
     finally:
         other.close()
-
-
-def test_workers_ask_through_the_router_that_the_coordinator_shows_the_servers(connect, server):
-    router = FakeRouter()
-    try:
-        rows = [{"row_id": i} for i in range(4)]
-        batches = [
-            connect(k, router=router.address).executor.rollout_batch(rows, Varied()) for k in (2, 0)
-        ]
-        assert same(*batches)
-        assert list(router.workers.values()) == [f"http://{server.address}"]
-        assert next(router.turn) == len(server.requests) > 0
-    finally:
-        router.close()
 
 
 class Loaded(Varied):
