@@ -2,30 +2,46 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import atexit
+import copy
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Any, Self, TypeVar
 
 from megarl.api.batch import Batch, Padded
-from megarl.api.inference import Arrival, RolloutWorkflow
-from megarl.api.records import FinetuneSpec, WeightUpdateMeta
+from megarl.api.inference import Arrival, InferenceEngine, RolloutWorkflow
+from megarl.api.records import FinetuneSpec, ModelRequest, ModelResponse, WeightUpdateMeta
 from megarl.config.check_parts import kv_problems
 from megarl.config.recipe_engines import server_addresses
 from megarl.config.recipes import GRPOConfig
-from megarl.config.rollout import RolloutConfig, WeightSyncConfig
+from megarl.config.rollout import GenerationHyperparameters, RolloutConfig, WeightSyncConfig
 from megarl.config.script import CLIENT_KEYS, note_read
 from megarl.parallel.rank_zero import RankZero
 from megarl.rollout import tally
+from megarl.rollout.answers import current as current_answers
 from megarl.rollout.concurrency import adapt
 from megarl.rollout.driver import SharedArrival, check_same_data, check_same_rows, driver_of_world
 from megarl.rollout.executor import RolloutExecutor
+from megarl.rollout.gateway.calls import GatewayConfig
+from megarl.rollout.gateway.gateway import Gateway
+from megarl.rollout.gateway.session import Session
+from megarl.rollout.generation import (
+    Asked,
+    Generator,
+    asked,
+    attempt_key,
+    seed_version,
+    stable_seed,
+)
+from megarl.rollout.loop_thread import LoopThread
 from megarl.rollout.pausing import Pauses
 from megarl.rollout.pipeline import ShouldAccept, has_signal
-from megarl.rollout.requester import Connection, Requester
-from megarl.rollout.routes import check_routes
-from megarl.rollout.servers import PROBE_TIMEOUT
+from megarl.rollout.routes import check_routes, wanted
+from megarl.rollout.sample import Sample, fill_ids
+from megarl.rollout.servers import PROBE_TIMEOUT, ServerPool
 from megarl.rollout.user_calls import stuck_threads
 from megarl.rollout.worker_link import START_TIMEOUT
 from megarl.rollout.workers import WorkerPool
@@ -35,15 +51,16 @@ from megarl.wire.routes import RouteShape
 T = TypeVar("T")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Driving:
-    """Holds what the driver's client has while it is open."""
+@dataclass(frozen=True, kw_only=True)
+class Connection:
+    """Holds what an open client has: its event loop, the servers, and what sends them samples."""
 
-    executor: RolloutExecutor
-    pauses: Pauses
+    loop: LoopThread
+    pool: ServerPool
+    samples: Generator
 
 
-class RemoteSGLangEngine(Requester):
+class RemoteSGLangEngine(InferenceEngine):
     """Generates by the servers of `config.addresses`, else of MEGARL_LLM_SERVER_ADDRS.
 
     Under torchrun every rank makes one. Rank 0, the driver, talks to the servers. `initialize`,
@@ -54,7 +71,8 @@ class RemoteSGLangEngine(Requester):
 
     `seed` keys requests that carry none while gconfig.seed is set; `tokenizer` is for requests by
     text and for the text of responses. `should_accept`: what prepare_batch takes where it is given
-    none; for_run sets it where actor.dynamic_sampling is on.
+    none; for_run sets it where actor.dynamic_sampling is on. `routes`: the shape of those that
+    answers are to have, None for none.
     """
 
     should_accept: ShouldAccept | None = None
@@ -69,13 +87,24 @@ class RemoteSGLangEngine(Requester):
         seed: int = 1,
         tokenizer: Any = None,
     ) -> None:
-        super().__init__(config, weight_sync or WeightSyncConfig(), seed=seed, tokenizer=tokenizer)
+        self.config, self._sync = config, weight_sync or WeightSyncConfig()
         for problem in kv_problems(config, self._sync):
             raise ValueError(problem)
+        self._seed, self._tokenizer = seed, tokenizer
+        self._version = 0
         self._updated: int | None = None  # the last version that update_weights saw arrive
-        self._driving: _Driving | None = None
+        self._asked = Asked()  # outside of episodes, with the weights of now
+        self.routes: RouteShape | None = None
         self._zero: RankZero | None = None  # while it is open
         self._loader: object = None  # the dataloader that all ranks were found to share
+        self._close()
+
+    def _close(self) -> None:
+        """Forgets what belongs to an open client."""
+        self._connection: Connection | None = None
+        self._gateway: Gateway | None = None  # from the first session
+        self._executor: RolloutExecutor | None = None  # on the driver, as are these
+        self._pauses: Pauses | None = None
         self._workers: WorkerPool | None = None
 
     @classmethod
@@ -107,6 +136,11 @@ class RemoteSGLangEngine(Requester):
         at = self._connection
         return at.pool.addresses if at else server_addresses(self.config)
 
+    @property
+    def is_open(self) -> bool:
+        """Returns whether this process is connected to the servers."""
+        return self._connection is not None
+
     def initialize(
         self, addr: str | Sequence[str] | None = None, ft_spec: FinetuneSpec | None = None
     ) -> None:
@@ -121,7 +155,7 @@ class RemoteSGLangEngine(Requester):
         if addr:
             listed = addr.split(",") if isinstance(addr, str) else addr
             addresses = [a.strip() for a in listed if a.strip()]
-            self.config = dataclasses.replace(self.config, addresses=addresses)
+            self.config = replace(self.config, addresses=addresses)
         self._zero = driver_of_world(self.config, self._sync, start_timeout=self.start_timeout)
         try:
             addresses = self._zero(self._connect, ft_spec)
@@ -129,19 +163,20 @@ class RemoteSGLangEngine(Requester):
             self.destroy()
             raise
         if not self._zero.is_zero:
-            self.config = dataclasses.replace(self.config, addresses=addresses)
+            self.config = replace(self.config, addresses=addresses)
 
     def _connect(self, ft_spec: FinetuneSpec | None) -> list[str]:
-        """Opens connections, on the driver; returns the servers' addresses."""
+        """Opens connections and waits for the servers, on the driver; returns their addresses."""
         at = self.connect()
-        executor = RolloutExecutor(self.config, engine=self, loop=at.loop)
-        pipeline, opening = executor.pipeline, None
+        self._executor = RolloutExecutor(self.config, engine=self, loop=at.loop)
+        pipeline, opening = self._executor.pipeline, None
         if self.config.workers:
             self._workers = WorkerPool(self)
             opening = at.loop.submit(self._workers.open())  # servers load meanwhile
             at.pool.changed, pipeline.runner = self._tell_workers, self._workers.run
-        pauses = Pauses(self.config, self._sync, at=at, pipeline=pipeline, workers=self._workers)
-        self._driving = _Driving(executor, pauses)
+        self._pauses = Pauses(
+            self.config, self._sync, at=at, pipeline=pipeline, workers=self._workers
+        )
         setup = self.config.setup_timeout
         at.loop.run(at.pool.wait_healthy(setup), timeout=setup + 2 * PROBE_TIMEOUT)
         if opening is not None:
@@ -149,32 +184,65 @@ class RemoteSGLangEngine(Requester):
         if self.config.max_queue is not None and self.config.max_concurrent_rollouts is None:
             at.loop.submit(adapt(at.pool, at.samples, pipeline, self.config.max_queue))
         if ft_spec is not None:
-            executor.expect(ft_spec.total_train_steps)
+            self._executor.expect(ft_spec.total_train_steps)
         return at.pool.addresses
 
-    def destroy(self) -> None:
-        """Cancels episodes in flight, resumes servers that are paused, closes connections, ends the
-        thread. Every rank calls it, none waits for another. May be called twice."""
-        zero, workers = self._zero, self._workers
-        self._zero = self._driving = self._workers = None
-        if zero is not None:
-            zero.close()
+    def connect(self) -> Connection:
+        """Opens connections; no server is called yet."""
+        config, sync = self.config, self._sync
+        pool = ServerPool(server_addresses(config), server_timeout=sync.server_timeout)
+        # a pause may take weight_sync.timeout to drain, and the update as long
+        samples = Generator(pool, config, patience=2 * sync.timeout + config.request_timeout)
+        samples.set_version(self._version)
+        at = self._connection = Connection(loop=LoopThread(), pool=pool, samples=samples)
+        atexit.register(self.disconnect)  # of a script that ends by an error
+        at.loop.run(pool.open(), timeout=PROBE_TIMEOUT)
+        return at
+
+    def disconnect(self, *, resume: bool = True) -> None:
+        """Cancels what is under way, has servers go on that this client has paused (`resume`),
+        closes connections, ends the thread. May be called twice."""
+        atexit.unregister(self.disconnect)
+        at, gateway, workers = self._connection, self._gateway, self._workers
+        self._close()
         try:
-            self.disconnect()
+            if at is not None:
+                if gateway is not None and not at.loop.blocked():
+                    at.loop.run(gateway.close(), timeout=PROBE_TIMEOUT)
+                at.loop.close(last=partial(at.pool.close, resume=resume and at.samples.held))
         finally:
             if workers is not None:
                 workers.stop()
 
-    def _tell_workers(self) -> None:
-        """Has the workers' clients, if there are any, agree with this one."""
-        if self._workers is not None:
-            self.opened().loop.call_soon(self._workers.follow)
+    def destroy(self) -> None:
+        """Cancels episodes in flight, resumes servers that are paused, closes connections, ends the
+        thread. Every rank calls it, none waits for another. May be called twice."""
+        zero, self._zero = self._zero, None
+        if zero is not None:
+            zero.close()
+        self.disconnect()
 
-    def for_worker(self, index: int) -> Self:
-        """Returns a client for a worker process; see Requester.for_worker."""
-        twin = super().for_worker(index)
-        twin._driving = twin._zero = twin._loader = twin._workers = None
-        return twin
+    def opened(self) -> Connection:
+        """Returns the connection of an open client, on the driver. Raises RuntimeError where it is
+        not open, and on other ranks."""
+        if not self.drives:
+            raise RuntimeError(
+                "generation is driven by rank 0 alone: call initialize, prepare_batch, "
+                "rollout_batch, update_weights and destroy on every rank, and submit, wait, "
+                "agenerate, check_health and stats on rank 0 only"
+            )
+        if self._connection is None:
+            raise RuntimeError("the rollout client is not open: call initialize() first")
+        return self._connection
+
+    def check_health(self) -> None:
+        """Raises RuntimeError naming the servers whose /health is not 200. On the driver only."""
+        at = self.opened()
+        down = at.loop.run(at.pool.unhealthy(), timeout=2 * PROBE_TIMEOUT)
+        if down:
+            raise RuntimeError("unhealthy servers: " + "; ".join(map(str, down.values())))
+
+    # one client of all ranks
 
     @property
     def drives(self) -> bool:
@@ -189,37 +257,95 @@ class RemoteSGLangEngine(Requester):
         """Returns the batch of the padded samples that `fn(*args)` returns on the driver, whose
         tokens stay there until the first engine verb. Collective.
         """
-        mine: list[Padded] = []
+        samples: list[Padded] = []
 
         @wraps(fn)
         def bring() -> None:
-            mine.extend(fn(*args))
+            samples.extend(fn(*args))
 
         self._everyone()(bring)
-        return Batch.from_local(mine)
+        return Batch.from_local(samples)
 
     def _everyone(self) -> RankZero:
         if self._zero is None:
             raise RuntimeError("the rollout client is not open: call initialize() on every rank")
         return self._zero
 
-    def check_health(self) -> None:
-        """Raises RuntimeError naming the servers whose /health is not 200. On the driver only."""
-        at = self.opened()
-        down = at.loop.run(at.pool.unhealthy(), timeout=2 * PROBE_TIMEOUT)
-        if down:
-            raise RuntimeError("unhealthy servers: " + "; ".join(map(str, down.values())))
+    # worker processes (rollout.workers)
 
-    def opened(self) -> Connection:
-        """Returns the connection of an open client, on the driver. Raises RuntimeError
-        elsewhere."""
-        if not self.drives:
-            raise RuntimeError(
-                "generation is driven by rank 0 alone: call initialize, prepare_batch, "
-                "rollout_batch, update_weights and destroy on every rank, and submit, wait, "
-                "agenerate, check_health and stats on rank 0 only"
-            )
-        return super().opened()
+    def for_worker(self, index: int) -> Self:
+        """Returns a client like this one for the worker process of this number, not open and to be
+        pickled. A subclass leaves out what it cannot share with another process. A gateway whose
+        port is given has those behind it in the workers."""
+        addresses, gateway = self.opened().pool.addresses, self.config.gateway
+        if port := gateway.get("port"):
+            gateway = gateway | {"port": port + 1 + index}
+        twin = copy.copy(self)
+        twin._close()
+        twin._zero = twin._loader = None
+        twin.config = replace(
+            self.config, workers=0, addresses=addresses, addresses_file="", gateway=gateway
+        )
+        return twin
+
+    def _tell_workers(self) -> None:
+        """Has the workers' clients, if there are any, agree with this one."""
+        if self._workers is not None:
+            self.opened().loop.call_soon(self._workers.follow)
+
+    # generation
+
+    async def agenerate(self, req: ModelRequest) -> ModelResponse:
+        """Generates one sample; see agenerate_many."""
+        return (await self.agenerate_many([req]))[0]
+
+    async def agenerate_many(self, reqs: Sequence[ModelRequest]) -> list[ModelResponse]:
+        """Generates samples in one request to one server, that of the episode where there is one
+        (rollout.affinity), in the order of `reqs`, and continues those that a pause aborts. Raises
+        RolloutFailed ("server") where servers fail for config.retry_timeout, RuntimeError where
+        none is left, ValueError for a broken answer."""
+        at = self.opened()
+        for req in reqs:
+            fill_ids(req, self._tokenizer)
+        samples = [self._sample(req) for req in reqs]
+        if (answers := current_answers.get()) is not None:
+            for sample in samples:
+                answers.begin(sample)
+        responses = await at.loop.here(at.samples.generate(samples))
+        if self._tokenizer is not None:
+            for response in responses:
+                decode, tokens = self._tokenizer.decode, response.output_tokens
+                response.completion = decode(tokens, skip_special_tokens=True)
+                response.raw_completion = decode(tokens, skip_special_tokens=False)
+        return responses
+
+    def _sample(self, req: ModelRequest) -> Sample:
+        seed, ids = req.seed, tuple(req.input_ids)
+        if seed is None and req.gconfig.seed is not None:
+            if (counts := asked.get()) is None:
+                counts = self._asked
+            key = (self._seed, req.gconfig.seed, seed_version(self._version), *counts.key, ids)
+            seed = stable_seed(*key, counts.number(ids), *attempt_key())
+        return Sample(req, seed=seed, routes=self.routes if wanted.get() else None)
+
+    @asynccontextmanager
+    async def session(
+        self, gconfig: GenerationHyperparameters, tokenizer: Any = None, **named: Any
+    ) -> AsyncIterator[Session]:
+        """Opens a session of the gateway, which starts with the first of them; see
+        InferenceEngine.session. tokenizer: the client's where it is None."""
+        at = self.opened()
+        if self._gateway is None:
+            self._gateway = Gateway(self, GatewayConfig(**self.config.gateway))
+        await at.loop.here(self._gateway.start(at.pool.context_length))
+        chosen = self._tokenizer if tokenizer is None else tokenizer
+        with self._gateway.session(gconfig, chosen, **named) as session:
+            yield session
+
+    @property
+    def lost_answers(self) -> int | None:
+        """Returns how many answers were written that no agent took; None without a gateway."""
+        return None if self._gateway is None else self._gateway.lost
 
     def record_routes(self, shape: RouteShape) -> None:
         """Has answers carry the experts that the servers' routers choose, see ModelResponse.
@@ -228,10 +354,17 @@ class RemoteSGLangEngine(Requester):
         return them."""
         at = self.opened()
         at.loop.run(check_routes(at.pool), timeout=2 * PROBE_TIMEOUT)
-        self._routes = shape
+        self.routes = shape
         self._tell_workers()
 
     # weights
+
+    @property
+    def pauses(self) -> Pauses:
+        """Returns what pauses the servers and has them release memory. On the driver only."""
+        self.opened()
+        assert self._pauses is not None
+        return self._pauses
 
     def pause(self) -> None:
         """Stops admitting requests here, then pauses every server; nothing on other ranks.
@@ -239,31 +372,23 @@ class RemoteSGLangEngine(Requester):
         RuntimeError where no other is left. A lost server that answers again, or one that is new in
         rollout.addresses_file, joins `addresses` and gets requests after an update.
         """
-        if not self.drives:
-            return
-        self.pauses.begin()
+        if self.drives:
+            self.pauses.begin()
 
     def resume(self) -> None:
         """Has the servers go on and sends requests again; does nothing on other ranks."""
-        if not self.drives:
-            return
-        self.pauses.end()
-
-    @property
-    def pauses(self) -> Pauses:
-        """Returns what pauses the servers and has them release memory. On the driver only."""
-        return self._drive().pauses
+        if self.drives:
+            self.pauses.end()
 
     def drop_servers(self, lost: Mapping[str, str]) -> None:
         """Goes on without `lost` (address -> reason). Raises RuntimeError if no other is left."""
-        if not self.drives:
-            return
-        at = self.opened()
+        if self.drives:
+            at = self.opened()
 
-        async def drop() -> None:  # in the loop's thread, as all that the pool does
-            at.pool.drop(lost)
+            async def drop() -> None:  # in the loop's thread, as all that the pool does
+                at.pool.drop(lost)
 
-        at.loop.run(drop(), timeout=PROBE_TIMEOUT)
+            at.loop.run(drop(), timeout=PROBE_TIMEOUT)
 
     def update_weights(self, meta: WeightUpdateMeta) -> Arrival:
         """Returns the arrival of the weights that the trainer's `upload_weights` moves: it is done
@@ -293,26 +418,31 @@ class RemoteSGLangEngine(Requester):
         self.set_version(meta.number)
         self._updated = meta.number
 
+    def get_version(self) -> int:
+        """Returns the version that `set_version` or the last finished update has set."""
+        return self._version
+
     def set_version(self, version: int) -> None:
         """Sets the version of the weights; after a lower one than the last, updates count anew."""
-        self._take_version(version)
+        if version != self._version:
+            self._asked = Asked()
+        self._version = version
+        if self._connection is not None:
+            self._connection.samples.set_version(version)
         if self._updated is not None and version < self._updated:
             self._updated = None  # back at earlier weights, whose versions count anew
         self._tell_workers()
-        if self._driving is not None:
-            self._driving.executor.pipeline.version_changed(version)
+        if self._executor is not None:
+            self._executor.pipeline.version_changed(version)
 
     # rollouts
 
     @property
     def executor(self) -> RolloutExecutor:
         """Returns the executor of an open client, on the driver. Raises RuntimeError elsewhere."""
-        return self._drive().executor
-
-    def _drive(self) -> _Driving:
         self.opened()
-        assert self._driving is not None
-        return self._driving
+        assert self._executor is not None
+        return self._executor
 
     def submit(
         self,
@@ -364,11 +494,11 @@ class RemoteSGLangEngine(Requester):
         seconds that the event loop was late at most since the last call; with a gateway
         lost_answers, which were written and no agent took; stuck_threads, see user_calls; what
         tally counted since the last call; with workers WorkerPool.stats."""
-        found = self.executor.stats() | {"loop_lag": self.opened().loop.take_lag()}
+        stats = self.executor.stats() | {"loop_lag": self.opened().loop.take_lag()}
         if self._workers is not None:
-            found |= self._workers.stats()
-        found |= tally.take()
-        found["stuck_threads"] = found.get("stuck_threads", 0.0) + stuck_threads()
+            stats |= self._workers.stats()
+        stats |= tally.take()
+        stats["stuck_threads"] = stats.get("stuck_threads", 0.0) + stuck_threads()
         if (lost := self.lost_answers) is not None:
-            found["lost_answers"] = found.get("lost_answers", 0.0) + lost
-        return found
+            stats["lost_answers"] = stats.get("lost_answers", 0.0) + lost
+        return stats

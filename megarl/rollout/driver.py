@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 from torch.utils.data import DistributedSampler
@@ -17,13 +17,11 @@ from megarl.parallel import exchange  # noqa: F401  a Batch of several ranks tra
 from megarl.parallel.groups import collective_timeout, init_distributed
 from megarl.parallel.rank_zero import RankZero
 
-T = TypeVar("T")
-
-_SAME = (
+_FIX = (
     "give every rank the whole data set (no split_dataset_by_node, no DistributedSampler) and "
-    "batches of train_dataset.batch_size rows"
+    "batches of train_dataset.batch_size rows: rank 0 reads it for all, and the trainer splits "
+    "each batch by itself; samples that each rank has of its own are joined by Batch.from_local"
 )
-_FIX = f"{_SAME}: rank 0 reads it for all, and the trainer splits each batch by itself"
 
 
 class SharedArrival:
@@ -50,8 +48,8 @@ def driver_of_world(
 ) -> RankZero:
     """Finds the driver among the ranks of torchrun's world. Ranks meet for each call within
     collective_timeout; then what the driver does alone is bounded by its own timeouts, and by
-    collective_timeout where that is longer. Starts
-    torch.distributed where torchrun began several processes and nothing has yet.
+    collective_timeout where that is longer. Starts torch.distributed where torchrun began several
+    processes and nothing has yet.
 
     start_timeout: seconds in which the driver starts servers.
     """
@@ -72,90 +70,52 @@ def driver_of_world(
     )
 
 
-def check_same_data(dataloader: object, zero: RankZero) -> None:
+def check_same_data(dataloader: Any, zero: RankZero) -> None:
     """Raises ValueError on every rank where a rank's dataloader shows other data than rank 0's: a
-    different length or a different first row. Collective.
-    """
+    different length or a different first row. Collective."""
     sampler = getattr(dataloader, "sampler", None)
     split = isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1
     if zero.highest(int(split), "prepare_batch"):
         raise ValueError(f"prepare_batch: the dataloader's sampler splits its data by rank; {_FIX}")
-    if zero.size == 1:
-        return
-    mine = _looks(dataloader)
-    theirs = _if_they_differ("prepare_batch", mine, zero)
-    if theirs is not None:
-        raise ValueError(
-            f"prepare_batch: the ranks' dataloaders are not of the same data. Rank {zero.rank} has "
-            f"{_words(mine)}, rank 0 has {_words(theirs)}: {_FIX}"
-        )
+    rows = getattr(dataloader, "dataset", dataloader)
+    length = f"{len(dataloader)} batches" if hasattr(dataloader, "__len__") else "batches"
+    first = _text(rows, 0) if hasattr(rows, "__getitem__") and hasattr(rows, "__len__") else ""
+    _check_same("prepare_batch", f"{length} from {first}", zero)
 
 
 def check_same_rows(rows: Sequence[dict[str, Any]], zero: RankZero) -> None:
     """Raises ValueError on every rank where a rank's rows for `rollout_batch` are not rank 0's, of
     which the batch is. Collective."""
-    if zero.size == 1:
-        return
-    mine = _digest(rows)
-    theirs = _if_they_differ("rollout_batch", mine, zero)
-    if theirs is not None:
+    if zero.size > 1:
+        texts = "\n".join(_text(rows, i) for i in range(len(rows or ())))
+        digest = hashlib.blake2b(texts.encode(), digest_size=8).hexdigest()
+        _check_same("rollout_batch", f"{len(rows or ())} rows of digest {digest}", zero)
+
+
+def _check_same(call: str, data: str, zero: RankZero) -> None:
+    """Raises ValueError on every rank where `data`, what a rank brings to a `call` of the user's,
+    differs from rank 0's. Collective."""
+
+    def of_rank_zero() -> str:
+        return data
+
+    of_rank_zero.__qualname__ = call
+    first = zero(of_rank_zero)
+    if zero.highest(int(data != first), call):
         raise ValueError(
-            f"rollout_batch: the ranks brought different rows. Rank {zero.rank} has {mine[0]}, "
-            f"rank 0 has {theirs[0]}, and the batch is made of rank 0's alone: {_SAME}; or, where "
-            "each rank has samples of its own, join them with Batch.from_local"
+            f"{call}: the ranks' data differ. Rank {zero.rank} has {data:.100}, rank 0 has "
+            f"{first:.100}: {_FIX}"
         )
 
 
-def _if_they_differ(call: str, mine: T, zero: RankZero) -> T | None:
-    """Returns what rank 0 has, where any rank has something else; else None. Collective. call: of
-    the user's, for errors."""
-
-    def shown() -> T:
-        return mine
-
-    shown.__qualname__ = call
-    theirs = zero(shown)
-    return theirs if zero.highest(int(mine != theirs), call) else None
-
-
-def _digest(rows: Sequence[dict[str, Any]]) -> tuple[int, str]:
-    """Returns how many rows there are, and a digest of what is in them; of None, none."""
-    text = "\n".join(map(_text, rows or ()))
-    return len(rows or ()), hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def _text(row: object) -> str:
+def _text(rows: Any, index: int) -> str:
     """Writes a row, but for objects that are no data. What keeps it from being read is the user's
     code: where that fails on one rank alone, it is a difference."""
     try:
-        return json.dumps(row, sort_keys=True, default=_plain)
+        return json.dumps(rows[index], sort_keys=True, default=_plain)
     except Exception as e:
         return f"a row that cannot be read ({type(e).__name__}: {e})"
 
 
 def _plain(value: Any) -> object:
     return value.tolist() if hasattr(value, "tolist") else type(value).__name__
-
-
-def _looks(dataloader: Any) -> tuple[int | None, str | None]:
-    """Returns the number of batches and the first row, each None where it cannot be had."""
-    rows = getattr(dataloader, "dataset", dataloader)
-    first = None
-    if hasattr(rows, "__getitem__") and hasattr(rows, "__len__"):
-        try:
-            first = _text(rows[0] if len(rows) else None)
-        except Exception as e:  # as in _text
-            first = f"a row that cannot be read ({type(e).__name__}: {e})"
-    return _length(dataloader), first
-
-
-def _length(dataloader: Any) -> int | None:
-    try:
-        return len(dataloader)
-    except TypeError:
-        return None
-
-
-def _words(looks: tuple[int | None, str | None]) -> str:
-    length, first = looks
-    return f"{length if length is not None else 'an unknown number of'} batches from {first!s:.80}"

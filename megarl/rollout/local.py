@@ -90,7 +90,7 @@ class SGLangEngine(RemoteSGLangEngine):
         return {"gpus_per_process": gpus, "cpus_per_process": 0}
 
     def for_worker(self, index: int) -> Self:
-        """Returns a client of these servers for a worker process; see Requester.for_worker."""
+        """Returns a client of these servers for a worker process."""
         twin = super().for_worker(index)
         twin.processes = []
         return twin

@@ -14,14 +14,13 @@ import asyncio
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megarl.config.rollout import RolloutConfig, WeightSyncConfig
 from megarl.observability.logging import get_logger
 from megarl.rollout.generation import SETTLE_TIMEOUT
 from megarl.rollout.loop_thread import LoopThread
 from megarl.rollout.pipeline import Pipeline
-from megarl.rollout.requester import Connection
 from megarl.rollout.servers import (
     POLL_INTERVAL,
     PROBE_TIMEOUT,
@@ -32,6 +31,9 @@ from megarl.rollout.servers import (
 )
 from megarl.rollout.workers import WorkerPool
 from megarl.utils.http import HttpError
+
+if TYPE_CHECKING:
+    from megarl.rollout.client import Connection
 
 log = get_logger(__name__)
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import traceback
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
@@ -20,9 +21,12 @@ from megarl.rollout.answers import Answer, AnswerLog
 from megarl.rollout.episode import Episode, run_episode
 from megarl.rollout.frames import packed
 from megarl.rollout.pause_clock import PauseClock
-from megarl.rollout.requester import ClientState, Requester
 from megarl.rollout.rewards.pool import close_copies
 from megarl.rollout.user_calls import stuck_threads
+from megarl.wire.routes import RouteShape
+
+if TYPE_CHECKING:
+    from megarl.rollout.client import RemoteSGLangEngine
 
 log = get_logger(__name__)
 
@@ -38,6 +42,34 @@ FOUND = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class ClientState:
+    """Says what the clients of all processes agree on.
+
+    version: of the weights. servers: host:port of those that get requests. served: the version of
+    the last update, as servers report it; None before the first. adapter, routes: what requests ask
+    for.
+    """
+
+    version: int
+    servers: tuple[str, ...]
+    served: str | None = None
+    adapter: str | None = None
+    routes: RouteShape | None = None
+
+
+def state_of(client: RemoteSGLangEngine) -> ClientState:
+    """Returns what the client of a worker process has to know."""
+    at = client.opened()
+    return ClientState(
+        version=client.get_version(),
+        servers=tuple(s.address for s in at.pool.serving),
+        served=at.pool.version,
+        adapter=at.samples.adapter,
+        routes=client.routes,
+    )
+
+
 def serve(index: int, count: int, options: Mapping[str, Any]) -> EpisodeWorker:
     """Returns what a process of rollout.workers serves."""
     return EpisodeWorker()
@@ -48,7 +80,7 @@ class EpisodeWorker:
     brings."""
 
     def __init__(self) -> None:
-        self._client: Requester | None = None
+        self._client: RemoteSGLangEngine | None = None
         self._workflows: dict[int, RolloutWorkflow | Exception] = {}
         self._running: dict[int, tuple[asyncio.Task[None], Episode]] = {}  # by ticket
         self._settling: set[asyncio.Task[None]] = set()
@@ -123,7 +155,12 @@ class EpisodeWorker:
 
     def _do_follow(self, state: ClientState) -> None:
         """Has the client agree with the coordinator's."""
-        self._opened().follow(state)
+        client = self._opened()
+        client.routes = state.routes
+        client.set_version(state.version)
+        at = client.opened()
+        at.samples.adapter = state.adapter
+        at.pool.follow(state.servers, state.served)
 
     def _do_hold(self) -> None:
         """Sends no more requests."""
@@ -185,7 +222,7 @@ class EpisodeWorker:
         self._reports.append(report)
         self._any.set()
 
-    def _opened(self) -> Requester:
+    def _opened(self) -> RemoteSGLangEngine:
         assert self._client is not None, "no client has come"
         return self._client
 

@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
@@ -20,10 +20,12 @@ from megarl.rollout.answers import AnswerLog
 from megarl.rollout.episode import Episode, judge, show
 from megarl.rollout.generation import SETTLE_TIMEOUT
 from megarl.rollout.pickling import Workflows
-from megarl.rollout.requester import ClientState, Requester
-from megarl.rollout.worker import ABOUT, BEGIN
+from megarl.rollout.worker import ABOUT, BEGIN, ClientState, state_of
 from megarl.rollout.worker_link import Job, Link, Process, RpcProcess
 from megarl.rpc.errors import RemoteError, RpcError
+
+if TYPE_CHECKING:
+    from megarl.rollout.client import RemoteSGLangEngine
 
 log = get_logger(__name__)
 
@@ -39,7 +41,9 @@ class WorkerPool:
     """Runs episodes in `client.config.workers` processes that `start` starts, by number. All its
     methods run in the client's loop, but `stop` and `stats`."""
 
-    def __init__(self, client: Requester, start: Callable[[int], Process] = RpcProcess) -> None:
+    def __init__(
+        self, client: RemoteSGLangEngine, start: Callable[[int], Process] = RpcProcess
+    ) -> None:
         self._client, self._start = client, start
         self._processes: list[Process] = []  # all that were started
         self._stopped = False
@@ -56,7 +60,7 @@ class WorkerPool:
 
     async def open(self) -> None:
         """Starts the workers. Raises what keeps one from starting."""
-        self._state = self._client.state()
+        self._state = state_of(self._client)
         places = range(self._client.config.workers)
         for index, worker in enumerate(await asyncio.gather(*map(self._begin, places))):
             task = asyncio.ensure_future(self._keep(index, worker))
@@ -88,7 +92,7 @@ class WorkerPool:
 
     def follow(self) -> None:
         """Has the workers' clients take over the state of the coordinator's."""
-        if (state := self._client.state()) != self._state:
+        if (state := state_of(self._client)) != self._state:
             self._state = state
             for worker in self._workers.values():
                 worker.say("follow", state)

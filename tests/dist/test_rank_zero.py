@@ -294,7 +294,7 @@ def test_every_rank_makes_the_client(world):
     (split, failed, apart), (split_1, failed_1, apart_1, alone) = first["errors"], second["errors"]
     for said in (apart, apart_1):  # each brought its own part of the data
         assert said.startswith("ValueError") and "Batch.from_local" in said and "2" in said
-    assert split.startswith("ValueError: prepare_batch: the ranks' dataloaders are not of the same")
+    assert split.startswith("ValueError: prepare_batch:")
     assert "Rank 1 has 1 batches" in split_1 and "no split_dataset_by_node" in split_1
     assert "KeyError" in failed and "rank 0 failed in" in failed_1 and "tool" in failed_1
     assert "generation is driven by rank 0 alone" in alone
