@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -206,10 +205,6 @@ class KeptAnswers:
                 del self._kept[i]
                 return AnswerLog(answers)
         return AnswerLog()
-
-
-# of the episode whose workflow runs; tasks that it starts inherit it
-current: ContextVar[AnswerLog | None] = ContextVar("current", default=None)
 
 
 def _digest(sample: Sample) -> str:

@@ -15,7 +15,7 @@ from megarl.config.rollout import GenerationHyperparameters
 from megarl.config.script import REWARD_KEYS, note_read
 from megarl.observability.logging import get_logger
 from megarl.rollout.chat_template import ChatTemplate
-from megarl.rollout.generation import attempt_key, seed_version, stable_seed
+from megarl.rollout.episode_context import attempt_key, seed_version, stable_seed
 from megarl.rollout.rewards import (
     RewardPool,
     reward_arguments,

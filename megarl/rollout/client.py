@@ -21,25 +21,18 @@ from megarl.config.rollout import GenerationHyperparameters, RolloutConfig, Weig
 from megarl.config.script import CLIENT_KEYS, note_read
 from megarl.parallel.rank_zero import RankZero
 from megarl.rollout import tally
-from megarl.rollout.answers import current as current_answers
 from megarl.rollout.concurrency import adapt
 from megarl.rollout.driver import SharedArrival, check_same_data, check_same_rows, driver_of_world
+from megarl.rollout.episode_context import EpisodeContext, current_episode
 from megarl.rollout.executor import RolloutExecutor
 from megarl.rollout.gateway.calls import GatewayConfig
 from megarl.rollout.gateway.gateway import Gateway
 from megarl.rollout.gateway.session import Session
-from megarl.rollout.generation import (
-    Asked,
-    Generator,
-    asked,
-    attempt_key,
-    seed_version,
-    stable_seed,
-)
+from megarl.rollout.generation import Generator
 from megarl.rollout.loop_thread import LoopThread
 from megarl.rollout.pausing import Pauses
 from megarl.rollout.pipeline import ShouldAccept, has_signal
-from megarl.rollout.routes import check_routes, wanted
+from megarl.rollout.routes import check_routes
 from megarl.rollout.sample import Sample, fill_ids
 from megarl.rollout.servers import PROBE_TIMEOUT, ServerPool
 from megarl.rollout.user_calls import stuck_threads
@@ -93,7 +86,7 @@ class RemoteSGLangEngine(InferenceEngine):
         self._seed, self._tokenizer = seed, tokenizer
         self._version = 0
         self._updated: int | None = None  # the last version that update_weights saw arrive
-        self._asked = Asked()  # outside of episodes, with the weights of now
+        self._no_episode = EpisodeContext()  # of requests outside of any, with the weights of now
         self.routes: RouteShape | None = None
         self._zero: RankZero | None = None  # while it is open
         self._loader: object = None  # the dataloader that all ranks were found to share
@@ -307,10 +300,11 @@ class RemoteSGLangEngine(InferenceEngine):
         at = self.opened()
         for req in reqs:
             fill_ids(req, self._tokenizer)
-        samples = [self._sample(req) for req in reqs]
-        if (answers := current_answers.get()) is not None:
+        episode = current_episode.get() or self._no_episode
+        samples = [self._sample(req, episode) for req in reqs]
+        if episode.answers is not None:
             for sample in samples:
-                answers.begin(sample)
+                episode.answers.begin(sample)
         responses = await at.loop.here(at.samples.generate(samples))
         if self._tokenizer is not None:
             for response in responses:
@@ -319,14 +313,11 @@ class RemoteSGLangEngine(InferenceEngine):
                 response.raw_completion = decode(tokens, skip_special_tokens=False)
         return responses
 
-    def _sample(self, req: ModelRequest) -> Sample:
-        seed, ids = req.seed, tuple(req.input_ids)
+    def _sample(self, req: ModelRequest, episode: EpisodeContext) -> Sample:
+        seed, run = req.seed, (self._seed, req.gconfig.seed)
         if seed is None and req.gconfig.seed is not None:
-            if (counts := asked.get()) is None:
-                counts = self._asked
-            key = (self._seed, req.gconfig.seed, seed_version(self._version), *counts.key, ids)
-            seed = stable_seed(*key, counts.number(ids), *attempt_key())
-        return Sample(req, seed=seed, routes=self.routes if wanted.get() else None)
+            seed = episode.seed(*run, prompt=req.input_ids, version=self._version)
+        return Sample(req, seed=seed, routes=self.routes if episode.routes else None)
 
     @asynccontextmanager
     async def session(
@@ -425,7 +416,7 @@ class RemoteSGLangEngine(InferenceEngine):
     def set_version(self, version: int) -> None:
         """Sets the version of the weights; after a lower one than the last, updates count anew."""
         if version != self._version:
-            self._asked = Asked()
+            self._no_episode = EpisodeContext()
         self._version = version
         if self._connection is not None:
             self._connection.samples.set_version(version)

@@ -22,9 +22,8 @@ from megarl.api.tokens import select
 from megarl.observability.logging import get_logger
 from megarl.observability.timeline import EPISODES, timeline
 from megarl.rollout.answers import AnswerLog
-from megarl.rollout.answers import current as current_answers
 from megarl.rollout.episode_check import check_episode, check_valid
-from megarl.rollout.generation import Asked, admitted, asked, attempt, began
+from megarl.rollout.episode_context import EpisodeContext, Home, current_episode
 from megarl.rollout.pause_clock import PauseClock
 from megarl.rollout.retries import (
     Failed,
@@ -35,9 +34,6 @@ from megarl.rollout.retries import (
     rewards_of,
 )
 from megarl.rollout.rewards.errors import RewardError, fails_sample
-from megarl.rollout.routes import wanted as routes_wanted
-from megarl.rollout.servers import Home, current_home
-from megarl.rollout.trajectory import kept_notes
 
 log = get_logger(__name__)
 
@@ -118,11 +114,6 @@ async def run_episode(
     which stands still in pauses; vocab_size: the model's, if known; retries: how often failed
     rollouts are made anew; min_rollouts, on_reward_error: see config.rollout."""
     begun, start, task = time.monotonic(), time.time(), asyncio.current_task()
-    current_answers.set(episode.answers)
-    current_home.set(Home())
-    routes_wanted.set(episode.routes)
-    admitted.set(episode.admitted)
-    kept_notes.set(episode.notes)
     bound: asyncio.Timeout | None = None
     try:
         async with (clock or PauseClock()).timeout(timeout) as bound:
@@ -227,11 +218,20 @@ async def _gathered(
     """Returns the episode's rollouts, for which the workflow runs again where some failed; None
     where it rejects the row."""
     found = Gathered(_samples_of(episode.workflow))
-    data = {**episode.row, "episode_id": episode.number}
+    data, home = {**episode.row, "episode_id": episode.number}, Home()
     for again in range(retries + 1):
-        attempt.set(again)
-        asked.set(Asked(episode.number))
-        began.set(engine.get_version())
+        current_episode.set(
+            EpisodeContext(
+                number=episode.number,
+                attempt=again,
+                admitted=episode.admitted,
+                began=engine.get_version(),
+                home=home,
+                answers=episode.answers,
+                notes=episode.notes,
+                routes=episode.routes,
+            )
+        )
         try:
             made = await episode.workflow.arun_episode(engine, data)
             if made is None:

@@ -8,21 +8,18 @@ while `Retries` allows it.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
 import uuid
-from array import array
-from collections import Counter
 from collections.abc import Sequence
-from contextvars import ContextVar
 from typing import Any
 
 from megarl.api.inference import RolloutFailed
 from megarl.api.records import ModelResponse
 from megarl.config.rollout import RolloutConfig
 from megarl.observability.logging import get_logger
+from megarl.rollout.episode_context import Home, current_episode
 from megarl.rollout.sample import Sample, batch_body, routes_from
-from megarl.rollout.servers import Server, ServerChoice, ServerPool, current_home
+from megarl.rollout.servers import Server, ServerChoice, ServerPool
 from megarl.utils.http import MAX_REST, STRANGER, HttpError, Retries, is_final, shown
 
 log = get_logger(__name__)
@@ -33,56 +30,6 @@ ABORT_DELAY = 0.1  # seconds before a sample that somebody else's pause aborted 
 ABORT_TIMEOUT = 10.0  # seconds in which a server brings the tokens of a request that it aborts
 SETTLE_TIMEOUT = 5.0  # seconds a pause's partial answers may take to arrive
 POLL_INTERVAL = 0.01
-
-# how often the workflow of this episode has run before, because rollouts failed
-attempt: ContextVar[int] = ContextVar("attempt", default=0)
-
-
-# the version at which the episode began whose workflow runs; tasks that it starts inherit it
-began: ContextVar[int | None] = ContextVar("began", default=None)
-
-
-# the version of the weights at the admission of this episode, which a resume does not change
-admitted: ContextVar[int | None] = ContextVar("admitted", default=None)
-
-
-def seed_version(now: int) -> int:
-    """Returns the version that keys the seeds of this episode: that of its admission; `now` outside
-    of an episode. An episode that goes on after an update, or a resume, asks for the same again."""
-    version = admitted.get()
-    return now if version is None else version
-
-
-def attempt_key() -> tuple[int, ...]:
-    """Returns the part of a seed's key that tells rollouts made anew from those that failed."""
-    return (attempt.get(),) if attempt.get() else ()
-
-
-class Asked:
-    """Counts the samples of each prompt that were asked for, so that each has a seed of its own.
-
-    key: tells whose they are from others, as an episode by its number.
-    """
-
-    def __init__(self, *key: int) -> None:
-        self.key = key
-        self._counts: Counter[bytes] = Counter()
-
-    def number(self, prompt: Sequence[int]) -> int:
-        """Returns how many samples of the prompt were asked for before this one."""
-        ids = hashlib.blake2b(array("q", prompt).tobytes(), digest_size=16).digest()
-        self._counts[ids] += 1
-        return self._counts[ids] - 1
-
-
-# by the workflow that runs; tasks that it starts inherit it
-asked: ContextVar[Asked | None] = ContextVar("asked", default=None)
-
-
-def stable_seed(*key: object) -> int:
-    """Returns a 31-bit seed of the key's values, the same in every process and run."""
-    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 33
 
 
 class Generator:
@@ -152,7 +99,9 @@ class Generator:
         again, and those of a request that fails. Raises RolloutFailed ("server") where that goes on
         for too long, RuntimeError where no server is left, HttpError for a refusal (4xx but 429)
         and ValueError for a broken answer."""
-        begun = self._version if (version := began.get()) is None else version
+        episode = current_episode.get()
+        home = None if episode is None else episode.home
+        begun = self._version if episode is None or episode.began is None else episode.began
         fruitless, holds = 0, self._holds
         retries, failed = Retries(self._retry_timeout), list[str]()
         while unfinished := [s for s in samples if not s.done]:
@@ -160,7 +109,7 @@ class Generator:
             if holds != self._holds:  # a pause is not the time of a server that fails
                 holds, retries = self._holds, Retries(self._retry_timeout)
             try:
-                gained = await self._ask(unfinished, begun, failed)
+                gained = await self._ask(unfinished, begun, home, failed)
             except HttpError as error:
                 # on its way across an update: the adapter it names is gone
                 if self.adapter is None or holds == self._holds:
@@ -198,7 +147,9 @@ class Generator:
             f"(rollout.request_timeout, at most 120), the last time because {error}",
         ) from error
 
-    async def _ask(self, samples: Sequence[Sample], begun: int, failed: Sequence[str]) -> int:
+    async def _ask(
+        self, samples: Sequence[Sample], begun: int, home: Home | None, failed: Sequence[str]
+    ) -> int:
         """Sends one request for all, whose episode began at version `begun`, if possible to none of
         the servers that `failed`, and takes the answers in; returns how many tokens came. Raises
         HttpError where it fails, RuntimeError where no server is left."""
@@ -208,7 +159,7 @@ class Generator:
         tokens = self._choice.expected(sum(map(len, body["input_ids"])), budget)
         if not (serving := self._pool.serving):
             raise RuntimeError("no generation server is left")
-        server = self._choice.pick(serving, tokens, home=current_home.get(), avoid=failed)
+        server = self._choice.pick(serving, tokens, home=home, avoid=failed)
         server.outstanding += tokens
         self._under_way += 1
         try:

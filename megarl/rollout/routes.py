@@ -8,7 +8,6 @@ did not come with it, they stay unknown.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -17,9 +16,6 @@ from torch import Tensor
 from megarl.rollout.servers import PROBE_TIMEOUT, ServerPool
 from megarl.utils.http import HttpError, shown
 from megarl.wire.routes import UNKNOWN, RouteShape, decode
-
-# whether the samples of the episode that runs are to have routes, where the client asks for any
-wanted: ContextVar[bool] = ContextVar("wanted", default=True)
 
 
 class Routes:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -27,6 +26,7 @@ from megarl.api.records import INITIAL_VERSION, WeightUpdateMeta
 from megarl.config.recipe_engines import ADDRESSES_ENV, server_addresses
 from megarl.config.rollout import RolloutConfig
 from megarl.observability.logging import get_logger
+from megarl.rollout.episode_context import Home
 from megarl.utils import http
 from megarl.utils.http import SIGN_OF_LIFE, STRANGER, HttpError, as_object, shown, split_address
 
@@ -75,34 +75,6 @@ class Server:
     def rests(self) -> bool:
         """Returns whether it asked to be left alone until later."""
         return self.rests_until > time.monotonic()
-
-
-@dataclass(eq=False)
-class Home:
-    """Remembers the address of the server that somebody's requests go to, None before the first.
-
-    near: whose home it begins at, as the sessions of a group begin where the group's prompt is.
-    """
-
-    address: str | None = None
-    near: Home | None = None
-
-    @property
-    def first_choice(self) -> str | None:
-        """Returns the address to prefer."""
-        if self.address is None and self.near is not None:
-            return self.near.first_choice
-        return self.address
-
-    def settle(self, address: str) -> None:
-        """Makes a server the home, and that of the group where it has none yet."""
-        self.address = address
-        if self.near is not None and self.near.first_choice is None:
-            self.near.settle(address)
-
-
-# of the episode, or of the session, that makes the requests; tasks that it starts inherit it
-current_home: ContextVar[Home | None] = ContextVar("current_home", default=None)
 
 
 class ServerChoice:

@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,10 +40,9 @@ from torch import Tensor
 from megarl.api.batch import Padded
 from megarl.api.inference import FAILURES
 from megarl.api.records import ModelResponse
+from megarl.rollout.episode_context import current_episode
 
 REWARD_PART = "reward_part/"  # begins the names of the batch's fields with parts of rewards
-# the notes of an episode, to which its rollouts add theirs as they are scored
-kept_notes: ContextVar[list[dict[str, Any]] | None] = ContextVar("kept_notes", default=None)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -198,8 +196,8 @@ class Trajectory:
         self._outcome, self._discount = float(outcome), discount
         self.parts = dict(getattr(outcome, "parts", {}))
         self.notes = dict(getattr(outcome, "notes", {}))
-        if self.notes and (kept := kept_notes.get()) is not None:
-            kept.append({"rollout": self.index, **self.notes})
+        if self.notes and (episode := current_episode.get()) is not None:
+            episode.notes.append({"rollout": self.index, **self.notes})
 
     def fail(self, why: str) -> None:
         """Notes that something failed, so that the rollout is never trained on: `why` is one of

@@ -17,7 +17,7 @@ import torch
 from megarl.api.records import ModelResponse, WeightUpdateMeta
 from megarl.config.rollout import RolloutConfig
 from megarl.rollout.client import RemoteSGLangEngine
-from megarl.rollout.generation import began
+from megarl.rollout.episode_context import EpisodeContext, current_episode
 from tests.dist.uploads import Upload, run_uploads
 from tests.dist.world import World
 from tests.sglang.conftest import Pair
@@ -145,7 +145,7 @@ def test_refused_weights_are_an_error_and_the_next_sync_works(
 
 async def answer(client: RemoteSGLangEngine, version: int) -> ModelResponse:
     """In an episode that began at `version`."""
-    began.set(version)
+    current_episode.set(EpisodeContext(began=version))
     return await client.agenerate(request(PREFIX, greedy=True))
 
 

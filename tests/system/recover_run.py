@@ -49,11 +49,12 @@ def main() -> int:
 
 def record_requests(path: Path) -> None:
     from megarl.rollout import generation
-    from megarl.rollout.answers import current
+    from megarl.rollout.episode_context import current_episode
 
     def make(real: Any) -> Any:
         def batch_body(samples: Any, *args: Any) -> Any:
-            if current.get() is not None:  # else it is an evaluation's
+            episode = current_episode.get()
+            if episode is not None and episode.answers is not None:  # else it is an evaluation's
                 with path.open("a") as f:
                     f.write(json.dumps([s.response.output_len for s in samples]) + "\n")
             return real(samples, *args)

@@ -16,8 +16,7 @@ from megarl.api.inference import RolloutFailed, RolloutWorkflow
 from megarl.api.records import ModelRequest, WeightUpdateMeta
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig, WeightSyncConfig
 from megarl.rollout.client import RemoteSGLangEngine
-from megarl.rollout.generation import began, stable_seed
-from megarl.rollout.servers import Home, current_home
+from megarl.rollout.episode_context import EpisodeContext, Home, current_episode, stable_seed
 from megarl.utils.http import MAX_RETRY_DELAY, RETRY_DELAY, backoff, call_json, retry_after
 from tests.dist.world import free_port
 from tests.unit.rollout_fakes import trajectory
@@ -407,7 +406,7 @@ def updated(client, server, version):
 
 async def episode(client, version, *, then):
     """An episode that begins at `version`, and asks before and after `then` is called."""
-    began.set(version)
+    current_episode.set(EpisodeContext(began=version))
     await client.agenerate(request())
     await asyncio.to_thread(then)
     await client.agenerate(request())
@@ -515,7 +514,7 @@ def test_delays_between_tries_double_within_a_bound_and_differ():
 
 def turns(client, count, home):
     async def ask():
-        current_home.set(home)
+        current_episode.set(EpisodeContext(home=home))
         return [await client.agenerate(request()) for _ in range(count)]
 
     return asyncio.run(ask())
@@ -609,7 +608,7 @@ def test_a_drain_does_not_wait_for_a_server_that_is_gone(servers, connect, monke
     silent.delay = 600.0
 
     async def under_way():
-        current_home.set(Home(silent.address))
+        current_episode.set(EpisodeContext(home=Home(silent.address)))
         task = asyncio.ensure_future(client.agenerate(request()))
         while not silent.requests:
             await asyncio.sleep(0.01)

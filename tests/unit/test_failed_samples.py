@@ -23,8 +23,8 @@ from megarl.config.run import EpisodesConfig
 from megarl.rollout.accounting import AccountingError
 from megarl.rollout.episode import Episode, batch_parts, without_failed
 from megarl.rollout.episode_check import check_valid
+from megarl.rollout.episode_context import attempt_key
 from megarl.rollout.executor import RolloutExecutor
-from megarl.rollout.generation import attempt_key
 from megarl.rollout.loop_thread import LoopThread
 from megarl.rollout.rewards.errors import RewardUnavailable
 from megarl.trainer.rl import RLTrainer

@@ -23,10 +23,10 @@ from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.rollout import tally
+from megarl.rollout.episode_context import EpisodeContext, current_episode
 from megarl.rollout.gateway.calls import GatewayConfig, call_parser
 from megarl.rollout.gateway.gateway import Gateway
 from megarl.rollout.gateway.session import Session
-from megarl.rollout.generation import began
 from megarl.rollout.trajectory import to_batch
 from megarl.rollout.workflows.agent import AgentWorkflow
 from megarl.trainer.named import check_code
@@ -81,7 +81,8 @@ class StubEngine:
 
     async def agenerate_many(self, reqs: Sequence[ModelRequest]) -> list[ModelResponse]:
         self.asked += reqs
-        self.began.append(began.get())
+        episode = current_episode.get()
+        self.began.append(None if episode is None else episode.began)
         if self.gate is not None:
             await self.gate.wait()
         if self.fails:
@@ -521,7 +522,7 @@ def test_requests_are_of_the_episode_that_opened_the_session(tokenizer: Any) -> 
     """The gateway, which all episodes share, starts in the context of another one."""
 
     async def episode(gateway: Gateway, version: int) -> None:
-        began.set(version)
+        current_episode.set(EpisodeContext(began=version))
         with gateway.session(GCONFIG, tokenizer) as session:
             await post(session, "/chat/completions", ask("go"))
 

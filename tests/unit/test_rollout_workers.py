@@ -29,8 +29,8 @@ from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
 from megarl.rollout import client as client_module
 from megarl.rollout.answers import AnswerLog
 from megarl.rollout.client import RemoteSGLangEngine
+from megarl.rollout.episode_context import attempt_key
 from megarl.rollout.frames import packed, unpacked
-from megarl.rollout.generation import attempt
 from megarl.rollout.pickling import pickled_workflow, share
 from megarl.rollout.rewards import RewardPool, get_reward_fn
 from megarl.rollout.rewards.judge import JudgeReward
@@ -69,7 +69,7 @@ class Varied(RolloutWorkflow):
     gconfig = G
 
     async def arun_episode(self, engine, data):
-        row, first = data["row_id"], attempt.get() == 0
+        row, first = data["row_id"], not attempt_key()
         prompts = [[9, row + 1, i] for i in range(data.get("samples_missing", G.n_samples))]
         for _ in range(1 + row % 2):
             requests = [ModelRequest(rid="r", input_ids=ids, gconfig=G) for ids in prompts]

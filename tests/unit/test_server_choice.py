@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.rollout.servers import Home, Server, ServerChoice
+from megarl.rollout.episode_context import Home
+from megarl.rollout.servers import Server, ServerChoice
 
 AFFINITY = 2.0
 TOKENS = st.integers(1, 4000)

@@ -18,9 +18,9 @@ from megarl.rollout.chat import all_of
 from megarl.rollout.environments.client import WorkerError, Workers, shared_workers
 from megarl.rollout.environments.config import EnvironmentConfig
 from megarl.rollout.environments.traces import trained_part
+from megarl.rollout.episode_context import attempt_key
 from megarl.rollout.gateway.app import MODEL
 from megarl.rollout.gateway.session import Session
-from megarl.rollout.generation import attempt_key
 from megarl.rollout.trajectory import Trajectory, to_batch
 
 log = get_logger(__name__)

@@ -14,21 +14,20 @@ import uuid
 from collections import Counter
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, TypeVar
 
 from megarl.api.inference import InferenceEngine
 from megarl.api.records import ModelRequest, ModelResponse
 from megarl.config.rollout import GenerationHyperparameters
+from megarl.rollout.episode_context import EpisodeContext, Home, current_episode, stable_seed
 from megarl.rollout.gateway.attempts import Attempts
 from megarl.rollout.gateway.calls import GatewayConfig
 from megarl.rollout.gateway.errors import BadRequest
 from megarl.rollout.gateway.messages import ChatRequest, Key, Message, digest, keys_of
 from megarl.rollout.gateway.prompt import Renderer
 from megarl.rollout.gateway.token_ids import TokenRequest
-from megarl.rollout.generation import admitted, stable_seed
-from megarl.rollout.servers import Home, current_home
 from megarl.rollout.trajectory import Trajectory, Turn
 
 T = TypeVar("T")
@@ -104,7 +103,6 @@ class Session:
         self._engine, self._renderer, self._config = engine, renderer, config
         self._gconfig, self._seed_key = gconfig, tuple(seed_key)
         self._context_length, self._rewards, self._threads = context_length, rewards, threads
-        self._seeded_at = admitted.get()  # requests come in a context of their own
         self._chats: list[_Chat] = []
         self._attempts: Attempts[Answer] = Attempts()
         self._turns: dict[str, Turn] = {}  # by the answer's id
@@ -113,8 +111,11 @@ class Session:
         self._generating: set[asyncio.Task[Any]] = set()
         self._unanswered = self._begun = 0
         # of the episode; requests arrive in the context of the gateway, which serves all of them
+        episode = current_episode.get() or EpisodeContext()
+        self._seeded_at = episode.admitted
         self._context = contextvars.copy_context()
-        self._context.run(current_home.set, Home(near=current_home.get()))
+        own = replace(episode, home=Home(near=episode.home))
+        self._context.run(current_episode.set, own)
 
     @property
     def failures(self) -> list[str]:
