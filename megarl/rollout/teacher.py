@@ -5,12 +5,10 @@ B samples of a batch, b held by this rank, n tokens of one, k tokens that the te
 
 from __future__ import annotations
 
+import asyncio
 import math
-import threading
-import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,11 +16,23 @@ from torch import Tensor
 from megarl.api.batch import Batch, Tokens
 from megarl.api.failures import on_every_rank
 from megarl.observability.logging import get_logger, warn_once_per_world
-from megarl.utils.http import MAX_REST, HttpError, Retries, call_json, is_final, shown
+from megarl.utils.http import (
+    MAX_REST,
+    HttpError,
+    Retries,
+    call,
+    in_thread,
+    is_final,
+    open_session,
+    shown,
+)
+
+if TYPE_CHECKING:
+    import aiohttp
 
 log = get_logger(__name__)
 
-WORKERS = 32  # requests at a time
+AT_ONCE = 32  # requests
 # what k logprobs in float32 leave to the others cannot be told from rounding below this
 TAIL_FLOOR = 1e-6
 
@@ -68,16 +78,26 @@ class ServerTeacher:
         held = batch.padded(names=["input_ids"])
         lengths = batch.lengths[batch.rows].tolist()
         rows = [ids[:n].tolist() for ids, n in zip(held["input_ids"], lengths, strict=True)]
-        lost = threading.Event()  # the servers, for as long as is waited for them
-        with ThreadPoolExecutor(WORKERS) as pool:
-            found = list(pool.map(lambda at: self._of_row(at, rows[at], k, lost), range(len(rows))))
-        failed = torch.tensor([one is None for one in found], dtype=torch.bool)
+        answers = in_thread(asyncio.run, self._of_rows(rows, k)).result()
+        failed = torch.tensor([one is None for one in answers], dtype=torch.bool)
         said = [
-            _nothing(n, k) if one is None else one for one, n in zip(found, lengths, strict=True)
+            _nothing(n, k) if one is None else one for one, n in zip(answers, lengths, strict=True)
         ]
         return said, failed
 
-    def _of_row(self, at: int, ids: list[int], k: int, lost: threading.Event) -> Said | None:
+    async def _of_rows(self, rows: Sequence[list[int]], k: int) -> list[Said | None]:
+        places, lost = asyncio.Semaphore(AT_ONCE), asyncio.Event()
+        async with open_session() as session:
+
+            async def of_row(at: int) -> Said | None:
+                async with places:
+                    return await self._of_row(session, at, rows[at], k, lost)
+
+            return list(await asyncio.gather(*map(of_row, range(len(rows)))))
+
+    async def _of_row(
+        self, session: aiohttp.ClientSession, at: int, ids: list[int], k: int, lost: asyncio.Event
+    ) -> Said | None:
         """Returns what the servers say of a sample; None, with a warning, where none answers. A
         sample that was asked for until the end of the timeout sets `lost`: with it set, each server
         is asked once."""
@@ -93,7 +113,9 @@ class ServerTeacher:
             for i in range(len(self.addresses)):
                 server = self.addresses[(at + i) % len(self.addresses)]
                 try:
-                    answer = call_json("POST", server, "/generate", body, timeout=self.timeout)
+                    answer = await call(
+                        session, "POST", server, "/generate", body, timeout=self.timeout
+                    )
                     return read_answer(answer, ids, k, whole=self.whole)
                 except (HttpError, ValueError) as e:
                     why = e
@@ -102,7 +124,7 @@ class ServerTeacher:
             if lost.is_set() or (rest := retries.rest()) is None:
                 lost.set()
                 break
-            time.sleep(max(rest, min(why.retry_after or 0.0, MAX_REST)))
+            await asyncio.sleep(max(rest, min(why.retry_after or 0.0, MAX_REST)))
         warn_once_per_world(log, "the teacher has no answer for a sample: %s", why)
         return None
 

@@ -112,7 +112,7 @@ def test_a_server_that_starts_again_is_waited_for():
 
 def test_lost_servers_are_waited_for_once(monkeypatch):
     """Not by one sample after the other."""
-    monkeypatch.setattr(teacher, "WORKERS", 1)
+    monkeypatch.setattr(teacher, "AT_ONCE", 1)
     calls = []
 
     def refuses(ids):
