@@ -37,8 +37,8 @@ class AnswerLog:
         self.kept = list(kept)
         self.admitted: int | None = next((a.get("admitted") for a in self.kept), None)
         self._kept = self.kept  # that no request has asked for yet
-        self._requests: list[_Request | _Heard] = []
-        self._cut: list[tuple[_Request | _Heard, int, str]] = []  # with length and stop reason
+        self._requests: list[_Request] = []
+        self._cut: list[tuple[_Request, int, str]] = []  # with length and stop reason
         self._kept_at_cut = self._kept
 
     def begin(self, sample: Sample) -> None:
@@ -82,16 +82,16 @@ class AnswerLog:
 
     def state(self) -> list[Answer]:
         """Returns the answers as of the last cut, but those without a token; plain data."""
-        found = [request.upto(n, reason) for request, n, reason in self._cut if n]
-        return [a | {"admitted": self.admitted} for a in self._kept_at_cut + found]
+        answers = [request.upto(n, reason) for request, n, reason in self._cut if n]
+        return [a | {"admitted": self.admitted} for a in self._kept_at_cut + answers]
 
     def news(self) -> News:
         """Returns what has come since the last call."""
         left = {id(answer) for answer in self._kept}
-        found = [(i, r.news()) for i, r in enumerate(self._requests) if isinstance(r, _Request)]
+        parts = ((i, request.news()) for i, request in enumerate(self._requests))
         return (
             [i for i, answer in enumerate(self.kept) if id(answer) in left],
-            [(i, part) for i, part in found if part is not None],
+            [(i, part) for i, part in parts if part is not None],
         )
 
     def hear(self, news: News) -> None:
@@ -100,95 +100,73 @@ class AnswerLog:
         self._kept = [self.kept[i] for i in left]
         for index, part in parts:
             while len(self._requests) <= index:
-                self._requests.append(_Heard())
-            request = self._requests[index]
-            assert isinstance(request, _Heard), "an episode runs in one process"
-            request.add(part)
+                self._requests.append(_Request())
+            self._requests[index].add(part)
 
 
 class _Request:
-    """Holds a request's answer: in a sample that grows, and after its end as tensors."""
+    """Holds a request's answer: in a sample that grows, and as tensors after its end. Without a
+    sample, it is of another process, and known as far as it was heard of."""
 
-    def __init__(self, sample: Sample) -> None:
-        self.key = _digest(sample)
+    def __init__(self, sample: Sample | None = None) -> None:
+        self.key = None if sample is None else _digest(sample)
         self._sample = sample
-        self._ended: Answer | None = None
-        self._told = 0, "", 0  # tokens, stop reason and routes of the last news
+        self._answer: Answer = {"stop_reason": ""}
+        self._reported = 0, "", 0  # tokens, stop reason and routes of the last news
 
     def progress(self) -> tuple[int, str]:
         """Returns the tokens there are, and the stop reason ("" while it goes on)."""
-        if self._ended is not None:
-            return len(self._ended["tokens"]), self._ended["stop_reason"]
-        response = self._sample.response
-        return response.output_len, response.stop_reason
+        if self._sample is not None:
+            return self._sample.response.output_len, self._sample.response.stop_reason
+        return len(self._answer.get("tokens", ())), self._answer["stop_reason"]
 
     def compact(self) -> None:
         """Keeps the answer in 12 bytes per token, routes apart, from now on."""
-        if self._ended is None:
-            self._ended = self.upto(*self.progress())
-            del self._sample
+        self._answer, self._sample = self._whole(), None
 
-    def upto(self, n: int, stop_reason: str) -> Answer:
-        """Returns the first `n` tokens of the answer."""
-        if self._ended is not None:
-            return _first(self._ended, n, stop_reason)
+    def _whole(self) -> Answer:
+        if self._sample is None:
+            return self._answer
         response = self._sample.response
-        known = response.routed_experts
         whole = {
             "request": self.key,
+            "stop_reason": response.stop_reason,
             "tokens": torch.tensor(response.output_tokens, dtype=torch.int32),
             "logprobs": torch.tensor(response.output_logprobs, dtype=torch.float32),
             "versions": torch.tensor(response.output_versions, dtype=torch.int32),
         }
-        return _first(whole if known is None else whole | {"routes": known}, n, stop_reason)
+        routes = response.routed_experts
+        return whole if routes is None else whole | {"routes": routes.clone()}
+
+    def upto(self, n: int, stop_reason: str) -> Answer:
+        """Returns the first `n` tokens of the answer, and its routes without those of the
+        others."""
+        whole = self._whole()
+        lengths = dict.fromkeys(_TENSORS, n)
+        if "routes" in whole:
+            later = len(whole["tokens"]) - n
+            lengths["routes"] = max(0, len(whole["routes"]) - later)
+        parts = {name: whole[name][:length].clone() for name, length in lengths.items()}
+        return whole | parts | {"stop_reason": stop_reason}
 
     def news(self) -> Answer | None:
         """Returns what has come since the last call; None for nothing."""
-        tokens, reason, routes = self._told
-        now = self.progress()
-        if now == (tokens, reason):
+        tokens, reason, routes = self._reported
+        if self.key is None or self.progress() == (tokens, reason):
             return None
-        whole = self.upto(*now)
-        self._told = *now, len(whole.get("routes", ()))
-        part = whole | {name: whole[name][tokens:] for name in _TENSORS}
-        return part | ({"routes": whole["routes"][routes:]} if "routes" in whole else {})
-
-
-class _Heard:
-    """Holds the answer to a request of another process, as far as it was heard of."""
-
-    def __init__(self) -> None:
-        self._answer: Answer | None = None
-
-    def progress(self) -> tuple[int, str]:
-        """Returns the tokens that are known, and the stop reason."""
-        answer = self._answer
-        return (0, "") if answer is None else (len(answer["tokens"]), answer["stop_reason"])
+        whole = self._whole()
+        self._reported = *self.progress(), len(whole.get("routes", ()))
+        first = dict.fromkeys(_TENSORS, tokens) | {"routes": routes}
+        return whole | {name: whole[name][n:] for name, n in first.items() if name in whole}
 
     def add(self, part: Answer) -> None:
-        """Takes in what `_Request.news` returned."""
-        known = self._answer or {}
-        grown = {m: part[m] for m in (*_TENSORS, "routes") if m in part}
+        """Takes in what `news` returned in the other process."""
+        known = self._answer
+        grown = {name: part[name] for name in (*_TENSORS, "routes") if name in part}
         self._answer = part | {
-            m: torch.cat([known[m], new]) if m in known else new.clone() for m, new in grown.items()
+            name: torch.cat([known[name], new]) if name in known else new.clone()
+            for name, new in grown.items()
         }
-
-    def compact(self) -> None:
-        """Does nothing: it is compact."""
-
-    def upto(self, n: int, stop_reason: str) -> Answer:
-        """Returns the first `n` tokens of the answer."""
-        assert self._answer is not None, "asked for tokens that nobody heard of"
-        return _first(self._answer, n, stop_reason)
-
-
-def _first(answer: Answer, n: int, stop_reason: str) -> Answer:
-    """Returns the first `n` tokens of an answer, and its routes without those of the others."""
-    part = {name: answer[name][:n].clone() for name in _TENSORS}
-    if (known := answer.get("routes")) is not None:
-        later = len(answer["tokens"]) - n
-        part["routes"] = known[: max(0, len(known) - later)].clone()
-    return answer | part | {"stop_reason": stop_reason}
 
 
 class KeptAnswers:

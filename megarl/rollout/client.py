@@ -36,8 +36,7 @@ from megarl.rollout.routes import check_routes
 from megarl.rollout.sample import Sample, fill_ids
 from megarl.rollout.servers import PROBE_TIMEOUT, ServerPool
 from megarl.rollout.user_calls import stuck_threads
-from megarl.rollout.worker_link import START_TIMEOUT
-from megarl.rollout.workers import WorkerPool
+from megarl.rollout.workers import START_TIMEOUT, WorkerPool
 from megarl.utils.importing import load_object
 from megarl.wire.routes import RouteShape
 

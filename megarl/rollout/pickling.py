@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -62,36 +60,3 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"[{i}]", part) for i, part in enumerate(value))
     else:
         yield from ((f".{key}", part) for key, part in getattr(value, "__dict__", {}).items())
-
-
-class Workflows:
-    """Numbers the workflows of episodes, and keeps what they are pickled as while they live.
-
-    processes: that get a copy of each. gone: called in the event loop with the number of a workflow
-    that nobody has any more.
-    """
-
-    def __init__(self, processes: int, gone: Callable[[int], None]) -> None:
-        self._processes, self._tell = processes, gone
-        self._numbers: dict[int, int] = {}  # by id
-        self._next = 0
-        self.pickled: dict[int, bytes] = {}
-
-    def number(self, workflow: RolloutWorkflow) -> int:
-        """Returns the number of a workflow. Raises TypeError for one that cannot be pickled."""
-        key = id(workflow)
-        if (known := self._numbers.get(key)) is not None:
-            return known
-        self._next += 1
-        number = self._next
-        self.pickled[number] = pickled_workflow(workflow, self._processes)
-        self._numbers[key] = number
-        loop = asyncio.get_running_loop()
-        weakref.finalize(workflow, self._gone, loop, key, number).atexit = False
-        return number
-
-    def _gone(self, loop: asyncio.AbstractEventLoop, key: int, number: int) -> None:
-        self._numbers.pop(key, None)
-        self.pickled.pop(number, None)
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(self._tell, number)

@@ -7,19 +7,22 @@ state and of pauses; it *hears* of episodes that have ended, and how far the oth
 from __future__ import annotations
 
 import asyncio
+import io
+import pickle
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
+import torch
+from torch import Tensor
 
 from megarl.api.inference import RolloutWorkflow
 from megarl.observability.logging import get_logger
 from megarl.rollout import tally
 from megarl.rollout.answers import Answer, AnswerLog
 from megarl.rollout.episode import Episode, run_episode
-from megarl.rollout.frames import packed
 from megarl.rollout.pause_clock import PauseClock
 from megarl.rollout.rewards.pool import close_copies
 from megarl.rollout.user_calls import stuck_threads
@@ -90,7 +93,7 @@ class EpisodeWorker:
 
     def handle(self, verb: str, payload: Any) -> Any:
         """Does what the coordinator asks; calls that arrive in order begin in order. begin: opens
-        the client that came, pickled; tell: takes a list of things to do; hear: returns the frame
+        the client that came, pickled; tell: takes a list of things to do; hear: returns the pack
         of {reports, lag, lost_answers, stuck_threads, counts}. Raises ValueError for another
         verb."""
         if verb == BEGIN:
@@ -180,7 +183,7 @@ class EpisodeWorker:
 
     # what it hears
 
-    async def _hear(self) -> bytearray:
+    async def _hear(self) -> bytes:
         try:
             async with asyncio.timeout(HEAR_TIMEOUT):
                 await self._any.wait()
@@ -242,3 +245,29 @@ def _portable(error: BaseException | None) -> bytes | None:
         told.add_note(error.__notes__[-1])
         pickled = cloudpickle.dumps(told)
     return pickled
+
+
+class _Pickler(pickle.Pickler):
+    """Writes tensors as arrays, whose bytes are copied as they are."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is not Tensor:
+            return NotImplemented
+        raw = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return _tensor, (raw, obj.dtype, tuple(obj.shape))
+
+
+def _tensor(raw: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    return torch.from_numpy(raw).view(dtype).view(shape)
+
+
+def packed(value: Any) -> bytes:
+    """Returns plain data, with tensors of any dtype and shape inside, as bytes."""
+    file = io.BytesIO()
+    _Pickler(file, protocol=5).dump(value)
+    return file.getvalue()
+
+
+def unpacked(pack: bytes) -> Any:
+    """Returns what was packed."""
+    return pickle.loads(pack)

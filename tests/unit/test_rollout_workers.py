@@ -30,13 +30,12 @@ from megarl.rollout import client as client_module
 from megarl.rollout.answers import AnswerLog
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.rollout.episode_context import attempt_key
-from megarl.rollout.frames import packed, unpacked
 from megarl.rollout.pickling import pickled_workflow, share
 from megarl.rollout.rewards import RewardPool, get_reward_fn
 from megarl.rollout.rewards.judge import JudgeReward
 from megarl.rollout.rewards.pool import close_copies
 from megarl.rollout.sample import Sample
-from megarl.rollout.worker import HEAR, EpisodeWorker
+from megarl.rollout.worker import HEAR, EpisodeWorker, packed, unpacked
 from megarl.rollout.workers import MOST_DEATHS, WorkerPool, WorkersLost
 from megarl.rollout.workflows.agent import AgentWorkflow
 from megarl.rollout.workflows.env import EnvWorkflow
@@ -370,8 +369,8 @@ def test_workers_that_die_at_the_same_time_cost_no_prompt_in_an_asynchronous_run
 
 def test_a_worker_that_stands_still_is_replaced(connect, monkeypatch, caplog):
     monkeypatch.setattr("megarl.rollout.worker.HEAR_TIMEOUT", 0.1)
-    monkeypatch.setattr("megarl.rollout.worker_link.HEAR_TIMEOUT", 0.1)
-    monkeypatch.setattr("megarl.rollout.worker_link.STANDSTILL", 0.4)
+    monkeypatch.setattr("megarl.rollout.workers.HEAR_TIMEOUT", 0.1)
+    monkeypatch.setattr("megarl.rollout.workers.STANDSTILL", 0.4)
     call = OneProcess.call
 
     async def stuck(self, verb, payload=None):
