@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megarl.rollout.sample import Sample
+from megarl.rollout.generation import Sample
 
 # request (a digest), tokens, logprobs, versions (tensors), stop_reason, perhaps routes (a tensor);
 # admitted, of its episode

@@ -28,12 +28,11 @@ from megarl.rollout.executor import RolloutExecutor
 from megarl.rollout.gateway.calls import GatewayConfig
 from megarl.rollout.gateway.gateway import Gateway
 from megarl.rollout.gateway.session import Session
-from megarl.rollout.generation import Generator
+from megarl.rollout.generation import Generator, Sample, fill_ids
 from megarl.rollout.loop_thread import LoopThread
 from megarl.rollout.pausing import Pauses
 from megarl.rollout.pipeline import ShouldAccept, has_signal
 from megarl.rollout.routes import check_routes
-from megarl.rollout.sample import Sample, fill_ids
 from megarl.rollout.servers import PROBE_TIMEOUT, ServerPool
 from megarl.rollout.user_calls import stuck_threads
 from megarl.rollout.workers import START_TIMEOUT, WorkerPool

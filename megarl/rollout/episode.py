@@ -24,7 +24,7 @@ from megarl.observability.timeline import EPISODES, timeline
 from megarl.rollout.answers import AnswerLog
 from megarl.rollout.episode_check import check_episode, check_valid
 from megarl.rollout.episode_context import EpisodeContext, Home, current_episode
-from megarl.rollout.pause_clock import PauseClock
+from megarl.rollout.loop_thread import PauseClock
 from megarl.rollout.retries import (
     Failed,
     Gathered,

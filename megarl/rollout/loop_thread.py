@@ -1,7 +1,8 @@
 """Runs an asyncio event loop in a thread of its own, where all rollouts of a process run.
 
 A second thread watches it: one workflow that blocks in a coroutine holds up every episode, and the
-warning shows the line it is at.
+warning shows the line it is at. Episodes are bounded by a clock that stands still while generation
+is paused.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from megarl.observability.logging import get_logger
@@ -149,3 +151,46 @@ class LoopThread:
             if why and not warned:
                 log.warning("%s", why)
             warned = bool(why)
+
+
+class PauseClock:
+    """Stands still from `hold` to `release`. All its methods run in one event loop."""
+
+    def __init__(self) -> None:
+        self._running: set[asyncio.Timeout] = set()
+        self._left: dict[asyncio.Timeout, float] = {}  # seconds, of those that stand still
+        self._held = False
+
+    @asynccontextmanager
+    async def timeout(self, seconds: float) -> AsyncIterator[asyncio.Timeout]:
+        """Is asyncio.timeout, but for pauses: raises TimeoutError where what is inside takes longer
+        than `seconds` without them."""
+        async with asyncio.timeout(seconds) as bound:
+            self._running.add(bound)
+            if self._held:
+                self._stop(bound)
+            try:
+                yield bound
+            finally:
+                self._running.discard(bound)
+                self._left.pop(bound, None)
+
+    def hold(self) -> None:
+        """Has the clock stand still."""
+        if not self._held:
+            self._held = True
+            for bound in self._running:
+                self._stop(bound)
+
+    def release(self) -> None:
+        """Has the clock go on."""
+        self._held, now = False, asyncio.get_running_loop().time()
+        for bound, left in self._left.items():
+            bound.reschedule(now + left)
+        self._left.clear()
+
+    def _stop(self, bound: asyncio.Timeout) -> None:
+        due, now = bound.when(), asyncio.get_running_loop().time()
+        if due is not None and due > now:  # else it has run out
+            self._left[bound] = due - now
+            bound.reschedule(None)

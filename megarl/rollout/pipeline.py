@@ -23,9 +23,8 @@ from megarl.rollout import order
 from megarl.rollout.accounting import FailedSamples, FailureRate
 from megarl.rollout.answers import AnswerLog, Kept, KeptAnswers
 from megarl.rollout.episode import Episode, run_episode
-from megarl.rollout.loop_thread import LoopThread
+from megarl.rollout.loop_thread import LoopThread, PauseClock
 from megarl.rollout.outcomes import Outcomes
-from megarl.rollout.pause_clock import PauseClock
 from megarl.rollout.staleness import StalenessManager
 from megarl.utils import stopping
 

@@ -23,7 +23,7 @@ from megarl.observability.logging import get_logger
 from megarl.rollout import tally
 from megarl.rollout.answers import Answer, AnswerLog
 from megarl.rollout.episode import Episode, run_episode
-from megarl.rollout.pause_clock import PauseClock
+from megarl.rollout.loop_thread import PauseClock
 from megarl.rollout.rewards.pool import close_copies
 from megarl.rollout.user_calls import stuck_threads
 from megarl.wire.routes import RouteShape

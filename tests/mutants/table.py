@@ -240,7 +240,7 @@ MUTANTS = (
         ("tests/unit/test_gateway.py::test_an_answer_ends_where_the_context_does",),
     ),
     Mutant(
-        "rollout/sample.py",
+        "rollout/generation.py",
         'params["max_new_tokens"] = config.max_new_tokens - written',
         'params["max_new_tokens"] = config.max_new_tokens',
         ("tests/unit/test_answers.py::test_an_answer_is_for_the_same_request_only_and_once",),

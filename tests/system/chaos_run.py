@@ -52,7 +52,7 @@ def record_batches(path: Path) -> None:
 
 
 def record_tokens(path: Path) -> None:
-    from megarl.rollout.sample import Sample
+    from megarl.rollout.generation import Sample
 
     def make(real: Any) -> Any:
         def absorb(self: Any, *args: Any, **kw: Any) -> int:

@@ -11,7 +11,7 @@ from megarl.config.rollout import GenerationHyperparameters, RolloutConfig, Weig
 from megarl.rollout.answers import AnswerLog, KeptAnswers
 from megarl.rollout.chat import ChatWorkflow
 from megarl.rollout.client import RemoteSGLangEngine
-from megarl.rollout.sample import Sample, routes_from
+from megarl.rollout.generation import Sample, routes_from
 from megarl.rollout.trajectory import to_batch
 from megarl.trainer.answers_file import AnswersFile
 from megarl.wire.routes import RouteShape, encode

@@ -30,11 +30,11 @@ from megarl.rollout import client as client_module
 from megarl.rollout.answers import AnswerLog
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.rollout.episode_context import attempt_key
+from megarl.rollout.generation import Sample
 from megarl.rollout.pickling import pickled_workflow, share
 from megarl.rollout.rewards import RewardPool, get_reward_fn
 from megarl.rollout.rewards.judge import JudgeReward
 from megarl.rollout.rewards.pool import close_copies
-from megarl.rollout.sample import Sample
 from megarl.rollout.worker import HEAR, EpisodeWorker, packed, unpacked
 from megarl.rollout.workers import MOST_DEATHS, WorkerPool, WorkersLost
 from megarl.rollout.workflows.agent import AgentWorkflow
