@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -11,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megarl.utils.http import Answer, Calls, HttpError, accepted, start_calls
+from megarl.utils.http import Answer, Calls, HttpError, accepted, start_calls, while_alive
 
 
 class Slow:
@@ -114,3 +116,58 @@ def test_an_answer_that_says_it_failed_is_an_error_whatever_its_status() -> None
     assert accepted("h:1", "/x", 200, {"success": True, "n": 2}) == {"success": True, "n": 2}
     with pytest.raises(HttpError, match="no such group"):
         accepted("h:1", "/x", 200, {"success": False, "message": "no such group"})
+
+
+async def _answer_after(seconds: float, value: str) -> str:
+    await asyncio.sleep(seconds)
+    return value
+
+
+async def _no_sign(seconds: float) -> None:
+    await asyncio.sleep(seconds)
+    raise HttpError("h:1", "/model_info", "gave no answer")
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.utils.http.LOOK_EVERY", 0.05)
+
+
+def test_a_server_that_shows_life_has_all_its_time(quick: None) -> None:
+    looks: list[float] = []
+
+    async def look() -> None:
+        looks.append(0.0)
+
+    async def wait() -> object:
+        return await while_alive(_answer_after(0.4, "late"), look, 0.1)
+
+    assert asyncio.run(wait()) == "late" and len(looks) > 2
+
+
+def test_a_server_without_a_sign_of_life_is_not_waited_for(quick: None) -> None:
+    async def wait() -> object:
+        return await while_alive(_answer_after(20.0, ""), lambda: _no_sign(0.1), 0.1)
+
+    found = asyncio.run(wait())
+    assert isinstance(found, HttpError) and "/model_info" in str(found)
+
+
+def test_time_in_which_the_caller_itself_stood_still_is_not_the_servers(quick: None) -> None:
+    async def wait() -> object:
+        loop = asyncio.get_running_loop()
+        loop.call_later(0.1, time.sleep, 0.5)  # a workflow that blocks
+        return await while_alive(_answer_after(0.62, "there"), lambda: _no_sign(0.1), 0.1)
+
+    assert asyncio.run(wait()) == "there"
+
+
+def test_a_refusal_is_what_the_call_ends_with(quick: None) -> None:
+    async def refuses() -> None:
+        raise HttpError("h:1", "/x", "no", 400)
+
+    async def wait() -> object:
+        return await while_alive(refuses(), lambda: _no_sign(0.1), 0.1)
+
+    found = asyncio.run(wait())
+    assert isinstance(found, HttpError) and found.status == 400
