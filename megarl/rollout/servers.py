@@ -20,18 +20,17 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import aiohttp
 
 from megarl.api.records import INITIAL_VERSION, WeightUpdateMeta
 from megarl.config.recipe_engines import ADDRESSES_ENV, server_addresses
 from megarl.config.rollout import RolloutConfig
 from megarl.observability.logging import get_logger
+from megarl.rollout.calls import call_server, open_session, while_alive
 from megarl.rollout.episode_context import Home
-from megarl.utils import http
 from megarl.utils.http import SIGN_OF_LIFE, STRANGER, HttpError, as_object, shown, split_address
-
-if TYPE_CHECKING:
-    import aiohttp
 
 log = get_logger(__name__)
 
@@ -363,7 +362,7 @@ class ServerPool:
 
     async def open(self) -> None:
         """Opens the HTTP sessions; no server is called yet."""
-        self._sessions = [http.open_session(), http.open_session(keeps_connections=True)]
+        self._sessions = [open_session(), open_session(keeps_connections=True)]
 
     async def close(self, *, resume: bool = False) -> None:
         """Closes the HTTP sessions. `resume` has paused servers go on first, since nobody else
@@ -413,7 +412,7 @@ class ServerPool:
         async def ask(address: str) -> Any:
             answer = self.call(address, method, path, body, timeout=timeout)
             look = partial(self.call, address, "GET", SIGN_OF_LIFE, timeout=patience)
-            return await http.while_alive(answer, look, patience)
+            return await while_alive(answer, look, patience)
 
         answers = await asyncio.gather(*(ask(s.address) for s in servers))
         for server, answer in zip(servers, answers, strict=True):
@@ -434,7 +433,7 @@ class ServerPool:
         assert self._sessions, "ServerPool.open() was not awaited"
         # a kept connection may end just when a call begins: another request makes up for it
         session = self._sessions[path == "/generate"]
-        return await http.call(session, method, address, path, body, timeout=timeout)
+        return await call_server(session, method, address, path, body, timeout=timeout)
 
     async def _model_info(self, server: Server, timeout: float) -> dict[str, Any]:
         path = "/model_info"

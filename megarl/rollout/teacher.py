@@ -8,27 +8,17 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import aiohttp
 import torch
 from torch import Tensor
 
 from megarl.api.batch import Batch, Tokens
 from megarl.api.failures import on_every_rank
 from megarl.observability.logging import get_logger, warn_once_per_world
-from megarl.utils.http import (
-    MAX_REST,
-    HttpError,
-    Retries,
-    call,
-    in_thread,
-    is_final,
-    open_session,
-    shown,
-)
-
-if TYPE_CHECKING:
-    import aiohttp
+from megarl.rollout.calls import call_server, open_session
+from megarl.utils.http import MAX_REST, HttpError, Retries, in_thread, is_final, shown
 
 log = get_logger(__name__)
 
@@ -113,7 +103,7 @@ class ServerTeacher:
             for i in range(len(self.addresses)):
                 server = self.addresses[(at + i) % len(self.addresses)]
                 try:
-                    answer = await call(
+                    answer = await call_server(
                         session, "POST", server, "/generate", body, timeout=self.timeout
                     )
                     return read_answer(answer, ids, k, whole=self.whole)

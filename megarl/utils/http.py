@@ -1,28 +1,23 @@
-"""Calls servers with JSON over HTTP: `call` in an event loop, `call_json` where there is none,
-several servers at once. Has the rules of all calls: what an answer means, when another is made.
+"""Calls servers: a small synchronous JSON-over-HTTP client, calls to several of them at once, and
+the rules of all clients: what an answer means, and when a call is made again.
 
 A server is lost when the connection of its call breaks, or when it keeps its caller waiting and
-gives no sign of life for a time, its caller's patience. A server that is only slow has its whole
-timeout.
+gives no sign of life for `Deadline.patience` seconds. One that is only slow has the whole deadline.
 """
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures as cf
 import json
 import random
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from megarl.utils.env import JOB_TOKEN, job_token
-
-if TYPE_CHECKING:
-    import aiohttp
 
 T = TypeVar("T")
 STRANGER = (
@@ -34,7 +29,6 @@ RETRY_DELAY = 0.2  # seconds before the first retry; doubles up to MAX_RETRY_DEL
 MAX_RETRY_DELAY = 10.0
 MAX_REST = 60.0  # seconds of a server's Retry-After that are honoured
 TOO_MANY = 429  # the one refusal that asks for another try
-CONNECT_TIMEOUT = 30.0  # of one connection
 LOOK_EVERY = 1.0  # seconds between looks after servers that keep us waiting
 LINGER = 2.0  # seconds a thread may outlive the wait for its call
 # answered by a server's HTTP side alone, whatever its workers do
@@ -98,65 +92,6 @@ def call_json(
     finally:
         connection.close()
     return accepted(address, path, status, decode_answer(raw), retry_after=rest)
-
-
-def open_session(*, keeps_connections: bool = False) -> aiohttp.ClientSession:
-    """Returns a session for `call`. A kept connection may end just when a call begins on it, which
-    then fails: a control call has a connection of its own."""
-    import aiohttp
-
-    connector = aiohttp.TCPConnector(limit=0, force_close=not keeps_connections)
-    return aiohttp.ClientSession(connector=connector, headers=authorization())
-
-
-async def call(
-    session: aiohttp.ClientSession,
-    method: str,
-    address: str,
-    path: str,
-    body: dict[str, Any] | None = None,
-    *,
-    timeout: float | None,
-) -> Any:
-    """Returns and raises what `call_json` does. timeout: None waits for ever, once connected."""
-    import aiohttp
-
-    limit = aiohttp.ClientTimeout(total=timeout, sock_connect=CONNECT_TIMEOUT)
-    try:
-        url = f"http://{address}{path}"
-        async with session.request(method, url, json=body, timeout=limit) as response:
-            status, raw = response.status, await response.read()
-            rest = retry_after(response.headers.get("Retry-After"))
-    except TimeoutError as e:
-        seconds = CONNECT_TIMEOUT if timeout is None else timeout
-        raise HttpError(address, path, f"gave no answer within {seconds:g} s") from e
-    except (aiohttp.ClientError, OSError) as e:
-        reason = f"failed: {type(e).__name__}: {shown(str(e)) if str(e) else ''}".rstrip(": ")
-        raise HttpError(address, path, reason) from e
-    return accepted(address, path, status, decode_answer(raw), retry_after=rest)
-
-
-async def while_alive(
-    answer: Awaitable[Any], look: Callable[[], Awaitable[Any]], patience: float
-) -> Any:
-    """Returns a server's answer or the HttpError of its call. While it keeps us waiting, `look`
-    asks for a sign of life; where that brings none in `patience` s, its error is returned."""
-    waits = [asyncio.ensure_future(answer)]
-    try:
-        while not (await asyncio.wait(waits[:1], timeout=LOOK_EVERY))[0]:
-            begun = time.monotonic()
-            waits[1:] = [asyncio.ensure_future(look())]
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            late = time.monotonic() - begun > patience + LOOK_EVERY  # we ourselves: a blocked loop
-            error = _unanswered(waits[1])
-            if error is not None and not late and not waits[0].done():
-                return error
-        return waits[0].result()
-    except HttpError as e:
-        return e
-    finally:
-        for wait in waits:
-            wait.cancel()
 
 
 def authorization() -> dict[str, str]:
@@ -401,7 +336,7 @@ def _silent(calls: Mapping[str, Future[Any]]) -> list[str]:
     return [s for s, f in calls.items() if not f.done()]
 
 
-def _unanswered(call: Future[Any] | asyncio.Future[Any]) -> HttpError | None:
+def _unanswered(call: Future[Any]) -> HttpError | None:
     """Returns the error of a call that has ended without any answer, not even a refusal."""
     error = call.exception() if call.done() else None
     return error if isinstance(error, HttpError) and error.status is None else None

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from megarl.utils.http import Answer, Calls, HttpError, accepted, start_calls, while_alive
+from megarl.rollout.calls import while_alive
+from megarl.utils.http import Answer, Calls, HttpError, accepted, start_calls
 
 
 class Slow:
@@ -130,7 +131,7 @@ async def _no_sign(seconds: float) -> None:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.utils.http.LOOK_EVERY", 0.05)
+    monkeypatch.setattr("megarl.rollout.calls.LOOK_EVERY", 0.05)
 
 
 def test_a_server_that_shows_life_has_all_its_time(quick: None) -> None:
