@@ -56,22 +56,17 @@ def rollout_metrics(data: Data, *, version: int) -> dict[str, float]:
     if "truncated" in batch:
         cut = rollouts.any(batch["truncated"])
         metrics["response_len/truncated"] = cut.float().mean().item()
-        metrics |= _mean_length(written, cut=cut)
-    metrics |= _mean_length(written, right=right, wrong=~right)
+        metrics |= _means(written, {"response_len/cut": cut})
+    metrics |= _means(written, {"response_len/right": right, "response_len/wrong": ~right})
     metrics |= staleness(batch, version=version)
     if "routed_experts" in batch and trained.any():
         metrics["moe/routes_known"] = _routes_known(batch, trained)
     return metrics
 
 
-def _mean_length(written: torch.Tensor, **kinds: torch.Tensor) -> dict[str, float]:
-    """Returns response_len/<kind>, the mean of `written` [R] over each kind of rollouts, [R] bool,
-    that there is."""
-    return {
-        f"response_len/{name}": written[mask].mean().item()
-        for name, mask in kinds.items()
-        if mask.any()
-    }
+def _means(values: torch.Tensor, masks: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Returns the mean of `values` [R] under each mask [R] that has a True."""
+    return {name: values[mask].mean().item() for name, mask in masks.items() if mask.any()}
 
 
 @where_it_lies

@@ -20,22 +20,24 @@ from megarl.config.errors import EXIT_CODE
 from megarl.observability.intervals import bootstrap_ci, proportion_ci, wilson
 from megarl.observability.report import Run, load_run, write_report
 from megarl.observability.report.__main__ import main
-from megarl.observability.report.formats import percent, plain
-from megarl.observability.report.held_out import ACCURACY, gain
-from megarl.observability.report.metrics import smoothing_window
-from megarl.observability.report.phases import step_phases, step_time
-from megarl.observability.report.runs import pair_samples
-from megarl.observability.report.scale import Scale, log_ticks, nice_ticks
-from megarl.observability.report.summary import summarize, summary_lines
-from megarl.observability.report.svg import (
+from megarl.observability.report.charts import (
     Line,
     LineChart,
+    Scale,
     line_chart,
+    log_ticks,
+    nice_ticks,
+    percent,
+    plain,
     smooth,
     thin,
 )
-from megarl.observability.report.turns import memory_by_turn
+from megarl.observability.report.curves import PHASES, smoothing_window, step_phases, step_time
+from megarl.observability.report.held_out import ACCURACY, gain
+from megarl.observability.report.runs import pair_samples
+from megarl.observability.report.summary import summarize, summary_lines
 
+GAP = "train_rollout_logprob_abs_diff"
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 
 
@@ -72,6 +74,16 @@ class Page(HTMLParser):
             self.hover.append(json.loads(data))
         elif self.stack and self.stack[-1] not in ("script", "style"):
             self.text.append(data)
+
+
+def charts(page: Page) -> dict[str, dict]:
+    """What the hover boxes of a page without samples show, by title; of several charts of one title
+    the first."""
+    titles = [h for h in page.headings if h not in ("Runs", "Curves")][1:]
+    found: dict[str, dict] = {}
+    for title, hover in zip(titles, page.hover, strict=True):
+        found.setdefault(title, hover)
+    return found
 
 
 def rl_rows(n: int = 6) -> list[dict]:
@@ -142,7 +154,7 @@ def test_report_of_one_run(tmp_path):
         "KL to the behaviour policy",
         "KL to the reference",
         "Entropy",
-        "Trainer / server logprob gap",
+        "Trainer / server gap",
         "Step time",
         "Samples",
         "Configuration",
@@ -152,6 +164,9 @@ def test_report_of_one_run(tmp_path):
     assert "+25.0 points , 95% CI 17.9 to 32.1" in words
     assert "<b>3</b>" in words and "two & 2" in words and "path: a<b" in words
     assert "500 tokens/s" in words
+    # samples come first, and what never changed is a number, no chart
+    assert page.headings.index("Samples") < page.headings.index("Curves")
+    assert "Loss" not in page.headings and re.search(r"loss\s+0.1\s", words)
 
 
 def test_report_needs_no_network(tmp_path):
@@ -166,8 +181,7 @@ def test_report_needs_no_network(tmp_path):
 def test_hover_shows_the_values_of_the_run(tmp_path):
     text = write_report(tmp_path / "r.html", [write_run(tmp_path / "run", rl_rows())]).read_text()
     page = Page(text)
-    titles = [h for h in page.headings if h not in ("Curves",)][1:]
-    by_title = dict(zip(titles, page.hover, strict=True))
+    by_title = charts(page)
     accuracy = by_title["Held-out accuracy"]
     assert accuracy["l"] == ["step 0", "step 6"]
     assert accuracy["s"][0]["v"] == ["25.0% [20.0%, 30.0%]", "50.0% [45.0%, 55.0%]"]
@@ -199,11 +213,15 @@ def test_runs_beside_each_other(tmp_path):
     assert page.headings[:3] == ["Both", "Runs", "Curves"]
     words = " ".join(page.text)
     assert "more SFT" in words and "+9.9 points" in words
-    assert "Held-out accuracy by wall time" in page.headings
     names = [[s["n"] for s in chart["s"]] for chart in page.hover]
-    assert ["GRPO", "more SFT"] in names  # by time both stand together
-    # steps of RL and SFT are not comparable: no other chart mixes them
-    assert sum("more SFT" in n for n in names) == 1
+    # steps of RL and SFT are not comparable: no chart mixes them
+    assert not any("more SFT" in n for n in names)
+    # of a group's metrics, each has a chart with a line per run, in one place
+    runs = [f"GRPO={one}", f"again={one}"]
+    text = write_report(tmp_path / "r.html", runs).read_text()
+    assert [s["n"] for s in charts(Page(text))["Reward"]["s"]] == ["GRPO", "again"]
+    place = text[text.index('<div class="choice"><figure class="chart" data-choice="gap/') :]
+    assert re.findall(r'data-choice="(gap/\w+)"', place) == ["gap/mean", "gap/max"]
 
 
 def test_a_run_may_lack_nearly_everything(tmp_path):
@@ -408,22 +426,6 @@ def test_rewards_of_evaluations_are_read_from_the_run_directory(tmp_path):
     assert load_run(run).eval_rewards == {0: {"a": [0.0, 1.0]}, 6: {"a": [1.0, 1.0]}}
 
 
-def test_turns_show_who_holds_the_memory():
-    """Three bars a step, of the latest steps; what a turn lacks has no height."""
-    held = {"generate": ("server_weights", 2.0), "train": ("params", 3.0), "sync": ("params", 1.0)}
-    gib = {f"memory/{turn}/params_gib": 0.0 for turn in held}
-    gib |= {f"memory/{turn}/{part}_gib": n for turn, (part, n) in held.items()}
-    run = Run(label="x", rows=[{"step": 0}, *({"step": s} | gib for s in range(1, 20))])
-    (hover,) = Page(memory_by_turn(run)).hover
-    assert len(hover["x"]) == 3 * 16
-    assert hover["l"][-3:] == ["step 19, generate", "step 19, train", "step 19, sync"]
-    values = {line["n"]: line["v"][-3:] for line in hover["s"]}
-    assert values["trainer weights"] == ["0", "3", "1"]
-    assert values["server weights"] == ["2", "0", "0"]
-    assert values["total"] == ["2", "3", "1"]
-    assert memory_by_turn(Run(label="x", rows=rl_rows(2))) == ""
-
-
 def test_a_phase_has_the_same_colour_in_every_chart(tmp_path):
     def colors(*phases: str) -> dict[str, str]:
         row = {"step": 1, "timing/step_s": 1.0} | {f"timing/{p}_s": 0.1 for p in phases}
@@ -434,8 +436,10 @@ def test_a_phase_has_the_same_colour_in_every_chart(tmp_path):
     ppo = colors("rollout", "reward_model", "logp", "ref", "values", "train_critic", "train",
                  "update_weights")  # fmt: skip
     assert grpo.items() <= ppo.items() and len(set(ppo.values())) == len(ppo)
-    mine = colors("rollout", "judge")
-    assert mine["judge"] == colors("judge", "train", "z")["judge"] and mine["other"] == "c7"
+    every = [*PHASES, "judge", "other_judge"][:12]
+    assert len(set(colors(*every).values())) == 12 and colors("judge")["other"] == "c7"
+    assert len(set(colors(*PHASES).values())) == len(PHASES)
+    assert len(set(colors("rollout", "train", "judge", "z").values())) == 5
     # beside each other, every run has its own chart
     for name in ("a", "b"):
         write_run(tmp_path / name, rl_rows())
@@ -463,22 +467,68 @@ def test_the_legend_says_what_thin_and_thick_lines_are():
     assert legend(4000) == [("c0 raw", "mean of 10 steps"), ("c0", "mean of 200 steps")]
 
 
-def test_charts_of_ppo_and_of_asynchronous_runs(tmp_path):
-    def headings(**figures: float) -> set[str]:
-        rows = [{"step": s, "reward/mean": 0.5, **figures} for s in (1, 2)]
-        return set(
-            Page(
-                write_report(tmp_path / "r.html", [Run(label="x", rows=rows)]).read_text()
-            ).headings
-        )
+def test_what_moves_has_a_chart_and_the_rest_a_value(tmp_path):
+    def page(**figures: float) -> Page:
+        rows = [
+            {"step": s, "reward/mean": 0.5, **{k: s * v for k, v in figures.items()}}
+            for s in (1, 2)
+        ]
+        return Page(write_report(tmp_path / "r.html", [Run(label="x", rows=rows)]).read_text())
 
-    critic = {"critic/explained_variance": 0.5, "critic/value_error": 0.1, "critic/loss": 0.2}
-    ppo = {"Explained variance", "Value error", "Critic loss"}
-    stale = {"staleness/mean": 0.5, "behav_ess": 0.9, "rollout/dropped": 0.0}
-    asynchronous = {"Staleness", "Effective sample size", "Dropped episodes"}
-    assert headings(**critic, **stale, **{"staleness/max": 0.0}) >= ppo
-    assert not headings(**stale, **{"staleness/max": 0.0}) & (ppo | asynchronous)
-    assert headings(**stale, **{"staleness/max": 1.0}) >= asynchronous
+    # a group without titles of its own, of a loss of the user's too, has one place
+    critic = {"critic/explained_variance": 0.5, "critic/value_error": 0.1, "mine/sharpness": 0.2}
+    assert {"Critic", "Mine"} <= set(page(**critic).headings)
+    assert "Mine" not in page(**{"mine/sharpness": 0.0}).headings
+    assert page(**{"mine/sharpness": 0.0}).text.count("mine/sharpness") == 1
+    # rounding is no movement, but of a learning rate and of a gap
+    assert "KL to the behaviour policy" not in page(approx_kl=4e-14).headings
+    assert "KL to behaviour" not in page(approx_kl=4e-14).text
+    assert "Update" in page(lr=1e-7).headings
+    assert "Trainer / server gap" in page(**{f"{GAP}/mean": 1e-7}).headings
+
+
+def test_the_gap_is_apart_from_staleness(tmp_path):
+    """Tokens of older weights differ by what was trained since."""
+    rows = [
+        {"step": 1, "staleness/max": 0.0, f"{GAP}/mean": 1e-7, f"{GAP}/max": 1e-6},
+        {"step": 2, "staleness/max": 1.0, f"{GAP}/mean": 0.2, f"{GAP}/max": 2.0,
+         "mismatch/age_0/mean": 2e-7, "mismatch/age_0/max": 2e-6, "mismatch/age_1/mean": 0.3},
+        {"step": 3, "staleness/max": 1.0, f"{GAP}/mean": 0.4, f"{GAP}/max": 4.0},  # all are old
+    ]  # fmt: skip
+    text = write_report(tmp_path / "r.html", [Run(label="x", rows=rows)]).read_text()
+    shown = {s["n"]: s["v"] for s in charts(Page(text))["Trainer / server gap"]["s"]}
+    assert shown == {"max": ["1e-6", "2e-6"], "mean": ["1e-7", "2e-7"]}
+    (tile,) = re.findall(r"Trainer / server gap</div>\s*<div class=\"value\">([^<]*)</div>", text)
+    assert float(tile) == pytest.approx(1.5e-7)
+
+
+def test_ties_of_pairs_are_no_accuracy(tmp_path):
+    """Before the first update the policy is its reference: half of the pairs, by construction."""
+
+    def row(step: int, accuracy: float, margin: float) -> dict:
+        low, high = wilson(accuracy, 40)
+        return {"step": step, "eval/accuracy": accuracy, "eval/margin": margin,
+                "eval/accuracy_lo": low, "eval/accuracy_hi": high}  # fmt: skip
+
+    run = Run(label="x", rows=[row(0, 0.5, 0.0), row(4, 1.0, 0.3)])
+    html = tiles(run, tmp_path)
+    assert "Held-out pairs ranked right" in html and "points" not in html and "CI 91" in html
+    lines = dict(summary_lines(summarize(run, seconds=1.0)))
+    assert lines["pairs ranked right"] == "50.0% → 100.0%"
+    run.rows.append(row(8, 0.9, 0.2))
+    assert "-10.0 points" in tiles(run, tmp_path)
+
+
+def test_a_reader_chooses_a_validation_set(tmp_path):
+    rows = [
+        {"step": s, "eval/accuracy": s / 4, "eval/easy/accuracy": s / 2, "eval/hard/accuracy": 0.0,
+         "eval/easy/accuracy_lo": 0.0, "eval/easy/accuracy_hi": 1.0}
+        for s in (1, 2)
+    ]  # fmt: skip
+    text = write_report(tmp_path / "r.html", [Run(label="x", rows=rows)]).read_text()
+    assert re.findall(r'data-choice="([^"]*)"', text) == ["all sets", "easy", "hard"]
+    hovers = Page(text).hover
+    assert [h["s"][0]["v"][1] for h in hovers] == ["50.0%", "100.0% [0.0%, 100.0%]", "0.0%"]
 
 
 def test_samples_of_several_turns_show_who_said_what(tmp_path):
@@ -499,67 +549,30 @@ def test_samples_of_several_turns_show_who_said_what(tmp_path):
     assert SAMPLES[1]["completion"] not in text and 'class="chip part"' in text
 
 
-def test_a_band_shows_what_earlier_runs_did(tmp_path, capsys):
-    def scaled(by: float, n: int) -> list[dict]:
-        rows = rl_rows(n)
-        return [
-            r | {"reward/mean": by * r["reward/mean"]} if "reward/mean" in r else r for r in rows
-        ]
-
-    run = write_run(tmp_path / "now", rl_rows(3))
-    earlier = [
-        str(write_run(tmp_path / f"b{i}", scaled(by, 3 + i)))
-        for i, by in enumerate((0.5, 2.0, 3.0))
-    ]
-    out = tmp_path / "r.html"
-    main([str(run), "--band", *earlier, "--out", str(out)])
-    page = Page(out.read_text())
-    titles = [h for h in page.headings if h != "Curves"][1:]
-    by_title = dict(zip(titles, page.hover, strict=True))
-    mine, band = by_title["Reward"]["s"]
-    assert band["n"] == "3 earlier runs: median, lowest to highest"
-    assert mine["v"] == ["0.1", "0.2", "0.3", None, None]
-    # step 4 is that of two runs, step 5 of one
-    assert band["v"][2:] == ["0.6 [0.15, 0.9]", "1 [0.8, 1.2]", "1.5 [1.5, 1.5]"]
-    assert len(by_title["Held-out accuracy"]["s"]) == 2
-    gap = [(s["n"], s["c"]) for s in by_title["Trainer / server logprob gap"]["s"]]
-    assert gap[2:] == [("3 earlier runs: max", "c0"), ("3 earlier runs: mean", "c1")]
-    areas = re.findall(r'<path class="band c\d" d="M[^"]*Z"', out.read_text())
-    assert len(areas) == sum("earlier" in s["n"] for h in page.hover for s in h["s"]) > 5
-
-    other = write_run(tmp_path / "other", [{"step": 1, "mine": 2.0}])
-    sft = write_run(tmp_path / "sft", [{"step": 1, "loss": 2.0}])
-    for wrong in (other, sft):
-        with pytest.raises(SystemExit, match="2"):
-            main([str(run), "--band", str(wrong), "--out", str(out)])
-        assert f"{wrong.name} shares no metric with" in capsys.readouterr().err.replace("\n", " ")
-
-
-def test_lines_that_a_star_names(tmp_path):
+def test_lines_are_named_by_what_tells_them_apart(tmp_path):
     rows = [
         {
             "step": s,
             "reward/mean": 0.5,
             "reward/format": 0.1 * s,
-            "reward/pass_rate": 0.4,
-            "difficulty/1/pass_rate": 0.9,
-            "difficulty/2/pass_rate": 0.3,
-            "difficulty/2/prompts": 4.0,
+            "reward/pass_rate": 0.4 * s,
+            "difficulty/1/pass_rate": 0.4 * s,
+            "difficulty/2/pass_rate": 0.3 * s,
+            "difficulty/2/prompts": 4.0 * s,
             "staleness/max": 1.0,
-            "staleness/mean": 0.5,
-            "staleness/age_0": 0.25,
-            "staleness/age_1": 0.75,
+            "staleness/age_0": 0.25 * s,
+            "staleness/age_1": 1 - 0.25 * s,
         }
         for s in (1, 2)
     ]
-    text = write_report(tmp_path / "r.html", [Run(label="x", rows=rows)]).read_text()
-    page = Page(text)
-    by_title = dict(zip([h for h in page.headings if h != "Curves"][1:], page.hover, strict=True))
+    by_title = charts(
+        Page(write_report(tmp_path / "r.html", [Run(label="x", rows=rows)]).read_text())
+    )
     assert [s["n"] for s in by_title["Pass rate by difficulty"]["s"]] == ["1", "2"]
     assert [s["n"] for s in by_title["Parts of the reward"]["s"]] == ["format"]
     ages = by_title["Age of the trained tokens"]["s"]
     assert [(s["n"], s["v"][0]) for s in ages] == [("age_0", "25.0%"), ("age_1", "75.0%")]
-    assert "Logprob gap by age" not in by_title
+    assert by_title["Difficulty"]["s"][0]["v"] == ["4", "8"]
 
 
 def report(run: Path, out: Path) -> int | str | None:

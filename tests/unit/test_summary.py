@@ -11,7 +11,7 @@ from rich.console import Console
 
 from megarl.config.run import StatsLoggerConfig
 from megarl.observability.report import Run
-from megarl.observability.report.metrics import end_window
+from megarl.observability.report.curves import end_window
 from megarl.observability.report.summary import print_summary, summarize
 from megarl.observability.stats_logger import StatsLogger
 

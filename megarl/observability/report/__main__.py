@@ -20,13 +20,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         metavar="[LABEL=]RUN_DIR",
         help="directories with a stats.jsonl; the first is the report's subject",
     )
-    parser.add_argument(
-        "--band",
-        nargs="+",
-        default=[],
-        metavar="RUN_DIR",
-        help="earlier runs, drawn behind every curve: lowest, highest and median at each step",
-    )
     parser.add_argument("--out", default="report.html", help="the file to write (report.html)")
     parser.add_argument("--title", help="headline; the first run's label by default")
     parser.add_argument("--subtitle", default="", help="one line below the headline")
@@ -36,7 +29,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         path = write_report(
             args.out,
             args.runs,
-            band=args.band,
             title=args.title,
             subtitle=args.subtitle,
             max_samples=args.max_samples,

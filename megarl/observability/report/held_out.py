@@ -4,17 +4,24 @@ and its confidence interval, and their curves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from markupsafe import Markup
 
 from megarl.observability.intervals import Estimate, correlation, difference_ci
-from megarl.observability.report.bands import band
-from megarl.observability.report.formats import percent, plain, signed
+from megarl.observability.report.charts import (
+    Format,
+    Line,
+    LineChart,
+    line_chart,
+    one_of,
+    percent,
+    plain,
+    signed,
+)
 from megarl.observability.report.runs import Run
-from megarl.observability.report.svg import Format, Line, LineChart, line_chart
 
 COLORS = 7  # c0..c6 tell runs apart
 
@@ -45,9 +52,12 @@ ACCURACY = Measure(
     difference=lambda gain: f"{100 * gain:{'+' if gain else ''}.1f} points",
     bound=lambda value: f"{100 * value:.1f}",
 )
+# what the recipes dpo and rm call their accuracy
+PAIRS = replace(ACCURACY, name="pairs ranked right", keys=("eval/accuracy",))
 REWARD = Measure(
     name="reward", keys=("eval/reward",), score=float, format=plain, difference=signed, bound=plain
 )
+MEASURES = (ACCURACY, PAIRS, REWARD)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,13 +91,17 @@ class Gain:
         return "" if self.interval is None else f", 95% CI {self.measure.interval(self.interval)}"
 
 
-def headline(run: Run) -> Measure | None:
-    """Returns the measure of the run: its accuracy, or its reward where that is in parts of a
-    point and no sample was ever worth a whole one. None where nothing was evaluated.
-    """
-    if not run.values(*ACCURACY.keys):
-        return REWARD if run.values(*REWARD.keys) else None
-    return REWARD if graded(run) and not any(run.values(*ACCURACY.keys)) else ACCURACY
+def measures(run: Run) -> list[Measure]:
+    """Returns what the run's evaluations measure, its headline first: its accuracy, and its reward
+    where that is in parts of a point, alone where no sample was ever worth a whole one."""
+    if run.values("eval/margin"):
+        return [PAIRS]
+    found = [ACCURACY] if run.values(*ACCURACY.keys) else []
+    if not found:
+        return [REWARD] if run.values(*REWARD.keys) else []
+    if not graded(run):
+        return found
+    return [ACCURACY, REWARD] if any(run.values(*ACCURACY.keys)) else [REWARD]
 
 
 def graded(run: Run) -> bool:
@@ -109,8 +123,8 @@ def gain(run: Run, measure: Measure) -> Gain | None:
     if before is not None and after is not None:
         steps = (rows[0]["step"], rows[-1]["step"])
         interval = difference_ci(before, after, correlation=_correlation(run, measure, *steps))
-    values = run.values(*measure.keys)
-    return Gain(measure=measure, first=values[0], last=values[-1], interval=interval)
+    first, last = (_value(row, measure) for row in (rows[0], rows[-1]))
+    return Gain(measure=measure, first=first, last=last, interval=interval)
 
 
 def last_interval(run: Run, measure: Measure) -> tuple[float, float] | None:
@@ -121,14 +135,19 @@ def last_interval(run: Run, measure: Measure) -> tuple[float, float] | None:
 
 
 def _evaluations(run: Run, measure: Measure) -> list[dict[str, Any]]:
-    return [row for row in run.rows if any(row.get(k) is not None for k in measure.keys)]
+    """Returns the rows of evaluations. One of pairs that are all ties, as before the first update,
+    is none: its 50 % are so by construction."""
+    rows = [row for row in run.rows if any(row.get(k) is not None for k in measure.keys)]
+    return [row for row in rows if measure is not PAIRS or row["eval/margin"]]
+
+
+def _value(row: dict[str, Any], measure: Measure) -> float:
+    return next(float(row[k]) for k in measure.keys if row.get(k) is not None)
 
 
 def _estimate(row: dict[str, Any], measure: Measure) -> Estimate | None:
-    names = [f"eval/{measure.name}{end}" for end in ("_lo", "_hi")]
-    value = next(row[k] for k in measure.keys if row.get(k) is not None)
-    low, high = (row.get(name) for name in names)
-    return None if low is None or high is None else Estimate(value, low, high)
+    low, high = (row.get(f"{measure.keys[0]}_{end}") for end in ("lo", "hi"))
+    return None if low is None or high is None else Estimate(_value(row, measure), low, high)
 
 
 def _correlation(run: Run, measure: Measure, first: float, last: float) -> float:
@@ -143,70 +162,40 @@ def _correlation(run: Run, measure: Measure, first: float, last: float) -> float
     return correlation(*sides)
 
 
-def by_dataset(run: Run, measure: Measure) -> Markup:
-    """Draws the measure of every validation set of a run with its confidence intervals; nothing
-    where there is one set alone."""
-    lines = []
-    for color, name in enumerate(run.datasets):
-        keys = [f"eval/{name}/{key.removeprefix('eval/')}" for key in measure.keys]
-        points = run.points(*keys)
-        ends = (f"eval/{name}/{measure.name}_{end}" for end in ("lo", "hi"))
-        low, high = (dict(run.points(end)) for end in ends)
-        lines.append(
-            Line(
-                label=name,
-                points=points,
-                color=color % COLORS,
-                markers=len(points) <= 30,
-                whiskers=[(x, low[x], high[x]) for x in low if x in high],
-            )
-        )
-    if not lines:
-        return Markup()
-    return line_chart(
-        LineChart(
-            title=f"Held-out {measure.name} by data set",
-            note="bars: 95% confidence interval" if any(li.whiskers for li in lines) else "",
-            lines=lines,
-            format=measure.format,
-            y_from=None if measure is REWARD else 0.0,
-            x_label="step",
-            named=True,
-        )
-    )
+def curves(runs: list[Run], measure: Measure) -> Markup:
+    """Draws the measure with its confidence intervals; of several validation sets the reader
+    chooses one."""
+    names = dict.fromkeys(name for run in runs for name in run.datasets)
+    whole = _curve(runs, measure, "", choice="all sets" if names else "")
+    return one_of([whole, *(_curve(runs, measure, f"{name}/", choice=name) for name in names)])
 
 
-def curve(
-    runs: list[Run], measure: Measure, *, by_time: bool, earlier: Sequence[Run] = ()
-) -> Markup:
-    """Draws the measure with its confidence intervals, by step or by minutes of the run; by step
-    before the band of `earlier` runs."""
-    x, scale = ("elapsed_s", 1 / 60) if by_time else ("step", 1.0)
+def _curve(runs: list[Run], measure: Measure, dataset: str, *, choice: str) -> Markup:
+    """Draws the measure of one validation set, "name/", or of all, ""."""
+    keys = [f"eval/{dataset}{key.removeprefix('eval/')}" for key in measure.keys]
     lines = []
     for r, run in enumerate(runs):
-        points = [(scale * px, v) for px, v in run.points(*measure.keys, x=x)]
+        points = run.points(*keys)
         if not points:
             continue
-        low, high = (dict(run.points(f"eval/{measure.name}_{b}", x=x)) for b in ("lo", "hi"))
+        low, high = (dict(run.points(f"{keys[0]}_{end}")) for end in ("lo", "hi"))
         lines.append(
             Line(
                 label=run.label if len(runs) > 1 else measure.name,
                 points=points,
                 color=r % COLORS,
                 markers=len(points) <= 30,
-                whiskers=[(scale * px, low[px], high[px]) for px in low if px in high],
+                whiskers=[(x, low[x], high[x]) for x in low if x in high],
             )
         )
-    if lines and not by_time and (behind := band(earlier, *measure.keys)):
-        lines.append(behind)
     return line_chart(
         LineChart(
-            title=f"Held-out {measure.name}" + (" by wall time" if by_time else ""),
+            title=f"Held-out {measure.name}",
             note="bars: 95% confidence interval" if any(li.whiskers for li in lines) else "",
+            choice=choice,
             lines=lines,
             format=measure.format,
             y_from=None if measure is REWARD else 0.0,
-            x_label="minutes" if by_time else "step",
             named=len(runs) > 1,
         )
     )

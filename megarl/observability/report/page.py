@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from megarl.config.secrets import masked_yaml
 from megarl.observability.console import duration, number
-from megarl.observability.report.formats import percent, plain
+from megarl.observability.report.charts import fill, percent, plain
+from megarl.observability.report.curves import GAP, all_charts, end_window, moves, with_gap
 from megarl.observability.report.held_out import (
     ACCURACY,
     COLORS,
-    REWARD,
     Gain,
     Measure,
     gain,
-    graded,
-    headline,
     last_interval,
+    measures,
 )
-from megarl.observability.report.metrics import GAP, all_charts, end_window
-from megarl.observability.report.runs import Run, pair_samples
+from megarl.observability.report.runs import Run, load_run, pair_samples
 from megarl.observability.report.summary import summary_lines
-from megarl.observability.report.templates import fill
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,21 +40,57 @@ class Tile:
     gain: Gain | None = None
 
 
-def render_page(
+def write_report(
+    path: str | Path,
+    runs: Sequence[Run | str | Path],
+    *,
+    title: str | None = None,
+    subtitle: str = "",
+    samples: Sequence[Mapping[str, Any]] | None = None,
+    config: str | None = None,
+    max_samples: int = 12,
+) -> Path:
+    """Writes the report of `runs` to `path` and returns it.
+
+    runs: run directories (stats.jsonl, samples.jsonl, config.yaml), "label=directory", or `Run`s;
+    the first is the one the report is about, the others stand beside it (a control, other seeds).
+    title: None is the first run's label. samples: records {"when": "before"|"after", "prompt",
+    "completion", "answer", "reward"} and, of several turns, "turns" (rollout_metrics.py); None
+    takes the first run's. config: text; None likewise. Secrets in it are masked. Raises ValueError
+    where no run is named.
+    """
+    if not runs:
+        raise ValueError("write_report: name at least one run directory")
+    loaded = [r if isinstance(r, Run) else load_run(r) for r in runs]
+    html = _render(
+        loaded,
+        title=title or loaded[0].label,
+        subtitle=subtitle,
+        samples=list(loaded[0].samples if samples is None else samples),
+        config=loaded[0].config if config is None else config,
+        max_samples=max_samples,
+    )
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(html, encoding="utf-8")
+    return path
+
+
+def _render(
     runs: list[Run],
     *,
-    earlier: Sequence[Run] = (),
     title: str,
     subtitle: str,
     samples: Sequence[Mapping[str, Any]],
     config: str,
     max_samples: int,
 ) -> str:
-    """Returns the report as one HTML page. The first run is the one it is about; `earlier` runs are
-    drawn as a band behind its curves; `samples` are records as in samples.jsonl, of which it shows
-    `max_samples` prompts."""
+    """Returns the report as one HTML page. The first run is the one it is about; `samples` are
+    records as in samples.jsonl, of which it shows `max_samples` prompts."""
+    runs = [with_gap(run) for run in runs]
     run = runs[0]
-    measure = headline(run) or ACCURACY
+    measure = next(iter(measures(run)), ACCURACY)
+    drawn = all_charts(runs)
     pairs = pair_samples([dict(s) for s in samples])[:max_samples]
     return fill(
         "page.html.jinja",
@@ -64,7 +99,7 @@ def render_page(
         tiles=list(_tiles(run)),
         measure=measure.name.capitalize(),
         compared=[_compared(i, r, measure) for i, r in enumerate(runs)] if runs[1:] else [],
-        charts=all_charts(runs, earlier),
+        drawn=drawn,
         summary=summary_lines(run.summary) if run.summary else [],
         samples=pairs,
         shown=[w for w in ("before", "after") if any(p[w] for p in pairs)],
@@ -83,11 +118,7 @@ def _below_title(run: Run, title: str, subtitle: str) -> Iterator[str]:
 
 
 def _tiles(run: Run) -> Iterator[Tile]:
-    main = headline(run)
-    if main is not None:
-        yield _held_out_tile(run, main)
-    if main is ACCURACY and graded(run):
-        yield _held_out_tile(run, REWARD)
+    yield from (_held_out_tile(run, measure) for measure in measures(run))
     if any(failed := run.values("eval/failed")):
         more = f"of the answers of one evaluation, at most; last {percent(failed[-1])}"
         yield Tile(name="Held-out failures", value=percent(max(failed)), more=more)
@@ -100,22 +131,21 @@ def _tiles(run: Run) -> Iterator[Tile]:
             more=f"mean of the first and the last {n} steps" if n > 1 else "first and last step",
         )
     if run.rows:
-        took = f"in {duration(run.elapsed)}" if run.elapsed is not None else ""
+        seconds = run.summary.get("seconds", run.elapsed)
+        took = f"in {duration(seconds)}" if seconds is not None else ""
         yield Tile(name="Steps", value=number(max(row["step"] for row in run.rows)), more=took)
     if times := run.values("timing/step_s"):
         value = f"{statistics.median(times):.2f}"
         yield Tile(name="Step time", value=value, unit="s", more=_speed(run))
-    if worst := run.values(f"{GAP}/max"):
-        means = run.values(f"{GAP}/mean")
-        mean = f"largest of any token; mean {plain(statistics.fmean(means))}"
-        more = (mean if means else "largest") + " (nats)"
-        yield Tile(name="Trainer / server gap", value=plain(max(worst)), more=more)
-    if reference := run.values("kl_ref"):
-        more = "nats per token, last step"
-        yield Tile(name="KL to reference", value=plain(reference[-1]), more=more)
-    elif moved := run.values("approx_kl"):
-        value = plain(statistics.median(moved))
-        yield Tile(name="KL to behaviour", value=value, more="nats per token, median")
+    if means := run.values(f"{GAP}/mean"):
+        worst = plain(max(run.values(f"{GAP}/max"), default=math.nan))
+        more = f"nats, mean of tokens by the same weights; largest {worst}"
+        value = plain(statistics.fmean(means))
+        yield Tile(name="Trainer / server gap", value=value, more=more)
+    for key, name in (("kl_ref", "KL to reference"), ("approx_kl", "KL to behaviour")):
+        if moves(values := run.values(key)):
+            yield Tile(name=name, value=plain(values[-1]), more="nats per token, last step")
+            break
 
 
 def _held_out_tile(run: Run, measure: Measure) -> Tile:

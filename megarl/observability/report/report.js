@@ -1,3 +1,13 @@
+// Charts that share one place: a reader chooses which is shown.
+for (const place of document.querySelectorAll(".choice")) {
+  const charts = [...place.children], select = document.createElement("select");
+  charts.forEach((chart, i) => select.add(new Option(chart.dataset.choice, i)));
+  const choose = () => charts.forEach((chart, i) => { chart.hidden = i !== Number(select.value); });
+  select.setAttribute("aria-label", "what is drawn");
+  select.onchange = choose;
+  place.prepend(select);
+  choose();
+}
 // Finds the x nearest to the pointer and shows what stands there. {x: px, l: label, s: series};
 // a series has n(ame), c(lass), v(alues as text), and for lines y (px).
 for (const fig of document.querySelectorAll("figure.chart")) {

@@ -18,10 +18,9 @@ from rich.table import Table
 from rich.text import Text
 
 from megarl.observability.console import duration, number
-from megarl.observability.report.formats import plain
-from megarl.observability.report.held_out import ACCURACY, REWARD, Gain, Measure, gain, graded
-from megarl.observability.report.metrics import end_window
-from megarl.observability.report.phases import OUTSIDE_STEP, step_phases
+from megarl.observability.report.charts import plain
+from megarl.observability.report.curves import OUTSIDE_STEP, end_window, step_phases
+from megarl.observability.report.held_out import ACCURACY, PAIRS, REWARD, Gain, gain, measures
 from megarl.observability.report.runs import Run
 
 Summary = dict[str, Any]
@@ -35,7 +34,10 @@ _PATHS = {
     "final model": "final",
     "saved models": "hf",
     "checkpoints": "recover",
+    "logs": "logs",
 }
+# name in the summary -> what evaluations measure
+_MEASURES = {"accuracy": ACCURACY, "pairs_ranked_right": PAIRS, "eval_reward": REWARD}
 
 
 def summarize(
@@ -70,9 +72,7 @@ def summarize(
         summary |= _rollouts(last, summary["samples_trained"], summary["samples_skipped"])
     ends = {"reward": ("reward/mean",), "loss": ("loss",)}
     summary |= {name: _ends(run, *keys) for name, keys in ends.items() if run.values(*keys)}
-    summary |= _held_out(run, "accuracy", ACCURACY)
-    if graded(run):
-        summary |= _held_out(run, "eval_reward", REWARD)
+    summary |= _held_out(run)
     if syncs := run.values("weight_sync/total_s"):
         nbytes = int(sum(run.values("weight_sync/bytes")))
         summary["weight_syncs"] = {"count": len(syncs), "bytes": nbytes}
@@ -118,13 +118,17 @@ def _ends(run: Run, *keys: str) -> list[float]:
     return [statistics.fmean(values[:n]), statistics.fmean(values[-n:])]
 
 
-def _held_out(run: Run, name: str, measure: Measure) -> Summary:
-    """Returns [first, last] of the evaluations, and the 95 % interval of the gain where there is
-    one."""
-    values, change = run.values(*measure.keys), gain(run, measure)
-    out: Summary = {name: [values[0], values[-1]]} if values else {}
-    if change is not None and change.interval is not None:
-        out[f"{name}_gain_ci"] = list(change.interval)
+def _held_out(run: Run) -> Summary:
+    """Returns [first, last] of what evaluations measured, and the 95 % interval of the gain where
+    there is one."""
+    out: Summary = {}
+    for name, measure in _MEASURES.items():
+        if measure not in measures(run):
+            continue
+        values, change = run.values(*measure.keys), gain(run, measure)
+        out[name] = [values[0], values[-1]]
+        if change is not None and change.interval is not None:
+            out[f"{name}_gain_ci"] = list(change.interval)
     return out
 
 
@@ -146,7 +150,7 @@ def summary_lines(summary: Summary) -> list[tuple[str, str]]:
     ]
     if "prompts" in summary:
         lines.append(("prompts", _identity(summary["prompts"])))
-    if summary["samples_trained"] or "prompts" in summary:  # a script may log neither
+    if summary["samples_trained"]:  # a script may log none
         lines.append(("trained", _trained(summary)))
     first = "reward" if "reward" in summary else "loss"
     if first in summary:
@@ -161,20 +165,16 @@ def summary_lines(summary: Summary) -> list[tuple[str, str]]:
         sync = summary["weight_syncs"]
         lines.append(("weight syncs", f"{sync['count']}, {number(sync['bytes'])}B in all"))
     if summary["seconds_by_phase"]:
-        lines.append(("time", _time_split(summary["seconds_by_phase"])))
+        lines.append(("time, whole run", _time_split(summary["seconds_by_phase"])))
     return lines
 
 
 def _held_out_lines(summary: Summary) -> list[tuple[str, str]]:
-    """Returns the lines of evaluations. An accuracy that is 0 throughout is left out: it says
-    nothing beside a reward in parts of a point."""
-    measures = {"accuracy": ACCURACY, "eval_reward": REWARD}
-    names = [name for name in measures if name in summary]
-    if "eval_reward" in names and not any(summary.get("accuracy", ())):
-        names = ["eval_reward"]
     lines = []
-    for name in names:
-        measure, (before, after) = measures[name], summary[name]
+    for name, measure in _MEASURES.items():
+        if name not in summary:
+            continue
+        before, after = summary[name]
         text = f"{measure.format(before)} → {measure.format(after)}"
         if interval := summary.get(f"{name}_gain_ci"):
             change = Gain(measure=measure, first=before, last=after, interval=tuple(interval))

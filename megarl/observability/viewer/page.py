@@ -16,8 +16,8 @@ from typing import Any
 from markupsafe import Markup
 
 from megarl.observability.episodes import GROUP, read_bytes, read_index
+from megarl.observability.report.charts import fill
 from megarl.observability.report.runs import Run, load_run
-from megarl.observability.report.templates import fill
 from megarl.utils.files import write_whole
 
 LISTED = 20_000  # groups in lists, the newest

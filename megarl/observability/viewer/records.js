@@ -94,12 +94,15 @@ function largest(rows, key) {
   values.sort((a, b) => a - b);
   return values[Math.floor(0.99 * (values.length - 1))] || 1e-9;
 }
-function diverging(rows, key, more, less) {
+function diverging(rows, key, more, less) { // zeros have no colour
   const scale = largest(rows, key);
+  const color = x => x > 0 ? "--c0" : "--c1";
+  const seen = new Set(rows.flatMap(row => [...row[key] ?? []].filter((x, i) => x && row.mask[i]).map(color)));
+  const sides = [["--c0", 0.7, `${more} (to ${num(scale)})`], ["--c1", 0.7, `${less} (to -${num(scale)})`]];
   return {
-    of: (row, i) => row.mask[i] && row[key] ? [row[key][i] > 0 ? "--c0" : "--c1",
-      Math.min(1, Math.abs(row[key][i]) / scale)] : null,
-    legend: [["--c0", 0.7, `${more} (to ${num(scale)})`], ["--c1", 0.7, `${less} (to -${num(scale)})`]],
+    of: (row, i) => row.mask[i] && row[key]?.[i]
+      ? [color(row[key][i]), Math.min(1, Math.abs(row[key][i]) / scale)] : null,
+    legend: seen.size ? sides.filter(([hue]) => seen.has(hue)) : [["--c7", 0, "0 at every token"]],
     has: rows.some(row => row[key]),
   };
 }

@@ -78,7 +78,8 @@ function table(name, columns, rows, open) {
         const tr = el("tr", row.details === false ? "thin" : "", ...columns.map(c => {
           const text = c[3] ? c[3](row) : c[1](row);
           const shown = typeof text === "string" ? text : num(text);
-          return el("td", c[0] === "Prompt" ? "text" : "num", shown);
+          const css = c[0] === "Prompt" ? "text" : "num";
+          return el("td", c[0] === "Failures" && c[1](row) ? `${css} bad` : css, shown);
         }));
         tr.onclick = () => { location.hash = open(row); };
         body.append(tr);
@@ -104,13 +105,14 @@ function path(...parts) {
     .map(p => typeof p === "string" ? el("span", "", p) : p));
 }
 
-function showSteps() {
+function showSteps(note = "") {
   const all = {};
   for (const s of about.steps)
     for (const [kind, n] of Object.entries(s.failures)) all[kind] = (all[kind] ?? 0) + n;
   const chips = Object.entries(all).map(([k, n]) => link(`${n} ${k}`, `#failure=${k}`, "chip fail"));
   show(
     el("header", "", el("h1", "", about.run), el("p", "", `episodes, as of ${about.written}`)),
+    note ? el("p", "note bad", note) : null,
     el("div", "bar", link(`all ${about.groups.length} groups`, "#groups", "link"),
       chips.length ? el("span", "", "failures: ", ...chips) : el("span", "note", "no failures")),
     table("steps", STEPS, about.steps, s => `step=${s.step}`));
@@ -203,7 +205,8 @@ function tree(rows, all) {
   }).join("\n");
 }
 
-function rollout(rows, group, prompt) {
+function rollout(same, group, prompt) { // rollouts of one answer
+  const rows = same[0], numbers = same.map(rows => rows[0].rollout + 1);
   const first = rows[0], trained = sum(rows.map(row => sum([...row.mask])));
   const parts = Object.entries(first.parts ?? {}).map(([k, v]) => `${k} ${num(v)}`);
   const facts = [`${trained} trained tokens`];
@@ -213,7 +216,8 @@ function rollout(rows, group, prompt) {
     facts.push(low === high ? `advantage ${num(low)}` : `advantages ${num(low)} to ${num(high)}`);
   }
   const card = el("div", first.failure ? "rollout failed" : "rollout",
-    el("h3", "", `Rollout ${first.rollout + 1}`), chip(first),
+    el("h3", "", same.length > 1 ? `Rollouts ${numbers.join(", ")}` : `Rollout ${numbers[0]}`),
+    same.length > 1 ? el("span", "chip part", `×${same.length}, the same answer`) : null, chip(first),
     rows.some(row => row.truncated) ? el("span", "chip part", "cut short") : null,
     rows.some(row => row.skipped) ? el("span", "chip fail", "update skipped") : null,
     parts.length ? el("div", "parts", `parts: ${parts.join(" · ")}`) : null,
@@ -260,7 +264,7 @@ function chooser(title, options, key, name, redraw) {
 
 async function showGroup(name) {
   const i = about.groups.findIndex(g => g.name === name), line = about.groups[i];
-  if (!line) return showSteps();
+  if (!line) return showSteps(`This page has no group ${name}.`);
   const way = path(link(`step ${line.step}`, `#step=${line.step}`), `episode ${line.episode}`);
   const step = (text, j) => {
     const button = el("button", "", text);
@@ -309,7 +313,12 @@ async function showGroup(name) {
     if (prompt) page.append(el("h2", "", "Prompt"), el("div", "panel prompt",
       el("div", "turn told", tokens(group.rows[0], 0, prompt))));
     page.append(el("h2", "", `${rollouts.size} rollouts`));
-    page.append(el("div", "group", ...ordered.map(rows => rollout(rows, group, prompt))));
+    const answers = new Map();
+    for (const rows of ordered) {
+      const key = rows.map(row => [row.failure, row.reward, row.skipped, ...row.ids]).join();
+      answers.set(key, [...(answers.get(key) ?? []), rows]);
+    }
+    page.append(el("div", "group", ...[...answers.values()].map(same => rollout(same, group, prompt))));
   };
   redraw();
 }

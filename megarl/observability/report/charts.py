@@ -3,7 +3,7 @@
 A chart is a <figure> with a header (title, legend), the drawing, and a JSON block from which the
 page's script makes the hover box (figure.html.jinja). What is drawn are marks, each a path with its
 CSS classes. Colours are classes, too (c0, c1, ...), so that light, dark and print each have
-their own.
+their own. Several charts may share one place, where the page's script lets the reader choose one.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
-
-from megarl.observability.report.scale import Scale, log_ticks, nice_ticks
-from megarl.observability.report.templates import fill
 
 Points = Sequence[tuple[float, float]]
 Range = tuple[float, float, float]  # x, low, high
@@ -31,6 +31,52 @@ MAX_POINTS = 400
 GREY = 7  # the colour class of what belongs to no series
 
 
+def percent(value: float) -> str:
+    """Writes a share as 12.3%."""
+    return f"{100 * value:.1f}%"
+
+
+def plain(value: float) -> str:
+    """Writes a number short enough for an axis, with three digits that matter."""
+    if value == 0:
+        return "0"
+    if abs(value) >= 100_000 or abs(value) < 1e-3:
+        digits, _, power = f"{value:.2e}".partition("e")
+        return f"{float(digits):g}e{int(power)}"
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def signed(value: float) -> str:
+    """Writes a number with its sign."""
+    return f"+{plain(value)}" if value > 0 else plain(value)
+
+
+def seconds(value: float) -> str:
+    """Writes seconds with their unit."""
+    return "0" if value == 0 else f"{value:.3g} s" if value < 1000 else f"{value:,.0f} s"
+
+
+def fill(template: str, **values: Any) -> Markup:
+    """Returns the HTML of a template beside this file, or of the viewer's, which shares the
+    colours; `values` that are not Markup are escaped."""
+    return Markup(_environment().get_template(template).render(values))
+
+
+@cache
+def _environment() -> Environment:
+    here = Path(__file__).parent
+    environment = Environment(
+        loader=FileSystemLoader([here, here.parent / "viewer"]),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["plain"] = plain
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+    return environment
+
+
 @dataclass(kw_only=True)
 class Line:
     """Describes one series. `whiskers` are (x, low, high), and so is `band`, an area behind the
@@ -40,12 +86,10 @@ class Line:
     label: str
     points: Points
     color: int
-    dashed: bool = False
     smooth: int = 0
     per_point: int = 1
     markers: bool = False
     whiskers: Sequence[Range] = ()
-    band: Sequence[Range] = ()
 
     @property
     def is_smoothed(self) -> bool:
@@ -55,14 +99,13 @@ class Line:
 
 @dataclass(kw_only=True)
 class Chart:
-    """Describes what charts of every kind have; `format` writes a value with its unit. `places`:
-    what the hover box calls each x, where a number does not say it."""
+    """Describes what charts of every kind have; `format` writes a value with its unit. `choice` is
+    its name among charts that share one place (`one_of`)."""
 
     title: str
     note: str = ""
-    x_label: str = "step"
     format: Format = "{:.4g}".format
-    places: Sequence[str] = ()
+    choice: str = ""
 
 
 @dataclass(kw_only=True)
@@ -117,14 +160,13 @@ def line_chart(chart: LineChart) -> Markup:
     lines = [_prepare(line, chart.log) for line in chart.lines]
     xs = sorted({x for line in lines for x, _ in line.points})
     ys = [y for line in lines for _, y in line.points]
-    ys += [v for line in lines for _, lo, hi in (*line.whiskers, *line.band) for v in (lo, hi)]
+    ys += [v for line in lines for _, lo, hi in line.whiskers for v in (lo, hi)]
     if not xs:
         return Markup()
     y_ticks = log_ticks(min(ys), max(ys)) if chart.log else _y_ticks(chart, min(ys), max(ys))
     x = Scale(xs[0], xs[-1], LEFT + 6, RIGHT - 6)
     y = Scale(y_ticks[0], y_ticks[-1], FLOOR, TOP, log=chart.log)
-    marks = [_area(line, x, y) for line in lines if line.band]
-    marks += [mark for line in lines for mark in _line_marks(line, x, y)]
+    marks = [mark for line in lines for mark in _line_marks(line, x, y)]
     series = [_line_values(line, xs, y, chart.format) for line in lines]
     return _figure(chart, x, y, xs, y_ticks, _line_legend(lines, chart.named), marks, series)
 
@@ -159,30 +201,19 @@ def stacked_chart(chart: StackedChart) -> Markup:
     return _figure(chart, x, y, xs, y_ticks, legend, marks, series)
 
 
+def one_of(charts: Sequence[Markup]) -> Markup:
+    """Returns charts that share one place: the page's script shows the one that the reader chooses,
+    the first to begin with."""
+    drawn = [chart for chart in charts if chart]
+    if len(drawn) < 2:
+        return Markup().join(drawn)
+    return Markup('<div class="choice">{}</div>').format(Markup().join(drawn))
+
+
 def _prepare(line: Line, log: bool) -> Line:
     points = [(x, v) for x, v in line.points if math.isfinite(v) and (v > 0 or not log)]
     size = bin_size(len(points))
-    ends = [(x, lo, hi) for x, lo, hi in line.band if lo > 0 or not log]
-    (xs, lows), (_, highs) = (_xy(thin([(e[0], e[i]) for e in ends])) for i in (1, 2))
-    return replace(
-        line,
-        points=thin(points),
-        smooth=line.smooth // size,
-        per_point=size,
-        band=list(zip(xs, lows, highs, strict=True)),
-    )
-
-
-def _xy(points: Points) -> tuple[list[float], list[float]]:
-    return [x for x, _ in points], [y for _, y in points]
-
-
-def _area(line: Line, x: Scale, y: Scale) -> Mark:
-    """Returns the area between the ends of the line's band."""
-    there = [(px, lo) for px, lo, _ in line.band]
-    back = [(px, hi) for px, _, hi in reversed(line.band)]
-    corners = (f"{x(px):.1f},{y(py):.1f}" for px, py in there + back)
-    return f"band c{line.color}", "M" + "L".join(corners) + "Z"
+    return replace(line, points=thin(points), smooth=line.smooth // size, per_point=size)
 
 
 def _y_ticks(chart: LineChart, lo: float, hi: float) -> list[float]:
@@ -196,9 +227,7 @@ def _line_legend(lines: list[Line], named: bool) -> Legend:
     where the thick ones are averages."""
     legend = []
     if named or len(lines) > 1:
-        legend = [
-            (line.label, f"c{line.color}{' dashed' if line.dashed else ''}") for line in lines
-        ]
+        legend = [(line.label, f"c{line.color}") for line in lines]
     if averaged := [line for line in lines if line.is_smoothed]:
         css = f"c{lines[0].color if len(lines) == 1 else GREY}"
         legend.append((_means(line.per_point for line in averaged), f"{css} raw"))
@@ -225,7 +254,7 @@ def _line_marks(line: Line, x: Scale, y: Scale) -> Iterator[Mark]:
         px, a, b = x(wx), y(lo), y(hi)
         ends = "".join(f"M{px - 4:.1f},{end:.1f}h8" for end in (a, b))
         yield f"whisker {css}", f"M{px:.1f},{a:.1f}V{b:.1f}{ends}"
-    yield f"line {css}{' dashed' if line.dashed else ''}", path(points)
+    yield f"line {css}", path(points)
     if line.markers or len(points) == 1:
         circle = "a3.2,3.2 0 1,0 6.4,0a3.2,3.2 0 1,0 -6.4,0"
         for px, py in points:
@@ -237,7 +266,7 @@ def _line_values(line: Line, xs: Sequence[float], y: Scale, fmt: Format) -> dict
     height of its dot."""
     at = dict(line.points)
     texts = {px: fmt(value) for px, value in line.points}
-    for wx, lo, hi in (*line.whiskers, *line.band):
+    for wx, lo, hi in line.whiskers:
         if wx in texts:
             texts[wx] += f" [{fmt(lo)}, {fmt(hi)}]"
     heights = [round(y(at[px]), 1) if px in at else None for px in xs]
@@ -257,11 +286,9 @@ def _figure(
     """Fills the template. `series` is what the hover box shows at each of `xs`, which ascend: for
     every series n(ame), c(lass), v(alues) and, for lines, y (px)."""
     ends = (xs[0], xs[-1])
-    step = chart.x_label == "step"
     x_ticks = [t for t in nice_ticks(*ends, 6) if ends[0] <= t <= ends[1]]
-    if step:  # there is no step 1.5
-        x_ticks = [t for t in x_ticks if round(t, 6).is_integer()]
-    places = [f"step {_tick_text(v)}" if step else f"{v:.1f} {chart.x_label}" for v in xs]
+    x_ticks = [t for t in x_ticks if round(t, 6).is_integer()]  # there is no step 1.5
+    places = [f"step {_tick_text(v)}" for v in xs]
     return fill(
         "figure.html.jinja",
         chart=chart,
@@ -269,7 +296,7 @@ def _figure(
         x_ticks=[(x(t), _tick_text(t)) for t in (x_ticks if xs[1:] else xs)],
         y_ticks=[(y(t), chart.format(t).replace(".0%", "%")) for t in y_ticks],
         marks=marks,
-        hover={"x": [round(x(v), 1) for v in xs], "l": chart.places or places, "s": series},
+        hover={"x": [round(x(v), 1) for v in xs], "l": places, "s": series},
         width=WIDTH,
         height=HEIGHT,
         left=LEFT,
@@ -281,3 +308,41 @@ def _figure(
 
 def _tick_text(value: float) -> str:
     return f"{value:g}" if value == int(value) else f"{value:.4g}"
+
+
+# axes
+
+
+class Scale:
+    """Maps data to pixels along one axis, linearly or by the base-10 logarithm."""
+
+    def __init__(self, lo: float, hi: float, a: float, b: float, *, log: bool = False) -> None:
+        self.log = log
+        self.lo, self.hi = (math.log10(lo), math.log10(hi)) if log else (lo, hi)
+        self.a, self.b = a, b
+
+    def __call__(self, value: float) -> float:
+        v = math.log10(value) if self.log else value
+        span = self.hi - self.lo
+        return self.a + (self.b - self.a) * ((v - self.lo) / span if span else 0.5)
+
+
+def nice_ticks(lo: float, hi: float, n: int = 5) -> list[float]:
+    """Returns about n round numbers (1, 2, 2.5, 5 times a power of ten) that enclose [lo, hi], but
+    for a rounding error: 1.0000001 is no reason for a tick at 1.25."""
+    if hi <= lo:
+        hi = lo + (abs(lo) * 0.1 or 1.0)
+    rough = (hi - lo) / max(1, n - 1)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= rough * 0.999)
+    first, last = math.floor(lo / step + 1e-5), math.ceil(hi / step - 1e-5)
+    return [round(i * step, 12) for i in range(first, last + 1)]
+
+
+def log_ticks(lo: float, hi: float) -> list[float]:
+    """Returns powers of ten that enclose [lo, hi], every second or third of them when there are
+    many."""
+    first, last = math.floor(math.log10(lo)), math.ceil(math.log10(hi))
+    last = max(last, first + 1)
+    step = max(1, math.ceil((last - first) / 5))
+    return [10.0**e for e in range(first, last + step, step)]
