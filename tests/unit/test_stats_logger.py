@@ -119,7 +119,8 @@ def test_other_ranks_write_nothing(tmp_path, monkeypatch, capsys):
 
 def test_close_writes_the_report(tmp_path):
     logger = open_logger(tmp_path, report=True)
-    logger.log(1, {"reward/mean": 0.5})
+    for step in (1, 2):
+        logger.log(step, {"reward/mean": 0.5 * step})
     logger.close()
     logger.close()  # twice is fine
     assert "<svg" in (tmp_path / "report.html").read_text()
