@@ -1,10 +1,10 @@
 """Keeps the episodes of a run on disk, as a stream that is only appended to.
 
-<run>/episodes/index.jsonl has a line for each record: {"kind", "step", "episode", "file", "at",
-"size", ...}. The record is the `size` bytes at `at` in <run>/episodes/<file>: zlib, and in it a
-line of JSON and then arrays of numbers. A line is written after its record, so what a killed
-process leaves behind is at worst bytes that no line names, and one line cut short. Every start
-writes data files of its own, and the line {"kind": "start", "after": k} (utils/files.py).
+<run>/episodes/index.jsonl is a RunLog with a line for each record: {"step", "kind", "episode",
+"file", "at", "size", ...}. The record is the `size` bytes at `at` in <run>/episodes/<file>: zlib,
+and in it a line of JSON and then arrays of numbers. A line is written after its record, so what a
+killed process leaves behind is at worst bytes that no line names, and one line cut short. Every
+start writes data files of its own.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.utils.files import append, append_line, read_lines
+from megarl.observability.run_log import RunLog, append
 
 FOLDER = "episodes"
 INDEX = "index.jsonl"
 _DATA = re.compile(r"data_\d{6,}\.bin")
-GROUP, FIGURES, START = "group", "figures", "start"  # kinds of lines
+GROUP, FIGURES = "group", "figures"  # kinds of lines
 FILE_BYTES = 256 << 20  # of a data file, then the next one begins
 LEVEL = 1  # of zlib: numbers of a model hardly get smaller with more
 
@@ -75,16 +75,12 @@ class EpisodeStream:
         """Opens the stream behind what earlier starts wrote."""
         self._folder = run_dir / FOLDER
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._index: BinaryIO = (self._folder / INDEX).open("ab", buffering=0)
+        self._index = RunLog(self._folder / INDEX)
         self._number = 1 + max(map(_number, self._folder.glob("data_*.bin")), default=-1)
         self._data: BinaryIO = self._open_data()
 
-    def begin(self, after: int) -> None:
-        """Says that this start goes on from step `after`: records of later steps are superseded."""
-        append_line(self._index, {"kind": START, "after": after})
-
-    def append(self, line: Mapping[str, Any], data: bytes) -> None:
-        """Appends a record. `line` is what the index says of it beside the place: kind, step,
+    def append(self, step: int, line: Mapping[str, Any], data: bytes) -> None:
+        """Appends a record of a step. `line` is what the index says of it beside the place: kind,
         episode, and what lists show. Raises OSError where there is no room, and leaves no half."""
         if self._data.seek(0, os.SEEK_END) > FILE_BYTES:
             self._data.close()
@@ -92,12 +88,11 @@ class EpisodeStream:
             self._data = self._open_data()
         at = append(self._data, data)
         place = {"file": Path(self._data.name).name, "at": at, "size": len(data)}
-        append_line(self._index, {**line, **place}, allow_nan=False)
+        self._index.append(step, {**line, **place})
 
     def close(self) -> None:
-        """Closes the files."""
+        """Closes the file of records."""
         self._data.close()
-        self._index.close()
 
     def _open_data(self) -> BinaryIO:
         return (self._folder / f"data_{self._number:06d}.bin").open("ab", buffering=0)
@@ -106,12 +101,9 @@ class EpisodeStream:
 def read_index(run_dir: Path) -> list[dict[str, Any]]:
     """Returns the lines of the records that count, in order of step and episode, groups before
     figures; none where nothing was recorded. A line that was cut short is left out."""
-    index = run_dir / FOLDER / INDEX
-    found: dict[tuple[int, int, str], dict[str, Any]] = {}
-    for line in read_lines(index) if index.exists() else ():
-        if line["kind"] != START:
-            found[line["step"], line["episode"], line["kind"]] = line
-    return [found[key] for key in sorted(found, key=lambda k: (*k[:2], k[2] != GROUP))]
+    index = RunLog(run_dir / FOLDER / INDEX)
+    lines = {(line["step"], line["episode"], line["kind"]): line for line in index.read()}
+    return [lines[key] for key in sorted(lines, key=lambda k: (*k[:2], k[2] != GROUP))]
 
 
 def read_bytes(run_dir: Path, line: Mapping[str, Any]) -> bytes:

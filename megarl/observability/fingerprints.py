@@ -1,9 +1,9 @@
 """Keeps fingerprints of what every step of a run computed, and finds where two runs differ.
 
 <run>/record/fingerprints.jsonl has a line for each phase of a step: {"step", "phase", "tensors":
-{name: fingerprint}}. The line {"start": {...}, "after": k} (utils/files.py) says where and with
-what a start goes on from step k. A hash is of bits, so that equal hashes mean equal tensors; norm
-and sum only tell people how far apart two tensors are.
+{name: fingerprint}}; it is a RunLog. The line {"step": k, "start": {...}} says where and with what
+a start goes on from step k. A hash is of bits, so that equal hashes mean equal tensors; norm and
+sum only tell people how far apart two tensors are.
 
 Beyond DETAIL_BYTES the tensors of weights are no longer listed one by one: a line then has one hash
 for all of them, under the name "*". The rest of a step takes a few kB.
@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.run import RECORD_DIR
-from megarl.utils.files import Digest, Fingerprint, append_line, read_lines
+from megarl.observability.run_log import RunLog
+from megarl.utils.files import Digest, Fingerprint
 
 FILE = "fingerprints.jsonl"
 DETAIL_BYTES = 64 << 20
@@ -60,23 +61,18 @@ class FingerprintFile:
     """Appends to the fingerprints of a run. One process writes."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._path = run_dir / RECORD_DIR / FILE
+        self._log = RunLog(run_dir / RECORD_DIR / FILE)
 
     def begin(self, after: int, start: Mapping[str, Any]) -> None:
-        """Says that this start goes on from step `after`, and with what. Raises OSError."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._write({"start": start, "after": after})
+        """Says with what a start goes on from step `after`. Raises OSError."""
+        self._log.append(after, {"start": start})
 
     def append(self, step: int, phase: str, tensors: Tensors) -> None:
         """Appends a phase of a step. Raises OSError where there is no room."""
-        if phase.endswith((WEIGHTS, SERVERS)) and self._path.stat().st_size > DETAIL_BYTES:
+        if phase.endswith((WEIGHTS, SERVERS)) and self._log.path.stat().st_size > DETAIL_BYTES:
             tensors = {ALL: Fingerprint(_of_all(tensors))}
         listed = {name: _shortened(found) for name, found in tensors.items()}
-        self._write({"step": step, "phase": phase, "tensors": listed})
-
-    def _write(self, line: Mapping[str, Any]) -> None:
-        with self._path.open("ab", buffering=0) as file:
-            append_line(file, line)
+        self._log.append(step, {"phase": phase, "tensors": listed})
 
 
 def _shortened(found: Fingerprint) -> list[Any]:
@@ -109,9 +105,12 @@ class Fingerprints:
 
 def read_fingerprints(run_dir: Path) -> Fingerprints:
     """Returns the fingerprints that count; a line that was cut short is left out. Raises
-    FileNotFoundError where none were recorded."""
+    FileNotFoundError where none were recorded, ConfigError for a file of an older megarl."""
+    path = run_dir / RECORD_DIR / FILE
+    if not path.is_file():
+        raise FileNotFoundError(path)
     found = Fingerprints()
-    for line in read_lines(run_dir / RECORD_DIR / FILE):
+    for line in RunLog(path).read():
         if "start" in line:
             found.start = line["start"]
         else:

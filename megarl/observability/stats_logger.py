@@ -1,9 +1,9 @@
 """Writes the metrics of every step to the console, jsonl, tensorboard and wandb; at the end a
 summary of the run and its report.
 
-<run>/stats.jsonl is always written: one object per step, {"step", "time" (Unix seconds),
-"elapsed_s", name: value, ...}. A run that continues from step k keeps the rows up to k; later rows
-are moved to stats.superseded.jsonl, as are all rows where a run starts anew.
+<run>/stats.jsonl is always written: a RunLog with one object per step, {"step", "time" (Unix
+seconds), "elapsed_s", name: value, ...}. A run that continues from step k keeps the rows up to k;
+later rows are moved to stats.superseded.jsonl, as are all rows where a run starts anew.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +25,7 @@ from megarl.config.script import note_read, warn_of_unread
 from megarl.config.secrets import public_tree
 from megarl.observability.console import ConsoleSink
 from megarl.observability.logging import env_rank, get_logger
+from megarl.observability.run_log import RunLog
 from megarl.utils.files import DiskFull, full_disk_named, write_whole
 
 log = get_logger(__name__)
@@ -181,66 +182,27 @@ def throughput(stats: Mapping[str, float]) -> dict[str, float]:
 
 
 class JsonlSink:
-    """Appends a line per step to a jsonl file, whose rows beyond `from_step` it moves aside."""
+    """Appends a line per step to a RunLog, which goes on from `from_step`."""
 
     def __init__(self, path: Path, from_step: int | None = None) -> None:
-        supersede(path, lambda row: from_step is not None and row["step"] <= from_step)
-        earlier = path.read_text(encoding="utf-8") if path.exists() else ""
-        self._start = time.monotonic() - _last_elapsed(earlier)
-        self._file = path.open("ab", buffering=0)
+        self._log = RunLog(path)
+        self._log.begin(-1 if from_step is None else from_step)
+        earlier = self._log.read()
+        self._start = time.monotonic() - (float(earlier[-1]["elapsed_s"]) if earlier else 0.0)
 
     def write(self, step: int, stats: Mapping[str, float], total_steps: int | None) -> None:
         """Writes one line, or where there is no room none; a number that is not finite becomes
         null."""
-        row = {k: _finite(v) for k, v in stats.items()}
-        row |= {"step": step, "time": round(time.time(), 3), "elapsed_s": self.elapsed()}
-        line, begin = (json.dumps(row) + "\n").encode(), self._file.seek(0, os.SEEK_END)
-        try:
-            while line:  # a disk takes what it has room for, and says so at the next write
-                line = line[self._file.write(line) :]
-        except OSError:
-            self._file.truncate(begin)
-            raise
+        row = {k: float(v) if math.isfinite(v) else None for k, v in stats.items()}
+        clock = {"time": round(time.time(), 3), "elapsed_s": self.elapsed()}
+        self._log.append(step, row | clock)
 
     def elapsed(self) -> float:
         """Returns the seconds of the run, earlier starts included."""
         return round(time.monotonic() - self._start, 3)
 
     def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
-
-
-def _finite(value: float) -> float | None:
-    """Returns the number, or null for NaN and infinity, which JSON lacks."""
-    number = float(value)
-    return number if math.isfinite(number) else None
-
-
-def _last_elapsed(text: str) -> float:
-    """Returns the seconds that the earlier part of a resumed run took, from its last line."""
-    lines = text.splitlines()
-    return float(json.loads(lines[-1])["elapsed_s"]) if lines else 0.0
-
-
-def supersede(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
-    """Moves the rows of a jsonl file that `keep` denies, and lines that a crash cut short, to the
-    end of NAME.superseded.jsonl beside it.
-    """
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    kept: list[str] = []
-    moved: list[str] = []
-    for line in text.splitlines():
-        try:
-            stays = keep(json.loads(line))
-        except json.JSONDecodeError:
-            stays = False
-        (kept if stays else moved).append(line + "\n")
-    if moved:
-        with path.with_suffix(".superseded.jsonl").open("a", encoding="utf-8") as f:
-            f.writelines(moved)
-    if "".join(kept) != text:
-        write_whole(path, "".join(kept))
+        """Does nothing: every line is written."""
 
 
 class TensorBoardSink:
@@ -324,7 +286,7 @@ class WandbSink:
 
     def close(self) -> None:
         """Logs the rows of samples.jsonl as a table and ends wandb's run."""
-        if samples := _read_samples(self._run_dir / "samples.jsonl"):
+        if samples := RunLog(self._run_dir / "samples.jsonl").read():
             self._run.log({"samples": self._of(samples)})
         self._run.finish()
 
@@ -333,12 +295,6 @@ class WandbSink:
         columns: list[str | int] = list(dict.fromkeys(name for row in rows for name in row))
         data = [[_cell(row.get(str(name))) for name in columns] for row in rows]
         return self._table(columns=columns, data=data)
-
-
-def _read_samples(path: Path) -> list[dict[str, Any]]:
-    """Returns the completions that evaluations wrote before and after training."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    return [json.loads(line) for line in lines]
 
 
 def _cell(value: Any) -> Any:

@@ -1,23 +1,34 @@
-"""Records the episodes of training on disk (observability/episodes.py), beside training."""
+"""Records the episodes of training on disk (observability/episodes.py), beside training.
+
+A record of a group has these arrays, row after row of the group, each as long as all its rows:
+ids, mask (loss_mask), logprobs, versions, and token_rewards where turns earn something. Rows of
+rollouts that failed stand last, under no mask.
+"""
 
 from __future__ import annotations
 
+import math
+import re
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megarl.api.batch import Batch, Padded
-from megarl.observability.episodes import FIGURES, EpisodeStream, pack
+from megarl.api.inference import FAILURES
+from megarl.observability.episodes import FIGURES, GROUP, EpisodeStream, pack
 from megarl.observability.logging import get_logger
+from megarl.observability.run_log import DiskThread
 from megarl.rollout.episode import Episode
-from megarl.trainer.disk_thread import DiskThread
-from megarl.trainer.episode_records import finite, group_record
-from megarl.trainer.token_pieces import TokenPieces
+from megarl.rollout.trajectory import REWARD_PART
 
 log = get_logger(__name__)
 
@@ -26,7 +37,25 @@ COMPUTED = ("prox_logp", "entropy", "advantages")
 MAX_WAITING = 8  # pieces of work that the disk may be behind, then they are left out
 FETCH_TOKENS = 1 << 20  # padded tokens that travel to rank 0 at once
 
+# field of a batch -> the array's name and dtype
+_TOKENS = {
+    "input_ids": ("ids", "<i4"),
+    "loss_mask": ("mask", "|u1"),
+    "logprobs": ("logprobs", "<f4"),
+    "versions": ("versions", "<i4"),
+    "token_rewards": ("token_rewards", "<f4"),
+}
+LONGEST = 2000  # characters of one column of the data set that are kept
+SNIPPET = 160  # characters of the prompt in lists
+_PROMPT = ("prompt", "prompt_ids", "messages")  # columns that the tokens show anyway
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_BROKEN = "\ufffd"
+
+Arrays = dict[str, NDArray[Any]]
+About = dict[str, Any]
+Piece = str | list[int]  # text, or bytes that are not whole characters
 Row = tuple[int, int]  # an episode's number, and a row's place in the episode
+RecordParts = tuple[About, Arrays, dict[str, Any]]  # a record, and its line in the index
 
 
 class EpisodeRecorder:
@@ -59,17 +88,9 @@ class EpisodeRecorder:
         self._rows = [(e.number, k) for e in batch for k in range(_count(e))]
         self._left.clear()
         rejected = [e for e in ended if e.batch is None]
-        kept = [*batch[: self._keep], *rejected[: self._keep]]
-        self._recorded = {e.number for e in kept}
-
-        def write(stream: EpisodeStream) -> None:
-            for episode in kept:
-                begun = time.thread_time()
-                about, arrays, line = group_record(episode, step, self._pieces)
-                data = pack(about, arrays)
-                stream.append(line | {"seconds": round(time.thread_time() - begun, 6)}, data)
-
-        self._do(write)
+        chosen = [*batch[: self._keep], *rejected[: self._keep]]
+        self._recorded = {e.number for e in chosen}
+        self._record(step, [partial(group_record, e, step, self._pieces) for e in chosen])
 
     def dropped(self, mask: Tensor, kind: str) -> None:
         """Takes note that the rows of the batch under `mask` [B] left it, and why."""
@@ -89,8 +110,8 @@ class EpisodeRecorder:
         if not self._has_all(len(rewards)):
             return
 
-        def write(stream: EpisodeStream) -> None:
-            found: dict[int, list[dict[str, Any]]] = {}
+        def records() -> Iterator[Callable[[], RecordParts]]:
+            by_episode: dict[int, list[dict[str, Any]]] = {}
             for numbers, padded in parts:
                 lengths = padded["attention_mask"].sum(1).tolist()
                 for i, row in enumerate(numbers.tolist()):
@@ -98,17 +119,19 @@ class EpisodeRecorder:
                     about = {"row": place, "length": lengths[i], "reward": finite(rewards[row])}
                     about["skipped"] = bool(skipped[row]) if skipped is not None else False
                     tokens = {k: padded[k][i, : lengths[i]] for k in COMPUTED if k in padded}
-                    found.setdefault(number, []).append(about | {"tokens": tokens})
+                    by_episode.setdefault(number, []).append(about | {"tokens": tokens})
             gone = {number for number, _ in left}
-            for number in sorted(recorded & (found.keys() | gone)):
-                begun = time.thread_time()
-                line, data = _figures(step, number, found.get(number, []), left)
-                stream.append(line | {"seconds": round(time.thread_time() - begun, 6)}, data)
+            for number in sorted(recorded & (by_episode.keys() | gone)):
+                yield partial(_figures, step, number, by_episode.get(number, []), left)
 
-        self._do(write)
+        self._record(step, records())
 
     def close(self) -> None:
-        """Waits until all is written (DiskThread.close)."""
+        """Waits until all is written (DiskThread.close), also what failed since the last batch."""
+        step, rejected = self._step + 1, [e for e in self._ended if e.batch is None]
+        if rejected:
+            chosen = rejected[: self._keep]
+            self._record(step, [partial(group_record, e, step, self._pieces) for e in chosen])
         if self._disk.close() and self._stream is not None:
             self._stream.close()
             self._stream = None
@@ -124,18 +147,20 @@ class EpisodeRecorder:
             )
         return count == len(self._rows)
 
-    def _do(self, write: Callable[[EpisodeStream], None]) -> None:
-        """Has the thread write to the stream, which begins with the first step that is recorded."""
-        step = self._step
+    def _record(self, step: int, records: Iterable[Callable[[], RecordParts]]) -> None:
+        """Has the thread make records of a step and append them to the stream."""
 
-        def work() -> None:
+        def write() -> None:
             if self._stream is None:
-                stream = EpisodeStream(self._run_dir)
-                stream.begin(step - 1)
-                self._stream = stream
-            write(self._stream)
+                self._stream = EpisodeStream(self._run_dir)
+            for make in records:
+                begun = time.thread_time()
+                about, arrays, line = make()
+                data = pack(about, arrays)
+                line["seconds"] = round(time.thread_time() - begun, 6)
+                self._stream.append(step, line, data)
 
-        self._disk.do(f"episodes of step {step}", work)
+        self._disk.do(f"episodes of step {step}", write)
 
 
 def computed_part(batch: Batch, keep: int | None) -> tuple[Batch, Tensor]:
@@ -163,8 +188,9 @@ def computed_tokens(part: Batch, numbers: Tensor) -> list[tuple[Tensor, Padded]]
 
 def _figures(
     step: int, number: int, rows: Sequence[dict[str, Any]], left: dict[Row, str]
-) -> tuple[dict[str, Any], bytes]:
-    """Returns the line and the bytes of a record of what was computed of an episode's rows."""
+) -> RecordParts:
+    """Returns a record of what was computed of an episode's rows, its arrays, and its line for the
+    index."""
     gone = [[place, kind] for (episode, place), kind in left.items() if episode == number]
     line = {"kind": FIGURES, "step": step, "episode": number, "left": gone}
     line["rewards"] = [[row["row"], row["reward"]] for row in rows]
@@ -173,7 +199,7 @@ def _figures(
     arrays = {n: np.concatenate([t[n].float().numpy() for t in tokens]) for n in names}
     about = [{k: v for k, v in row.items() if k != "tokens"} for row in rows]
     arrays = {n: np.nan_to_num(a).astype("<f4") for n, a in arrays.items()}
-    return line, pack(line | {"rows": about}, arrays)
+    return line | {"rows": about}, arrays, line
 
 
 def _number(episode: Episode) -> int:
@@ -182,3 +208,206 @@ def _number(episode: Episode) -> int:
 
 def _count(episode: Episode) -> int:
     return 0 if episode.batch is None else len(episode.batch["input_ids"])
+
+
+# ---- records
+
+
+def group_record(episode: Episode, step: int, pieces: TokenPieces) -> RecordParts:
+    """Returns a record of an episode's samples, its arrays, and its line for the index."""
+    parts = [(episode.batch, False)] if episode.batch is not None else []
+    parts += [(lost, True) for lost in episode.lost]
+    made: list[tuple[About, Arrays]] = []
+    for batch, has_failed in parts:
+        first = 1 + max((row["rollout"] for row, _ in made), default=-1)
+        made += _rows(batch, has_failed, first, len(made))
+    rows, tokens = [row for row, _ in made], [own for _, own in made]
+    arrays = {name: np.concatenate([own[name] for own in tokens]) for name in _names(tokens)}
+    ids = np.unique(arrays["ids"]).tolist() if made else []
+    about = {
+        "kind": GROUP,
+        "step": step,
+        "episode": episode.number,
+        "accepted": episode.batch is not None,
+        "latency": round(episode.latency, 3),
+        "data": {k: _short(v) for k, v in episode.row.items() if _is_plain(k, v)},
+        "rows": rows,
+        "failed": [[kind, length] for kind, length in episode.failed],
+        "retried": episode.retried,
+        "notes": episode.notes,
+        "pieces": pieces.of(ids),
+        "special": pieces.special(ids),
+    }
+    return about, arrays, _line(about, arrays, episode)
+
+
+def _rows(
+    batch: Padded, has_failed: bool, first: int, before: int
+) -> Iterator[tuple[About, Arrays]]:
+    """Yields what is said of each row of a batch [n,S], and its tokens. Rollouts are numbered from
+    `first` on, rows from `before` on; one that failed may hold anything beside its ids."""
+    n = len(batch["input_ids"])
+    lengths = batch["attention_mask"].bool().sum(1).tolist()
+    rollouts = batch.get("rollout_ids", torch.arange(n)).unique(return_inverse=True)[1].tolist()
+    whole = {
+        name: _array(batch, field, kind)
+        for field, (name, kind) in _TOKENS.items()
+        if field in batch or field != "token_rewards"
+    }
+    if has_failed:
+        whole["mask"][:] = 0
+    for k, length in enumerate(lengths):
+        tokens = {name: values[k, :length] for name, values in whole.items()}
+        row: About = {"rollout": first + rollouts[k], "length": length}
+        if has_failed:
+            row["failure"] = FAILURES[int(batch["failure"][k]) if "failure" in batch else 0]
+        else:
+            row["reward"] = finite(batch["rewards"][k])
+            row["parts"] = {
+                name.removeprefix(REWARD_PART): finite(value[k])
+                for name, value in batch.items()
+                if name.startswith(REWARD_PART)
+            }
+            row["truncated"] = bool(batch["truncated"][k]) if "truncated" in batch else False
+        earlier = [j for j in range(k) if rollouts[j] == rollouts[k]]
+        if fork := _fork(batch["input_ids"], tokens["mask"], k, earlier):
+            row["fork"] = [before + fork[0], fork[1]]
+        yield row, tokens
+
+
+def _array(batch: Padded, field: str, kind: str) -> NDArray[Any]:
+    """Returns a field [n,S]; zeros where it is missing or misshapen, as it may be of rollouts that
+    failed, and in place of numbers that are not finite."""
+    values, ids = batch.get(field), batch["input_ids"]
+    if values is None or values.shape != ids.shape:
+        return np.zeros(ids.shape, kind)
+    return np.nan_to_num(values.numpy()).astype(kind)
+
+
+def _fork(
+    ids: Tensor, mask: NDArray[Any], row: int, earlier: Sequence[int]
+) -> tuple[int, int] | None:
+    """Returns (another row, token): row `row` of `ids` [n,S] has its own tokens from there on, and
+    until then those of the `earlier` row that it shares most with; None for a first row."""
+    if not earlier:
+        return None
+    differ = ids[list(earlier)] != ids[row]
+    shared = torch.where(differ.any(1), differ.int().argmax(1), ids.shape[1])
+    best, trained = int(shared.argmax()), np.flatnonzero(mask)
+    own = int(trained[0]) if len(trained) else len(mask)  # an answer may begin as another does
+    return earlier[best], min(int(shared[best]), own)
+
+
+def _line(about: About, arrays: Arrays, episode: Episode) -> dict[str, Any]:
+    """Returns what lists show of the group: numbers by rollout, and counts."""
+    written = _by_row(about["rows"], arrays["mask"]) if arrays else []
+    whole: dict[int, float] = {}
+    lengths: Counter[int] = Counter()
+    turns = [0]
+    for row, mask in zip(about["rows"], written, strict=True):
+        turns.append(sum(1 for wrote, _ in groupby(mask.tolist()) if wrote))
+        if "failure" not in row:
+            whole[row["rollout"]] = row["reward"]
+            lengths[row["rollout"]] += int(mask.sum())
+    versions = arrays["versions"][arrays["mask"] > 0].tolist() if arrays else []
+    return {
+        "kind": GROUP,
+        "step": about["step"],
+        "episode": about["episode"],
+        "row": str(episode.row.get("row_id", "")),
+        "prompt": _prompt(episode.row),
+        "accepted": about["accepted"],
+        "rewards": list(whole.values()),
+        "lengths": [lengths[rollout] for rollout in whole],
+        "rows": [row["rollout"] for row in about["rows"] if "failure" not in row],
+        "turns": max(turns),
+        "cut": sum(row.get("truncated", False) for row in about["rows"]),
+        "failures": dict(Counter(kind for kind, _ in episode.failed)),
+        "versions": [min(versions), max(versions)] if versions else [],
+        "tokens": len(arrays["ids"]) if arrays else 0,
+    }
+
+
+def _by_row(rows: Sequence[About], values: NDArray[Any]) -> list[NDArray[Any]]:
+    return np.split(values, np.cumsum([row["length"] for row in rows])[:-1])
+
+
+def _names(tokens: Sequence[Arrays]) -> list[str]:
+    """Returns the arrays that every row has."""
+    return [name for name in tokens[0] if all(name in own for own in tokens)] if tokens else []
+
+
+def _prompt(row: Mapping[str, Any]) -> str:
+    """Returns the end of what is asked, for lists."""
+    asked: Any = row.get("prompt", "")
+    if messages := row.get("messages"):
+        asked = messages[-1].get("content", "")
+    return " ".join(str(asked).split())[-SNIPPET:]
+
+
+def _is_plain(column: str, value: Any) -> bool:
+    return column not in _PROMPT and isinstance(value, str | int | float | bool)
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, str):
+        return value if len(value) <= LONGEST else value[:LONGEST] + " ..."
+    return value if math.isfinite(value) else str(value)
+
+
+def finite(value: Tensor) -> float | None:
+    """Returns the number, or None for NaN and infinity, which JSON lacks."""
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+# ---- tokens as text
+
+
+class TokenPieces:
+    """Spells tokens one by one, so that pieces side by side are the text; each id is looked up
+    once."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, Piece] = {}
+        self._special = set(getattr(tokenizer, "all_special_ids", ()))
+
+    def of(self, ids: Iterable[int]) -> dict[int, Piece]:
+        """Returns the pieces by id."""
+        return {i: self._of(i) for i in ids}
+
+    def special(self, ids: Iterable[int]) -> list[int]:
+        """Returns the ids that are special tokens."""
+        return [i for i in ids if i in self._special]
+
+    def _of(self, token: int) -> Piece:
+        if token not in self._known:
+            self._known[token] = self._spell(token)
+        return self._known[token]
+
+    def _spell(self, token: int) -> Piece:
+        """Returns a token's text; an id that the tokenizer does not know is <|id|>."""
+        try:
+            named = self._tokenizer.convert_ids_to_tokens(token)
+            text = self._tokenizer.decode([token], skip_special_tokens=False)
+        except (AttributeError, TypeError, ValueError, IndexError, OverflowError):
+            named = text = None
+        if not isinstance(named, str) or not isinstance(text, str):
+            return text or f"<|{token}|>"
+        if found := _BYTE.fullmatch(named):
+            return [int(found[1], 16)]
+        if named.startswith("\u2581") and not text.startswith(" "):  # decoding drops a first space
+            return " " + text
+        if _BROKEN in text and all(c in _byte_characters() for c in named):
+            return [_byte_characters()[c] for c in named]
+        return text
+
+
+@cache
+def _byte_characters() -> dict[str, int]:
+    """Returns the bytes that the characters of byte-level tokenizers stand for: what can be printed
+    stands for itself, the others follow from U+0100 on."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [b for b in range(256) if b not in shown]
+    return {chr(b): b for b in shown} | {chr(256 + i): b for i, b in enumerate(hidden)}

@@ -15,7 +15,7 @@ from megarl.api.inference import RolloutWorkflow
 from megarl.config.run import EvaluatorConfig
 from megarl.observability.intervals import proportion_ci, score_ci
 from megarl.observability.report.runs import EVAL_REWARDS_FILE
-from megarl.observability.stats_logger import supersede
+from megarl.observability.run_log import RunLog
 from megarl.rollout.executor import Answered
 from megarl.trainer.rollout_metrics import completions
 from megarl.trainer.scores import beside_failures, final_answer, of_several, with_interval
@@ -97,9 +97,8 @@ class SetEvaluator:
             records = completions(batch, self._tokenizer, self.rows)
             self.shown = records[: self._shows]
         if when is not None:
-            supersede(samples_path, lambda row: row["when"] != when or not self._is_mine(row))
-            told = [{"when": when} | self._mark() | r for r in records[:N_SAMPLES_SHOWN]]
-            _append(samples_path, told)
+            for record in records[:N_SAMPLES_SHOWN]:
+                self._append(samples_path, {"when": when} | record)
         rollouts = rollouts_of(batch)
         prompts = rollouts.of_first(batch["group_ids"]).tolist()
         rewards = rollouts.common(batch["rewards"].float(), "rewards")
@@ -137,20 +136,15 @@ class SetEvaluator:
 
     def _keep(self, path: Path, prompts: Sequence[int], rewards: Sequence[float]) -> None:
         """Appends {"step", "rewards": {prompt: its samples' rewards}}, for paired comparisons."""
-        step = self._engine.get_version()  # every step makes one version
         by_prompt: dict[str, list[float]] = {}
         for i, reward in zip(prompts, rewards, strict=True):
             by_prompt.setdefault(_prompt_key(self.rows[i]), []).append(reward)
-        # without what a start before this one wrote
-        supersede(path, lambda row: row["step"] < step or not self._is_mine(row))
-        _append(path, [{"step": step} | self._mark() | {"rewards": by_prompt}])
+        self._append(path, {"rewards": by_prompt})
 
-    def _mark(self) -> dict[str, str]:
-        """Returns what tells the records of this data set from those of others."""
-        return {"dataset": self._name} if self._name else {}
-
-    def _is_mine(self, record: dict[str, Any]) -> bool:
-        return record.get("dataset", "") == self._name
+    def _append(self, path: Path, record: dict[str, Any]) -> None:
+        """Appends a record of this data set; of several evaluations of a step the latest counts."""
+        step = self._engine.get_version()  # every step makes one version
+        RunLog(path).append(step, ({"dataset": self._name} if self._name else {}) | record)
 
 
 def metric(name: str, figure: str) -> str:
@@ -172,9 +166,3 @@ def _prompt_key(row: dict[str, Any]) -> str:
     """Returns a name for a prompt with its answer, the same in every run."""
     text = json.dumps([row["prompt"], str(row.get("answer", ""))])
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
-
-
-def _append(path: Path, records: Sequence[dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as f:
-        f.writelines(json.dumps(record) + "\n" for record in records)

@@ -16,9 +16,9 @@ from megarl.config.run import ROLLOUT, TRAIN, ReplayConfig, batch_path, recorded
 from megarl.observability.logging import get_logger
 from megarl.parallel.rank_zero import RankZero
 from megarl.trainer.publisher import Uploads, WeightPublisher
-from megarl.trainer.recorded_batches import read_batch
 from megarl.trainer.rl import RLTrainer
 from megarl.trainer.session import RolloutSession
+from megarl.trainer.step_recorder import read_batch
 
 log = get_logger(__name__)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ from megarl.observability import stats_tracker
 from megarl.observability.utilization import memory_in_use, this_device_peak, utilization
 from megarl.rollout.rewards.parts import LATE
 from megarl.rollout.trajectory import REWARD_PART
-from megarl.trainer.transcript import turns
 
+WROTE, READ = "model", "environment"  # who wrote a turn
 PASSES = 1.0  # a rollout is right from this reward on
 
 
@@ -177,3 +178,27 @@ def _completion(batch: Padded, k: int, tokenizer: Any) -> dict[str, Any]:
         "completion": tokenizer.decode(ids, skip_special_tokens=True),
         "reward": batch["rewards"][k].item(),
     } | turns(batch, k, tokenizer)
+
+
+def turns(batch: Padded, sample: int, tokenizer: Any) -> dict[str, list[dict[str, str]]]:
+    """Returns {"turns": [{"who": "model" | "environment", "text"}]} of row `sample` of a padded
+    batch [B,S], from the first token the model wrote; {} where it wrote in one piece and nothing
+    follows.
+
+    The model wrote the tokens under loss_mask; the others were given to it: a tool's words, the
+    user's next turn."""
+    real = batch["attention_mask"][sample].bool()
+    ids = batch["input_ids"][sample][real].tolist()
+    written = batch["loss_mask"][sample][real].bool().tolist()
+    if True not in written:
+        return {}
+    parts = groupby(range(written.index(True), len(ids)), key=written.__getitem__)
+    found = [
+        {
+            "who": WROTE if by_model else READ,
+            "text": tokenizer.decode([ids[t] for t in places], skip_special_tokens=True),
+        }
+        for by_model, places in parts
+    ]
+    found = [turn for turn in found if turn["who"] == WROTE or turn["text"].strip()]
+    return {"turns": found} if len(found) > 1 else {}

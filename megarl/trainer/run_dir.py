@@ -25,14 +25,23 @@ from megarl.config.earlier_run import (
 from megarl.config.loader import run_dir, save_config
 from megarl.config.recipe_engines import trained_engines
 from megarl.config.recipes import BaseConfig
+from megarl.config.run import RECORD_DIR
+from megarl.observability import episodes, fingerprints
 from megarl.observability.logging import get_logger
 from megarl.observability.report.runs import EVAL_REWARDS_FILE
-from megarl.observability.stats_logger import supersede
+from megarl.observability.run_log import RunLog
 from megarl.trainer.state_file import check_state
 from megarl.utils.files import clean_up, remove
 
 log = get_logger(__name__)
 
+# files of a run that go on from its checkpoint, beside those of its StatsLogger
+LOGS = (
+    "samples.jsonl",
+    EVAL_REWARDS_FILE,
+    f"{RECORD_DIR}/{fingerprints.FILE}",
+    f"{episodes.FOLDER}/{episodes.INDEX}",
+)
 LOCK_FILE = ".lock"
 LOCK_TIMEOUT = 60.0  # seconds; the processes of a run that was killed may take a while to end
 LOCK_POLL = 2.0
@@ -74,15 +83,14 @@ def newest_checkpoint(
         if damage is None:
             break
         zero(_set_aside, newest.path, damage)
-    zero(_begin, cfg, directory, newest is None)
+    zero(_begin, cfg, directory, newest)
     return newest
 
 
-def _begin(cfg: BaseConfig, directory: Path, anew: bool) -> None:
-    if anew:
-        for name in ("samples.jsonl", EVAL_REWARDS_FILE):
-            supersede(directory / name, lambda row: False)
-    if anew and cfg.recover.mode == "auto" and (directory / STATS_FILE).exists():
+def _begin(cfg: BaseConfig, directory: Path, newest: Checkpoint | None) -> None:
+    for name in LOGS:
+        RunLog(directory / name).begin(-1 if newest is None else newest.step)
+    if newest is None and cfg.recover.mode == "auto" and (directory / STATS_FILE).exists():
         log.warning(
             "%s holds a run but no whole checkpoint of it: starting from the beginning, its "
             "metrics are moved to *.superseded.jsonl",

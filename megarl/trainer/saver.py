@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from megarl.config.run import SaverConfig
 from megarl.config.script import note_read
 from megarl.data.tokenizer import tokenizer_to_save
 from megarl.observability.logging import env_rank, get_logger
+from megarl.observability.run_log import RunLog
 from megarl.parallel.rank_zero import on_rank_zero
 from megarl.trainer.frequency import Frequency
 from megarl.utils.files import full_disk_named, remove
@@ -146,8 +146,4 @@ class Saver:
 
 def _metrics(path: Path, name: str) -> dict[int, float]:
     """Returns metric `name` by step, of the rows of stats.jsonl that have it."""
-    if not path.is_file():
-        return {}
-    with path.open(encoding="utf-8") as f:
-        rows = [json.loads(line) for line in f]
-    return {row["step"]: row[name] for row in rows if name in row}
+    return {row["step"]: row[name] for row in RunLog(path).read() if name in row}

@@ -3,38 +3,52 @@
 Every rank makes one and makes the same calls: fingerprints are collective, rank 0 writes. Nothing
 here ends a run: where the disk is full or does not follow, an error in the log says what is not
 recorded, and training goes on.
+
+<run>/record/batches/step_000123.safetensors holds the batch as it was handed out to the step,
+before anything was computed of it: "lengths" [B], "sample/<name>" [B] and "token/<name>" [T, ...],
+the rows one after the other. Its metadata say of which step and version it is, and how long the
+data set was. Fingerprints of a batch do not depend on who holds which row.
+
+B rows of the batch, b of them held by this rank, T tokens of the held rows.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import Tensor
 
 from megarl.algos import Role
 from megarl.algos.fields import MADE, TAUGHT
+from megarl.algos.proximal import CHECK
 from megarl.algos.role import UpdateCheck
-from megarl.algos.rows import Data
-from megarl.api.batch import Batch
+from megarl.algos.rows import Data, as_batch, reduce_rows, total
+from megarl.api.batch import Batch, Padded, Tokens
 from megarl.api.engine import LossFn, LossWeightFn
+from megarl.api.tokens import as_bytes, row_bytes
 from megarl.config.engine import ParallelConfig
+from megarl.config.errors import ConfigError
 from megarl.config.recipe_engines import engines
 from megarl.config.recipes import GRPOConfig
+from megarl.config.run import batch_path, recorded_steps
 from megarl.observability import fingerprints as fp
 from megarl.observability.fingerprints import FingerprintFile, Tensors, phase_of
 from megarl.observability.logging import get_logger
+from megarl.observability.run_log import DiskThread
 from megarl.observability.stats_tracker import record_timing
 from megarl.parallel import mcore
-from megarl.trainer.batch_fingerprints import field_fingerprints
 from megarl.trainer.context import ProcessContext
-from megarl.trainer.disk_thread import DiskThread
-from megarl.trainer.recorded_batches import as_tensors, record_batch, whole
-from megarl.utils.files import Fingerprint
+from megarl.utils.files import Fingerprint, RowDigest, full_disk_named, write_whole
 from megarl.utils.http import Deadline
 from megarl.weight_sync.verify import held_checksums
 
@@ -51,6 +65,9 @@ PHASES = {  # of what a step adds to its batch; other fields are of the advantag
 }
 MADE_BY_UPDATES = ("skipped", *MADE)
 NUMBERS = ("loss", "grad_norm", "lr", "update_successful")  # of an update
+LENGTHS = "lengths"
+_FIRST = ("input_ids", "loss_mask", "versions", "logprobs")  # what the others come of
+_SAMPLE, _TOKEN = "sample/", "token/"  # begin the names of a recorded batch's tensors
 LIBRARIES = ("megarl", "torch", "megatron-core", "transformers", "transformer-engine")
 
 
@@ -214,3 +231,143 @@ def _of_servers(held: list[list[Mapping[str, str]]]) -> dict[str, Fingerprint]:
         for rank, sums in enumerate(ranks)
         for name, sum_ in sums.items()
     }
+
+
+# ---- fingerprints of a batch
+
+
+def field_fingerprints(data: Data, names: Collection[str] | None = None) -> dict[str, Fingerprint]:
+    """Returns the fingerprints of the lengths of a batch and of its fields, or of those in `names`,
+    the same on every rank and in every layout. Collective."""
+    batch = as_batch(data)
+    # check_logp is there in the first step after a start, which in a replay is another one
+    chosen = [n for n in dict.fromkeys([*_FIRST, *sorted(batch)]) if n in batch and n != CHECK]
+    chosen = [n for n in chosen if names is None or n in names]
+    found = {LENGTHS: _of_samples(batch.lengths)}
+    if tokens := [n for n in chosen if n in batch.per_token]:
+        found |= _of_tokens(batch, tokens)
+    return found | {n: _of_samples(batch[n]) for n in chosen if n in batch.per_sample}
+
+
+def _of_tokens(batch: Batch, names: Sequence[str]) -> dict[str, Fingerprint]:
+    """Returns the fingerprints of per-token fields, of which every holder reads its own rows."""
+    fields = [batch.per_token[name] for name in names]
+    hashes = _numbers([_row_hashes(f.values, f.lengths.tolist()) for f in fields])
+    rows = batch.gather(hashes.T.contiguous())
+
+    def sums(part: Padded) -> list[Tensor]:
+        numbers = [part[name].double()[:, None].flatten(1) for name in names]
+        return [x for n in numbers for x in (n.sum(1), n.square().sum(1))]
+
+    columns = reduce_rows(batch, sums, names)
+    count = int(batch.lengths.sum())
+    return {
+        name: _fingerprint(
+            rows[:, i],
+            columns[:, 2 * i],
+            columns[:, 2 * i + 1],
+            _shape(fields[i].values, f"{len(batch)} rows, {count} tokens"),
+        )
+        for i, name in enumerate(names)
+    }
+
+
+def _of_samples(values: Tensor) -> Fingerprint:
+    """Returns the fingerprint of a per-sample field [B, ...]."""
+    numbers = values.double()[:, None].flatten(1)
+    hashes = _numbers(_row_hashes(values, [1] * len(values)))
+    shape = _shape(values, f"{len(values)} rows")
+    return _fingerprint(hashes, numbers.sum(1), numbers.square().sum(1), shape)
+
+
+def _fingerprint(hashes: Tensor, sums: Tensor, squares: Tensor, shape: str) -> Fingerprint:
+    """Puts together what is known of the rows [B] of a field."""
+    in_order = RowDigest(as_bytes(hashes).numpy().data).hexdigest()
+    in_any = RowDigest(as_bytes(hashes.sort().values).numpy().data).hexdigest()
+    return Fingerprint(in_order, math.sqrt(total(squares)), total(sums), shape, in_any)
+
+
+def _row_hashes(values: Tensor, lengths: Sequence[int]) -> list[int]:
+    """Returns the hash of each row, a signed number of 64 bits, of `lengths` values each."""
+    raw = memoryview(as_bytes(values).numpy().data)
+    each, at, found = row_bytes(values), 0, []
+    for length in lengths:
+        end = at + each * length
+        found.append(RowDigest(raw[at:end]).intdigest() - (1 << 63))
+        at = end
+    return found
+
+
+def _numbers(hashes: Sequence[Any]) -> Tensor:
+    return torch.tensor(hashes, dtype=torch.int64)
+
+
+def _shape(values: Tensor, outer: str) -> str:
+    """Describes a field for people: "float32 [16 rows, 812 tokens]"."""
+    kind = str(values.dtype).removeprefix("torch.")
+    return f"{kind} [{', '.join([outer, *map(str, values.shape[1:])])}]"
+
+
+# ---- recorded batches
+
+
+def whole(batch: Batch) -> Batch:
+    """Returns the batch, all of whose rows rank 0 holds. Collective."""
+    if len(batch.home.rows(0)) == len(batch):
+        return batch
+    return Batch.from_padded(batch.fetch(range(len(batch))), comm=batch.comm)
+
+
+def as_tensors(batch: Batch) -> dict[str, Tensor]:
+    """Returns the tensors of a file. On a rank that holds all rows."""
+    found = {LENGTHS: batch.lengths}
+    found |= {_SAMPLE + name: values for name, values in batch.per_sample.items()}
+    found |= {_TOKEN + name: tokens.values for name, tokens in batch.per_token.items()}
+    return {name: values.contiguous() for name, values in found.items()}
+
+
+def write_batch(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, int]) -> None:
+    """Writes a file, whole or not at all. Raises DiskFull where there is no room."""
+    content = save(dict(tensors), {name: str(value) for name, value in about.items()})
+    with full_disk_named(f"recording {path.name}", path.parent, len(content)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, content)
+
+
+def record_batch(
+    run_dir: Path,
+    tensors: Mapping[str, Tensor],
+    about: Mapping[str, int],
+    keep: int | None,
+) -> None:
+    """Writes the batch of step about["step"]; then the newest `keep` (None: all) stay. Raises
+    DiskFull where there is no room."""
+    step = about["step"]
+    write_batch(batch_path(run_dir, step), tensors, about)
+    for old in recorded_steps(run_dir):
+        if keep is not None and old <= step - keep:
+            batch_path(run_dir, old).unlink(missing_ok=True)
+
+
+def read_batch(path: Path) -> tuple[list[Padded], dict[str, int]]:
+    """Returns the rows of a file, each padded [1, n], and its metadata. Raises ConfigError for a
+    file that cannot be read."""
+    try:
+        with safe_open(path, "pt") as file:
+            about = {name: int(value) for name, value in file.metadata().items()}
+            names = file.keys()
+            tensors = {name: file.get_tensor(name) for name in names}
+    except Exception as e:  # safetensors has an error of its own for every kind of damage
+        raise ConfigError([f"{path} cannot be read: {type(e).__name__}: {e}"]) from e
+    lengths = tensors.pop(LENGTHS)
+    tokens = {n: Tokens(v, lengths) for n, v in tensors.items() if n.startswith(_TOKEN)}
+    rows: list[Padded] = []
+    for i, length in enumerate(lengths.tolist()):
+        row = {name.removeprefix(_TOKEN): field.row(i)[None] for name, field in tokens.items()}
+        row |= {
+            name.removeprefix(_SAMPLE): values[i : i + 1]
+            for name, values in tensors.items()
+            if name.startswith(_SAMPLE)
+        }
+        rows.append(row | {"attention_mask": torch.ones(1, length, dtype=torch.bool)})
+    return rows, about

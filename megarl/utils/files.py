@@ -21,7 +21,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -107,48 +107,6 @@ def write_whole(path: Path, content: str | bytes) -> None:
     except BaseException:
         staging.unlink(missing_ok=True)
         raise
-
-
-# files of a run that every start appends to. A line of JSON is of one "step", or begins a start:
-# {..., "after": k} says that it goes on from step k, which supersedes earlier lines of later steps.
-# A killed process leaves behind at worst one line that is cut short
-
-
-def append(file: BinaryIO, data: bytes) -> int:
-    """Writes `data` at the end of an unbuffered file and returns where. Raises OSError where there
-    is no room, and takes back what was written."""
-    at = file.seek(0, os.SEEK_END)
-    left = memoryview(data)
-    try:
-        while left:  # a disk takes what it has room for, and says so at the next write
-            left = left[file.write(left) :]
-    except OSError:
-        file.truncate(at)
-        raise
-    return at
-
-
-def append_line(file: BinaryIO, line: Mapping[str, Any], *, allow_nan: bool = True) -> None:
-    """Appends `line` as `append` does. Raises OSError where there is no room, without `allow_nan`
-    ValueError for a number that JSON does not have."""
-    begin = "\n" if "after" in line else ""  # a crash may have cut the line before short
-    text = json.dumps(line, allow_nan=allow_nan, separators=(",", ":"))
-    append(file, f"{begin}{text}\n".encode())
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Returns the lines that count, those of starts among them. Raises FileNotFoundError."""
-    lines: list[dict[str, Any]] = []
-    with path.open("rb") as file:
-        for text in file:
-            try:
-                line = json.loads(text)
-            except ValueError:  # a crash cut it short, perhaps within a character
-                continue
-            if (after := line.get("after")) is not None:
-                lines = [each for each in lines if each.get("step", after) <= after]
-            lines.append(line)
-    return lines
 
 
 def sync(path: Path) -> None:

@@ -31,11 +31,10 @@ from megarl.observability.fingerprints import (
     compare,
     read_fingerprints,
 )
+from megarl.observability.run_log import RunLog
 from megarl.parallel.layout import Layout
 from megarl.trainer import step_recorder
-from megarl.trainer.batch_fingerprints import field_fingerprints
-from megarl.trainer.recorded_batches import read_batch
-from megarl.trainer.step_recorder import StepRecorder
+from megarl.trainer.step_recorder import StepRecorder, field_fingerprints, read_batch
 from megarl.wire.checksums import tensor_checksum
 from tests.full_disk import files_below
 from tests.unit.bigram import BigramEngine, rollout
@@ -252,6 +251,7 @@ def test_a_start_supersedes_the_steps_it_makes_again(right, tmp_path):
         file.append(step, fp.ROLLOUT, {"x": Fingerprint("a")})
     with (tmp_path / RECORD_DIR / fp.FILE).open("a") as f:
         f.write('{"step": 4, "ph')  # killed here
+    RunLog(tmp_path / RECORD_DIR / fp.FILE).begin(1)
     FingerprintFile(tmp_path).begin(1, {"world_size": 2})
     FingerprintFile(tmp_path).append(2, fp.ROLLOUT, {"x": Fingerprint("b")})
     found = read_fingerprints(tmp_path)
@@ -282,8 +282,8 @@ def test_the_newest_batches_are_kept_and_those_asked_for(right):
 
 
 def test_old_batches_go(tmp_path, monkeypatch):
-    run = Run(tmp_path, monkeypatch, "record.keep=1")
     for step in (1, 2):
+        run = Run(tmp_path, monkeypatch, "record.keep=1")
         run.step(step)
         run.record.close()  # else the second could find the disk behind
     assert recorded_steps(tmp_path) == [2]

@@ -27,19 +27,24 @@ from megarl.observability.episodes import (
     read_index,
     unpack,
 )
+from megarl.observability.run_log import RunLog
 from megarl.rollout.episode import Episode, batch_parts, without_failed
 from megarl.rollout.rewards.parts import Scored
 from megarl.rollout.trajectory import Trajectory, to_batch
-from megarl.trainer.episode_recorder import EpisodeRecorder, computed_part, computed_tokens
-from megarl.trainer.token_pieces import TokenPieces
+from megarl.trainer.episode_recorder import (
+    EpisodeRecorder,
+    TokenPieces,
+    computed_part,
+    computed_tokens,
+)
 from tests.full_disk import files_below
 from tests.unit.rollout_fakes import Scripted
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 
 
-def line(step: int, episode: int, kind: str = "group") -> dict[str, Any]:
-    return {"kind": kind, "step": step, "episode": episode}
+def line(episode: int, kind: str = "group") -> dict[str, Any]:
+    return {"kind": kind, "episode": episode}
 
 
 def steps(run: Path) -> list[tuple[int, int]]:
@@ -75,10 +80,10 @@ def test_what_a_killed_writer_leaves_is_read_and_continued(tmp_path: Path) -> No
     code = (
         "import sys, numpy as np; from pathlib import Path;"
         "from megarl.observability.episodes import EpisodeStream, pack;"
-        "s = EpisodeStream(Path(sys.argv[1])); s.begin(0);\n"
+        "s = EpisodeStream(Path(sys.argv[1]));\n"
         "for i in range(10**9):\n"
         " data = pack({'i': i}, {'x': np.random.default_rng(i).random(5000)})\n"
-        " s.append({'kind': 'group', 'step': 1 + i // 10, 'episode': i}, data)\n"
+        " s.append(1 + i // 10, {'kind': 'group', 'episode': i}, data)\n"
         " print(i, flush=True)"
     )
     writer = subprocess.Popen(
@@ -99,9 +104,9 @@ def test_what_a_killed_writer_leaves_is_read_and_continued(tmp_path: Path) -> No
     with (tmp_path / FOLDER / INDEX).open("ab") as index:  # and cut in mid-record
         index.write(b'{"kind":"group","step":9,"epi\xc3')
     assert read_index(tmp_path) == before
-    stream = EpisodeStream(tmp_path)  # goes on from step 2: steps 3 and later are made again
-    stream.begin(2)
-    stream.append(line(3, 20), pack({"i": "again"}, {}))
+    RunLog(tmp_path / FOLDER / INDEX).begin(2)  # steps 3 and later are made again
+    stream = EpisodeStream(tmp_path)
+    stream.append(3, line(20), pack({"i": "again"}, {}))
     stream.close()
     assert steps(tmp_path) == [(1 + i // 10, i) for i in range(20)] + [(3, 20)]
     assert unpack(read_bytes(tmp_path, read_index(tmp_path)[-1])).about == {"i": "again"}
@@ -113,7 +118,7 @@ def test_a_later_line_supersedes_and_files_do_not_grow_for_ever(
     monkeypatch.setattr("megarl.observability.episodes.FILE_BYTES", 50)
     stream = EpisodeStream(tmp_path)
     for episode, kind in ((1, "figures"), (0, "group"), (1, "group"), (0, "group")):
-        stream.append(line(1, episode, kind), pack({"n": 3}, {"x": np.arange(20.0)}))
+        stream.append(1, line(episode, kind), pack({"n": 3}, {"x": np.arange(20.0)}))
     stream.close()
     kinds = [(at["episode"], at["kind"]) for at in read_index(tmp_path)]
     assert kinds == [(0, "group"), (1, "group"), (1, "figures")]
@@ -299,3 +304,19 @@ def test_pieces_side_by_side_are_the_text(tokenizer: Any) -> None:
             return {0: "the", 1: "\ufffd", 2: "\ufffd", 3: "n"}[ids[0]]
 
     assert TokenPieces(SentencePiece()).of(range(4)) == {0: " the", 1: [0xC3], 2: [0xAF], 3: "n"}
+
+
+def test_what_failed_before_a_batch_was_there_can_be_seen(tmp_path: Path, tokenizer: Any) -> None:
+    """An agent that always fails ends the run before its first step, or between two."""
+    recorder = EpisodeRecorder(tmp_path, tokenizer, None)
+    recorder.ended(episode(0, tokenizer, "tt"))
+    recorder.close()
+    (line,) = read_index(tmp_path)
+    assert (line["step"], line["accepted"], line["failures"]) == (1, False, {"tool": 2})
+    recorder = EpisodeRecorder(tmp_path / "later", tokenizer, None)
+    recorder.ended(episode(0, tokenizer, "ll"))
+    recorder.handed_out(0)
+    recorder.ended(episode(1, tokenizer, "ll"))  # accepted, and not yet handed out
+    recorder.ended(episode(2, tokenizer, "t"))
+    recorder.close()
+    assert steps(tmp_path / "later") == [(1, 0), (2, 2)]

@@ -14,6 +14,8 @@ from megarl.config.run import EvaluatorConfig
 from megarl.observability.console import progress_line
 from megarl.observability.intervals import bootstrap_ci, wilson
 from megarl.observability.report import load_run, write_report
+from megarl.observability.report.runs import EVAL_REWARDS_FILE
+from megarl.observability.run_log import RunLog
 from megarl.rollout.executor import Answered
 from megarl.trainer.evaluation import SetEvaluator
 from megarl.trainer.held_out import with_means
@@ -104,7 +106,8 @@ def test_rewards_are_kept_by_prompt_and_what_an_earlier_start_wrote_gives_way(tm
     evaluate(20)
     both = evaluate(40)
     assert list(both) == [0, 20, 40] and both[40] == both[0]  # the same prompts, by name
-    assert list(evaluate(30)) == [0, 20, 30]  # resumed from step 25
+    RunLog(tmp_path / EVAL_REWARDS_FILE).begin(25)  # as a start from step 25 does
+    assert list(evaluate(30)) == [0, 20, 30]
     engine.batch = a_batch([[0.5, 0.5]], prompts=[1])  # row 0 was rejected
     ((name, rewards),) = evaluate(50)[50].items()
     assert rewards == [0.5, 0.5] == both[0][name]
@@ -201,12 +204,12 @@ def test_turns_are_what_the_model_wrote_and_was_told():
 def test_records_of_one_data_set_leave_those_of_another(tmp_path):
     engine, path = Engine(a_batch([[1.0]])), tmp_path / "samples.jsonl"
     (tmp_path / "stats.jsonl").write_text("")
-    for name in ("", "a", "b", "a"):  # the last in place of an earlier one
+    for name in ("", "a", "b"):
         SetEvaluator(
             [{"prompt": "q"}], engine, None, tokenizer, config=EvaluatorConfig(), seed=0, name=name
         ).evaluate(path, "before")
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    assert sorted(r.get("dataset", "") for r in records) == ["", "a", "b"]
+    assert [r.get("dataset", "") for r in records] == ["", "a", "b"]
     kept = (tmp_path / "eval_rewards.jsonl").read_text().splitlines()
     assert sorted(json.loads(line).get("dataset", "") for line in kept) == ["", "a", "b"]
     assert load_run(tmp_path).eval_rewards == {0: json.loads(kept[0])["rewards"]}

@@ -323,8 +323,8 @@ def record_episode(run: Path, samples: list[Sample]) -> None:
     ids = np.concatenate([np.array(s.ids, "<i4") for s in samples])
     mask = np.concatenate([np.arange(len(s.ids)) >= s.prompt for s in samples]).astype("|u1")
     stream = EpisodeStream(run)
-    line = {"kind": GROUP, "step": 2, "episode": 7, "tokens": len(ids)}
-    stream.append(line, pack({"rows": rows}, {"ids": ids, "mask": mask}))
+    line = {"kind": GROUP, "episode": 7, "tokens": len(ids)}
+    stream.append(2, line, pack({"rows": rows}, {"ids": ids, "mask": mask}))
     stream.close()
 
 

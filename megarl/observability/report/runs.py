@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megarl.observability.run_log import RunLog
+
 Points = list[tuple[float, float]]
 
 # one object per evaluation: {"step", "rewards": {prompt: the rewards of its samples}}, and the
@@ -69,19 +71,18 @@ def load_run(source: str | Path) -> Run:
     if not stats.is_file():
         raise FileNotFoundError(f"{stats} does not exist: is {directory} a run directory?")
     by_step = {  # a step twice: the later line
-        row["step"]: row for row in _read_jsonl(stats) if isinstance(row.get("step"), int)
+        row["step"]: row for row in RunLog(stats).read() if isinstance(row.get("step"), int)
     }
-    samples, config = directory / "samples.jsonl", directory / "config.yaml"
-    summary, rewards = directory / "summary.json", directory / EVAL_REWARDS_FILE
+    config = directory / "config.yaml"
     return Run(
         label=label or "/".join(directory.resolve().parts[-2:]),
         rows=[by_step[s] for s in sorted(by_step)],
-        samples=_read_jsonl(samples) if samples.is_file() else [],
+        samples=RunLog(directory / "samples.jsonl").read(),
         config=config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "",
-        summary=_read_summary(summary),
+        summary=_read_summary(directory / "summary.json"),
         eval_rewards={
             row["step"]: row["rewards"]
-            for row in (_read_jsonl(rewards) if rewards.is_file() else [])
+            for row in RunLog(directory / EVAL_REWARDS_FILE).read()
             if "dataset" not in row  # of valid_datasets, the headline is not theirs
         },
     )
@@ -94,25 +95,6 @@ def _read_summary(path: Path) -> dict[str, Any]:
     except ValueError:
         return {}
     return summary if isinstance(summary, dict) else {}
-
-
-def _read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Returns every object of the file, but for lines that a crash cut short."""
-    text = path.read_text(encoding="utf-8", errors="replace")
-    rows = []
-    for i, line in enumerate(text.split("\n")):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as e:
-            if line.endswith("}"):  # whole, yet not JSON: somebody else's file
-                raise ValueError(f"{path}:{i + 1}: not a JSON object: {e}") from e
-            continue
-        if not isinstance(row, dict):
-            raise ValueError(f"{path}:{i + 1}: not a JSON object")
-        rows.append(row)
-    return rows
 
 
 def pair_samples(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,0 +1,155 @@
+"""Keeps the files that a run appends to while it trains.
+
+A RunLog has a JSON object on each line, of one step of the run. A start that goes on from a step
+moves lines of later steps aside, so that what stands in the file counts, for everybody who reads
+it. A DiskThread writes beside training, which never waits for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from itertools import compress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from megarl.config.errors import ConfigError
+from megarl.observability.logging import get_logger
+from megarl.utils.files import write_whole
+
+log = get_logger(__name__)
+
+Line = dict[str, Any]
+PATIENCE = 30.0  # seconds that the end of a run waits for the disk
+
+
+class RunLog:
+    """Reads and appends to the lines at `path`. One process writes; a killed one leaves behind at
+    worst one line that is cut short."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def begin(self, after: int) -> None:
+        """Goes on from step `after`, from nothing where it is negative: moves lines of later steps,
+        and lines that are cut short, to the end of NAME.superseded.jsonl beside it. Raises
+        ConfigError for a file of an older megarl, which says otherwise what counts."""
+        lines = self._text().splitlines()
+        stay = [self._stays(line, after) for line in lines]
+        if not all(stay):
+            moved = (f"{line}\n" for line, stays in zip(lines, stay, strict=True) if not stays)
+            with self.path.with_suffix(".superseded.jsonl").open("a", encoding="utf-8") as file:
+                file.writelines(moved)
+            write_whole(self.path, "".join(f"{line}\n" for line in compress(lines, stay)))
+
+    def _stays(self, text: str, after: int) -> bool:
+        try:
+            line = json.loads(text)
+        except ValueError:
+            return False
+        self._check_age(line)
+        return isinstance(line, dict) and bool(line.get("step", 0) <= after)
+
+    def append(self, step: int, line: Mapping[str, Any]) -> None:
+        """Appends a line of a step. Raises OSError where there is no room, and leaves no half."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"step": step} | dict(line) | {"step": step}, separators=(",", ":"))
+        with self.path.open("ab", buffering=0) as file:
+            append(file, f"{text}\n".encode())
+
+    def read(self) -> list[Line]:
+        """Returns the lines, but for those that a crash cut short; none where there is no file.
+        Raises ValueError for a line that is no JSON object, ConfigError for a file of an older
+        megarl."""
+        lines = []
+        for number, text in enumerate(self._text().split("\n"), 1):
+            try:
+                line = json.loads(text)
+            except (ValueError, RecursionError) as e:
+                if text.endswith("}"):  # whole, yet not JSON: somebody else's file
+                    raise ValueError(f"{self.path}:{number}: not a JSON object: {e}") from e
+                continue
+            if not isinstance(line, dict):
+                raise ValueError(f"{self.path}:{number}: not a JSON object")
+            self._check_age(line)
+            lines.append(line)
+        return lines
+
+    def _text(self) -> str:
+        if not self.path.is_file():
+            return ""
+        return self.path.read_text(encoding="utf-8", errors="replace")
+
+    def _check_age(self, line: Any) -> None:
+        if isinstance(line, dict) and "after" in line and "step" not in line:
+            raise ConfigError(
+                [
+                    f"{self.path}: written by an older megarl; move the file away, and the run "
+                    "goes on from its checkpoint with a new one"
+                ]
+            )
+
+
+def append(file: BinaryIO, data: bytes) -> int:
+    """Writes `data` at the end of an unbuffered file and returns where. Raises OSError where there
+    is no room, and takes back what was written."""
+    at = file.seek(0, os.SEEK_END)
+    left = memoryview(data)
+    try:
+        while left:  # a disk takes what it has room for, and says so at the next write
+            left = left[file.write(left) :]
+    except OSError:
+        file.truncate(at)
+        raise
+    return at
+
+
+class DiskThread:
+    """Does pieces of work one after the other. Nothing here ends a run: where the disk is full or
+    does not follow, an error in the log says what is not recorded, and training goes on."""
+
+    def __init__(self, name: str, *, waiting: int) -> None:
+        """waiting: pieces of work that the disk may be behind; more are left out."""
+        self._name = name
+        self._work: queue.Queue[tuple[str, Callable[[], None]] | None] = queue.Queue(waiting)
+        self._thread: threading.Thread | None = None
+        self._over = False
+
+    def do(self, what: str, work: Callable[[], None]) -> None:
+        """Has the thread call `work`, which records `what`; not after `close`."""
+        if self._over:
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        try:
+            self._work.put_nowait((what, work))
+        except queue.Full:
+            log.error("not recorded: %s: the disk is behind", what)
+
+    def _run(self) -> None:
+        while (job := self._work.get()) is not None:
+            what, work = job
+            try:
+                work()
+            except Exception as e:  # of a disk that is full, mostly
+                log.error("not recorded: %s: %s: %s", what, type(e).__name__, e)
+
+    def close(self) -> bool:
+        """Waits until all is written, PATIENCE seconds at most, and returns whether it is. May be
+        called twice."""
+        self._over, thread = True, self._thread
+        if thread is None:
+            return True
+        with contextlib.suppress(queue.Full):
+            self._work.put(None, timeout=PATIENCE)
+        thread.join(PATIENCE)
+        if thread.is_alive():
+            log.error("%s: the last is not recorded: the disk did not answer", self._name)
+            return False
+        self._thread = None
+        return True
