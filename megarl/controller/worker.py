@@ -37,7 +37,7 @@ from megarl.controller.messages import (
     unpack,
 )
 from megarl.controller.store import Fetch, Store
-from megarl.observability.timers import shown
+from megarl.observability.stats_tracker import phase
 from megarl.parallel import exchange  # noqa: F401  a Batch of several ranks travels by it
 from megarl.parallel.groups import waiting_for
 from megarl.rpc.link import Link, Packed, connect
@@ -140,7 +140,7 @@ class Calls:
                 store.receive(group, id, state, rank, len(call.members))
             try:
                 fn, args, kwargs = unpack(call.body, lambda ref: store.resolve(group, ref))
-                with shown(name := _named(fn, args)), waiting_for(None, name):
+                with phase(name := _named(fn, args)), waiting_for(None, name):
                     result = fn(*args, **kwargs)
             except RAISED as e:
                 result = Raised(e)

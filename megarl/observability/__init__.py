@@ -1,7 +1,9 @@
 """Reports on a run: log lines, metrics per step, timings, confidence intervals, report.
 
 logging        get_logger: one line format, with the rank
-timers         seconds per phase of a step
+stats_tracker  what any part of a script records, and the seconds of its phases
+timeline       when things began and ended
+run_log        files that a run appends to; a thread that writes beside it
 profiler       traces of some steps
 utilization    model FLOP/s and their share of the hardware's peak
 stats_logger   metrics of every step to the console, jsonl, tensorboard and wandb

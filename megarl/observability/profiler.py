@@ -1,7 +1,7 @@
 """Traces some steps: torch's profiler over a window that the configuration names.
 
 <run>/profile/steps_3-4.rank0.json.gz is a Chrome trace (chrome://tracing, ui.perfetto.dev) with the
-phases of the step (see Timers) as ranges beside the operators and, on a GPU, their kernels;
+phases of the step (stats_tracker) as ranges beside the operators and, on a GPU, their kernels;
 step_3.train.rank0.json.gz has one phase alone.
 """
 

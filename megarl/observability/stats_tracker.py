@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.observability.timers import Timers
+from megarl.observability.timeline import timeline
 
 REDUCE_TYPES = ("avg", "sum", "min", "max")
 _BY_DEFAULT = ("avg", "min", "max")
@@ -77,6 +78,24 @@ def joined(*taken: Entries) -> dict[str, float]:
     return {name: entry.reduced(how) for (name, how), entry in sorted(found.items())}
 
 
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Shows what is done inside: as a phase of the timeline, a range of a profiler's trace where
+    one records, and of Nsight Systems where a GPU is in use."""
+    profiled, on_gpu = torch.autograd._profiler_enabled(), torch.cuda.is_initialized()
+    with (
+        torch.profiler.record_function(name) if profiled else nullcontext(),
+        torch.cuda.nvtx.range(name) if on_gpu else nullcontext(),
+        timeline.phase(name),
+    ):
+        yield
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
 class StatsTracker:
     """Gathers scalars, masked tensors and timings under scoped names, until `export`."""
 
@@ -84,7 +103,8 @@ class StatsTracker:
         self._scopes: list[str] = []
         self._masks: dict[str, Tensor] = {}
         self._entries: dict[tuple[str, str], _Entry] = {}  # by (name, how it is reduced)
-        self._timers = Timers()
+        self._seconds: dict[str, float] = {}  # of each phase, since the last export
+        self._around: Callable[[str], AbstractContextManager[Any]] = nullcontext
         self._muted = False
 
     def scalar(self, **values: float) -> None:
@@ -155,18 +175,27 @@ class StatsTracker:
 
     @contextmanager
     def record_timing(self, name: str) -> Iterator[None]:
-        """Adds the seconds inside to timing/<name>_s. It waits for the GPU at both ends, and is a
-        range in a profiler's trace."""
-        with self._timers.phase(self._scoped(name)):
-            yield
+        """Adds the seconds inside to timing/<name>_s, also when the body raises. It is a `phase`, and
+        waits for the GPU at both ends, so that it is charged for the kernels that it launched."""
+        name = self._scoped(name)
+        with self._around(name):
+            _synchronize()
+            start = time.perf_counter()
+            try:
+                with phase(name):
+                    yield
+                    _synchronize()
+            finally:
+                spent = time.perf_counter() - start
+                self._seconds[name] = self._seconds.get(name, 0.0) + spent
 
     def watch(self, around: Callable[[str], AbstractContextManager[Any]] = nullcontext) -> None:
         """Enters `around(name)` around everything that record_timing(name) times from now on."""
-        self._timers.around = around
+        self._around = around
 
     def seconds(self, name: str) -> float:
         """Returns what record_timing(name) has gathered on this rank since the last export."""
-        return self._timers.seconds().get(self._scoped(name), 0.0)
+        return self._seconds.get(self._scoped(name), 0.0)
 
     def export(self, *, over_ranks: bool = True, group: Any = None) -> dict[str, float]:
         """Returns {name: value} and starts anew. Collective over `group`, the world, by default.
@@ -180,9 +209,10 @@ class StatsTracker:
         """Returns what `export` makes numbers of, for `joined`, and starts anew. Collective as
         `export` is."""
         entries, self._entries = self._entries, {}
+        times, self._seconds = self._seconds, {}
         self._masks.clear()
-        for name, seconds in self._timers.export("timing/").items():
-            entries[name, "max"] = _Entry(seconds, 1.0, seconds, seconds)
+        for name, seconds in times.items():
+            entries[f"timing/{name}_s", "max"] = _Entry(seconds, 1.0, seconds, seconds)
         if over_ranks and dist.is_initialized() and dist.get_world_size(group) > 1:
             entries = _joined(entries, group)
         return entries

@@ -14,7 +14,6 @@ from megarl.controlled import ProfiledWorkers
 from megarl.models.hf_config import read_hf_config
 from megarl.observability.profiler import Profiler
 from megarl.observability.stats_tracker import StatsTracker
-from megarl.observability.timers import Timers
 from megarl.observability.utilization import peak_tflops, this_device_peak, utilization
 from megarl.trainer import rollout_metrics
 from tests.tiny import save_tiny
@@ -23,9 +22,9 @@ from tests.unit.controlled import workers
 
 def traces(tmp_path, config, first, last, rank=0):
     """What a run of steps first..last leaves behind: {file name: names of its events}."""
-    profiler, timers = Profiler(config, run_dir=tmp_path, rank=rank), Timers()
+    profiler, tracker = Profiler(config, run_dir=tmp_path, rank=rank), StatsTracker()
     for n in range(first, last + 1):
-        with profiler.step(n), timers.phase(f"phase_{n}"):
+        with profiler.step(n), tracker.record_timing(f"phase_{n}"):
             torch.ones(4, 4) @ torch.ones(4, 4)
     profiler.close()
     found = {}

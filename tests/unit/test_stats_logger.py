@@ -1,4 +1,4 @@
-"""StatsLogger and its sinks, timers."""
+"""StatsLogger and its sinks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from megarl.observability.console import (
     seconds_per_step,
 )
 from megarl.observability.stats_logger import StatsLogger, throughput
-from megarl.observability.timers import Timers
 from megarl.utils.files import DiskFull
 from tests.full_disk import files_below
 
@@ -238,20 +237,6 @@ def test_numbers_are_short(value, text):
 )
 def test_durations(seconds, text):
     assert duration(seconds) == text
-
-
-def test_timers_add_up_nest_and_start_afresh():
-    now = iter([0.0, 1.0, 3.0, 10.0, 20.0, 25.0, 30.0, 31.0])
-    timers = Timers(sync=False, clock=lambda: next(now))
-    with timers.phase("step"), timers.phase("train"):  # 0 .. 10 around 1 .. 3
-        pass
-    with timers.phase("train"):  # 20 .. 25
-        pass
-    assert timers.seconds() == {"train": 7.0, "step": 10.0}
-    assert timers.export() == {"timing/train_s": 7.0, "timing/step_s": 10.0}
-    with pytest.raises(RuntimeError), timers.phase("broken"):
-        raise RuntimeError
-    assert timers.export("t/") == {"t/broken_s": 1.0}
 
 
 def test_fast_steps_share_a_progress_line():

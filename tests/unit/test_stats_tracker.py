@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -114,3 +117,27 @@ def test_timings_add_up_until_the_export() -> None:
     seconds = tracker.seconds("train")
     assert seconds > 0 and tracker.export() == {"timing/train_s": seconds}
     assert tracker.seconds("train") == 0
+
+
+def test_seconds_add_up_nest_and_start_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([0.0, 1.0, 3.0, 10.0, 20.0, 25.0, 30.0, 31.0])
+    clock = SimpleNamespace(perf_counter=lambda: next(now))
+    monkeypatch.setattr("megarl.observability.stats_tracker.time", clock)
+    tracker, entered = StatsTracker(), []
+
+    @contextmanager
+    def around(name: str) -> Iterator[None]:
+        entered.append(name)
+        yield
+
+    tracker.watch(around)
+    with tracker.record_timing("step"), tracker.scope("a"), tracker.record_timing("train"):
+        pass  # 0 .. 10 around 1 .. 3
+    with tracker.record_timing("a/train"):  # 20 .. 25
+        pass
+    assert (tracker.seconds("step"), tracker.seconds("a/train")) == (10.0, 7.0)
+    assert tracker.export() == {"timing/a/train_s": 7.0, "timing/step_s": 10.0}
+    with pytest.raises(RuntimeError), tracker.record_timing("broken"):
+        raise RuntimeError
+    assert tracker.export() == {"timing/broken_s": 1.0}
+    assert entered == ["step", "a/train", "a/train", "broken"]

@@ -23,8 +23,8 @@ from megarl.config.recipe_engines import addresses_in
 from megarl.observability import presence as presence_module
 from megarl.observability import timeline as timeline_module
 from megarl.observability.presence import FOLDER, LauncherPresence, Presence, read_presence
+from megarl.observability.stats_tracker import StatsTracker
 from megarl.observability.timeline import PHASES, Timeline, read_spans
-from megarl.observability.timers import Timers
 
 
 def test_phases_nest_and_are_named_while_they_last(tmp_path: Path) -> None:
@@ -62,17 +62,17 @@ def test_the_newest_spans_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert sum(p.stat().st_size for p in path.parent.iterdir()) < 2500
 
 
-def test_timers_are_on_the_timeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timed_phases_are_on_the_timeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = Timeline()
-    monkeypatch.setattr("megarl.observability.timers.timeline", own)
+    monkeypatch.setattr("megarl.observability.stats_tracker.timeline", own)
     own.open(tmp_path, 0)
-    timers = Timers()
-    with timers.phase("rollout"):
+    tracker = StatsTracker()
+    with tracker.record_timing("rollout"):
         time.sleep(0.01)
     own.close()
     (span,) = read_spans(tmp_path / "timeline" / "rank_0.jsonl")
     assert span["track"] == PHASES and span["name"] == "rollout"
-    assert 0.01 <= span["seconds"] <= timers.seconds()["rollout"]
+    assert 0.01 <= span["seconds"] <= tracker.seconds("rollout")
 
 
 def test_presence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
