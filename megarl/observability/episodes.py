@@ -1,10 +1,10 @@
 """Keeps the episodes of a run on disk, as a stream that is only appended to.
 
-<run>/episodes/index.jsonl is a RunLog with a line for each record: {"step", "kind", "episode",
-"file", "at", "size", ...}. The record is the `size` bytes at `at` in <run>/episodes/<file>: zlib,
-and in it a line of JSON and then arrays of numbers. A line is written after its record, so what a
-killed process leaves behind is at worst bytes that no line names, and one line cut short. Every
-start writes data files of its own.
+<run>/episodes/index.jsonl is a RunLog with a line for each group: {"step", "episode", "file", "at",
+"size", ...}. The record is the `size` bytes at `at` in <run>/episodes/<file>: zlib, and in it a
+line of JSON and then arrays of numbers. A line is written after its record, so what a killed
+process leaves behind is at worst bytes that no line names, and one line cut short. Every start
+writes data files of its own.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from megarl.observability.run_log import RunLog, append
 FOLDER = "episodes"
 INDEX = "index.jsonl"
 _DATA = re.compile(r"data_\d{6,}\.bin")
-GROUP, FIGURES = "group", "figures"  # kinds of lines
 FILE_BYTES = 256 << 20  # of a data file, then the next one begins
 LEVEL = 1  # of zlib: numbers of a model hardly get smaller with more
 
@@ -80,7 +79,7 @@ class EpisodeStream:
         self._data: BinaryIO = self._open_data()
 
     def append(self, step: int, line: Mapping[str, Any], data: bytes) -> None:
-        """Appends a record of a step. `line` is what the index says of it beside the place: kind,
+        """Appends a record of a step. `line` is what the index says of it beside the place:
         episode, and what lists show. Raises OSError where there is no room, and leaves no half."""
         if self._data.seek(0, os.SEEK_END) > FILE_BYTES:
             self._data.close()
@@ -99,11 +98,11 @@ class EpisodeStream:
 
 
 def read_index(run_dir: Path) -> list[dict[str, Any]]:
-    """Returns the lines of the records that count, in order of step and episode, groups before
-    figures; none where nothing was recorded. A line that was cut short is left out."""
+    """Returns the lines of the records that count, in order of step and episode; none where nothing
+    was recorded. A line that was cut short is left out."""
     index = RunLog(run_dir / FOLDER / INDEX)
-    lines = {(line["step"], line["episode"], line["kind"]): line for line in index.read()}
-    return [lines[key] for key in sorted(lines, key=lambda k: (*k[:2], k[2] != GROUP))]
+    lines = {(line["step"], line["episode"]): line for line in index.read()}
+    return [lines[key] for key in sorted(lines)]
 
 
 def read_bytes(run_dir: Path, line: Mapping[str, Any]) -> bytes:

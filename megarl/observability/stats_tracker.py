@@ -175,8 +175,8 @@ class StatsTracker:
 
     @contextmanager
     def record_timing(self, name: str) -> Iterator[None]:
-        """Adds the seconds inside to timing/<name>_s, also when the body raises. It is a `phase`, and
-        waits for the GPU at both ends, so that it is charged for the kernels that it launched."""
+        """Adds the seconds inside to timing/<name>_s, also when the body raises. It is a `phase`;
+        at both ends it waits for the GPU, so that it is charged for the kernels it launched."""
         name = self._scoped(name)
         with self._around(name):
             _synchronize()

@@ -1,8 +1,9 @@
 """Records the episodes of training on disk (observability/episodes.py), beside training.
 
 A record of a group has these arrays, row after row of the group, each as long as all its rows:
-ids, mask (loss_mask), logprobs, versions, and token_rewards where turns earn something. Rows of
-rollouts that failed stand last, under no mask.
+ids, mask (loss_mask), logprobs, versions, token_rewards where turns earn something, and of what the
+step computed prox_logp, entropy and advantages, 0 in rows that were not trained. Rows of rollouts
+that failed stand last, under no mask.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache, partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from megarl.api.batch import Batch, Padded
 from megarl.api.inference import FAILURES
-from megarl.observability.episodes import FIGURES, GROUP, EpisodeStream, pack
+from megarl.observability.episodes import EpisodeStream, pack
 from megarl.observability.logging import get_logger
 from megarl.observability.run_log import DiskThread
 from megarl.rollout.episode import Episode
@@ -55,19 +56,20 @@ Arrays = dict[str, NDArray[Any]]
 About = dict[str, Any]
 Piece = str | list[int]  # text, or bytes that are not whole characters
 Row = tuple[int, int]  # an episode's number, and a row's place in the episode
-RecordParts = tuple[About, Arrays, dict[str, Any]]  # a record, and its line in the index
+Computed = dict[str, Any]  # of a row: "reward", "skipped", and tensors [length] by name
 
 
 class EpisodeRecorder:
-    """Records the first `keep` groups (None: all) of every batch, and as many that were rejected
-    because something failed. Rank 0 only. Packing and writing is done by a DiskThread."""
+    """Records the first `keep` groups (None: all) of every batch with what the step computed of
+    them, and as many that were rejected because something failed. Rank 0 only. Packing and writing
+    is done by a DiskThread."""
 
     def __init__(self, run_dir: Path, tokenizer: Any, keep: int | None) -> None:
         self._run_dir, self._keep = run_dir, keep
         self._pieces = TokenPieces(tokenizer)
         self._ended: list[Episode] = []  # since the last batch
+        self._chosen: list[Episode] = []  # those to record of the batch that is trained
         self._rows: list[Row] = []  # of the batch, in its order; all of them
-        self._recorded: set[int] = set()  # episodes of the batch
         self._left: dict[Row, str] = {}  # rows that left the batch, and why
         self._step = 0
         self._disk = DiskThread("megarl episodes", waiting=MAX_WAITING)
@@ -81,16 +83,14 @@ class EpisodeRecorder:
     def handed_out(self, version: int) -> None:
         """Takes note that the episodes with samples that have ended until now are the batch that
         the step after `version` trains on."""
-        self._step = step = version + 1
+        self._record({})  # what was computed of the batch before is not known
+        self._step = version + 1
         count = len(self._ended)  # others may end meanwhile
         ended, self._ended[:count] = self._ended[:count], []
         batch = sorted((e for e in ended if e.batch is not None), key=_number)
         self._rows = [(e.number, k) for e in batch for k in range(_count(e))]
-        self._left.clear()
-        rejected = [e for e in ended if e.batch is None]
-        chosen = [*batch[: self._keep], *rejected[: self._keep]]
-        self._recorded = {e.number for e in chosen}
-        self._record(step, [partial(group_record, e, step, self._pieces) for e in chosen])
+        self._left = {}
+        self._chosen = batch[: self._keep] + [e for e in ended if e.batch is None][: self._keep]
 
     def dropped(self, mask: Tensor, kind: str) -> None:
         """Takes note that the rows of the batch under `mask` [B] left it, and why."""
@@ -105,33 +105,24 @@ class EpisodeRecorder:
     ) -> None:
         """Takes what the step computed: (rows, padded fields of these rows), some rows at a time,
         and of all rows of the batch the rewards [B] and whether their update was skipped [B]."""
-        step, rows, left = self._step, self._rows, dict(self._left)
-        recorded = self._recorded
         if not self._has_all(len(rewards)):
             return
-
-        def records() -> Iterator[Callable[[], RecordParts]]:
-            by_episode: dict[int, list[dict[str, Any]]] = {}
-            for numbers, padded in parts:
-                lengths = padded["attention_mask"].sum(1).tolist()
-                for i, row in enumerate(numbers.tolist()):
-                    number, place = rows[row]
-                    about = {"row": place, "length": lengths[i], "reward": finite(rewards[row])}
-                    about["skipped"] = bool(skipped[row]) if skipped is not None else False
-                    tokens = {k: padded[k][i, : lengths[i]] for k in COMPUTED if k in padded}
-                    by_episode.setdefault(number, []).append(about | {"tokens": tokens})
-            gone = {number for number, _ in left}
-            for number in sorted(recorded & (by_episode.keys() | gone)):
-                yield partial(_figures, step, number, by_episode.get(number, []), left)
-
-        self._record(step, records())
+        by_row: dict[Row, Computed] = {}
+        for numbers, padded in parts:
+            lengths = padded["attention_mask"].sum(1).tolist()
+            for i, row in enumerate(numbers.tolist()):
+                tokens = {k: padded[k][i, : lengths[i]] for k in COMPUTED if k in padded}
+                was_skipped = bool(skipped[row]) if skipped is not None else False
+                about = {"reward": finite(rewards[row]), "skipped": was_skipped}
+                by_row[self._rows[row]] = about | tokens
+        self._record(by_row)
 
     def close(self) -> None:
         """Waits until all is written (DiskThread.close), also what failed since the last batch."""
-        step, rejected = self._step + 1, [e for e in self._ended if e.batch is None]
-        if rejected:
-            chosen = rejected[: self._keep]
-            self._record(step, [partial(group_record, e, step, self._pieces) for e in chosen])
+        self._record({})
+        self._step += 1
+        self._chosen = [e for e in self._ended if e.batch is None][: self._keep]
+        self._record({})
         if self._disk.close() and self._stream is not None:
             self._stream.close()
             self._stream = None
@@ -147,20 +138,22 @@ class EpisodeRecorder:
             )
         return count == len(self._rows)
 
-    def _record(self, step: int, records: Iterable[Callable[[], RecordParts]]) -> None:
-        """Has the thread make records of a step and append them to the stream."""
+    def _record(self, computed: Mapping[Row, Computed]) -> None:
+        """Has the thread record the chosen episodes, with what was computed of their rows."""
+        step, left, (chosen, self._chosen) = self._step, self._left, (self._chosen, [])
 
         def write() -> None:
             if self._stream is None:
                 self._stream = EpisodeStream(self._run_dir)
-            for make in records:
+            for episode in chosen:
                 begun = time.thread_time()
-                about, arrays, line = make()
+                about, arrays, line = group_record(episode, step, self._pieces, computed, left)
                 data = pack(about, arrays)
                 line["seconds"] = round(time.thread_time() - begun, 6)
                 self._stream.append(step, line, data)
 
-        self._disk.do(f"episodes of step {step}", write)
+        if chosen:
+            self._disk.do(f"episodes of step {step}", write)
 
 
 def computed_part(batch: Batch, keep: int | None) -> tuple[Batch, Tensor]:
@@ -186,22 +179,6 @@ def computed_tokens(part: Batch, numbers: Tensor) -> list[tuple[Tensor, Padded]]
     return [(numbers[some], part.fetch(some)) for some in rows if len(some)]
 
 
-def _figures(
-    step: int, number: int, rows: Sequence[dict[str, Any]], left: dict[Row, str]
-) -> RecordParts:
-    """Returns a record of what was computed of an episode's rows, its arrays, and its line for the
-    index."""
-    gone = [[place, kind] for (episode, place), kind in left.items() if episode == number]
-    line = {"kind": FIGURES, "step": step, "episode": number, "left": gone}
-    line["rewards"] = [[row["row"], row["reward"]] for row in rows]
-    tokens = [row["tokens"] for row in rows]
-    names = list(tokens[0]) if tokens else []
-    arrays = {n: np.concatenate([t[n].float().numpy() for t in tokens]) for n in names}
-    about = [{k: v for k, v in row.items() if k != "tokens"} for row in rows]
-    arrays = {n: np.nan_to_num(a).astype("<f4") for n, a in arrays.items()}
-    return line | {"rows": about}, arrays, line
-
-
 def _number(episode: Episode) -> int:
     return episode.number
 
@@ -213,19 +190,35 @@ def _count(episode: Episode) -> int:
 # ---- records
 
 
-def group_record(episode: Episode, step: int, pieces: TokenPieces) -> RecordParts:
-    """Returns a record of an episode's samples, its arrays, and its line for the index."""
+def group_record(
+    episode: Episode,
+    step: int,
+    pieces: TokenPieces,
+    computed: Mapping[Row, Computed],
+    left: Mapping[Row, str],
+) -> tuple[About, Arrays, dict[str, Any]]:
+    """Returns a record of an episode's samples, its arrays, and its line for the index. computed:
+    of rows that were trained; left: why rows left the batch."""
     parts = [(episode.batch, False)] if episode.batch is not None else []
     parts += [(lost, True) for lost in episode.lost]
-    made: list[tuple[About, Arrays]] = []
+    pairs: list[tuple[About, Arrays]] = []
     for batch, has_failed in parts:
-        first = 1 + max((row["rollout"] for row, _ in made), default=-1)
-        made += _rows(batch, has_failed, first, len(made))
-    rows, tokens = [row for row, _ in made], [own for _, own in made]
+        first = 1 + max((row["rollout"] for row, _ in pairs), default=-1)
+        pairs += _rows(batch, has_failed, first, len(pairs))
+    rows, tokens = [row for row, _ in pairs], [own for _, own in pairs]
+    names = dict.fromkeys(k for values in computed.values() for k in values if k in COMPUTED)
+    for place in range(_count(episode)):
+        key, row = (episode.number, place), rows[place]
+        if key in left:
+            row["failure"] = left[key]
+        if (values := computed.get(key)) is not None:
+            row |= {"trained": True, "reward": values["reward"], "skipped": values["skipped"]}
+            tokens[place] |= {k: _numbers(values[k]) for k in names if k in values}
+    for row, own in zip(rows, tokens, strict=True):
+        own |= {k: np.zeros(row["length"], "<f4") for k in names if k not in own}
     arrays = {name: np.concatenate([own[name] for own in tokens]) for name in _names(tokens)}
-    ids = np.unique(arrays["ids"]).tolist() if made else []
+    ids = np.unique(arrays["ids"]).tolist() if rows else []
     about = {
-        "kind": GROUP,
         "step": step,
         "episode": episode.number,
         "accepted": episode.batch is not None,
@@ -239,6 +232,10 @@ def group_record(episode: Episode, step: int, pieces: TokenPieces) -> RecordPart
         "special": pieces.special(ids),
     }
     return about, arrays, _line(about, arrays, episode)
+
+
+def _numbers(values: Tensor) -> NDArray[Any]:
+    return np.nan_to_num(values.float().numpy()).astype("<f4")
 
 
 def _rows(
@@ -300,29 +297,29 @@ def _fork(
 
 def _line(about: About, arrays: Arrays, episode: Episode) -> dict[str, Any]:
     """Returns what lists show of the group: numbers by rollout, and counts."""
-    written = _by_row(about["rows"], arrays["mask"]) if arrays else []
+    masks = _by_row(about["rows"], arrays["mask"]) if arrays else []
+    handed_out = about["rows"][: _count(episode)]
     whole: dict[int, float] = {}
     lengths: Counter[int] = Counter()
     turns = [0]
-    for row, mask in zip(about["rows"], written, strict=True):
+    for row, mask in zip(about["rows"], masks, strict=True):
         turns.append(sum(1 for wrote, _ in groupby(mask.tolist()) if wrote))
         if "failure" not in row:
             whole[row["rollout"]] = row["reward"]
             lengths[row["rollout"]] += int(mask.sum())
+    gone = {row["rollout"]: row["failure"] for row in handed_out if "failure" in row}
     versions = arrays["versions"][arrays["mask"] > 0].tolist() if arrays else []
     return {
-        "kind": GROUP,
-        "step": about["step"],
         "episode": about["episode"],
         "row": str(episode.row.get("row_id", "")),
         "prompt": _prompt(episode.row),
         "accepted": about["accepted"],
         "rewards": list(whole.values()),
         "lengths": [lengths[rollout] for rollout in whole],
-        "rows": [row["rollout"] for row in about["rows"] if "failure" not in row],
+        "forks": len(handed_out) - len({row["rollout"] for row in handed_out}),
         "turns": max(turns),
         "cut": sum(row.get("truncated", False) for row in about["rows"]),
-        "failures": dict(Counter(kind for kind, _ in episode.failed)),
+        "failures": dict(Counter([*(kind for kind, _ in episode.failed), *gone.values()])),
         "versions": [min(versions), max(versions)] if versions else [],
         "tokens": len(arrays["ids"]) if arrays else 0,
     }

@@ -130,7 +130,7 @@ class Run:
         for line in read_index(self.dir):
             record = unpack(read_bytes(self.dir, line))
             arrays = {name: values.tobytes() for name, values in record.arrays.items()}
-            key = line["step"], line["episode"], line["kind"]
+            key = line["step"], line["episode"]
             found[key] = record.about | {"latency": None}, arrays
         return found
 
@@ -202,7 +202,7 @@ def check_same(run: Run, whole: Run, model: Path) -> None:
     assert [r["step"] for r in run.rows()] == list(range(STEPS + 1))
     assert run.figures() == whole.figures()
     assert run.episodes() == whole.episodes()
-    assert {step for step, _, _ in run.episodes()} == set(range(1, STEPS + 1))
+    assert {step for step, _ in run.episodes()} == set(range(1, STEPS + 1))
     elapsed = [r["elapsed_s"] for r in run.rows()]
     assert elapsed == sorted(elapsed)
     assert not run.leftovers()

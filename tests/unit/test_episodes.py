@@ -43,16 +43,12 @@ from tests.unit.rollout_fakes import Scripted
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 
 
-def line(episode: int, kind: str = "group") -> dict[str, Any]:
-    return {"kind": kind, "episode": episode}
-
-
 def steps(run: Path) -> list[tuple[int, int]]:
     return [(at["step"], at["episode"]) for at in read_index(run)]
 
 
-def records(run: Path, kind: str) -> list[Record]:
-    return [unpack(read_bytes(run, at)) for at in read_index(run) if at["kind"] == kind]
+def records(run: Path) -> list[Record]:
+    return [unpack(read_bytes(run, at)) for at in read_index(run)]
 
 
 # the stream
@@ -83,7 +79,7 @@ def test_what_a_killed_writer_leaves_is_read_and_continued(tmp_path: Path) -> No
         "s = EpisodeStream(Path(sys.argv[1]));\n"
         "for i in range(10**9):\n"
         " data = pack({'i': i}, {'x': np.random.default_rng(i).random(5000)})\n"
-        " s.append(1 + i // 10, {'kind': 'group', 'episode': i}, data)\n"
+        " s.append(1 + i // 10, {'episode': i}, data)\n"
         " print(i, flush=True)"
     )
     writer = subprocess.Popen(
@@ -102,11 +98,11 @@ def test_what_a_killed_writer_leaves_is_read_and_continued(tmp_path: Path) -> No
         range(len(before))
     )
     with (tmp_path / FOLDER / INDEX).open("ab") as index:  # and cut in mid-record
-        index.write(b'{"kind":"group","step":9,"epi\xc3')
+        index.write(b'{"step":9,"epi\xc3')
     assert read_index(tmp_path) == before
     RunLog(tmp_path / FOLDER / INDEX).begin(2)  # steps 3 and later are made again
     stream = EpisodeStream(tmp_path)
-    stream.append(3, line(20), pack({"i": "again"}, {}))
+    stream.append(3, {"episode": 20}, pack({"i": "again"}, {}))
     stream.close()
     assert steps(tmp_path) == [(1 + i // 10, i) for i in range(20)] + [(3, 20)]
     assert unpack(read_bytes(tmp_path, read_index(tmp_path)[-1])).about == {"i": "again"}
@@ -117,11 +113,10 @@ def test_a_later_line_supersedes_and_files_do_not_grow_for_ever(
 ) -> None:
     monkeypatch.setattr("megarl.observability.episodes.FILE_BYTES", 50)
     stream = EpisodeStream(tmp_path)
-    for episode, kind in ((1, "figures"), (0, "group"), (1, "group"), (0, "group")):
-        stream.append(1, line(episode, kind), pack({"n": 3}, {"x": np.arange(20.0)}))
+    for step, number in ((2, 1), (1, 0), (1, 1), (1, 0)):
+        stream.append(step, {"episode": number}, pack({"n": 3}, {"x": np.arange(20.0)}))
     stream.close()
-    kinds = [(at["episode"], at["kind"]) for at in read_index(tmp_path)]
-    assert kinds == [(0, "group"), (1, "group"), (1, "figures")]
+    assert steps(tmp_path) == [(1, 0), (1, 1), (2, 1)]
     assert len(list((tmp_path / FOLDER).glob("data_*.bin"))) == 4
     (tmp_path / FOLDER / "data_000000.bin").write_bytes(b"short")
     with pytest.raises(ValueError, match="ends before byte"):
@@ -212,7 +207,7 @@ def test_a_record_is_the_trained_batch_and_what_failed(tmp_path: Path, tokenizer
     batch = record_batch(
         tmp_path, tokenizer, [episode(8, tokenizer, "lfl"), episode(3, tokenizer, "ltl")]
     )
-    first, second = records(tmp_path, "group")
+    first, second = records(tmp_path)
     assert [r.about["episode"] for r in (first, second)] == [3, 8]
     found = [(row, part) for r in (first, second) for row, part in rows_of(r)]
     good = [(row, part) for row, part in found if "failure" not in row]
@@ -232,11 +227,10 @@ def test_a_record_is_the_trained_batch_and_what_failed(tmp_path: Path, tokenizer
     prompt = len(tokenizer.encode("<|user|>12+34<|assistant|>"))
     forks = [row.get("fork") for row, _ in rows_of(second)]
     assert forks == [None, None, [1, prompt], None]
-    for record in records(tmp_path, "figures"):
-        (group,) = [g for g in (first, second) if g.about["episode"] == record.about["episode"]]
-        rows = [part for row, part in rows_of(group) if "failure" not in row]
-        logprobs = np.concatenate([part["logprobs"] for part in rows])
-        assert np.array_equal(record.arrays["prox_logp"], logprobs + np.float32(0.25))
+    for row, part in found:
+        assert row.get("trained", False) == ("failure" not in row)
+        of_trainer = part["logprobs"] + np.float32(0.25) if "trained" in row else 0
+        assert np.array_equal(part["prox_logp"], of_trainer * np.ones_like(part["logprobs"]))
 
 
 def test_the_first_groups_are_kept_and_those_that_only_failed(
@@ -246,9 +240,8 @@ def test_the_first_groups_are_kept_and_those_that_only_failed(
     assert made[1].batch is None
     record_batch(tmp_path, tokenizer, made, keep=1)
     index = read_index(tmp_path)
-    found = [(at["kind"], at["episode"], at.get("accepted")) for at in index]
-    assert found == [("group", 0, True), ("figures", 0, None), ("group", 1, False)]
-    assert index[2]["failures"] == {"tool": 2} and index[2]["rewards"] == []
+    assert [(at["episode"], at["accepted"]) for at in index] == [(0, True), (1, False)]
+    assert index[1]["failures"] == {"tool": 2} and index[1]["rewards"] == []
     assert {at["step"] for at in index} == {5}  # after four updates
 
 
@@ -262,7 +255,7 @@ def test_samples_that_failed_may_hold_anything(tmp_path: Path, tokenizer: Any) -
     recorder.ended(made)
     recorder.handed_out(0)
     recorder.close()
-    (record,) = records(tmp_path, "group")
+    (record,) = records(tmp_path)
     row, part = rows_of(record)[-1]
     assert (row["failure"], part["ids"].tolist()) == ("other", [5, 7])
     assert part["logprobs"].tolist() == part["versions"].tolist() == [0, 0]

@@ -92,9 +92,8 @@ def test_the_page_has_the_records_and_runs_only_its_own_script(
     assert about["run"] == "<b>e&/t" and [g["details"] for g in about["groups"]] == [True, True]
     assert about["groups"][0]["prompt"] == f"12+34 {EVIL}"
     assert about["steps"][0]["failures"] == {"tool": 1} and about["steps"][0]["forks"] == 1
-    lines = {(at["kind"], at["episode"]): at for at in read_index(run)}
-    for (kind, number), at in lines.items():
-        assert base64.b64decode(page.scripts[f"{kind}-5.{number}"]) == read_bytes(run, at)
+    for at in read_index(run):
+        assert base64.b64decode(page.scripts[f"group-5.{at['episode']}"]) == read_bytes(run, at)
 
 
 def test_a_page_holds_what_fits_and_lists_all(tmp_path: Path, tokenizer: Any) -> None:
@@ -150,10 +149,11 @@ def test_a_rollout_that_leaves_the_batch_is_said_to(tmp_path: Path, tokenizer: A
         computed_tokens(*computed_part(batch, None)), batch["rewards"], torch.arange(4) == 3
     )
     recorder.close()
-    _, figures = records(tmp_path, "figures")
-    assert [(row["row"], row["reward"]) for row in figures.about["rows"]] == [(0, 2.0), (3, 5.0)]
-    assert [row["skipped"] for row in figures.about["rows"]] == [False, True]
-    assert figures.about["left"] == [[1, "reward"], [2, "reward"]]
+    _, group = records(tmp_path)
+    rows = group.about["rows"]
+    assert [row["reward"] for row in rows if row.get("trained")] == [2.0, 5.0]
+    assert [row.get("skipped") for row in rows] == [False, None, None, True]
+    assert [row.get("failure") for row in rows] == [None, "reward", "reward", None]
     groups = data_of(page_of(tmp_path))["groups"]
     assert [g["rewards"] for g in groups] == [[0.0, 1.0], [2.0, 5.0]]
     assert [g["failures"] for g in groups] == [{}, {"reward": 1}]

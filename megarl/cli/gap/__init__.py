@@ -33,7 +33,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
 from megarl.config.recipes import BaseConfig, GRPOConfig, main_role
 from megarl.models.hf_config import read_hf_config
-from megarl.observability.episodes import GROUP, read_bytes, read_index, unpack
+from megarl.observability.episodes import read_bytes, read_index, unpack
 from megarl.utils.env import quiet_libraries
 
 MOST = 4  # samples of an episode or a file
@@ -150,7 +150,7 @@ def of_episode(run: Path, name: str | None, length: int) -> tuple[list[Sample], 
     """Returns the first samples of a recorded episode, "STEP.NUMBER" as the viewer calls it (None:
     the newest), and its name; none where nothing was recorded and nothing named. Raises ConfigError
     for a name that no record has."""
-    lines = [line for line in read_index(run) if line["kind"] == GROUP and line["tokens"]]
+    lines = [line for line in read_index(run) if line["tokens"]]
     records = {f"{line['step']}.{line['episode']}": line for line in lines}
     if name is None and not records:
         return [], ""

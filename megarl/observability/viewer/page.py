@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import json
+import math
 import statistics
 import time
 from collections import Counter
@@ -15,7 +17,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from megarl.observability.episodes import GROUP, read_bytes, read_index
+from megarl.observability.episodes import read_bytes, read_index
 from megarl.observability.report.charts import fill
 from megarl.observability.report.runs import Run, load_run
 from megarl.utils.files import write_whole
@@ -29,20 +31,6 @@ _STATS = {  # what the list of steps takes from stats.jsonl, which knows every g
     "gap": "train_rollout_logprob_abs_diff/mean",
     "staleness": "staleness/max",
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Group:
-    """Holds the lines of the index about a group: `line`, and of what the trainer computed of it
-    `figures`, where it did."""
-
-    line: Line
-    figures: Line | None
-
-    @property
-    def size(self) -> int:
-        """Returns the bytes that the group takes on the page."""
-        return sum(-(-line["size"] // 3) * 4 for line in (self.line, self.figures) if line)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,31 +61,31 @@ def write_viewer(
     steps: only steps from the first to the second, counted from 1. groups: details of so many
     groups of a step at most: those with most failures first, then those whose rewards differ most.
     max_bytes: of details; those of the newest steps come first."""
-    found = _groups(read_index(run_dir), steps)[-LISTED:]
-    if not found:
+    first, last = steps or (0, math.inf)
+    lines = [line for line in read_index(run_dir) if first <= line["step"] <= last][-LISTED:]
+    if not lines:
         return None
     run = _run(run_dir)
-    details = dict(_details(run_dir, _chosen(found, groups, max_bytes)))
-    page = _page(found, run, details)
+    details = dict(_details(run_dir, _chosen(lines, groups, max_bytes)))
+    page = _page(lines, run, details)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_whole(out, page)
-    lines = [line for group in found for line in (group.line, group.figures) if line]
-    recorded = {group.line["step"] for group in found}
+    recorded = {line["step"] for line in lines}
     times = (row.get("timing/step_s") or 0.0 for row in run.rows if row["step"] in recorded)
     return Written(
         size=len(page.encode()),
         detailed=len(details),
-        groups=len(found),
+        groups=len(lines),
         steps=len(recorded),
         recorded_bytes=sum(line["size"] for line in lines),
-        recorded_tokens=sum(group.line["tokens"] for group in found),
+        recorded_tokens=sum(line["tokens"] for line in lines),
         seconds=sum(line["seconds"] for line in lines),
         step_seconds=sum(times),
     )
 
 
-def _page(found: Sequence[Group], run: Run, details: Mapping[str, Sequence[str]]) -> str:
-    shown = [_listed(group) | {"details": _name(group) in details} for group in found]
+def _page(lines: Sequence[Line], run: Run, details: Mapping[str, str]) -> str:
+    shown = [_listed(line) | {"details": _name(line) in details} for line in lines]
     about = {
         "run": run.label,
         "written": time.strftime("%Y-%m-%d %H:%M"),
@@ -112,79 +100,47 @@ def _page(found: Sequence[Group], run: Run, details: Mapping[str, Sequence[str]]
         script=Markup(script),
         script_hash=_hash(script),
         about=_inert(about),
-        details=[(name, [Markup(part) for part in parts]) for name, parts in details.items()],
+        details=details,
     )
 
 
-def _groups(lines: Iterable[Line], steps: tuple[int, int] | None) -> list[Group]:
-    found: dict[tuple[int, int], dict[str, Line]] = {}
-    for line in lines:
-        if steps is None or steps[0] <= line["step"] <= steps[1]:
-            found.setdefault((line["step"], line["episode"]), {})[line["kind"]] = line
-    return [
-        Group(line=of[GROUP], figures=next((v for k, v in of.items() if k != GROUP), None))
-        for of in found.values()
-        if GROUP in of
-    ]
-
-
-def _chosen(found: Sequence[Group], per_step: int | None, max_bytes: int) -> Iterator[Group]:
+def _chosen(lines: Sequence[Line], per_step: int | None, max_bytes: int) -> Iterator[Line]:
     """Yields the groups whose details fit, the newest steps first."""
-    by_step: dict[int, list[Group]] = {}
-    for group in found:
-        by_step.setdefault(group.line["step"], []).append(group)
+    by_step: dict[int, list[Line]] = {}
+    for line in lines:
+        by_step.setdefault(line["step"], []).append(line)
     left = max_bytes
     for step in sorted(by_step, reverse=True):
         groups = by_step[step]
         if per_step is not None:
             groups = sorted(groups, key=_interest, reverse=True)[:per_step]
-        for group in groups:
-            left -= group.size
+        for line in groups:
+            left -= -(-line["size"] // 3) * 4  # in base64
             if left < 0:
                 return
-            yield group
+            yield line
 
 
-def _interest(group: Group) -> tuple[int, float]:
-    return sum(group.line["failures"].values()), _spread(group.line["rewards"]) or 0.0
+def _interest(line: Line) -> tuple[int, float]:
+    return sum(line["failures"].values()), _spread(line["rewards"]) or 0.0
 
 
-def _details(run_dir: Path, chosen: Iterable[Group]) -> Iterator[tuple[str, list[str]]]:
-    """Yields the name of each group and its records as text; a group whose file is damaged is left
-    out, and figures that are damaged are."""
-    for group in chosen:
-        parts = []
-        for line in (group.line, group.figures):
-            try:
-                parts += [base64.b64encode(read_bytes(run_dir, line)).decode()] if line else []
-            except (OSError, ValueError):
-                break
-        if parts:
-            yield _name(group), parts
+def _details(run_dir: Path, chosen: Iterable[Line]) -> Iterator[tuple[str, str]]:
+    """Yields the name of each group and its record as text; one whose file is damaged is left
+    out."""
+    for line in chosen:
+        with contextlib.suppress(OSError, ValueError):
+            yield _name(line), base64.b64encode(read_bytes(run_dir, line)).decode()
 
 
-def _name(group: Group) -> str:
-    return f"{group.line['step']}.{group.line['episode']}"
+def _name(line: Line) -> str:
+    return f"{line['step']}.{line['episode']}"
 
 
-def _listed(group: Group) -> Line:
-    """Returns what lists show of a group. Rewards are those that were trained on, where the trainer
-    has come so far; a rollout that left the batch counts as failed."""
-    hidden = ("kind", "file", "at", "size", "seconds", "rows", "tokens")
-    line = {k: v for k, v in group.line.items() if k not in hidden}
-    rollouts: list[int] = group.line["rows"]
-    count, failures = len(set(rollouts)), Counter(line["failures"])
-    if group.figures is not None:
-        trained = {rollouts[row]: reward for row, reward in group.figures["rewards"]}
-        left = {rollouts[row]: kind for row, kind in group.figures["left"]}
-        places = {rollout: i for i, rollout in enumerate(dict.fromkeys(rollouts))}
-        line["rewards"] = list(trained.values())
-        line["lengths"] = [line["lengths"][places[rollout]] for rollout in trained]
-        failures.update(left.values())
-    return line | {
-        "name": _name(group),
-        "failures": dict(failures),
-        "forks": len(rollouts) - count,
+def _listed(line: Line) -> Line:
+    """Returns what lists show of a group. A rollout that left the batch counts as failed."""
+    return {k: v for k, v in line.items() if k not in ("file", "at", "size", "seconds")} | {
+        "name": _name(line),
         "reward": _mean(line["rewards"]),
         "spread": _spread(line["rewards"]),
         "length": _mean(line["lengths"]),

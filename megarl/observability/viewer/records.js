@@ -2,9 +2,7 @@
 "use strict";
 
 async function record(id) {
-  const holder = document.getElementById(id);
-  if (!holder) return null;
-  const packed = Uint8Array.from(atob(holder.textContent), c => c.charCodeAt(0));
+  const packed = Uint8Array.from(atob(document.getElementById(id).textContent), c => c.charCodeAt(0));
   const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
   const bytes = new Uint8Array(await new Response(stream).arrayBuffer());
   const end = bytes.indexOf(10), found = JSON.parse(new TextDecoder().decode(bytes.subarray(0, end)));
@@ -21,7 +19,7 @@ async function record(id) {
 }
 
 async function load(name) {
-  const group = await record(`group-${name}`), figures = await record(`figures-${name}`);
+  const group = await record(`group-${name}`);
   const special = new Set(group.special);
   let at = 0;
   for (const row of group.rows) {
@@ -30,18 +28,11 @@ async function load(name) {
       row[key] = part(group.arrays[key]);
     row.text = texts(row.ids, group.pieces);
     row.special = Array.from(row.ids, id => special.has(id));
+    for (const key of row.trained ? ["prox_logp", "entropy", "advantages"] : [])
+      row[key] = part(group.arrays[key]);
+    if (row.prox_logp) row.gap = row.prox_logp.map((x, i) => x - row.logprobs[i]);
     at += row.length;
   }
-  at = 0;
-  for (const of of figures?.rows ?? []) {
-    const row = group.rows[of.row];
-    Object.assign(row, { reward: of.reward, skipped: of.skipped, trained: true });
-    for (const key of ["prox_logp", "entropy", "advantages"])
-      row[key] = figures.arrays[key]?.subarray(at, at + of.length);
-    if (row.prox_logp) row.gap = row.prox_logp.map((x, i) => x - row.logprobs[i]);
-    at += of.length;
-  }
-  for (const [place, kind] of figures?.left ?? []) group.rows[place].failure = kind;
   return group;
 }
 
