@@ -40,10 +40,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{out}: {page.groups} groups of {page.steps} steps, {page.detailed} with details, "
         f"{human(page.size)}"
     )
-    per_token = page.recorded_bytes / max(1, page.recorded_tokens)
-    print(f"on disk: {human(page.recorded_bytes)}, {per_token:.1f} bytes a token", end="")
-    if page.step_seconds:
-        share = 100 * page.seconds / page.step_seconds
-        print(f"; packing took {share:.2g} % of the steps' time, in a thread beside them", end="")
-    print()
     return 0

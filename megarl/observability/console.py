@@ -42,8 +42,8 @@ class ConsoleSink:
         """Prints one step, unless a line was printed less than PROGRESS_INTERVAL seconds ago."""
         now = self._clock()
         self._ends.append((step, now))
-        told = step == total_steps or any(name.startswith("eval/") for name in stats)
-        if not (self._table or told) and now - self._shown < PROGRESS_INTERVAL:
+        always = step == total_steps or any(name.startswith("eval/") for name in stats)
+        if not (self._table or always) and now - self._shown < PROGRESS_INTERVAL:
             return
         self._shown = now
         if self._table and stats:

@@ -71,13 +71,17 @@ class FingerprintFile:
         """Appends a phase of a step. Raises OSError where there is no room."""
         if phase.endswith((WEIGHTS, SERVERS)) and self._log.path.stat().st_size > DETAIL_BYTES:
             tensors = {ALL: Fingerprint(_of_all(tensors))}
-        listed = {name: _shortened(found) for name, found in tensors.items()}
+        listed = {name: _shortened(fingerprint) for name, fingerprint in tensors.items()}
         self._log.append(step, {"phase": phase, "tensors": listed})
 
 
-def _shortened(found: Fingerprint) -> list[Any]:
+def _shortened(fingerprint: Fingerprint) -> list[Any]:
     """Returns the fingerprint as it is written, without what is empty at its end."""
-    fields: list[Any] = [found.bits, *map(_rounded, (found.norm, found.sum)), *found[3:]]
+    fields: list[Any] = [
+        fingerprint.bits,
+        *map(_rounded, (fingerprint.norm, fingerprint.sum)),
+        *fingerprint[3:],
+    ]
     while not fields[-1] and len(fields) > 1:
         fields.pop()
     return fields
@@ -106,17 +110,16 @@ class Fingerprints:
 def read_fingerprints(run_dir: Path) -> Fingerprints:
     """Returns the fingerprints that count; a line that was cut short is left out. Raises
     FileNotFoundError where none were recorded, ConfigError for a file of an older megarl."""
-    path = run_dir / RECORD_DIR / FILE
-    if not path.is_file():
-        raise FileNotFoundError(path)
-    found = Fingerprints()
-    for line in RunLog(path).read():
+    log = RunLog(run_dir / RECORD_DIR / FILE)
+    log.path.stat()
+    fingerprints = Fingerprints()
+    for line in log.read():
         if "start" in line:
-            found.start = line["start"]
+            fingerprints.start = line["start"]
         else:
             tensors = {name: Fingerprint(*fields) for name, fields in line["tensors"].items()}
-            found.steps.setdefault(line["step"], {})[line["phase"]] = tensors
-    return found
+            fingerprints.steps.setdefault(line["step"], {})[line["phase"]] = tensors
+    return fingerprints
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,9 +144,9 @@ def compare(a: Fingerprints, b: Fingerprints, steps: Iterable[int] | None = None
     for i, step in enumerate(both):
         equal: list[str] = []
         for phase in _phases_of_both(a.steps[step], b.steps[step]):
-            mine, others = (_in_phase(run.steps[step], phase) for run in (a, b))
-            count += len(mine)
-            if wrong := differing(mine, others):
+            first, second = (_in_phase(run.steps[step], phase) for run in (a, b))
+            count += len(first)
+            if wrong := differing(first, second):
                 return Comparison(
                     steps=tuple(both[: i + 1]),
                     count=count,
@@ -174,13 +177,13 @@ def differing(a: Tensors, b: Tensors) -> dict[str, str]:
     """Returns the tensors of one phase that differ, in the order of `a`, and how."""
     if ALL in a or ALL in b:
         return {} if _of_all(a) == _of_all(b) else {ALL: "the tensors were not listed"}
-    found = {}
+    differences = {}
     for name in dict.fromkeys([*a, *b]):
         if name not in a or name not in b:
-            found[name] = f"only the {'first' if name in a else 'second'} run has it"
+            differences[name] = f"only the {'first' if name in a else 'second'} run has it"
         elif a[name].bits != b[name].bits or a[name].shape != b[name].shape:
-            found[name] = _why(a[name], b[name])
-    return found
+            differences[name] = _why(a[name], b[name])
+    return differences
 
 
 def _why(a: Fingerprint, b: Fingerprint) -> str:

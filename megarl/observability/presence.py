@@ -61,8 +61,8 @@ class Presence:
         """Writes how the process ended: with `error`, or well."""
         self._over.set()
         self._thread.join(2 * BEAT)
-        said = f"{type(error).__name__}: {error}" if error is not None else None
-        self._write(FAILED if error is not None else ENDED, said)
+        text = f"{type(error).__name__}: {error}" if error is not None else None
+        self._write(FAILED if error is not None else ENDED, text)
 
     def _beat(self) -> None:
         while not self._over.wait(BEAT):
@@ -90,10 +90,10 @@ class LauncherPresence:
     def __init__(self, run_dir: Path, node: int) -> None:
         """Says that a start begins; why the one before failed stays said (`before`)."""
         self._path = run_dir / FOLDER / f"launcher_{node}.json"
-        mine = {"host": socket.gethostname(), "pid": os.getpid()}
+        process = {"host": socket.gethostname(), "pid": os.getpid()}
         earlier = read_launcher(run_dir, node) or {}
-        same = all(earlier.get(name) == value for name, value in mine.items())
-        self._about = mine | {"before": earlier["error"] if same else None}
+        same = all(earlier.get(name) == value for name, value in process.items())
+        self._about = process | {"before": earlier["error"] if same else None}
         self._write(RUNNING)
 
     def failed(self, why: str) -> None:
@@ -101,28 +101,28 @@ class LauncherPresence:
         self._write(FAILED, why)
 
     def _write(self, state: str, error: str | None = None) -> None:
-        said = self._about | {"state": state, "error": error, "beat": time.time()}
+        content = self._about | {"state": state, "error": error, "beat": time.time()}
         with contextlib.suppress(OSError):  # a full disk ends no run from here
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(self._path, json.dumps(said) + "\n")
+            write_whole(self._path, json.dumps(content) + "\n")
 
 
 def read_launcher(run_dir: Path, node: int = 0) -> dict[str, Any] | None:
     """Returns what the launcher of a node last said, None where it has said nothing."""
     path = run_dir / FOLDER / f"launcher_{node}.json"
     with contextlib.suppress(OSError, json.JSONDecodeError):
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return found
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return content
     return None
 
 
 def read_presence(run_dir: Path) -> list[dict[str, Any]]:
     """Returns what the processes of the newest start last said, by rank; none where there are no
     files."""
-    found = []
+    processes = []
     for path in (run_dir / FOLDER).glob("rank_*.json"):
         with contextlib.suppress(OSError, json.JSONDecodeError):
-            found.append(json.loads(path.read_text(encoding="utf-8")))
-    found.sort(key=lambda p: p["rank"])
-    world = found[0]["world_size"] if found else 0
-    return [p for p in found if p["rank"] < world]
+            processes.append(json.loads(path.read_text(encoding="utf-8")))
+    processes.sort(key=lambda p: p["rank"])
+    world = processes[0]["world_size"] if processes else 0
+    return [p for p in processes if p["rank"] < world]

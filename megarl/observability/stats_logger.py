@@ -66,8 +66,11 @@ class StatsLogger:
         if env_rank() != 0:
             return
         self._run_dir.mkdir(parents=True, exist_ok=True)
-        self._jsonl = JsonlSink(self._run_dir / STATS_FILE, from_step)
-        self._sinks += [self._jsonl, ConsoleSink(table=config.table)]
+        self._log = RunLog(self._run_dir / STATS_FILE)
+        self._log.begin(-1 if from_step is None else from_step)
+        rows = self._log.read()
+        self._start = time.monotonic() - (float(rows[-1]["elapsed_s"]) if rows else 0.0)
+        self._sinks.append(ConsoleSink(table=config.table))
         if config.tensorboard:
             self._sinks.append(TensorBoardSink(self._run_dir / "tensorboard", from_step))
         if config.wandb.mode != "disabled":
@@ -123,6 +126,10 @@ class StatsLogger:
         self._total_steps, self._committed = total_steps, True
         stats = {**stats, **throughput(stats)}
         with full_disk_named(f"writing the metrics of step {step}", self._run_dir):
+            if self._sinks:
+                row = {k: float(v) if math.isfinite(v) else None for k, v in stats.items()}
+                clock = {"time": round(time.time(), 3), "elapsed_s": self._elapsed()}
+                self._log.append(step, row | clock)
             for sink in self._sinks:
                 sink.write(step, stats, total_steps)
             if self._wandb is not None:
@@ -146,6 +153,10 @@ class StatsLogger:
         except DiskFull as e:
             log.warning("the summary or the report is not written: %s", e)
 
+    def _elapsed(self) -> float:
+        """Returns the seconds of the run, earlier starts included."""
+        return round(time.monotonic() - self._start, 3)
+
     def _sum_up(self, final: Mapping[str, float] | None, error: BaseException | None) -> None:
         from megarl.observability.report import load_run, write_report
         from megarl.observability.report import summary as report
@@ -161,7 +172,7 @@ class StatsLogger:
             return  # it ended before it did anything, or was a replay
         summary = report.summarize(
             run,
-            seconds=self._jsonl.elapsed(),
+            seconds=self._elapsed(),
             total_steps=self._total_steps,
             final=final,
             error=error,
@@ -179,30 +190,6 @@ def throughput(stats: Mapping[str, float]) -> dict[str, float]:
     the batch, prompts included, over the whole step."""
     tokens, seconds = stats.get("tokens/total"), stats.get("timing/step_s")
     return {"perf/tokens_per_s": tokens / seconds} if tokens and seconds else {}
-
-
-class JsonlSink:
-    """Appends a line per step to a RunLog, which goes on from `from_step`."""
-
-    def __init__(self, path: Path, from_step: int | None = None) -> None:
-        self._log = RunLog(path)
-        self._log.begin(-1 if from_step is None else from_step)
-        earlier = self._log.read()
-        self._start = time.monotonic() - (float(earlier[-1]["elapsed_s"]) if earlier else 0.0)
-
-    def write(self, step: int, stats: Mapping[str, float], total_steps: int | None) -> None:
-        """Writes one line, or where there is no room none; a number that is not finite becomes
-        null."""
-        row = {k: float(v) if math.isfinite(v) else None for k, v in stats.items()}
-        clock = {"time": round(time.time(), 3), "elapsed_s": self.elapsed()}
-        self._log.append(step, row | clock)
-
-    def elapsed(self) -> float:
-        """Returns the seconds of the run, earlier starts included."""
-        return round(time.monotonic() - self._start, 3)
-
-    def close(self) -> None:
-        """Does nothing: every line is written."""
 
 
 class TensorBoardSink:

@@ -71,11 +71,11 @@ Entries = dict[tuple[str, str], _Entry]
 
 def joined(*taken: Entries) -> dict[str, float]:
     """Returns {name: value} of what was recorded in several processes."""
-    found: Entries = {}
+    sums: Entries = {}
     for entries in taken:
         for key, entry in entries.items():
-            found.setdefault(key, _Entry()).join(entry)
-    return {name: entry.reduced(how) for (name, how), entry in sorted(found.items())}
+            sums.setdefault(key, _Entry()).join(entry)
+    return {name: entry.reduced(how) for (name, how), entry in sorted(sums.items())}
 
 
 @contextmanager
@@ -147,12 +147,12 @@ class StatsTracker:
                     f"stats_tracker.stat({name}=): shape {tuple(value.shape)}, but denominator "
                     f"{denominator!r} has {tuple(mask.shape)}"
                 )
-            kept = value.detach()[mask].double()
+            chosen = value.detach()[mask].double()
             if reduce_type is not None:
-                self._add(self._scoped(name), reduce_type, kept)
+                self._add(self._scoped(name), reduce_type, chosen)
             else:
                 for how in _BY_DEFAULT:
-                    self._add(f"{self._scoped(name)}/{how}", how, kept)
+                    self._add(f"{self._scoped(name)}/{how}", how, chosen)
 
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:
@@ -236,9 +236,9 @@ def _joined(entries: Entries, group: Any) -> Entries:
         every: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(every, keys, group)
         keys = sorted({key for rank in every for key in rank})
-    mine = [entries.get(key, _Entry()) for key in keys]
-    sums = torch.tensor([[e.sum, e.count] for e in mine], dtype=torch.float64, device=device)
-    tops = torch.tensor([[e.high, -e.low] for e in mine], dtype=torch.float64, device=device)
+    own = [entries.get(key, _Entry()) for key in keys]
+    sums = torch.tensor([[e.sum, e.count] for e in own], dtype=torch.float64, device=device)
+    tops = torch.tensor([[e.high, -e.low] for e in own], dtype=torch.float64, device=device)
     dist.all_reduce(sums, dist.ReduceOp.SUM, group)
     dist.all_reduce(tops, dist.ReduceOp.MAX, group)
     return {

@@ -44,8 +44,8 @@ def peak_tflops(device_name: str) -> float | None:
     """Returns the peak of the entry whose words all stand in the device's name, the entry with the
     most words; None if there is none."""
     words = set(device_name.replace("-", " ").split())
-    known = [name for name in PEAK_TFLOPS if set(name.split()) <= words]
-    return PEAK_TFLOPS[max(known, key=len)] if known else None
+    names = [name for name in PEAK_TFLOPS if set(name.split()) <= words]
+    return PEAK_TFLOPS[max(names, key=len)] if names else None
 
 
 def this_device_peak(dtype: torch.dtype) -> float | None:
@@ -69,12 +69,12 @@ def memory_in_use() -> dict[str, float]:
     """Returns in GiB what this process uses: memory/host_gib, and of its GPU, if it has one, the
     peaks since the last call: memory/gpu_gib of tensors, memory/gpu_reserved_gib with what torch
     keeps for more."""
-    found = {"memory/host_gib": _resident() / 2**30}
+    used = {"memory/host_gib": _resident() / 2**30}
     if torch.cuda.is_available():
-        found["memory/gpu_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        found["memory/gpu_reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
+        used["memory/gpu_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        used["memory/gpu_reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
         torch.cuda.reset_peak_memory_stats()
-    return found
+    return used
 
 
 def _resident() -> int:

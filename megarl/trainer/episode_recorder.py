@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import re
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
@@ -146,11 +145,8 @@ class EpisodeRecorder:
             if self._stream is None:
                 self._stream = EpisodeStream(self._run_dir)
             for episode in chosen:
-                begun = time.thread_time()
                 about, arrays, line = group_record(episode, step, self._pieces, computed, left)
-                data = pack(about, arrays)
-                line["seconds"] = round(time.thread_time() - begun, 6)
-                self._stream.append(step, line, data)
+                self._stream.append(step, line, pack(about, arrays))
 
         if chosen:
             self._disk.do(f"episodes of step {step}", write)
@@ -336,10 +332,10 @@ def _names(tokens: Sequence[Arrays]) -> list[str]:
 
 def _prompt(row: Mapping[str, Any]) -> str:
     """Returns the end of what is asked, for lists."""
-    asked: Any = row.get("prompt", "")
+    text: Any = row.get("prompt", "")
     if messages := row.get("messages"):
-        asked = messages[-1].get("content", "")
-    return " ".join(str(asked).split())[-SNIPPET:]
+        text = messages[-1].get("content", "")
+    return " ".join(str(text).split())[-SNIPPET:]
 
 
 def _is_plain(column: str, value: Any) -> bool:
@@ -392,8 +388,8 @@ class TokenPieces:
             named = text = None
         if not isinstance(named, str) or not isinstance(text, str):
             return text or f"<|{token}|>"
-        if found := _BYTE.fullmatch(named):
-            return [int(found[1], 16)]
+        if byte := _BYTE.fullmatch(named):
+            return [int(byte[1], 16)]
         if named.startswith("\u2581") and not text.startswith(" "):  # decoding drops a first space
             return " " + text
         if _BROKEN in text and all(c in _byte_characters() for c in named):

@@ -83,11 +83,11 @@ def _routes_known(batch: Batch, trained: torch.Tensor) -> float:
     """Returns the share of the trained tokens times layers whose routes the servers told. A token's
     are those of the position before it, where it was predicted. Collective."""
 
-    def known(part: Padded) -> list[torch.Tensor]:
+    def shares(part: Padded) -> list[torch.Tensor]:
         at = (part["routed_experts"][..., 0] >= 0).double().mean(1)
         return [at.roll(1).where(part["loss_mask"].bool(), 0.0)]
 
-    return total(reduce_rows(batch, known, ["routed_experts", "loss_mask"])[:, 0]) / total(trained)
+    return total(reduce_rows(batch, shares, ["routed_experts", "loss_mask"])[:, 0]) / total(trained)
 
 
 def batch_metrics(data: Data) -> dict[str, float]:
@@ -149,9 +149,9 @@ def completions(batch: Padded, tokenizer: Any, rows: list[dict[str, Any]]) -> li
     records = []
     for group, k in first.items():
         row = rows[group]
-        found = _completion(batch, k, tokenizer)
-        own = {"prompt": row["prompt"], "completion": found.pop("completion")}
-        records.append(own | {"answer": str(row.get("answer", ""))} | found)
+        written = _completion(batch, k, tokenizer)
+        own = {"prompt": row["prompt"], "completion": written.pop("completion")}
+        records.append(own | {"answer": str(row.get("answer", ""))} | written)
     return records
 
 
@@ -193,12 +193,12 @@ def turns(batch: Padded, sample: int, tokenizer: Any) -> dict[str, list[dict[str
     if True not in written:
         return {}
     parts = groupby(range(written.index(True), len(ids)), key=written.__getitem__)
-    found = [
+    shown = [
         {
             "who": WROTE if by_model else READ,
             "text": tokenizer.decode([ids[t] for t in places], skip_special_tokens=True),
         }
         for by_model, places in parts
     ]
-    found = [turn for turn in found if turn["who"] == WROTE or turn["text"].strip()]
-    return {"turns": found} if len(found) > 1 else {}
+    shown = [turn for turn in shown if turn["who"] == WROTE or turn["text"].strip()]
+    return {"turns": shown} if len(shown) > 1 else {}

@@ -305,10 +305,10 @@ class SelfCheck:
             self._write(path.with_suffix(f".rank{rank}.pt"), _held(batch))
         if not saved:
             return f"not saved: no room for {path}"
-        said = f"saved for inspection: torch.load({str(path)!r})['batch']"
+        text = f"saved for inspection: torch.load({str(path)!r})['batch']"
         if others := ", ".join(map(str, writers[1:])):
-            said += f", rank 0's rows; those of ranks {others} in {path.stem}.rank*.pt"
-        return said
+            text += f", rank 0's rows; those of ranks {others} in {path.stem}.rank*.pt"
+        return text
 
     def _write(self, path: Path, record: dict[str, Any]) -> bool:
         """Writes a file and returns whether it could: a disk that is full ends no run here."""

@@ -103,8 +103,8 @@ class StepRecorder:
         """Returns what has to be the same for bits to be the same, besides the configuration."""
         device = torch.cuda.get_device_name() if mcore.on_cuda() else "cpu"
         layouts = {name: _degrees(e.parallel) for name, e in engines(self._cfg).items()}
-        found = {"world_size": self._ctx.on_rank_zero.size, "device": device, "layout": layouts}
-        return found | {"threads": torch.get_num_threads(), "versions": _versions()}
+        facts = {"world_size": self._ctx.on_rank_zero.size, "device": device, "layout": layouts}
+        return facts | {"threads": torch.get_num_threads(), "versions": _versions()}
 
     # ---- what a step says ----------------------------------------------------------------------
 
@@ -130,11 +130,11 @@ class StepRecorder:
         with record_timing("record"):
             names = [name for name in batch if name not in MADE_BY_UPDATES]
             phases: dict[str, dict[str, Fingerprint]] = {}
-            for name, found in field_fingerprints(batch, names).items():
+            for name, fingerprint in field_fingerprints(batch, names).items():
                 was = self._handed_out.get(name)
                 phase = PHASES.get(name, fp.ADVANTAGES if was is None else fp.BATCH)
-                if found != was:
-                    phases.setdefault(phase, {})[name] = found
+                if fingerprint != was:
+                    phases.setdefault(phase, {})[name] = fingerprint
             for phase, tensors in phases.items():
                 self._append(phase, tensors)
 
@@ -160,12 +160,14 @@ class StepRecorder:
     def _append_servers(self, addresses: list[str]) -> None:
         sync = self._cfg.weight_sync
         try:
-            held = held_checksums(addresses, Deadline(sync.timeout, patience=sync.server_timeout))
+            checksums = held_checksums(
+                addresses, Deadline(sync.timeout, patience=sync.server_timeout)
+            )
         except RuntimeError as e:
             log.error("step %d: the servers' weights are not recorded: %s", self.step, e)
             return
-        if held:
-            self._append(fp.SERVERS, _of_servers([*held.values()]))
+        if checksums:
+            self._append(fp.SERVERS, _of_servers([*checksums.values()]))
 
     # ---- files ---------------------------------------------------------------------------------
 
@@ -210,11 +212,11 @@ class _RecordedUpdates:
 
 def _versions() -> dict[str, str]:
     """Returns the versions of the libraries that compute."""
-    found = {}
+    versions = {}
     for name in LIBRARIES:
         with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            versions[name] = version(name)
+    return versions
 
 
 def _degrees(parallel: ParallelConfig) -> str:
@@ -223,11 +225,11 @@ def _degrees(parallel: ParallelConfig) -> str:
     return " ".join(f"{name}{int(value)}" for name, value in degrees.items())
 
 
-def _of_servers(held: list[list[Mapping[str, str]]]) -> dict[str, Fingerprint]:
+def _of_servers(checksums: list[list[Mapping[str, str]]]) -> dict[str, Fingerprint]:
     """Returns the fingerprints of the tensors that servers hold, those of the first by name."""
     return {
         name if (i, rank) == (0, 0) else f"{name} (server {i}, rank {rank})": Fingerprint(sum_[:16])
-        for i, ranks in enumerate(held)
+        for i, ranks in enumerate(checksums)
         for rank, sums in enumerate(ranks)
         for name, sum_ in sums.items()
     }
@@ -243,10 +245,10 @@ def field_fingerprints(data: Data, names: Collection[str] | None = None) -> dict
     # check_logp is there in the first step after a start, which in a replay is another one
     chosen = [n for n in dict.fromkeys([*_FIRST, *sorted(batch)]) if n in batch and n != CHECK]
     chosen = [n for n in chosen if names is None or n in names]
-    found = {LENGTHS: _of_samples(batch.lengths)}
+    fingerprints = {LENGTHS: _of_samples(batch.lengths)}
     if tokens := [n for n in chosen if n in batch.per_token]:
-        found |= _of_tokens(batch, tokens)
-    return found | {n: _of_samples(batch[n]) for n in chosen if n in batch.per_sample}
+        fingerprints |= _of_tokens(batch, tokens)
+    return fingerprints | {n: _of_samples(batch[n]) for n in chosen if n in batch.per_sample}
 
 
 def _of_tokens(batch: Batch, names: Sequence[str]) -> dict[str, Fingerprint]:
@@ -290,12 +292,12 @@ def _fingerprint(hashes: Tensor, sums: Tensor, squares: Tensor, shape: str) -> F
 def _row_hashes(values: Tensor, lengths: Sequence[int]) -> list[int]:
     """Returns the hash of each row, a signed number of 64 bits, of `lengths` values each."""
     raw = memoryview(as_bytes(values).numpy().data)
-    each, at, found = row_bytes(values), 0, []
+    each, at, hashes = row_bytes(values), 0, []
     for length in lengths:
         end = at + each * length
-        found.append(RowDigest(raw[at:end]).intdigest() - (1 << 63))
+        hashes.append(RowDigest(raw[at:end]).intdigest() - (1 << 63))
         at = end
-    return found
+    return hashes
 
 
 def _numbers(hashes: Sequence[Any]) -> Tensor:
@@ -320,10 +322,10 @@ def whole(batch: Batch) -> Batch:
 
 def as_tensors(batch: Batch) -> dict[str, Tensor]:
     """Returns the tensors of a file. On a rank that holds all rows."""
-    found = {LENGTHS: batch.lengths}
-    found |= {_SAMPLE + name: values for name, values in batch.per_sample.items()}
-    found |= {_TOKEN + name: tokens.values for name, tokens in batch.per_token.items()}
-    return {name: values.contiguous() for name, values in found.items()}
+    tensors = {LENGTHS: batch.lengths}
+    tensors |= {_SAMPLE + name: values for name, values in batch.per_sample.items()}
+    tensors |= {_TOKEN + name: tokens.values for name, tokens in batch.per_token.items()}
+    return {name: values.contiguous() for name, values in tensors.items()}
 
 
 def write_batch(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, int]) -> None:

@@ -262,12 +262,12 @@ _MAX_BARS = 70
 def phase_colors(names: Iterable[str]) -> dict[str, int]:
     """Returns the colour class of each phase. One that is not listed has a colour that no other
     phase of the chart has, as long as there are some."""
-    found = {name: PHASES[name] for name in names if name in PHASES}
-    free = [color for color in PHASES.values() if color not in found.values()]
+    colors = {name: PHASES[name] for name in names if name in PHASES}
+    free = [color for color in PHASES.values() if color not in colors.values()]
     others = sorted(name for name in names if name not in PHASES and name != "other")
     for i, name in enumerate(others):
-        found[name] = free[i] if i < len(free) else i % (GREY + 1)
-    return found | {"other": GREY}
+        colors[name] = free[i] if i < len(free) else i % (GREY + 1)
+    return colors | {"other": GREY}
 
 
 def step_phases(run: Run) -> tuple[list[float], list[tuple[str, list[float]]]]:

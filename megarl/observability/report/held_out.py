@@ -96,11 +96,11 @@ def measures(run: Run) -> list[Measure]:
     where that is in parts of a point, alone where no sample was ever worth a whole one."""
     if run.values("eval/margin"):
         return [PAIRS]
-    found = [ACCURACY] if run.values(*ACCURACY.keys) else []
-    if not found:
+    accuracy = [ACCURACY] if run.values(*ACCURACY.keys) else []
+    if not accuracy:
         return [REWARD] if run.values(*REWARD.keys) else []
     if not graded(run):
-        return found
+        return accuracy
     return [ACCURACY, REWARD] if any(run.values(*ACCURACY.keys)) else [REWARD]
 
 

@@ -46,8 +46,8 @@ class Run:
     @property
     def datasets(self) -> list[str]:
         """Returns the names of the validation sets that have metrics of their own."""
-        found = (key.split("/") for row in self.rows for key in row if key.startswith("eval/"))
-        return list(dict.fromkeys(parts[1] for parts in found if len(parts) == 3))
+        names = (key.split("/") for row in self.rows for key in row if key.startswith("eval/"))
+        return list(dict.fromkeys(parts[1] for parts in names if len(parts) == 3))
 
     @property
     def elapsed(self) -> float | None:

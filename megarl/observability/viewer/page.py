@@ -35,17 +35,12 @@ _STATS = {  # what the list of steps takes from stats.jsonl, which knows every g
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """Says what was written: bytes of the file, groups with details, groups and steps listed; and
-    of the listed groups, bytes and tokens on disk and seconds of work to record them."""
+    """Says what was written: bytes of the file, groups with details, groups and steps listed."""
 
     size: int
     detailed: int
     groups: int
     steps: int
-    recorded_bytes: int
-    recorded_tokens: int
-    seconds: float
-    step_seconds: float
 
 
 def write_viewer(
@@ -70,17 +65,11 @@ def write_viewer(
     page = _page(lines, run, details)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_whole(out, page)
-    recorded = {line["step"] for line in lines}
-    times = (row.get("timing/step_s") or 0.0 for row in run.rows if row["step"] in recorded)
     return Written(
         size=len(page.encode()),
         detailed=len(details),
         groups=len(lines),
-        steps=len(recorded),
-        recorded_bytes=sum(line["size"] for line in lines),
-        recorded_tokens=sum(line["tokens"] for line in lines),
-        seconds=sum(line["seconds"] for line in lines),
-        step_seconds=sum(times),
+        steps=len({line["step"] for line in lines}),
     )
 
 
@@ -139,7 +128,7 @@ def _name(line: Line) -> str:
 
 def _listed(line: Line) -> Line:
     """Returns what lists show of a group. A rollout that left the batch counts as failed."""
-    return {k: v for k, v in line.items() if k not in ("file", "at", "size", "seconds")} | {
+    return {k: v for k, v in line.items() if k not in ("file", "at", "size")} | {
         "name": _name(line),
         "reward": _mean(line["rewards"]),
         "spread": _spread(line["rewards"]),
