@@ -23,7 +23,7 @@ from megarl.controller.group import WorkerGroup
 from megarl.controller.messages import STOP
 from megarl.engine import MegatronEngine
 from megarl.observability import stats_tracker
-from megarl.observability.profiler import Profiler
+from megarl.observability.timeline import Profiler
 from megarl.parallel.rank_zero import RankZero
 from megarl.rpc.group import Scheduler
 from megarl.trainer.context import TRAINER, ProcessContext, RunContext

@@ -37,7 +37,7 @@ from megarl.controller.messages import (
     unpack,
 )
 from megarl.controller.store import Fetch, Store
-from megarl.observability.stats_tracker import phase
+from megarl.observability.timeline import phase
 from megarl.parallel import exchange  # noqa: F401  a Batch of several ranks travels by it
 from megarl.parallel.groups import waiting_for
 from megarl.rpc.link import Link, Packed, connect

@@ -2,9 +2,8 @@
 
 logging        get_logger: one line format, with the rank
 stats_tracker  what any part of a script records, and the seconds of its phases
-timeline       when things began and ended
+timeline       when things began and ended; traces of some steps
 run_log        files that a run appends to; a thread that writes beside it
-profiler       traces of some steps
 utilization    model FLOP/s and their share of the hardware's peak
 stats_logger   metrics of every step to the console, jsonl, tensorboard and wandb
 intervals      confidence intervals of accuracies, rewards and gains

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.observability.timeline import timeline
+from megarl.observability.timeline import phase
 
 REDUCE_TYPES = ("avg", "sum", "min", "max")
 _BY_DEFAULT = ("avg", "min", "max")
@@ -76,19 +76,6 @@ def joined(*taken: Entries) -> dict[str, float]:
         for key, entry in entries.items():
             sums.setdefault(key, _Entry()).join(entry)
     return {name: entry.reduced(how) for (name, how), entry in sorted(sums.items())}
-
-
-@contextmanager
-def phase(name: str) -> Iterator[None]:
-    """Shows what is done inside: as a phase of the timeline, a range of a profiler's trace where
-    one records, and of Nsight Systems where a GPU is in use."""
-    profiled, on_gpu = torch.autograd._profiler_enabled(), torch.cuda.is_initialized()
-    with (
-        torch.profiler.record_function(name) if profiled else nullcontext(),
-        torch.cuda.nvtx.range(name) if on_gpu else nullcontext(),
-        timeline.phase(name),
-    ):
-        yield
 
 
 def _synchronize() -> None:

@@ -12,8 +12,8 @@ import torch
 from megarl.config.run import ProfilerConfig
 from megarl.controlled import ProfiledWorkers
 from megarl.models.hf_config import read_hf_config
-from megarl.observability.profiler import Profiler
 from megarl.observability.stats_tracker import StatsTracker
+from megarl.observability.timeline import Profiler
 from megarl.observability.utilization import peak_tflops, this_device_peak, utilization
 from megarl.trainer import rollout_metrics
 from tests.tiny import save_tiny

@@ -64,7 +64,7 @@ def test_the_newest_spans_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_timed_phases_are_on_the_timeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = Timeline()
-    monkeypatch.setattr("megarl.observability.stats_tracker.timeline", own)
+    monkeypatch.setattr("megarl.observability.timeline.timeline", own)
     own.open(tmp_path, 0)
     tracker = StatsTracker()
     with tracker.record_timing("rollout"):
