@@ -163,7 +163,7 @@ class _Maker:
         for index, seat in enumerate(self.plan.placement.rewards):
             name = endpoint(REWARDS, index)
             command = [
-                *(self.python, "-m", "megarl.launcher.rewards"),
+                *(self.python, "-m", "megarl.rollout.rewards.node"),
                 *("--host", f"@{{host:{name}}}", "--port", f"@{{port:{name}}}"),
                 *("--workers", str(cfg.rollout.reward_workers)),
                 *("--timeout", f"{cfg.rollout.reward_timeout:g}"),

@@ -22,7 +22,7 @@ from megarl.rollout.rewards import (
     reward_of,
     shared_pool,
 )
-from megarl.rollout.rewards.errors import RewardError, fails_sample
+from megarl.rollout.rewards.results import RewardError, fails_sample
 from megarl.rollout.trajectory import Trajectory
 from megarl.utils.importing import option_problems
 
@@ -188,7 +188,7 @@ class ChatWorkflow(RolloutWorkflow):
             own = prompt, self.text(answer), prompt_ids, answer.output_tokens
             arguments = reward_arguments(self.reward_fn, own, row)
             try:
-                return await self.reward_pool.score(self.reward_fn, *arguments, row_id=row_id)
+                return await self.reward_pool.score(self.reward_fn, (), arguments, row_id=row_id)
             except RewardError as e:
                 if not fails_sample(e, self.reward_pool.on_error):
                     raise

@@ -33,7 +33,7 @@ from megarl.rollout.retries import (
     numbered_through,
     rewards_of,
 )
-from megarl.rollout.rewards.errors import RewardError, fails_sample
+from megarl.rollout.rewards.results import RewardError, fails_sample
 
 log = get_logger(__name__)
 

@@ -191,7 +191,7 @@ class Trajectory:
         """Notes what the rollout as a whole earned, and the discount per turn.
 
         `reward` is the sum over written turns of discount**depth times what the turn earned; the
-        outcome is earned by the turn that was written last. A rewards.parts.Scored brings its
+        outcome is earned by the turn that was written last. A rewards.Scored brings its
         parts, which the batch then has, and its notes."""
         self._outcome, self._discount = float(outcome), discount
         self.parts = dict(getattr(outcome, "parts", {}))

@@ -17,7 +17,7 @@ from megarl.api.tokens import seqlens
 from megarl.models.flops import train_flops
 from megarl.observability import stats_tracker
 from megarl.observability.utilization import memory_in_use, this_device_peak, utilization
-from megarl.rollout.rewards.parts import LATE
+from megarl.rollout.rewards.results import LATE
 from megarl.rollout.trajectory import REWARD_PART
 
 WROTE, READ = "model", "environment"  # who wrote a turn

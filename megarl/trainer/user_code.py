@@ -14,14 +14,13 @@ from typing import Any
 
 from megarl.config.check_parts import transport_problems
 from megarl.config.rollout import SyncOptions, built_in_transport, transport_class
-from megarl.rollout.rewards import (
+from megarl.rollout.rewards import get_reward_fn, load_reward, reward_problems
+from megarl.rollout.rewards.results import (
     OWN_ARGUMENTS,
-    get_reward_fn,
-    load_reward,
+    WeightedReward,
+    is_asynchronous,
     reward_arguments,
-    reward_problems,
 )
-from megarl.rollout.rewards.parts import MixedReward, is_asynchronous
 from megarl.utils.importing import call_problem, in_one_line, load_object, option_problems
 
 REWARD = f"reward({', '.join(OWN_ARGUMENTS)}, **row)"
@@ -102,7 +101,7 @@ def _of_reward(code: Named) -> Iterator[str]:
     if not callable(fn):
         yield f"{said}a {type(fn).__name__}, not a function; expected {REWARD}"
         return
-    if inspect.isclass(fn) and not is_asynchronous(fn):
+    if inspect.isclass(fn) and not (is_asynchronous(fn) or issubclass(fn, WeightedReward)):
         yield f"{said}a class without async __call__, not a function; expected {REWARD}"
         return
     if code.row is None:
@@ -112,17 +111,17 @@ def _of_reward(code: Named) -> Iterator[str]:
     if wrong:
         return
     made = get_reward_fn(code.target, code.options)
-    if not (is_asynchronous(made) or isinstance(made, MixedReward) or _can_travel(fn)):
+    if not (is_asynchronous(made) or _can_travel(fn)):
         yield (
             f"{said}cannot be sent to a worker process; write a function at the top level of a "
             "module"
         )
         return
     called, options = (made, ()) if inspect.isclass(fn) else (fn, code.options)
-    args, by_name = reward_arguments(called, OWN_ARGUMENTS, dict.fromkeys(code.row))
-    given = f"({', '.join((*args, *(f'{k}=' for k in (*by_name, *options))))})"
-    if problem := call_problem(called, args, (*by_name, *options)):
-        yield f"{said}{problem}; it is called as {given}; expected {REWARD}"
+    given = (*reward_arguments(called, OWN_ARGUMENTS, dict.fromkeys(code.row)), *options)
+    if problem := call_problem(called, (), given):
+        shown = ", ".join(f"{name}=" for name in given)
+        yield f"{said}{problem}; it is called as ({shown}); expected {REWARD}"
 
 
 def _can_travel(fn: Any) -> bool:

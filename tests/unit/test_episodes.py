@@ -29,7 +29,7 @@ from megarl.observability.episodes import (
 )
 from megarl.observability.run_log import RunLog
 from megarl.rollout.episode import Episode, batch_parts, without_failed
-from megarl.rollout.rewards.parts import Scored
+from megarl.rollout.rewards.results import Scored
 from megarl.rollout.trajectory import Trajectory, to_batch
 from megarl.trainer.episode_recorder import (
     EpisodeRecorder,

@@ -26,7 +26,7 @@ from megarl.rollout.episode_check import check_valid
 from megarl.rollout.episode_context import attempt_key
 from megarl.rollout.executor import RolloutExecutor
 from megarl.rollout.loop_thread import LoopThread
-from megarl.rollout.rewards.errors import RewardUnavailable
+from megarl.rollout.rewards.results import RewardUnavailable
 from megarl.trainer.rl import RLTrainer
 from megarl.trainer.rollout_metrics import rollout_metrics
 from megarl.trainer.session import RolloutDriver, RolloutSession

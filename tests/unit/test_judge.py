@@ -17,9 +17,8 @@ from megarl.rollout.episode import Episode, run_episode
 from megarl.rollout.executor import RolloutExecutor
 from megarl.rollout.loop_thread import LoopThread
 from megarl.rollout.rewards import RewardError, RewardPool, RewardTimeout, check_rows, get_reward_fn
-from megarl.rollout.rewards.errors import RewardUnavailable
 from megarl.rollout.rewards.judge import JudgeReward, fenced
-from megarl.rollout.rewards.parts import Scored
+from megarl.rollout.rewards.results import RewardUnavailable, Scored
 from megarl.rollout.trajectory import Trajectory, to_batch
 from tests.unit.rollout_fakes import FakeEngine, prepare_batch, rows
 

@@ -260,7 +260,7 @@ def test_reward_workers_are_on_nodes_without_gpus(tmp_path: Path) -> None:
     first, second = job.of(REWARDS)
     assert (first.restarts, job.of(SERVER)[0].restarts) == (3, 0)
     assert (first.node, first.gpus, second.node, second.ports) == (2, None, 3, ("rewards.1",))
-    assert first.command[1:3] == ("-m", "megarl.launcher.rewards")
+    assert first.command[1:3] == ("-m", "megarl.rollout.rewards.node")
     assert first.command[-4:] == ("--workers", "32", "--timeout", "60")
     given = "rollout.reward_addresses=[@{address:rewards.0},@{address:rewards.1}]"
     assert all(trainer.command[-1] == given for trainer in job.of(TRAINER))

@@ -15,8 +15,7 @@ from megarl.config.rollout import RolloutConfig
 from megarl.rollout.rewards import RewardError, RewardPool, check_rows, get_reward_fn
 from megarl.rollout.rewards import code as code_module
 from megarl.rollout.rewards.code import extract_program
-from megarl.rollout.rewards.errors import RewardUnavailable
-from megarl.rollout.rewards.parts import Scored
+from megarl.rollout.rewards.results import RewardUnavailable, Scored
 from megarl.rollout.tools import sandbox
 from megarl.rollout.trajectory import Trajectory, to_batch
 from megarl.trainer.rollout_metrics import rollout_metrics

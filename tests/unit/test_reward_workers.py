@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 
 from megarl.rollout.rewards import RewardError, RewardPool, RewardTimeout, get_reward_fn
-from megarl.rollout.rewards.errors import RewardUnavailable
-from megarl.rollout.rewards.parts import Scored
+from megarl.rollout.rewards.results import RewardUnavailable, Scored
 from megarl.rollout.server_process import ServerProcess
 from megarl.utils.env import JOB_TOKEN, free_port
 
@@ -56,7 +55,7 @@ def slow() -> float:
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A reward worker as the launcher starts it, which computes two rewards at once."""
     port, log = free_port(), tmp_path_factory.mktemp("worker") / "log"
-    command = [sys.executable, "-m", "megarl.launcher.rewards", "--port", str(port)]
+    command = [sys.executable, "-m", "megarl.rollout.rewards.node", "--port", str(port)]
     process = ServerProcess(
         [*command, "--workers", "2", "--timeout", "1"],
         host="127.0.0.1", port=port, log_path=log, linked=True,
@@ -138,7 +137,7 @@ def test_the_jobs_token_is_asked_for(
         with stranger, pytest.raises(RewardError, match=JOB_TOKEN):
             run(stranger, add, 1.0)
     without = {k: v for k, v in os.environ.items() if k != JOB_TOKEN}
-    command = [sys.executable, "-m", "megarl.launcher.rewards", "--port", str(free_port())]
+    command = [sys.executable, "-m", "megarl.rollout.rewards.node", "--port", str(free_port())]
     done = subprocess.run(command, env=without, timeout=60, capture_output=True, text=True)
     assert done.returncode == 2 and JOB_TOKEN in done.stderr
 

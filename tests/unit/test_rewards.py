@@ -28,10 +28,10 @@ from megarl.rollout.rewards import (
     check_rows,
     get_reward_fn,
     gsm8k,
+    results,
     reward_arguments,
 )
-from megarl.rollout.rewards import bounded as bounded_module
-from megarl.rollout.rewards.errors import RewardUnavailable
+from megarl.rollout.rewards.results import RewardUnavailable
 
 
 def score(name, completion, **row):
@@ -352,6 +352,19 @@ def test_a_reward_stuck_in_c_is_killed_with_what_it_started(pool, tmp_path):
     assert run(pool, add, 1.0) == 1.0
 
 
+def leaves(path):
+    """Ends, and leaves a process of its own behind."""
+    child = subprocess.Popen(["sleep", "600"])
+    Path(path).write_text(f"{os.getpid()} {child.pid} ")
+    os._exit(3)
+
+
+def test_a_reward_that_ends_its_process_leaves_nothing_of_its_group(pool, tmp_path):
+    with pytest.raises(RewardError, match="reward leaves on row 2 ended its worker process"):
+        run(pool, leaves, str(tmp_path / "pids"), row_id=2)
+    until_gone(tmp_path / "pids")
+
+
 def test_workers_end_with_a_trainer_that_is_killed(tmp_path):
     pids = tmp_path / "pids"
     script = tmp_path / "trainer.py"
@@ -459,9 +472,9 @@ async def a_later_list(completion):
 )
 def test_a_reward_that_returns_no_number_is_named_with_what_it_returned(pool, fn, kind):
     own = ("1+1=", "2", [1], [2])
-    args, kw = reward_arguments(fn, own, {"answer": "2"})
+    kw = reward_arguments(fn, own, {"answer": "2"})
     with pytest.raises(RewardError) as e:
-        run(pool, fn, *args, row_id=4, **kw)
+        run(pool, fn, row_id=4, **kw)
     assert fn.__name__ in str(e.value) and "row 4" in str(e.value) and kind in str(e.value)
     with pytest.raises(TypeError, match=rf"parts\.mine.*{kind}"):
         part = f"{__name__}:{fn.__name__}"
@@ -492,8 +505,8 @@ def test_an_answer_that_takes_too_much_work_is_wrong_and_counted(completion):
 
 
 def spins(seconds):
-    bounded_module.CPU_SECONDS = seconds
-    return bounded_module.bounded(spin)()
+    results.CPU_SECONDS = seconds
+    return results.bounded(spin)()
 
 
 def spin():
@@ -506,8 +519,8 @@ def spin():
 
 
 def counts_in_c(seconds):
-    bounded_module.CPU_SECONDS = seconds
-    return bounded_module.bounded(sum)(itertools.count())
+    results.CPU_SECONDS = seconds
+    return results.bounded(sum)(itertools.count())
 
 
 @pytest.mark.parametrize("fn", [spins, counts_in_c])
@@ -525,13 +538,13 @@ def test_what_waits_is_not_late():
             run(pool, bounded_raises)
 
 
-@bounded_module.bounded
+@results.bounded
 def bounded_sleep(seconds):
     time.sleep(seconds)
     return 1.0
 
 
-@bounded_module.bounded
+@results.bounded
 def bounded_raises():
     raise ZeroDivisionError
 
@@ -599,10 +612,14 @@ def all_names(**given):
 
 def test_a_reward_gets_what_its_parameters_name():
     own, row = ("1+1=", " 2", [1, 2], [3]), {"answer": "2", "task": "sum"}
-    assert reward_arguments(by_name, own, row) == ((), {"completions": " 2", "answer": "2"})
-    args, kw = reward_arguments(all_names, own, row)
-    assert not args and kw["prompt"] == "1+1=" and kw["completion_ids"] == [3] and "task" in kw
-    assert reward_arguments(get_reward_fn("arithmetic"), own, row) == (own, row)
+    assert reward_arguments(by_name, own, row) == {"completions": " 2", "answer": "2"}
+    everything = dict(zip(("prompt", "completion", "prompt_ids", "completion_ids"), own)) | row
+    for fn in (
+        all_names,
+        get_reward_fn("arithmetic"),
+        get_reward_fn("weighted", {"parts": {"a": "exact"}}),
+    ):
+        assert reward_arguments(fn, own, row) == everything
 
 
 def test_a_pool_that_is_sent_elsewhere_is_made_alike_there() -> None:

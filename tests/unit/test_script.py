@@ -139,7 +139,7 @@ def test_a_workflow_has_the_pool_and_the_options_of_its_configuration() -> None:
     config = script_config(*keys, "train_dataset.type=arithmetic", "gconfig.n_samples=3")
     workflow = RLVRWorkflow.for_run(config, tokenizer)
     assert workflow.reward_pool.on_error == "reject" and workflow.gconfig.n_samples == 3
-    assert workflow.reward_fn.__name__ == "arithmetic_reward"
+    assert workflow.reward_fn.__name__ == "exact_reward"
     assert RLVRWorkflow.for_run(config, tokenizer).reward_pool is workflow.reward_pool
     other = RLVRWorkflow.for_run(script_config(), tokenizer, reward_fn=len)
     assert other.reward_fn is len and other.reward_pool is not workflow.reward_pool

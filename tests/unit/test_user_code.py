@@ -38,6 +38,7 @@ class Judge:
     def __init__(self, *, scale: float = 1.0): pass
     async def __call__(self, prompt, completion, prompt_ids, completion_ids, **row): return 1.0
 def closed(prompt, completion, prompt_ids, completion_ids, answer): return 1.0
+def nameless(text, *, answer, **row): return 1.0
 def scaled(prompt, completion, prompt_ids, completion_ids, *, scale: float, **row): return scale
 def wants(prompt, completion, prompt_ids, completion_ids, *, entry, **row): return 1.0
 other = lambda prompt, completion, prompt_ids, completion_ids, **row: 1.0
@@ -72,7 +73,8 @@ CASES: dict[str, str | None] = {
         "train_dataset.reward=judge train_dataset.reward.options.base_url=http://a/v1 "
         "train_dataset.reward.options.scale=[1,1]"
     ): "scale=[1, 1]",
-    "train_dataset.reward=mine:closed": "'row_id' answer= **row",
+    "train_dataset.reward=mine:closed": None,
+    "train_dataset.reward=mine:nameless": "'text' completion= **row",
     "train_dataset.reward=mine:wants": "'entry' answer= **row",
     "train_dataset.reward=mine:slow": None,
     "train_dataset.reward=mine:other": "worker",
@@ -179,8 +181,8 @@ def test_a_start_makes_the_same_checks(
         module = local if name == "launch" else sys.modules["megarl.run"]
         monkeypatch.setattr(module, name, lambda *_: pytest.fail("something was started"))
     more = ["rollout.addresses=[127.0.0.1:1]"]
-    assert check(arguments(*more, "train_dataset.reward=mine:closed")) == 2
-    assert "'row_id'" in capsys.readouterr().err
+    assert check(arguments(*more, "train_dataset.reward=mine:nameless")) == 2
+    assert "'text'" in capsys.readouterr().err
     assert check(arguments(*more, "+train_dataset.options.count=4")) == 2
     assert "batch_size=8" in capsys.readouterr().err
     assert not (home / "runs").exists()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from megarl.rollout.rewards import asserts
-from megarl.rollout.rewards.errors import RewardUnavailable
+from megarl.rollout.rewards.results import RewardUnavailable
 from megarl.rollout.tools.sandbox import Limits, SandboxLost, run_program
 
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)

@@ -23,7 +23,7 @@ from sympy import (
     subfactorial,
 )
 
-from megarl.rollout.rewards.bounded import TooMuchWork, bounded
+from megarl.rollout.rewards.results import TooMuchWork, bounded
 
 _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|-?(?<!\d)\.\d+")
 MAX_DIGITS, MAX_OPERAND, MAX_SUM_EXPONENT = 300, 1000, 20

@@ -19,8 +19,7 @@ import aiohttp
 
 from megarl.config.recipe_engines import judge_addresses
 from megarl.rollout.pickling import share
-from megarl.rollout.rewards.errors import RewardError, RewardUnavailable
-from megarl.rollout.rewards.parts import Scored
+from megarl.rollout.rewards.results import RewardError, RewardUnavailable, Scored
 from megarl.utils.env import job_token
 from megarl.utils.http import decode_answer, error_message, shown
 

@@ -8,7 +8,7 @@ from typing import Any
 import reasoning_gym
 from reasoning_gym.utils import extract_answer
 
-from megarl.rollout.rewards.bounded import bounded
+from megarl.rollout.rewards.results import bounded
 
 score_answer_fn = cache(reasoning_gym.get_score_answer_fn)
 

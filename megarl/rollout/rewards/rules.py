@@ -6,7 +6,7 @@ import re
 from functools import cache
 from typing import Any
 
-from megarl.rollout.rewards.bounded import bounded
+from megarl.rollout.rewards.results import bounded
 
 
 def exact_reward(
