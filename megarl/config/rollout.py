@@ -300,7 +300,7 @@ class RolloutConfig:
         default_factory=lambda: SeamConfig(type="megarl.rollout.client:RemoteSGLangEngine")
     )
     """class of the generation client, made with (rollout, weight_sync=..., seed=...)"""
-    gateway: Annotated[dict[str, Any], OptionsOf("megarl.rollout.gateway.calls:GatewayConfig")] = (
+    gateway: Annotated[dict[str, Any], OptionsOf("megarl.rollout.gateway.prompt:GatewayConfig")] = (
         field(default_factory=dict)
     )
     """HTTP gateway through which agents reach the policy: host (127.0.0.1), port (0 takes a free

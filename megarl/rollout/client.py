@@ -25,8 +25,8 @@ from megarl.rollout.concurrency import adapt
 from megarl.rollout.driver import SharedArrival, check_same_data, check_same_rows, driver_of_world
 from megarl.rollout.episode_context import EpisodeContext, current_episode
 from megarl.rollout.executor import RolloutExecutor
-from megarl.rollout.gateway.calls import GatewayConfig
 from megarl.rollout.gateway.gateway import Gateway
+from megarl.rollout.gateway.prompt import GatewayConfig
 from megarl.rollout.gateway.session import Session
 from megarl.rollout.generation import Generator, Sample, fill_ids
 from megarl.rollout.loop_thread import LoopThread

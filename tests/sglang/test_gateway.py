@@ -10,8 +10,8 @@ import pytest
 
 from megarl.api.records import ModelRequest, ModelResponse
 from megarl.config.rollout import GenerationHyperparameters
-from megarl.rollout.gateway.calls import GatewayConfig
 from megarl.rollout.gateway.gateway import Gateway
+from megarl.rollout.gateway.prompt import GatewayConfig
 from tests.sglang.conftest import Pair
 from tests.tiny_tokenizer import save_tokenizer
 from tests.unit.test_gateway import PARSER, TEMPLATE, check_exact, responses_agent

@@ -28,8 +28,8 @@ from megarl.rollout.environments.traces import NotRecorded, trained_part
 from megarl.rollout.environments.verifiers import VerifiersWorkflow, tasks
 from megarl.rollout.episode import Episode, run_episode
 from megarl.rollout.gateway import token_ids
-from megarl.rollout.gateway.calls import GatewayConfig
 from megarl.rollout.gateway.gateway import Gateway
+from megarl.rollout.gateway.prompt import GatewayConfig
 from megarl.rollout.gateway.session import Session
 from megarl.rollout.trajectory import Trajectory
 from tests.tiny_tokenizer import save_tokenizer

@@ -24,8 +24,8 @@ from megarl.config.loader import load_config
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.rollout import tally
 from megarl.rollout.episode_context import EpisodeContext, current_episode
-from megarl.rollout.gateway.calls import GatewayConfig, call_parser
 from megarl.rollout.gateway.gateway import Gateway
+from megarl.rollout.gateway.prompt import GatewayConfig, call_parser
 from megarl.rollout.gateway.session import Session
 from megarl.rollout.trajectory import to_batch
 from megarl.rollout.workflows.agent import AgentWorkflow
@@ -379,12 +379,12 @@ def test_a_retry_gets_the_answer_of_its_first_attempt(tokenizer: Any) -> None:
         first.cancel()  # the client gave up waiting
         await asyncio.wait({first})
         await asyncio.sleep(0.1)
-        again = asyncio.create_task(post(session, "/chat/completions", ask("go")))
+        retried = {"x-stainless-retry-count": "1"}
+        again = asyncio.create_task(post(session, "/chat/completions", ask("go"), **retried))
         await asyncio.sleep(0.1)
         engine.gate.set()
         text = said(await again)
         assert len(engine.asked) == 1
-        retried = {"x-stainless-retry-count": "1"}
         assert said(await post(session, "/chat/completions", ask("go"), **retried)) == text
         keyed = {"Idempotency-Key": "k1"}
         other = said(await post(session, "/chat/completions", ask("go"), **keyed))

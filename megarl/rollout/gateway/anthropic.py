@@ -6,16 +6,15 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megarl.rollout.gateway.errors import BadRequest
 from megarl.rollout.gateway.messages import (
+    BadRequest,
     ChatRequest,
     Message,
     ToolCall,
-    as_arguments,
-    named_tools,
     objects,
     strings,
     text_of,
+    tools_of,
     whole_number,
 )
 from megarl.rollout.gateway.session import Answer
@@ -23,20 +22,15 @@ from megarl.rollout.gateway.session import Answer
 
 def read(body: Mapping[str, Any], *, key: str) -> ChatRequest:
     """Returns the request of a body of POST /v1/messages. Raises BadRequest."""
-    choice = (body.get("tool_choice") or {}).get("type", "auto")
-    if choice not in ("auto", "none"):
-        raise BadRequest(
-            f"tool_choice={choice!r}: the policy is free to call a tool or not; send auto or none"
-        )
     messages: list[Message] = []
     if system := text_of(body.get("system"), "system"):
         messages.append(Message(role="system", content=system))
     for i, item in enumerate(objects(body.get("messages"), "messages")):
         messages += _read_message(item, f"messages[{i}]")
-    tools = [] if choice == "none" else objects(body.get("tools"), "tools")
+    choice = (body.get("tool_choice") or {}).get("type")
     return ChatRequest(
         messages=tuple(messages),
-        tools=named_tools([_read_tool(t, f"tools[{i}]") for i, t in enumerate(tools)]),
+        tools=tools_of(body, choice, _read_tool),
         max_tokens=whole_number(body, "max_tokens"),
         stop=strings(body.get("stop_sequences"), "stop_sequences"),
         key=key,
@@ -60,16 +54,17 @@ def _read_message(item: Mapping[str, Any], where: str) -> list[Message]:
         return [Message(role=role, content=text_of(content, f"{where}.content"))]
     if role == "assistant":
         return [_read_answer(content, where)]
-    found, parts = [], []
+    messages, parts = [], []
     for k, block in enumerate(objects(content, f"{where}.content")):
         if block.get("type") != "tool_result":
             parts.append(block)
             continue
         text = text_of(block.get("content"), f"{where}.content[{k}]")
-        found.append(Message(role="tool", content=text, call_id=str(block.get("tool_use_id", ""))))
-    if parts or not found:
-        found.append(Message(role=role, content=text_of(parts, f"{where}.content")))
-    return found
+        call_id = str(block.get("tool_use_id", ""))
+        messages.append(Message(role="tool", content=text, call_id=call_id))
+    if parts or not messages:
+        messages.append(Message(role=role, content=text_of(parts, f"{where}.content")))
+    return messages
 
 
 def _read_answer(content: Sequence[Any], where: str) -> Message:
@@ -77,9 +72,8 @@ def _read_answer(content: Sequence[Any], where: str) -> Message:
     for block in objects(list(content), f"{where}.content"):
         kind = block.get("type")
         if kind == "tool_use":
-            arguments = as_arguments(block.get("input", {}))
-            name = str(block.get("name", ""))
-            calls.append(ToolCall(id=str(block.get("id", "")), name=name, arguments=arguments))
+            arguments = block.get("input", {})
+            calls.append(ToolCall.read(block.get("id"), block.get("name"), arguments))
         elif kind == "thinking":
             thoughts.append(str(block.get("thinking", "")))
         elif kind != "redacted_thinking":
@@ -146,17 +140,17 @@ def _streamed(block: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _blocks(message: Message) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
+    blocks: list[dict[str, Any]] = []
     if message.reasoning:
-        found.append({"type": "thinking", "thinking": message.reasoning, "signature": ""})
+        blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": ""})
     if message.content or not message.calls:
-        found.append({"type": "text", "text": message.content})
+        blocks.append({"type": "text", "text": message.content})
     for call in message.calls:
         values = call.values
         if not isinstance(values, dict):
             values = {"arguments": values}
-        found.append({"type": "tool_use", "id": call.id, "name": call.name, "input": values})
-    return found
+        blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": values})
+    return blocks
 
 
 def _stop_reason(answer: Answer) -> str:

@@ -7,7 +7,7 @@ import json
 import secrets
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import orjson
@@ -18,8 +18,7 @@ from starlette.routing import Route
 
 from megarl.observability.logging import get_logger
 from megarl.rollout.gateway import anthropic, openai_chat, responses, token_ids
-from megarl.rollout.gateway.errors import BadRequest
-from megarl.rollout.gateway.messages import ChatRequest
+from megarl.rollout.gateway.messages import BadRequest, ChatRequest
 from megarl.rollout.gateway.session import Answer, Session
 
 log = get_logger(__name__)
@@ -30,10 +29,8 @@ MAX_BODY = 8 << 20
 KEEP_ALIVE = 10.0  # seconds between two signs of life in a stream
 MODEL = "policy"
 
-
 _Find = Callable[[str, str], Session]
 _Handler = Callable[[Request], Awaitable[Response]]
-_SessionHandler = Callable[[Request, Session], Awaitable[Response]]
 
 
 class Dialect(Protocol):
@@ -68,14 +65,17 @@ def build_app(
         entry = {"id": MODEL, "object": "model", "owned_by": "megarl", "created": 0}
         return _answer({"object": "list", "data": [entry | {"max_model_len": context_length}]})
 
-    chats = {path: (_found(_Chat(dialect), find), dialect) for path, dialect in DIALECTS.items()}
-    reward = _found(_reward, find)
+    async def generate(request: Request) -> Response:
+        _check_known(request, is_known)  # before the body, which is long, is read
+        return await _generate(request, find)
+
+    reward = partial(_reward, find=find)
     calls: list[tuple[str, str, _Handler, Dialect]] = [
-        *(("POST", path, handler, dialect) for path, (handler, dialect) in chats.items()),
+        *(("POST", path, partial(_chat, find=find, dialect=d), d) for path, d in DIALECTS.items()),
         ("GET", "/v1/models", models, openai_chat),
         ("POST", "/v1/reward", reward, openai_chat),
         ("POST", "/reward", reward, openai_chat),
-        ("POST", "/inference/v1/generate", _Generate(find, is_known), openai_chat),
+        ("POST", "/inference/v1/generate", generate, openai_chat),
     ]
     return Starlette(
         routes=[
@@ -86,54 +86,62 @@ def build_app(
     )
 
 
-class _Chat:
-    """Answers the chats of one dialect."""
-
-    def __init__(self, dialect: Dialect) -> None:
-        self.dialect = dialect
-
-    async def __call__(self, request: Request, session: Session) -> Response:
-        body = await _read(request)
-        with _well_formed():
-            asked = self.dialect.read(body, key=request.headers.get("idempotency-key", ""))
-        model = str(body.get("model") or MODEL)
-        work = asyncio.ensure_future(session.complete(asked, again=_again(request)))
-        if body.get("stream"):
-            stream = self._stream(work, body, model)
-            return StreamingResponse(stream, media_type="text/event-stream")
-        return _answer(self.dialect.write(body, await _unless_gone(request, work), model))
-
-    async def _stream(
-        self, work: asyncio.Task[list[Answer]], body: Mapping[str, Any], model: str
-    ) -> AsyncIterator[bytes]:
-        """Yields the answer as server-sent events, and before it a comment now and then: clients
-        and proxies close a silent connection."""
-        try:
-            while not (await asyncio.wait({work}, timeout=KEEP_ALIVE))[0]:
-                yield b": the policy is writing\n\n"
-            for name, data in self.dialect.events(body, work.result(), model):
-                yield _event(name, data)
-        except Exception as e:
-            _, content = _refusal(e, self.dialect)
-            yield _event("error", content)
-        finally:
-            work.cancel()
+async def _chat(request: Request, *, find: _Find, dialect: Dialect) -> Response:
+    session = _session(request, find)
+    body = await _read(request)
+    try:
+        chat = dialect.read(body, key=request.headers.get("idempotency-key", ""))
+    except BadRequest:
+        raise
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as e:
+        raise BadRequest(f"the body has another form than it should: {e}") from e
+    model = str(body.get("model") or MODEL)
+    # the clients of both vendors count their tries
+    again = request.headers.get("x-stainless-retry-count", "0").lstrip("0").isdecimal()
+    work = asyncio.ensure_future(session.complete(chat, again=again))
+    if body.get("stream"):
+        events = _stream(work, dialect, body, model)
+        return StreamingResponse(events, media_type="text/event-stream")
+    return _answer(dialect.write(body, await _unless_gone(request, work), model))
 
 
-class _Generate:
-    """Answers requests of token ids. Their session is that of the URL or the key, or the one that
+async def _stream(
+    work: asyncio.Task[list[Answer]], dialect: Dialect, body: Mapping[str, Any], model: str
+) -> AsyncIterator[bytes]:
+    """Yields the answer as server-sent events, and before it a comment now and then: clients and
+    proxies close a silent connection."""
+    try:
+        while not (await asyncio.wait({work}, timeout=KEEP_ALIVE))[0]:
+            yield b": the policy is writing\n\n"
+        for name, data in dialect.events(body, work.result(), model):
+            yield _event(name, data)
+    except Exception as e:
+        _, content = _refusal(e, dialect)
+        yield _event("error", content)
+    finally:
+        work.cancel()
+
+
+async def _generate(request: Request, find: _Find) -> Response:
+    """Answers a request of token ids. Its session is that of the URL or the key, or the one that
     the body of a worker of environments names."""
+    wanted = token_ids.read(await _read(request), trace=request.headers.get("x-session-id", ""))
+    session = _session(request, find, wanted.session)
+    response = await _unless_gone(request, asyncio.ensure_future(session.generate(wanted)))
+    return _answer(token_ids.write(wanted, uuid.uuid4().hex, response))
 
-    def __init__(self, find: _Find, is_known: Callable[[str], bool]) -> None:
-        self._find, self._is_known = find, is_known
 
-    async def __call__(self, request: Request) -> Response:
-        _check_known(request, self._is_known)  # before the body, which is long, is read
-        asked = token_ids.read(await _read(request), trace=request.headers.get("x-session-id", ""))
-        session = self._find(request.path_params.get("session") or asked.session, _key(request))
-        work = asyncio.ensure_future(session.generate(asked))
-        response = await _unless_gone(request, work)
-        return _answer(token_ids.write(asked, uuid.uuid4().hex, response))
+async def _reward(request: Request, *, find: _Find) -> Response:
+    """Takes {"reward": r}, and with "id" the reward of one answer alone."""
+    session = _session(request, find)
+    body = await _read(request)
+    reward, answer_id = body.get("reward"), body.get("id")
+    if isinstance(reward, bool) or not isinstance(reward, int | float):
+        raise BadRequest(f"reward={reward!r}: send a number")
+    if answer_id is not None:
+        answer_id = str(answer_id).partition("_" if "_" in str(answer_id) else "-")[2]
+    session.set_reward(reward, answer_id)
+    return _answer({"ok": True})
 
 
 async def _unless_gone(request: Request, work: asyncio.Task[T]) -> T:
@@ -147,28 +155,6 @@ async def _unless_gone(request: Request, work: asyncio.Task[T]) -> T:
     finally:
         gone.cancel()
         work.cancel()
-
-
-async def _reward(request: Request, session: Session) -> Response:
-    """Takes {"reward": r}, and with "id" the reward of one answer alone."""
-    body = await _read(request)
-    reward, answer_id = body.get("reward"), body.get("id")
-    if isinstance(reward, bool) or not isinstance(reward, int | float):
-        raise BadRequest(f"reward={reward!r}: send a number")
-    if answer_id is not None:
-        answer_id = str(answer_id).partition("_" if "_" in str(answer_id) else "-")[2]
-    session.set_reward(reward, answer_id)
-    return _answer({"ok": True})
-
-
-def _found(handler: _SessionHandler, find: _Find) -> _Handler:
-    """Makes a handler that finds the session of the URL or the key first."""
-
-    async def run(request: Request) -> Response:
-        session = find(request.path_params.get("session", ""), _key(request))
-        return await handler(request, session)
-
-    return run
 
 
 def _guarded(handler: _Handler, dialect: Dialect) -> _Handler:
@@ -204,10 +190,8 @@ def _key(request: Request) -> str:
     return request.headers.get("x-api-key", "")
 
 
-def _again(request: Request) -> bool:
-    """Returns whether the client says that it tries again, as both vendors' do."""
-    count = request.headers.get("x-stainless-retry-count", "0")
-    return count.isdecimal() and int(count) > 0
+def _session(request: Request, find: _Find, named: str = "") -> Session:
+    return find(request.path_params.get("session") or named, _key(request))
 
 
 def same_key(one: str, other: str) -> bool:
@@ -230,17 +214,6 @@ async def _read(request: Request) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise BadRequest("the body must be a JSON object")
     return body
-
-
-@contextmanager
-def _well_formed() -> Iterator[None]:
-    """Turns what reading a body of another shape raises into a BadRequest."""
-    try:
-        yield
-    except BadRequest:
-        raise
-    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as e:
-        raise BadRequest(f"the body has another form than it should: {e}") from e
 
 
 def _check_known(request: Request, is_known: Callable[[str], bool]) -> None:

@@ -15,9 +15,8 @@ import uvicorn
 from megarl.api.inference import InferenceEngine
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.rollout.gateway.app import build_app, same_key
-from megarl.rollout.gateway.calls import CallParser, GatewayConfig, call_parser
-from megarl.rollout.gateway.errors import BadRequest
-from megarl.rollout.gateway.prompt import Renderer
+from megarl.rollout.gateway.messages import BadRequest
+from megarl.rollout.gateway.prompt import CallParser, GatewayConfig, Renderer, call_parser
 from megarl.rollout.gateway.session import Session
 
 START_TIMEOUT, STOP_TIMEOUT = 30.0, 10.0

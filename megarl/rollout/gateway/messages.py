@@ -1,19 +1,25 @@
-"""Defines the gateway's one form of a chat, into which every dialect is read, and when two messages
-count as the same."""
+"""Defines the gateway's one form of a chat, into which every dialect is read, when two messages
+count as the same, and what a request is refused with."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from megarl.rollout.gateway.errors import BadRequest
-
 _THOUGHT = re.compile(r"^\s*(?:<think>)?.*?</think>", re.DOTALL)
+
+
+class BadRequest(ValueError):
+    """Refuses a request: `status` and `code` are what the client is told beside the message."""
+
+    def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request") -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +29,13 @@ class ToolCall:
     id: str
     name: str
     arguments: str
+
+    @classmethod
+    def read(cls, id: Any, name: Any, arguments: Any) -> ToolCall:
+        """Returns a client's call, whose arguments are JSON text or what it stands for."""
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        return cls(id=str(id or ""), name=str(name or ""), arguments=arguments)
 
     @property
     def values(self) -> Any:
@@ -47,23 +60,19 @@ class Message:
 
     def for_template(self) -> dict[str, Any]:
         """Returns the message as chat templates take it: arguments of calls are objects."""
-        found: dict[str, Any] = {"role": self.role, "content": self.content}
-        if self.reasoning:
-            found["reasoning_content"] = self.reasoning
-        if self.calls:
-            found["tool_calls"] = [
-                {
-                    "type": "function",
-                    "id": call.id,
-                    "function": {"name": call.name, "arguments": call.values},
-                }
-                for call in self.calls
-            ]
-        if self.call_id:
-            found["tool_call_id"] = self.call_id
-        if self.name:
-            found["name"] = self.name
-        return found
+        calls = [
+            {"type": "function", "id": c.id, "function": {"name": c.name, "arguments": c.values}}
+            for c in self.calls
+        ]
+        further = {
+            "reasoning_content": self.reasoning,
+            "tool_calls": calls,
+            "tool_call_id": self.call_id,
+            "name": self.name,
+        }
+        return {"role": self.role, "content": self.content} | {
+            k: v for k, v in further.items() if v
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,11 +146,6 @@ def text_of(content: Any, where: str) -> str:
     return "".join(texts)
 
 
-def as_arguments(value: Any) -> str:
-    """Returns a call's arguments as JSON text."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
 def whole_number(body: Mapping[str, Any], *names: str, least: int = 1) -> int | None:
     """Returns the first of the fields `names` that is given; None where none is. Raises BadRequest
     unless it is a whole number >= `least`."""
@@ -163,11 +167,23 @@ def strings(value: Any, name: str) -> tuple[str, ...]:
     return tuple(listed)
 
 
-def named_tools(tools: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
-    """Returns OpenAI's function objects as a tuple. Raises BadRequest for one without a name."""
-    for i, tool in enumerate(tools):
-        function = tool.get("function")
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+def tools_of(
+    body: Mapping[str, Any],
+    choice: Any,
+    function: Callable[[Mapping[str, Any], str], Mapping[str, Any]] = lambda tool, where: tool,
+) -> tuple[Mapping[str, Any], ...]:
+    """Returns the request's tools as OpenAI's function objects; none where its `choice` is none.
+    function: makes one of a tool of the body. Raises BadRequest for another choice than auto, and
+    for a tool without a name."""
+    if choice not in (None, "auto", "none"):
+        raise BadRequest(
+            f"tool_choice={choice!r}: the policy is free to call a tool or not; send auto or none"
+        )
+    tools = []
+    for i, tool in enumerate([] if choice == "none" else objects(body.get("tools"), "tools")):
+        tools.append(function(tool, f"tools[{i}]"))
+        named = tools[-1].get("function")
+        if not isinstance(named, dict) or not isinstance(named.get("name"), str):
             raise BadRequest(f"tools[{i}] is no function with a name")
     return tuple(tools)
 

@@ -7,16 +7,15 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megarl.rollout.gateway.errors import BadRequest
 from megarl.rollout.gateway.messages import (
+    BadRequest,
     ChatRequest,
     Message,
     ToolCall,
-    as_arguments,
-    named_tools,
     objects,
     strings,
     text_of,
+    tools_of,
     whole_number,
 )
 from megarl.rollout.gateway.session import Answer
@@ -27,18 +26,10 @@ _ROLES = {"developer": "system", "function": "tool"}
 def read(body: Mapping[str, Any], *, key: str) -> ChatRequest:
     """Returns the request of a body of POST /v1/chat/completions. Raises BadRequest."""
     refuse_constraints(body)
-    choice = body.get("tool_choice", "auto")
-    if choice not in (None, "auto", "none"):
-        raise BadRequest(
-            f"tool_choice={choice!r}: the policy is free to call a tool or not; send auto or none"
-        )
-    tools = [] if choice == "none" else objects(body.get("tools"), "tools")
+    messages = enumerate(objects(body.get("messages"), "messages"))
     return ChatRequest(
-        messages=tuple(
-            read_message(m, f"messages[{i}]")
-            for i, m in enumerate(objects(body.get("messages"), "messages"))
-        ),
-        tools=named_tools(tools),
+        messages=tuple(read_message(m, f"messages[{i}]") for i, m in messages),
+        tools=tools_of(body, body.get("tool_choice")),
         max_tokens=whole_number(body, "max_completion_tokens", "max_tokens"),
         stop=strings(body.get("stop"), "stop"),
         n=whole_number(body, "n") or 1,
@@ -69,9 +60,8 @@ def read_message(item: Mapping[str, Any], where: str) -> Message:
     calls = []
     for call in objects(item.get("tool_calls"), f"{where}.tool_calls"):
         function = call.get("function") or {}
-        arguments = as_arguments(function.get("arguments", ""))
-        name = str(function.get("name", ""))
-        calls.append(ToolCall(id=str(call.get("id", "")), name=name, arguments=arguments))
+        arguments = function.get("arguments", "")
+        calls.append(ToolCall.read(call.get("id"), function.get("name"), arguments))
     thought = item.get("reasoning_content") or item.get("reasoning") or ""
     return Message(
         role=role,
@@ -85,22 +75,16 @@ def read_message(item: Mapping[str, Any], where: str) -> Message:
 
 def write(body: Mapping[str, Any], answers: Sequence[Answer], model: str) -> dict[str, Any]:
     """Returns the body of the answer."""
-    found = _head(answers, model, "chat.completion")
-    found["choices"] = [
-        {
-            "index": i,
-            "message": _message(answer.message),
-            "logprobs": _logprobs(answer) if body.get("logprobs") else None,
-            "finish_reason": _finish(answer),
-        }
+    choices = [
+        {"index": i, "message": _message(answer.message), "finish_reason": _finish(answer)}
+        | _further(body, answer)
         for i, answer in enumerate(answers)
     ]
-    found["usage"] = usage(answers)
+    whole = _head(answers, model, "chat.completion")
+    whole |= {"choices": choices, "usage": usage(answers)}
     if body.get("return_token_ids"):
-        found["prompt_token_ids"] = answers[0].prompt
-        for choice, answer in zip(found["choices"], answers, strict=True):
-            choice["token_ids"] = answer.response.output_tokens
-    return found
+        whole["prompt_token_ids"] = answers[0].prompt
+    return whole
 
 
 def events(
@@ -109,15 +93,11 @@ def events(
     """Yields the events of a streamed answer, as (name, data); chunks have no name."""
     head = _head(answers, model, "chat.completion.chunk")
     for i, answer in enumerate(answers):
-        said = _message(answer.message)
-        calls = [{"index": k} | call for k, call in enumerate(said.pop("tool_calls", []))]
-        said = {k: v for k, v in said.items() if v is not None}
-        delta = said | ({"tool_calls": calls} if calls else {})
-        logprobs = _logprobs(answer) if body.get("logprobs") else None
-        choice: dict[str, Any] = {"index": i, "delta": delta, "logprobs": logprobs}
-        if body.get("return_token_ids"):
-            choice["token_ids"] = answer.response.output_tokens
-        yield "", head | {"choices": [choice | {"finish_reason": None}]}
+        delta = {k: v for k, v in _message(answer.message).items() if v is not None}
+        if calls := delta.get("tool_calls"):
+            delta["tool_calls"] = [{"index": k} | call for k, call in enumerate(calls)]
+        choice = {"index": i, "delta": delta, "finish_reason": None} | _further(body, answer)
+        yield "", head | {"choices": [choice]}
         last = {"index": i, "delta": {}, "finish_reason": _finish(answer)}
         yield "", head | {"choices": [last]}
     if (body.get("stream_options") or {}).get("include_usage"):
@@ -127,11 +107,11 @@ def events(
 
 def usage(answers: Sequence[Answer]) -> dict[str, int]:
     """Returns the counts of tokens."""
-    read_, wrote = len(answers[0].prompt), sum(a.response.output_len for a in answers)
+    prompt, written = len(answers[0].prompt), sum(a.response.output_len for a in answers)
     return {
-        "prompt_tokens": read_,
-        "completion_tokens": wrote,
-        "total_tokens": read_ + wrote,
+        "prompt_tokens": prompt,
+        "completion_tokens": written,
+        "total_tokens": prompt + written,
     }
 
 
@@ -151,21 +131,16 @@ def _head(answers: Sequence[Answer], model: str, kind: str) -> dict[str, Any]:
 
 
 def _message(message: Message) -> dict[str, Any]:
-    found: dict[str, Any] = {"role": "assistant", "content": message.content or None}
+    content = message.content or (None if message.calls else "")
+    fields: dict[str, Any] = {"role": "assistant", "content": content}
     if message.reasoning:
-        found["reasoning_content"] = message.reasoning
+        fields["reasoning_content"] = message.reasoning
     if message.calls:
-        found["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for call in message.calls
+        fields["tool_calls"] = [
+            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+            for c in message.calls
         ]
-    elif found["content"] is None:
-        found["content"] = ""
-    return found
+    return fields
 
 
 def _finish(answer: Answer) -> str:
@@ -174,13 +149,17 @@ def _finish(answer: Answer) -> str:
     return "tool_calls" if answer.message.calls else "stop"
 
 
-def _logprobs(answer: Answer) -> dict[str, Any]:
-    """Returns the logprobs by token id, the form that clients of token ids read."""
-    pairs = zip(answer.response.output_tokens, answer.response.output_logprobs, strict=True)
-    return {
-        "content": [
+def _further(body: Mapping[str, Any], answer: Answer) -> dict[str, Any]:
+    """Returns what the request wants to know of an answer's tokens. Logprobs are by token id, the
+    form that clients of token ids read."""
+    ids, logprobs = answer.response.output_tokens, answer.response.output_logprobs
+    further: dict[str, Any] = {"logprobs": None}
+    if body.get("logprobs"):
+        content: list[dict[str, Any]] = [
             {"token": f"token_id:{i}", "logprob": lp, "bytes": None, "top_logprobs": []}
-            for i, lp in pairs
-        ],
-        "refusal": None,
-    }
+            for i, lp in zip(ids, logprobs, strict=True)
+        ]
+        further["logprobs"] = {"content": content, "refusal": None}
+    if body.get("return_token_ids"):
+        further["token_ids"] = ids
+    return further

@@ -1,17 +1,82 @@
-"""Reads the policy's answers as messages, and makes prompts of messages."""
+"""Makes prompts of messages, and reads the policy's answers as messages: thoughts and calls of
+tools apart from the text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
-from typing import Any
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from megarl.api.records import ModelResponse
+from pydantic import Field
+
 from megarl.rollout.chat_template import ChatTemplate
-from megarl.rollout.gateway.calls import CallParser
-from megarl.rollout.gateway.errors import BadRequest
-from megarl.rollout.gateway.messages import Message, ToolCall
+from megarl.rollout.gateway.messages import BadRequest, Message, ToolCall
+from megarl.rollout.tools.calls import FORMATS, parse_calls
+from megarl.utils.importing import is_import_path, load_object
+
+if TYPE_CHECKING:  # a start reads GatewayConfig without torch
+    from megarl.api.records import ModelResponse
+
+# (an answer's text, the tools of the request) -> what is no call, and (name, arguments as JSON
+# text) of each call
+Tools = Sequence[Mapping[str, Any]]
+CallParser = Callable[[str, Tools], tuple[str, list[tuple[str, str]]]]
+
+# what a format's first call begins with
+_BEGINS = {"llama3": "<|python_tag|>", "deepseek": "<｜tool▁calls▁begin｜>"}
+
+
+@dataclass(kw_only=True)
+class GatewayConfig:
+    """Configures the gateway by `rollout.gateway`: where it listens, and when a chat goes on from
+    recorded tokens.
+
+    host, port: where it listens; port 0 takes a free one.
+    advertise: host name in the URLs that agents get; empty is `host`, or this machine's name where
+        the gateway listens on every address.
+    reuse: a chat that goes on after an answer of the policy keeps the policy's own tokens.
+    rewards: whether agents may send rewards to the gateway; auto: where their workflow has no
+        reward function.
+    call_format: how the policy writes calls of tools: a name of tools.calls, or the path of a
+        function (docs/agents.md).
+    """
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    advertise: str = ""
+    reuse: bool = True
+    rewards: Literal["auto", "always", "never"] = "auto"
+    call_format: str = "hermes"
+
+    def __post_init__(self) -> None:
+        call_parser(self.call_format)
+
+
+def call_parser(name: str) -> CallParser:
+    """Returns the parser of a format of tools.calls, or that of an import path. Raises ValueError
+    for another name."""
+    if is_import_path(name):
+        parser: CallParser = load_object(name, what="call_format")
+        return parser
+    if name not in FORMATS:
+        raise ValueError(
+            f"call_format={name!r}: use pkg.module:function, or one of " + ", ".join(FORMATS)
+        )
+    return partial(_by_format, name)
+
+
+def _by_format(format: str, text: str, tools: Tools) -> tuple[str, list[tuple[str, str]]]:
+    """Returns the text before the first call, and the calls; all of the text where one of them
+    cannot be read, so that the agent sees it."""
+    calls = parse_calls(text, format, [dict(t) for t in tools])
+    if not calls or any(call.error for call in calls):
+        return text, []
+    before, begins, _ = text.partition(_BEGINS.get(format, "<tool_call>"))
+    named = [(c.name, json.dumps(c.arguments, ensure_ascii=False)) for c in calls]
+    return before.strip() if begins else "", named
 
 
 class Renderer:
@@ -50,10 +115,9 @@ class Renderer:
         """Returns the ids of a chat from its beginning; see ChatTemplate.text. Raises BadRequest
         for messages that the template refuses."""
         with _refused():
-            told = [m.for_template() for m in messages]
-            self._template.count_special(told)
-            text = self._template.text(told, tools)
-            return self._template.encode(text)
+            chat = [m.for_template() for m in messages]
+            self._template.count_special(chat)
+            return self._template.encode(self._template.text(chat, tools))
 
     def after(
         self,
@@ -63,10 +127,10 @@ class Renderer:
         last_token: int,
     ) -> list[int]:
         """Returns the ids in which `rest` is read; see ChatTemplate.after. Raises BadRequest."""
-        before, told = [m.for_template() for m in history], [m.for_template() for m in rest]
+        before, chat = [m.for_template() for m in history], [m.for_template() for m in rest]
         with _refused():
-            self._template.count_special(told)
-            return self._template.after(before, told, tools, last_token=last_token)
+            self._template.count_special(chat)
+            return self._template.after(before, chat, tools, last_token=last_token)
 
     def answer(
         self, response: ModelResponse, tools: Sequence[Mapping[str, Any]], *, calls_so_far: int
@@ -80,10 +144,10 @@ class Renderer:
         reasoning, content = _split_reasoning(text)
         if not tools:
             return Message(role="assistant", content=content, reasoning=reasoning)
-        content, found = self._parser(content, tools)
+        content, parsed = self._parser(content, tools)
         calls = tuple(
             ToolCall(id=f"call_{calls_so_far + i}", name=name, arguments=arguments)
-            for i, (name, arguments) in enumerate(found)
+            for i, (name, arguments) in enumerate(parsed)
         )
         return Message(role="assistant", content=content, reasoning=reasoning, calls=calls)
 

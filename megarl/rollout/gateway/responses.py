@@ -9,15 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 from megarl.rollout.gateway import openai_chat
-from megarl.rollout.gateway.errors import BadRequest
 from megarl.rollout.gateway.messages import (
+    BadRequest,
     ChatRequest,
     Message,
     ToolCall,
-    as_arguments,
-    named_tools,
     objects,
     text_of,
+    tools_of,
     whole_number,
 )
 from megarl.rollout.gateway.session import Answer
@@ -33,24 +32,18 @@ def read(body: Mapping[str, Any], *, key: str) -> ChatRequest:
         )
     wanted = (body.get("text") or {}).get("format") or {}
     openai_chat.refuse_constraints({"response_format": wanted})
-    choice = body.get("tool_choice", "auto")
-    if choice not in (None, "auto", "none"):
-        raise BadRequest(
-            f"tool_choice={choice!r}: the policy is free to call a tool or not; send auto or none"
-        )
-    tools = [] if choice == "none" else objects(body.get("tools"), "tools")
     messages: list[Message] = []
     if instructions := text_of(body.get("instructions"), "instructions"):
         messages.append(Message(role="system", content=instructions))
-    said = body.get("input")
-    if isinstance(said, str):
-        messages.append(Message(role="user", content=said))
+    items = body.get("input")
+    if isinstance(items, str):
+        messages.append(Message(role="user", content=items))
     else:
-        for i, item in enumerate(objects(said, "input")):
+        for i, item in enumerate(objects(items, "input")):
             _add(messages, item, f"input[{i}]")
     return ChatRequest(
         messages=tuple(messages),
-        tools=named_tools([_read_tool(t, f"tools[{i}]") for i, t in enumerate(tools)]),
+        tools=tools_of(body, body.get("tool_choice"), _read_tool),
         max_tokens=whole_number(body, "max_output_tokens"),
         key=key,
     )
@@ -76,10 +69,8 @@ def _add(messages: list[Message], item: Mapping[str, Any], where: str) -> None:
         parts = item.get("content") or item.get("summary")
         _extend(messages, reasoning=text_of(parts, f"{where}.content"))
     elif kind == "function_call":
-        arguments = as_arguments(item.get("arguments", ""))
-        call = ToolCall(
-            id=str(item.get("call_id", "")), name=str(item.get("name", "")), arguments=arguments
-        )
+        arguments = item.get("arguments", "")
+        call = ToolCall.read(item.get("call_id"), item.get("name"), arguments)
         _extend(messages, calls=(call,))
     elif kind == "function_call_output":
         text = text_of(item.get("output"), f"{where}.output")
@@ -179,18 +170,18 @@ def _empty(item: dict[str, Any]) -> dict[str, Any]:
 
 def _items(answer: Answer) -> list[dict[str, Any]]:
     message, status = answer.message, "incomplete" if answer.cut else "completed"
-    found: list[dict[str, Any]] = []
+    items: list[dict[str, Any]] = []
     if message.reasoning:
         parts = [{"type": "reasoning_text", "text": message.reasoning}]
-        found.append(
+        items.append(
             {"id": f"rs_{answer.id}", "type": "reasoning", "summary": [], "content": parts}
         )
     if message.content or not message.calls:
         text = {"type": "output_text", "text": message.content, "annotations": [], "logprobs": []}
         head = {"id": f"msg_{answer.id}", "type": "message", "role": "assistant"}
-        found.append(head | {"status": status, "content": [text]})
+        items.append(head | {"status": status, "content": [text]})
     for k, call in enumerate(message.calls):
-        found.append(
+        items.append(
             {
                 "id": f"fc_{answer.id}_{k}",
                 "type": "function_call",
@@ -200,4 +191,4 @@ def _items(answer: Answer) -> list[dict[str, Any]]:
                 "status": status,
             }
         )
-    return found
+    return items

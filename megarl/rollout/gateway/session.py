@@ -22,11 +22,15 @@ from megarl.api.inference import InferenceEngine
 from megarl.api.records import ModelRequest, ModelResponse
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.rollout.episode_context import EpisodeContext, Home, current_episode, stable_seed
-from megarl.rollout.gateway.attempts import Attempts
-from megarl.rollout.gateway.calls import GatewayConfig
-from megarl.rollout.gateway.errors import BadRequest
-from megarl.rollout.gateway.messages import ChatRequest, Key, Message, digest, keys_of
-from megarl.rollout.gateway.prompt import Renderer
+from megarl.rollout.gateway.messages import (
+    BadRequest,
+    ChatRequest,
+    Key,
+    Message,
+    digest,
+    keys_of,
+)
+from megarl.rollout.gateway.prompt import GatewayConfig, Renderer
 from megarl.rollout.gateway.token_ids import TokenRequest
 from megarl.rollout.trajectory import Trajectory, Turn
 
@@ -36,6 +40,7 @@ MOST_REWARD = 1e6  # no reward is larger; as float32 it has its last digit
 LONG = 1 << 16  # characters from which on a chat is rendered in a thread
 
 MAX_N, MAX_ANSWERS = 8, 1024  # answers of one request, and of one session
+MAX_ENDED = 64  # answered requests that a session can answer again
 
 
 @dataclass(kw_only=True)
@@ -67,6 +72,47 @@ class _Chat:
     turn: Turn
 
 
+@dataclass(kw_only=True, eq=False)
+class _Attempt:
+    """Holds a request on its way, and its answers afterwards.
+
+    name: a digest of what it asks for, and the client's key of it, "" for none. waiting: how many
+    of the client's connections wait for it. taken: one of them got the answers.
+    """
+
+    name: tuple[bytes, str]
+    work: asyncio.Task[list[Answer]]
+    waiting: int = 0
+    taken: bool = False
+
+    @property
+    def failed(self) -> bool:
+        """Returns whether it ended without answers."""
+        return self.work.done() and (self.work.cancelled() or self.work.exception() is not None)
+
+    @property
+    def left(self) -> bool:
+        """Returns whether its client has gone before it got the answers."""
+        return not (self.failed or self.waiting or self.taken)
+
+    @property
+    def lost(self) -> int:
+        """Returns how many answers nobody got: those of a request on its way count as one."""
+        if self.taken or self.failed:
+            return 0
+        return len(self.work.result()) if self.work.done() else 1
+
+    async def answers(self) -> list[Answer]:
+        """Returns the answers, which go on being written where whoever waits is cancelled."""
+        self.waiting += 1
+        try:
+            answers = await asyncio.shield(self.work)
+        finally:
+            self.waiting -= 1
+        self.taken = True
+        return answers
+
+
 class Session:
     """Serves one agent; made by Gateway.session.
 
@@ -74,6 +120,7 @@ class Session:
     worker_url, worker_key: what a worker of environments gets, the same in every session; its
     requests name the session's id.
     reward: the outcome, set by the workflow or by POST .../reward; None until then.
+    lost: answers that no client took, once the session is closed; they are in no trajectory.
     trajectory: what the policy read and wrote in chats. traces: what it read and wrote as token
     ids, by the name that the client gave each conversation.
     """
@@ -104,12 +151,12 @@ class Session:
         self._gconfig, self._seed_key = gconfig, tuple(seed_key)
         self._context_length, self._rewards, self._threads = context_length, rewards, threads
         self._chats: list[_Chat] = []
-        self._attempts: Attempts[Answer] = Attempts()
+        self._attempts: list[_Attempt] = []
         self._turns: dict[str, Turn] = {}  # by the answer's id
         self._asked: Counter[bytes] = Counter()  # how often, by a digest of the prompt
         self._errors: dict[bytes, str] = {}  # by a digest of the request
         self._generating: set[asyncio.Task[Any]] = set()
-        self._unanswered = self._begun = 0
+        self._begun = self.lost = 0
         # of the episode; requests arrive in the context of the gateway, which serves all of them
         episode = current_episode.get() or EpisodeContext()
         self._seeded_at = episode.admitted
@@ -122,32 +169,46 @@ class Session:
         """Returns the errors of requests that the servers did not answer, at any attempt."""
         return list(self._errors.values())
 
-    @property
-    def lost(self) -> int:
-        """Returns how many answers were written that no client took; they are in no trajectory."""
-        return self._unanswered + self._attempts.lost
-
     # -- requests
 
     async def complete(self, request: ChatRequest, *, again: bool = False) -> list[Answer]:
-        """Returns the policy's answers. A request that the client sends again gets those of its
-        first attempt, see Attempts.get. Raises BadRequest for what cannot be answered."""
+        """Returns the policy's answers; of a request that its client sends `again`, or by the same
+        key, those of its first attempt. Raises BadRequest for what cannot be answered."""
         if request.n > MAX_N:
             raise BadRequest(f"n={request.n}: ask for at most {MAX_N} answers at once")
         keys = keys_of(request.messages)
         parent = self._parent(request, keys)
         place = -1 if parent is None else self._chats.index(parent)
-        attempt = self._attempts.get(
-            digest(place, request.asked),
-            request.key,
-            again=again,
-            start=lambda: self._started(self._generate(parent, request)),
-        )
-        with attempt.awaited() as awaited:
-            answers = await awaited
-        attempt.taken = True
+        name = digest(place, request.asked), request.key
+        attempt = self._earlier(name) if again or request.key else None
+        if attempt is None:
+            work = self._started(self._generate(parent, request))
+            attempt = _Attempt(name=name, work=work)
+            self._attempts.append(attempt)
+            self._forget()
+        answers = await attempt.answers()
         self._record(parent, request, keys, answers)
         return answers
+
+    def _earlier(self, name: tuple[bytes, str]) -> _Attempt | None:
+        """Returns the attempt that a client repeats: an equal one whose client has gone; else none
+        where one has failed, whose client asks; else the latest that was answered, or that has the
+        client's key."""
+        equal = [a for a in self._attempts if a.name == name]
+        failed = [a for a in equal if a.failed]
+        if left := [a for a in equal if a.left]:
+            return left[0]
+        if failed:
+            self._attempts.remove(failed[0])
+            return None
+        _, key = name
+        return next((a for a in reversed(equal) if key or a.taken), None)
+
+    def _forget(self) -> None:
+        ended = [a for a in self._attempts if a.work.done() and not a.waiting]
+        for attempt in ended[: max(0, len(ended) - MAX_ENDED)]:
+            self.lost += attempt.lost
+            self._attempts.remove(attempt)
 
     async def generate(self, request: TokenRequest) -> ModelResponse:
         """Returns the policy's answer to token ids, which goes into the trajectory of its trace.
@@ -155,40 +216,34 @@ class Session:
         ids = request.token_ids
         self._renderer.check_ids([*ids, *request.stop_token_ids])
         self._count(1)
-        asked = digest(request.trace, len(ids))
         gconfig = self._bounds(len(ids), request.max_tokens, ())
         stops = dict.fromkeys([*gconfig.stop_token_ids, *request.stop_token_ids])
         (seed,) = self._seeds(ids, 1)
-        gconfig = gconfig.new(stop_token_ids=list(stops))
         trace = self.traces.setdefault(request.trace, Trajectory(index=self.trajectory.index))
         known = trace.find(ids).routed()
-        asked_for = ModelRequest(
+        sample = ModelRequest(
             input_ids=ids,
-            gconfig=gconfig,
+            gconfig=gconfig.new(stop_token_ids=list(stops)),
             seed=seed,
             routes_from=known if request.session else min(known, request.routes_from),
         )
-        work = self._started(self._engine.agenerate_many([asked_for]))
+        work = self._started(self._responses(digest(request.trace, len(ids)), [sample]))
         self._generating.add(work)
         try:
             (response,) = await work
-        except Exception as e:
-            self._errors[asked] = f"{type(e).__name__}: {e}"
-            raise
         finally:
             work.cancel()
             self._generating.discard(work)
-        self._errors.pop(asked, None)
         before = trace.find(ids)
         trace.wrote(response, after=trace.read(ids[before.end :], after=before))
         return response
 
     def close(self) -> None:
         """Ends the requests that are under way; what nobody took is counted."""
-        self._unanswered += len(self._generating)
-        for work in self._generating:
+        self.lost += len(self._generating) + sum(a.lost for a in self._attempts)
+        for work in (*self._generating, *(a.work for a in self._attempts)):
             work.cancel()
-        self._attempts.close()
+        self._attempts.clear()
 
     def set_reward(self, reward: float, answer_id: str | None = None) -> None:
         """Sets the outcome, or the reward of one answer. Raises BadRequest where rewards are not
@@ -219,14 +274,14 @@ class Session:
         if not self._config.reuse:
             return None
         tools = digest(request.tools)
-        found = [
+        beginnings = [
             chat
             for chat in self._chats
             if len(chat.keys) < len(keys)
             and chat.tools == tools
             and chat.keys == keys[: len(chat.keys)]
         ]
-        return max(found, key=lambda chat: len(chat.keys), default=None)
+        return max(beginnings, key=lambda chat: len(chat.keys), default=None)
 
     def _started(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         return asyncio.get_running_loop().create_task(work, context=self._context)
@@ -240,21 +295,28 @@ class Session:
             ModelRequest(input_ids=prompt, gconfig=gconfig, seed=seed, routes_from=known)
             for seed in self._seeds(prompt, request.n)
         ]
-        try:
-            responses = await self._engine.agenerate_many(requests)
-        except Exception as e:
-            self._errors[request.asked] = f"{type(e).__name__}: {e}"
-            raise
-        self._errors.pop(request.asked, None)
-        said = sum(len(m.calls) for m in request.messages)
+        calls = sum(len(m.calls) for m in request.messages)
         return [
             Answer(
                 id=uuid.uuid4().hex,
-                message=self._renderer.answer(r, request.tools, calls_so_far=said),
+                message=self._renderer.answer(r, request.tools, calls_so_far=calls),
                 response=r,
             )
-            for r in responses
+            for r in await self._responses(request.asked, requests)
         ]
+
+    async def _responses(
+        self, asked: bytes, requests: Sequence[ModelRequest]
+    ) -> list[ModelResponse]:
+        """Returns the servers' answers. asked: a digest under which an error is kept until they
+        answer."""
+        try:
+            responses = await self._engine.agenerate_many(requests)
+        except Exception as e:
+            self._errors[asked] = f"{type(e).__name__}: {e}"
+            raise
+        self._errors.pop(asked, None)
+        return responses
 
     async def _prompt(self, parent: _Chat | None, request: ChatRequest) -> list[int]:
         """Returns the request's ids; those of a long one come from a thread, for rendering it would
@@ -335,18 +397,14 @@ class Session:
             known if known == message else message
             for known, message in zip_longest(before_messages, request.messages)
         )
-        before_keys = () if parent is None else parent.keys
+        keys = (*(() if parent is None else parent.keys), *keys[len(before_messages) :])
         for answer in answers:
             turn = self.trajectory.wrote(answer.response, after=read)
             self._turns[answer.id] = turn
             self._chats.append(
                 _Chat(
                     messages=(*messages, answer.message),
-                    keys=(
-                        *before_keys,
-                        *keys[len(before_keys) :],
-                        *keys_of([answer.message]),
-                    ),
+                    keys=(*keys, *keys_of([answer.message])),
                     tools=digest(request.tools),
                     turn=turn,
                 )

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from megarl.api.records import ModelResponse
-from megarl.rollout.gateway.errors import BadRequest
-from megarl.rollout.gateway.messages import whole_number
+from megarl.rollout.gateway.messages import BadRequest, whole_number
 
 
 @dataclass(kw_only=True)
