@@ -18,14 +18,11 @@ import contextlib
 import datetime
 import decimal
 import fractions
-import functools
 import importlib
-import importlib.util
 import json
 import operator
 import os
 import pathlib
-import symtable
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -85,7 +82,6 @@ _ASKED: dict[str, Callable[..., Any]] = {
 }
 # methods of plain data that are given what is expected: of an object they would say what it likes
 _SHOWN_WHAT_IS_EXPECTED = ("startswith", "endswith", "issubset", "issuperset", "isdisjoint")
-_MODULES = {name: name for name in sys.stdlib_module_names} | {"np": "numpy", "numpy": "numpy"}
 
 
 class Peer:
@@ -418,97 +414,6 @@ def leave(code: int, why: str) -> NoReturn:
     """Ends the judge, which nothing can catch."""
     print(why, file=sys.stderr, flush=True)
     os._exit(code)
-
-
-def names_asked(text: str, entry: str) -> tuple[list[str], dict[str, str]]:
-    """Returns the names that a test takes from the program, and the modules by the names that it
-    uses without an import. Raises ValueError for a test that is no Python, takes nothing from the
-    program, takes a kind of error or a base class, imports * or what is not installed, or makes
-    for it what cannot be handed over; with `entry`, also for one that takes a function of the
-    module math or alike.
-
-    Names of builtins are the program's where `entry` names them, and those of modules of the
-    standard library where they are not used as `module.name`."""
-    try:
-        tree = ast.parse(text)
-        tables = [symtable.symtable(text, "test", "exec")]
-    except (SyntaxError, ValueError, RecursionError) as e:
-        raise ValueError(f"no Python: {e}") from e
-    bound = {s.get_name() for s in tables[0].get_symbols() if s.is_assigned() or s.is_imported()}
-    used = set[str]()
-    for table in tables:
-        tables += table.get_children()
-        loose = (s for s in table.get_symbols() if s.is_global() or table is tables[0])
-        used |= {s.get_name() for s in loose if s.is_referenced()}
-    used -= bound | ({*dir(builtins)} - {entry})
-    nodes = list(ast.walk(tree))
-    if missing := sorted(name for name in _imported(tree) if not _is_installed(name)):
-        raise ValueError(f"imports {', '.join(missing)}, which is not installed: install it")
-    dotted = _names([n.value for n in nodes if isinstance(n, ast.Attribute)])
-    modules = {n: _MODULES[n] for n in used & dotted & _MODULES.keys() - {entry}}
-    names = sorted(used - modules.keys())
-    if not names:
-        raise ValueError(
-            "takes no name from the program; call its functions, and name one that is called like "
-            "a builtin in the column `entry`"
-        )
-    made_here = [n.type for n in nodes if isinstance(n, ast.ExceptHandler) and n.type]
-    made_here += [base for n in nodes if isinstance(n, ast.ClassDef) for base in n.bases]
-    if any(isinstance(n, ast.ImportFrom) and n.names[0].name == "*" for n in nodes):
-        raise ValueError("imports *, which may hide the program's names: import names one by one")
-    if entry and (wrong := sorted({*names} & _comparing_names() - {entry})):
-        raise ValueError(
-            f"would take {', '.join(wrong)} from the program, to be judged by: import it in the "
-            f"test (entry={entry!r} names what the program is to define)"
-        )
-    if wrong := sorted(_handed_over(nodes, {*names})):
-        raise ValueError(f"hands {', '.join(wrong)} to the program; hand over plain data")
-    if wrong := sorted(_names([n for node in made_here for n in ast.walk(node)]) & {*names}):
-        raise ValueError(f"catches or inherits {', '.join(wrong)} of the program's")
-    return names, modules
-
-
-def _imported(tree: ast.Module) -> set[str]:
-    """Returns the packages that a test imports whatever happens."""
-    named = [alias.name for n in tree.body if isinstance(n, ast.Import) for alias in n.names]
-    named += [n.module or "." for n in tree.body if isinstance(n, ast.ImportFrom)]
-    return {name.partition(".")[0] for name in named}
-
-
-@functools.cache
-def _is_installed(package: str) -> bool:
-    return bool(package) and importlib.util.find_spec(package) is not None
-
-
-@functools.cache
-def _comparing_names() -> set[str]:
-    """Returns names that a test means a module's function by, where it forgets to import it."""
-    modules = [importlib.import_module(name) for name in ("math", "cmath", "statistics")]
-    exported = {name for module in modules for name in getattr(module, "__all__", dir(module))}
-    return {name for name in exported if not name.startswith("_")}
-
-
-def _handed_over(nodes: Sequence[ast.AST], names: set[str]) -> set[str]:
-    """Returns what calls of the program's functions are given that cannot cross, where it is made
-    in the call: generators, and objects of classes of the test's that cannot be called."""
-    classes = {
-        node.name: f"an object of {node.name}"
-        for node in nodes
-        if isinstance(node, ast.ClassDef)
-        and not any(isinstance(n, ast.FunctionDef) and n.name == "__call__" for n in node.body)
-    }
-    found = set[str]()
-    for call in nodes:
-        if isinstance(call, ast.Call) and _names([call.func]) & names:
-            given = [*call.args, *(keyword.value for keyword in call.keywords)]
-            made = _names([value.func for value in given if isinstance(value, ast.Call)])
-            found |= {classes[name] for name in made & classes.keys()}
-            found |= {"a generator" for value in given if isinstance(value, ast.GeneratorExp)}
-    return found
-
-
-def _names(nodes: Sequence[ast.AST]) -> set[str]:
-    return {n.id for n in nodes if isinstance(n, ast.Name)}
 
 
 def judge(text: str, names: list[str], modules: dict[str, str], read: int, write: int) -> None:
