@@ -89,7 +89,7 @@ class ChatRequest:
     key: str = ""
 
     @cached_property
-    def asked(self) -> bytes:
+    def fingerprint(self) -> bytes:
         """Returns a digest of all that decides about the answers; equal ones ask for the same."""
         return digest(replace(self, key=""))
 

@@ -179,7 +179,7 @@ class Session:
         keys = keys_of(request.messages)
         parent = self._parent(request, keys)
         place = -1 if parent is None else self._chats.index(parent)
-        name = digest(place, request.asked), request.key
+        name = digest(place, request.fingerprint), request.key
         attempt = self._earlier(name) if again or request.key else None
         if attempt is None:
             work = self._started(self._generate(parent, request))
@@ -220,12 +220,12 @@ class Session:
         stops = dict.fromkeys([*gconfig.stop_token_ids, *request.stop_token_ids])
         (seed,) = self._seeds(ids, 1)
         trace = self.traces.setdefault(request.trace, Trajectory(index=self.trajectory.index))
-        known = trace.find(ids).routed()
+        routed = trace.find(ids).routed()
         sample = ModelRequest(
             input_ids=ids,
             gconfig=gconfig.new(stop_token_ids=list(stops)),
             seed=seed,
-            routes_from=known if request.session else min(known, request.routes_from),
+            routes_from=routed if request.session else min(routed, request.routes_from),
         )
         work = self._started(self._responses(digest(request.trace, len(ids)), [sample]))
         self._generating.add(work)
@@ -290,9 +290,9 @@ class Session:
         prompt = await self._prompt(parent, request)
         gconfig = self._bounds(len(prompt), request.max_tokens, request.stop)
         self._count(request.n)
-        known = parent.turn.routed() if parent is not None else 0
+        routed = parent.turn.routed() if parent is not None else 0
         requests = [
-            ModelRequest(input_ids=prompt, gconfig=gconfig, seed=seed, routes_from=known)
+            ModelRequest(input_ids=prompt, gconfig=gconfig, seed=seed, routes_from=routed)
             for seed in self._seeds(prompt, request.n)
         ]
         calls = sum(len(m.calls) for m in request.messages)
@@ -302,20 +302,20 @@ class Session:
                 message=self._renderer.answer(r, request.tools, calls_so_far=calls),
                 response=r,
             )
-            for r in await self._responses(request.asked, requests)
+            for r in await self._responses(request.fingerprint, requests)
         ]
 
     async def _responses(
-        self, asked: bytes, requests: Sequence[ModelRequest]
+        self, request: bytes, requests: Sequence[ModelRequest]
     ) -> list[ModelResponse]:
-        """Returns the servers' answers. asked: a digest under which an error is kept until they
+        """Returns the servers' answers. request: a digest under which an error is kept until they
         answer."""
         try:
             responses = await self._engine.agenerate_many(requests)
         except Exception as e:
-            self._errors[asked] = f"{type(e).__name__}: {e}"
+            self._errors[request] = f"{type(e).__name__}: {e}"
             raise
-        self._errors.pop(asked, None)
+        self._errors.pop(request, None)
         return responses
 
     async def _prompt(self, parent: _Chat | None, request: ChatRequest) -> list[int]:
@@ -368,9 +368,9 @@ class Session:
         if self._gconfig.seed is None:
             return [None] * n
         key = tuple(prompt)
-        asked = digest(key)
-        first = self._asked[asked]
-        self._asked[asked] += n
+        prompt_digest = digest(key)
+        first = self._asked[prompt_digest]
+        self._asked[prompt_digest] += n
         version = self._seeded_at
         if version is None:
             version = self._engine.get_version()
@@ -394,8 +394,8 @@ class Session:
         # what the chat before has is kept once
         before_messages = () if parent is None else parent.messages
         messages = tuple(
-            known if known == message else message
-            for known, message in zip_longest(before_messages, request.messages)
+            old if old == message else message
+            for old, message in zip_longest(before_messages, request.messages)
         )
         keys = (*(() if parent is None else parent.keys), *keys[len(before_messages) :])
         for answer in answers:

@@ -56,7 +56,7 @@ def _ids(value: Any, name: str, *, empty: bool = False) -> list[int]:
     return list(value)
 
 
-def write(asked: TokenRequest, answer_id: str, response: ModelResponse) -> dict[str, Any]:
+def write(request: TokenRequest, answer_id: str, response: ModelResponse) -> dict[str, Any]:
     """Returns the body of the answer. Each logprob names its token, as clients check it."""
     pairs = zip(response.output_tokens, response.output_logprobs, strict=True)
     content = [{"token": f"token_id:{token}", "logprob": logprob} for token, logprob in pairs]
@@ -66,7 +66,7 @@ def write(asked: TokenRequest, answer_id: str, response: ModelResponse) -> dict[
         "logprobs": {"content": content},
         "finish_reason": "length" if response.stop_reason == "length" else "stop",
     }
-    if not asked.session and (routes := _routes(response, asked.routes_from)) is not None:
+    if not request.session and (routes := _routes(response, request.routes_from)) is not None:
         choice["routed_experts"] = routes  # our own workers have no use for them
     return {"request_id": answer_id, "choices": [choice]}
 
@@ -76,10 +76,10 @@ def _routes(response: ModelResponse, start: int) -> dict[str, Any] | None:
     not known. Clients look for `data` as the first field."""
     if response.routed_experts is None or response.routes_from > start:
         return None
-    known = response.routed_experts[start - response.routes_from :]
-    if (known < 0).any():
+    routes = response.routed_experts[start - response.routes_from :]
+    if (routes < 0).any():
         return None
-    dtype = torch.uint8 if int(known.max()) < 256 else torch.uint16
-    data = base64.b64encode(known.to(dtype).numpy().tobytes()).decode()
+    dtype = torch.uint8 if int(routes.max()) < 256 else torch.uint16
+    data = base64.b64encode(routes.to(dtype).numpy().tobytes()).decode()
     name = str(dtype).removeprefix("torch.")
-    return {"data": data, "shape": list(known.shape), "dtype": name, "start": start}
+    return {"data": data, "shape": list(routes.shape), "dtype": name, "start": start}

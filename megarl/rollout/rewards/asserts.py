@@ -269,17 +269,17 @@ class Judge(Peer):
     def data(self, handle: Handle) -> Any:
         """Returns the plain data of an object; NotImplemented where it is none. An object says once
         what it is, lest it answers each comparison anew: a list may be another after a call."""
-        for kept in (self._constants, self._contents):
-            if handle.megarl_number in kept:
-                return kept[handle.megarl_number]
+        for cache in (self._constants, self._contents):
+            if handle.megarl_number in cache:
+                return cache[handle.megarl_number]
         try:
             value = self.ask("plain", handle)
         except Exception:
             value = NotImplemented
         if isinstance(value, Handle):
             value = NotImplemented
-        kept = self._constants if _is_constant(value) else self._contents
-        return kept.setdefault(handle.megarl_number, value)
+        cache = self._constants if _is_constant(value) else self._contents
+        return cache.setdefault(handle.megarl_number, value)
 
     def _call_back(self, number: int, args: list[Any], kw: dict[str, Any]) -> None:
         fn = self._functions[number]

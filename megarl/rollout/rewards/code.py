@@ -158,9 +158,9 @@ async def _by_stdin(program: str, case: dict[str, Any], entry: str, limits: Limi
 async def _by_call(program: str, case: dict[str, Any], entry: str, limits: Limits) -> bool:
     end = f"import json\nprint({_RESULT!r} + json.dumps(scope[{entry!r}](*{case['args']!r})))"
     ran = await run_program(_scoped(program, end), limits=limits)
-    _, found, text = ran.stdout.rpartition(_RESULT)
+    _, printed, text = ran.stdout.rpartition(_RESULT)
     try:
-        return ran.ended == "ok" and bool(found) and _same(json.loads(text), case["output"])
+        return ran.ended == "ok" and bool(printed) and _same(json.loads(text), case["output"])
     except Exception:  # what a program printed cannot be read: the program is wrong
         return False
 
@@ -169,13 +169,15 @@ async def _by_assert(program: str, case: str, entry: str, limits: Limits) -> boo
     """Runs the test in one process and the program in another, which answers for its names."""
     names, modules = names_asked(case, entry)
     with contextlib.ExitStack() as pipes:
-        (asked, ask), (answers, answer) = (_pipe(pipes) for _ in range(2))
-        ends = [file.fileno() for file in (answers, ask, asked, answer)]
+        (read_questions, ask), (read_answers, answer) = (_pipe(pipes) for _ in range(2))
+        ends = [file.fileno() for file in (read_answers, ask, read_questions, answer)]
         judge = _script("judge", case, names, modules, *ends[:2])
         served = _script("serve", program, *ends[2:])
-        serving = asyncio.create_task(run_program(served, limits=limits, files=(asked, answer)))
+        serving = asyncio.create_task(
+            run_program(served, limits=limits, files=(read_questions, answer))
+        )
         try:
-            ran = await run_program(judge, limits=limits, files=(answers, ask))
+            ran = await run_program(judge, limits=limits, files=(read_answers, ask))
             if ran.code == asserts.LOST or serving.done():  # the sandbox may have failed
                 await serving
         finally:
@@ -216,24 +218,24 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.strip().splitlines()]
 
 
-def _same(found: Any, wanted: Any) -> bool:
+def _same(value: Any, expected: Any) -> bool:
     """Compares values as JSON has them: integers exactly, other numbers up to rounding."""
-    if isinstance(found, bool) or isinstance(wanted, bool):
-        return found is wanted
-    if isinstance(found, int) and isinstance(wanted, int):
-        return found == wanted
-    if isinstance(found, int | float) and isinstance(wanted, int | float):
+    if isinstance(value, bool) or isinstance(expected, bool):
+        return value is expected
+    if isinstance(value, int) and isinstance(expected, int):
+        return value == expected
+    if isinstance(value, int | float) and isinstance(expected, int | float):
         try:
-            return math.isclose(found, wanted, rel_tol=1e-9, abs_tol=1e-9)
+            return math.isclose(value, expected, rel_tol=1e-9, abs_tol=1e-9)
         except OverflowError:  # an integer that is larger than any float
             return False
-    if isinstance(found, list) and isinstance(wanted, list | tuple):
-        return len(found) == len(wanted) and all(map(_same, found, wanted))
-    if isinstance(found, dict) and isinstance(wanted, dict):
-        return found.keys() == {str(k) for k in wanted} and all(
-            _same(found[str(k)], v) for k, v in wanted.items()
+    if isinstance(value, list) and isinstance(expected, list | tuple):
+        return len(value) == len(expected) and all(map(_same, value, expected))
+    if isinstance(value, dict) and isinstance(expected, dict):
+        return value.keys() == {str(k) for k in expected} and all(
+            _same(value[str(k)], v) for k, v in expected.items()
         )
-    return bool(found == wanted)
+    return bool(value == expected)
 
 
 # tests that are assert statements, before the run begins
@@ -316,14 +318,14 @@ def _handed_over(nodes: Sequence[ast.AST], names: set[str]) -> set[str]:
         if isinstance(node, ast.ClassDef)
         and not any(isinstance(n, ast.FunctionDef) and n.name == "__call__" for n in node.body)
     }
-    found = set[str]()
+    named = set[str]()
     for call in nodes:
         if isinstance(call, ast.Call) and _names([call.func]) & names:
             given = [*call.args, *(keyword.value for keyword in call.keywords)]
-            made = _names([value.func for value in given if isinstance(value, ast.Call)])
-            found |= {classes[name] for name in made & classes.keys()}
-            found |= {"a generator" for value in given if isinstance(value, ast.GeneratorExp)}
-    return found
+            callees = _names([value.func for value in given if isinstance(value, ast.Call)])
+            named |= {classes[name] for name in callees & classes.keys()}
+            named |= {"a generator" for value in given if isinstance(value, ast.GeneratorExp)}
+    return named
 
 
 def _names(nodes: Sequence[ast.AST]) -> set[str]:

@@ -67,9 +67,9 @@ def gsm8k_reward(
     for an `answer` that is none."""
     gold = _gold(answer)
     try:
-        found = final_answer(completion)
+        answer_value = final_answer(completion)
         # `bounded` bounds the time, for both
-        return float(found is not None and verify(gold, found, timeout_seconds=None))
+        return float(answer_value is not None and verify(gold, answer_value, timeout_seconds=None))
     except Exception:
         return 0.0
 
@@ -92,18 +92,18 @@ def final_answer(text: str) -> Any:
     if ending := _ENDING.search(text):
         text = ending[1]
     text = _SENTENCE_END.sub(",", _BOLD.sub("", text.translate(_SYMBOLS)))
-    found = _parse(text)
+    value = _parse(text)
     numbers = list(_NUMBER.finditer(text))
-    if found is None:
+    if value is None:
         return _value(numbers[-1]) if numbers and _stands_alone(numbers[-1]) else None
-    number = found.args[0] if found.has(UnevaluatedExpr) and found.is_Mul else found  # of 50 %
+    number = value.args[0] if value.has(UnevaluatedExpr) and value.is_Mul else value  # of 50 %
     places = [m for m in numbers if number.is_Number and _value(m) == number]
     if not places:  # an expression, or LaTeX
-        return found
+        return value
     # math-verify takes the number after "answer", else the last one
     anchor = text.lower().rfind("answer")
     place = next((m for m in places if m.start() > anchor >= 0), places[-1])
-    return found if _stands_alone(place) else None
+    return value if _stands_alone(place) else None
 
 
 def _stands_alone(number: re.Match[str]) -> bool:
@@ -139,10 +139,10 @@ def _parse(text: str) -> Any:
     if _LARGE_BINOMIAL.search(text) or any(int(m[1]) > MAX_DIGITS for m in _POWER.finditer(text)):
         raise TooMuchWork
     text = _PERCENT.sub(r"$\1$\\%", text)
-    found = math_verify_parse(text, parsing_timeout=None, fallback_mode="no_fallback")
-    if found and not _computable(found[0]):
+    values = math_verify_parse(text, parsing_timeout=None, fallback_mode="no_fallback")
+    if values and not _computable(values[0]):
         raise TooMuchWork
-    return found[0] if found else None
+    return values[0] if values else None
 
 
 def _computable(value: Any) -> bool:
@@ -180,10 +180,10 @@ def _check_latex() -> None:
     """Raises ImportError where LaTeX is not read: math-verify swallows its parser's errors, such as
     of an antlr4 that it has no parser for, so that right answers would earn 0."""
     for latex, value in ((r"\frac{5}{6}", "5/6"), (r"50\%", "1/2"), (r"\sqrt{16}", "4")):
-        found = _parse(f"\\boxed{{{latex}}}")
-        if found is None or found.doit() != _parse(f"\\boxed{{{value}}}"):
+        reading = _parse(f"\\boxed{{{latex}}}")
+        if reading is None or reading.doit() != _parse(f"\\boxed{{{value}}}"):
             raise ImportError(
-                f"math-verify reads {latex} as {found} with antlr4-python3-runtime "
+                f"math-verify reads {latex} as {reading} with antlr4-python3-runtime "
                 f"{version('antlr4-python3-runtime')}; install 4.9.3, 4.11.0 or 4.13.2"
             )
 

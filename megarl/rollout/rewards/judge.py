@@ -113,9 +113,9 @@ class JudgeReward:
     def check_row(self, **row: Any) -> None:
         """Raises ValueError where the prompt names a column that the row lacks."""
         ends = ("low", "high") if isinstance(self.scale, tuple) else ()
-        known = {"prompt", "completion", "conversation", *ends, *row}
+        places = {"prompt", "completion", "conversation", *ends, *row}
         for template in self._templates:
-            if missing := [name for name in _PLACE.findall(template) if name not in known]:
+            if missing := [name for name in _PLACE.findall(template) if name not in places]:
                 raise ValueError(
                     f"the judge's prompt has {{{missing[0]}}}, and the row has no such column; it "
                     f"has {', '.join(sorted(row))}"
@@ -134,25 +134,25 @@ class JudgeReward:
         messages = self.messages(prompt, completion, row)
         async with self._slots:
             text = await self._ask({"model": self._model, "messages": messages, **self._request})
-        if (found := self.verdict(text)) is None:
+        if (reward := self.verdict(text)) is None:
             raise RewardUnavailable(f"no verdict in the judge's answer: {shown(text[-200:])}")
-        return Scored(found, notes={"judge": text})
+        return Scored(reward, notes={"judge": text})
 
     def messages(
         self, prompt: str, completion: str, row: Mapping[str, Any]
     ) -> list[dict[str, str]]:
         """Returns what the judge is asked."""
-        known: dict[str, Any] = {
+        values: dict[str, Any] = {
             **row,
             "prompt": _as_text(row.get("messages") or prompt),
             "completion": fenced(completion),
             "conversation": fenced(_as_text(row.get("conversation", ""))),
         }
         if isinstance(self.scale, tuple):
-            known |= {"low": f"{self.scale[0]:g}", "high": f"{self.scale[1]:g}"}
+            values |= {"low": f"{self.scale[0]:g}", "high": f"{self.scale[1]:g}"}
 
         def filled(template: str) -> str:  # at once: what stands in an answer is no place
-            return _PLACE.sub(lambda m: _as_text(known.get(m[1], m[0])), template)
+            return _PLACE.sub(lambda m: _as_text(values.get(m[1], m[0])), template)
 
         texts = zip(("system", "user"), map(filled, self._templates), strict=True)
         return [{"role": role, "content": text} for role, text in texts if text]
@@ -163,12 +163,12 @@ class JudgeReward:
         matches = list(self._parse.finditer(text.rpartition("</think>")[2]))
         if not matches:
             return None
-        said = (matches[-1][1 if self._parse.groups else 0] or "").strip()
+        verdict = (matches[-1][1 if self._parse.groups else 0] or "").strip()
         if isinstance(self.scale, dict):
-            return self.scale.get(said)
+            return self.scale.get(verdict)
         low, high = self.scale
         try:
-            number = float(said)
+            number = float(verdict)
         except ValueError:
             return None
         on_scale = min(low, high) <= number <= max(low, high)

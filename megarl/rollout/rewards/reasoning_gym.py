@@ -29,10 +29,10 @@ def reasoning_gym_reward(
     answer that the scorer cannot read earns 0; raises what it raises where it cannot read the
     entry's own either.
     """
-    found = extract_answer(completion)
+    answer = extract_answer(completion)
     score = score_answer_fn(entry["metadata"]["source_dataset"])
     try:
-        return float(score(completion.strip() if found is None else found, entry))
+        return float(score(completion.strip() if answer is None else answer, entry))
     except Exception:
         score(str(entry["answer"]), entry)
         return 0.0

@@ -20,8 +20,8 @@ def exact_reward(
     **row: Any,
 ) -> float:
     """Returns 1 if the completion is the answer, but for white space, else 0."""
-    found, wanted = (" ".join(str(text).split()) for text in (completion, answer))
-    return float(found.casefold() == wanted.casefold() if ignore_case else found == wanted)
+    given, expected = (" ".join(str(text).split()) for text in (completion, answer))
+    return float(given.casefold() == expected.casefold() if ignore_case else given == expected)
 
 
 def _check_exact(*, answer: Any = None, **row: Any) -> None:
@@ -47,10 +47,10 @@ def regex_reward(
     else 0. The pattern's first group is compared, or the whole match; in a row without an answer
     any match is right. Raises ValueError for a pattern that is none."""
     matches = list(_compiled(pattern).finditer(completion))
-    found = matches[-1] if matches else None
-    if found is None or answer is None:
-        return float(found is not None)
-    text = found[1] if found.re.groups else found[0]
+    match = matches[-1] if matches else None
+    if match is None or answer is None:
+        return float(match is not None)
+    text = match[1] if match.re.groups else match[0]
     return float((text or "").strip() == str(answer).strip())
 
 
