@@ -109,7 +109,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_CODE
     os.environ.setdefault(SETTLE, "5")
     names = names_of(job, command.options["attempt"])
-    with Signals(signal.SIGUSR1) as signals:
+    # Slurm sends its signal to the agents, and to the batch script, which passes it on to them
+    with Signals(signal.SIGUSR1, settle=float(os.environ[SETTLE])) as signals:
         try:
             names.begin(len(job.pools), timeout=FENCE)
         except Superseded as e:

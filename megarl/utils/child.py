@@ -217,11 +217,11 @@ def wait_until(done: Callable[[], bool], *, timeout: float) -> bool:
 
 class Signals:
     """Remembers SIGINT, SIGTERM and SIGHUP (but for nohup), and those `also` given, instead of
-    dying of them."""
+    dying of them. settle: seconds after one in which others are the same wish."""
 
-    def __init__(self, *also: signal.Signals) -> None:
+    def __init__(self, *also: signal.Signals, settle: float = 0.0) -> None:
         self.received: list[int] = []
-        self._also = also
+        self._also, self._settle, self._settled = also, settle, 0.0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
@@ -246,7 +246,9 @@ class Signals:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.received.append(number)
+        if time.monotonic() >= self._settled:
+            self._settled = time.monotonic() + self._settle
+            self.received.append(number)
 
 
 @contextlib.contextmanager

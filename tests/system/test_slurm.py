@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -121,7 +122,8 @@ def test_a_lost_node_queues_the_job_again_and_its_processes_end(
         job = (run.dir / "launch" / "job_id").read_text()
         assert (tmp_path / "nodes").read_text() == "n[1-3]\n"
         assert cluster.field(job, "NodeList") == "n[1,3-4]"
-        assert "PENDING, for attempt 2" in output and "continuing" in output
+        again = r"RUNNING on n\[1-3\].* is PENDING.* RUNNING on n\[1,3-4\]"
+        assert re.search(again, output, re.DOTALL) and "continuing" in output, output
         check_same(run, local)
     finally:
         cluster.daemons["n2"].wait(10)

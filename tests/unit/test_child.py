@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from megarl.utils.child import Child
+from megarl.utils.child import Child, Signals
 from tests.leftovers import Mark
 
 ROOT = Path(__file__).parents[2]
 # the leader starts another process, which has none of its files, and ends
 STARTER = """
 import os, resource, sys, time
-from megarl.utils.child import Child
+from megarl.utils.child import Child, Signals
 resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
 files = [open(os.devnull) for _ in range(int(sys.argv[1]))]
 first = Child("first", ["true"], env=os.environ)
@@ -61,3 +61,11 @@ def test_a_child_that_cannot_start_leaves_no_file_open() -> None:
         Child("nothing", ["/no/such/program"], env={})
     Child("true", ["true"], env={}).wait(30)
     assert len(list(files.iterdir())) == before
+
+
+@pytest.mark.parametrize(("settle", "wishes"), [(0.0, 2), (60.0, 1)])
+def test_signals_of_one_wish_count_once(settle: float, wishes: int) -> None:
+    with Signals(settle=settle) as signals:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+    assert signals.received == [signal.SIGTERM, signal.SIGINT][:wishes]
