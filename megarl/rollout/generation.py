@@ -325,7 +325,7 @@ class Sample:
         versions = _versions(meta, len(tokens))
         if self.routes is not None:
             sent = len(self.tokens)
-            self.routes.absorb(meta, sent=sent, got=len(tokens), asked=routes_from)
+            self.routes.absorb(meta, sent=sent, got=len(tokens), first=routes_from)
             response.routed_experts = self.routes.known
         response.output_tokens += tokens
         response.output_logprobs += logprobs

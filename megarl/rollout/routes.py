@@ -41,22 +41,22 @@ class Routes:
         if kept is not None and (kept.shape, kept.dtype) == (like.shape, like.dtype):
             self.known = kept
 
-    def absorb(self, meta: Mapping[str, Any], *, sent: int, got: int, asked: int) -> None:
+    def absorb(self, meta: Mapping[str, Any], *, sent: int, got: int, first: int) -> None:
         """Takes the meta_info of an answer of `got` tokens to `sent`, which was asked for routes
-        from position `asked` on. Raises ValueError for another number of routes than of tokens."""
+        from position `first` on. Raises ValueError for another number of routes than of tokens."""
         text = meta.get("routed_experts")
         if not got and text is None:  # of a request that never ran
             return
         end = max(sent + got - 1, self.end)
         known = self.shape.unknown(end - self.end)
         if text is not None:
-            said = decode(text, self.shape)
-            if len(said) != max(0, sent + got - 1 - asked):
+            routes = decode(text, self.shape)
+            if len(routes) != max(0, sent + got - 1 - first):
                 raise ValueError(
-                    f"routed_experts has {len(said)} positions, not the {sent + got - 1 - asked} "
-                    f"from {asked} to the last token but one"
+                    f"routed_experts has {len(routes)} positions, not the {sent + got - 1 - first} "
+                    f"from {first} to the last token but one"
                 )
-            known = said[self.end - asked :]
+            known = routes[self.end - first :]
             self._forget(known, self.prompt_len, sent)
             self._forget(known, sent, sent + _recomputed(meta))
         self.known = torch.cat([self.known, known])
@@ -76,8 +76,8 @@ def _recomputed(meta: Mapping[str, Any]) -> int:
 
 async def check_routes(pool: ServerPool) -> None:
     """Raises RuntimeError naming the servers that do not return the routes of all tokens."""
-    found = await pool.everywhere("GET", "/server_info", timeout=PROBE_TIMEOUT)
-    wrong = {address: why for address, info in found.items() if (why := _without_routes(info))}
+    infos = await pool.everywhere("GET", "/server_info", timeout=PROBE_TIMEOUT)
+    wrong = {address: why for address, info in infos.items() if (why := _without_routes(info))}
     if wrong:
         raise RuntimeError(
             "router_replay=rollout needs the routes of the servers: "

@@ -26,7 +26,7 @@ AT_ONCE = 32  # requests
 # what k logprobs in float32 leave to the others cannot be told from rounding below this
 TAIL_FLOOR = 1e-6
 
-Said = dict[str, Tensor]  # of one sample: teacher_logp [n], and with k the fields beside it
+Fields = dict[str, Tensor]  # of one sample: teacher_logp [n], and with k the fields beside it
 
 
 class ServerTeacher:
@@ -53,33 +53,33 @@ class ServerTeacher:
         """Adds what Teacher.teach adds; returns which samples no server answered for, [B] bool,
         whose fields are not to be used. Each rank asks for the rows it holds. Collective."""
 
-        def of_held_rows() -> tuple[list[Said], Tensor]:
+        def of_held_rows() -> tuple[list[Fields], Tensor]:
             return self._ask(batch, self.top if top else 0)
 
-        said, failed = on_every_rank("teacher", of_held_rows, batch.comm)
+        fields, failed = on_every_rank("teacher", of_held_rows, batch.comm)
         lengths = batch.lengths[batch.rows]
         for name, nothing in _nothing(0, self.top if top else 0).items():
-            values = torch.cat([nothing, *(one[name] for one in said)])
+            values = torch.cat([nothing, *(one[name] for one in fields)])
             batch[name] = Tokens(values, lengths)
         return batch.gather(failed)
 
-    def _ask(self, batch: Batch, k: int) -> tuple[list[Said], Tensor]:
+    def _ask(self, batch: Batch, k: int) -> tuple[list[Fields], Tensor]:
         """Returns what is said of each held row, and whether its requests failed, [b] bool."""
         held = batch.padded(names=["input_ids"])
         lengths = batch.lengths[batch.rows].tolist()
         rows = [ids[:n].tolist() for ids, n in zip(held["input_ids"], lengths, strict=True)]
         answers = in_thread(asyncio.run, self._of_rows(rows, k)).result()
         failed = torch.tensor([one is None for one in answers], dtype=torch.bool)
-        said = [
+        fields = [
             _nothing(n, k) if one is None else one for one, n in zip(answers, lengths, strict=True)
         ]
-        return said, failed
+        return fields, failed
 
-    async def _of_rows(self, rows: Sequence[list[int]], k: int) -> list[Said | None]:
+    async def _of_rows(self, rows: Sequence[list[int]], k: int) -> list[Fields | None]:
         places, lost = asyncio.Semaphore(AT_ONCE), asyncio.Event()
         async with open_session() as session:
 
-            async def of_row(at: int) -> Said | None:
+            async def of_row(at: int) -> Fields | None:
                 async with places:
                     return await self._of_row(session, at, rows[at], k, lost)
 
@@ -87,7 +87,7 @@ class ServerTeacher:
 
     async def _of_row(
         self, session: aiohttp.ClientSession, at: int, ids: list[int], k: int, lost: asyncio.Event
-    ) -> Said | None:
+    ) -> Fields | None:
         """Returns what the servers say of a sample; None, with a warning, where none answers. A
         sample that was asked for until the end of the timeout sets `lost`: with it set, each server
         is asked once."""
@@ -119,16 +119,16 @@ class ServerTeacher:
         return None
 
 
-def _nothing(n: int, k: int) -> Said:
+def _nothing(n: int, k: int) -> Fields:
     """Returns the fields of a sample of n tokens of which nothing is said."""
-    said = {"teacher_logp": torch.zeros(n)}
+    fields = {"teacher_logp": torch.zeros(n)}
     if k:
-        said |= {"teacher_logprobs": torch.zeros(n, k), "teacher_tail": torch.zeros(n)}
-        said["given_ids"] = torch.full((n, k), -1, dtype=torch.int32)
-    return said
+        fields |= {"teacher_logprobs": torch.zeros(n, k), "teacher_tail": torch.zeros(n)}
+        fields["given_ids"] = torch.full((n, k), -1, dtype=torch.int32)
+    return fields
 
 
-def read_answer(answer: Any, ids: Sequence[int], k: int, *, whole: bool = False) -> Said:
+def read_answer(answer: Any, ids: Sequence[int], k: int, *, whole: bool = False) -> Fields:
     """Returns what an answer of /generate says of the prompt `ids`; `whole`: k is the vocabulary.
     Raises ValueError for an answer that breaks SGLang's protocol, or speaks of other tokens."""
     try:
@@ -136,24 +136,24 @@ def read_answer(answer: Any, ids: Sequence[int], k: int, *, whole: bool = False)
         own = meta["input_token_logprobs"]
         if [entry[1] for entry in own] != list(ids):
             raise ValueError(f"it speaks of tokens {shown([entry[1] for entry in own])}")
-        said = _nothing(len(ids), k)
-        said["teacher_logp"][1:] = torch.tensor([float(entry[0]) for entry in own[1:]])
+        fields = _nothing(len(ids), k)
+        fields["teacher_logp"][1:] = torch.tensor([float(entry[0]) for entry in own[1:]])
         if k and len(ids) > 1:
             named = meta["input_top_logprobs"][1:]
             if any(len(at) != k for at in named):
                 raise ValueError(f"it names another number of tokens than {k} at a position")
             logprobs = torch.tensor([[float(e[0]) for e in at] for at in named])
             which = torch.tensor([[int(e[1]) for e in at] for at in named], dtype=torch.int32)
-            said["teacher_logprobs"][1:], said["given_ids"][1:] = logprobs, which
+            fields["teacher_logprobs"][1:], fields["given_ids"][1:] = logprobs, which
             if which.sort(-1).values.diff(dim=-1).eq(0).any():
                 raise ValueError("it names a token twice at one position")
             # a teacher of more rows may name k tokens that are not the student's whole vocabulary
-            said["teacher_tail"][1:] = tail_of(logprobs, whole=whole and int(which.max()) < k)
+            fields["teacher_tail"][1:] = tail_of(logprobs, whole=whole and int(which.max()) < k)
     except (KeyError, TypeError, IndexError, RuntimeError) as e:
         raise ValueError(f"the answer {shown(answer)} has no logprobs of the prompt: {e}") from None
-    if said["teacher_logp"].isnan().any() or (k and said["teacher_logprobs"].isnan().any()):
+    if fields["teacher_logp"].isnan().any() or (k and fields["teacher_logprobs"].isnan().any()):
         raise ValueError("a logprob is NaN: the weights are broken, or overflow in their dtype")
-    return said
+    return fields
 
 
 def tail_of(logprobs: Tensor, *, whole: bool = False) -> Tensor:

@@ -39,7 +39,7 @@ GATHER = 0.005  # seconds in which what ends joins what has ended, so that messa
 MOST = 256  # reports of one message
 # of an episode, what its process is told, and what it finds out
 ABOUT = ("number", "row", "drawn", "may_fail", "routes", "admitted")
-FOUND = (
+RESULT = (
     *("batch", "failed", "lost", "good", "retried", "missing"),
     *("notes", "rewards", "latency", "oldest"),
 )
@@ -190,13 +190,13 @@ class EpisodeWorker:
             await asyncio.sleep(GATHER)
         except TimeoutError:
             pass
-        said, self._reports = self._reports[:MOST], self._reports[MOST:]
+        reports, self._reports = self._reports[:MOST], self._reports[MOST:]
         if not self._reports:
             self._any.clear()
         client = self._opened()
         return packed(
             {
-                "reports": said,
+                "reports": reports,
                 "lag": client.opened().loop.take_lag(),
                 "lost_answers": client.lost_answers,
                 "stuck_threads": stuck_threads(),
@@ -211,9 +211,9 @@ class EpisodeWorker:
             episode.error = e
         if self._running.pop(ticket, None) is None:
             return  # it was cancelled
-        found = {name: getattr(episode, name) for name in FOUND}
+        result = {name: getattr(episode, name) for name in RESULT}
         news = None if episode.answers is None else episode.answers.news()
-        self._report("ended", ticket, found, _portable(episode.error), news)
+        self._report("ended", ticket, result, _portable(episode.error), news)
 
     async def _settle(self, number: int, timeout: float) -> None:
         settled = await self._opened().opened().samples.settled(timeout)
@@ -241,9 +241,9 @@ def _portable(error: BaseException | None) -> bytes | None:
         pickled: bytes = cloudpickle.dumps(error)
         cloudpickle.loads(pickled)
     except Exception:
-        told = RuntimeError(f"{type(error).__name__}: {error}")
-        told.add_note(error.__notes__[-1])
-        pickled = cloudpickle.dumps(told)
+        plain = RuntimeError(f"{type(error).__name__}: {error}")
+        plain.add_note(error.__notes__[-1])
+        pickled = cloudpickle.dumps(plain)
     return pickled
 
 

@@ -101,39 +101,39 @@ class Job:
 class Link:
     """Holds the coordinator's end of a worker. All of it runs in the client's loop.
 
-    jobs: that it runs, by ticket. knows: the numbers of the workflows that it has. lag,
+    jobs: that it runs, by ticket. known_workflows: the numbers of the workflows that it has. lag,
     lost_answers, stuck_threads: what it said last. proved: an episode has ended in it.
     """
 
     index: int
     process: Process
     jobs: dict[int, Job] = field(default_factory=dict)
-    knows: set[int] = field(default_factory=set)
+    known_workflows: set[int] = field(default_factory=set)
     lag: float = 0.0
     lost_answers: int | None = None
     stuck_threads: int = 0
     proved: bool = False
-    _said: list[tuple[Any, ...]] = field(default_factory=list)
-    _told: list[asyncio.Future[None]] = field(default_factory=list)
+    _outbox: list[tuple[Any, ...]] = field(default_factory=list)
+    _flush_waiters: list[asyncio.Future[None]] = field(default_factory=list)
     _settling: dict[int, asyncio.Future[bool]] = field(default_factory=dict)
-    _some: asyncio.Event = field(default_factory=asyncio.Event)
+    _wake: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def say(self, *item: Any) -> None:
+    def send(self, *item: Any) -> None:
         """Adds to what it is told next."""
-        self._said.append(item)
-        self._some.set()
+        self._outbox.append(item)
+        self._wake.set()
 
-    def told(self) -> asyncio.Future[None]:
-        """Returns a future that is done when it knows what was said before, or has died."""
-        self._told.append(wait := asyncio.get_running_loop().create_future())
-        self._some.set()
+    def flushed(self) -> asyncio.Future[None]:
+        """Returns a future that is done when it has what was sent before, or has died."""
+        self._flush_waiters.append(wait := asyncio.get_running_loop().create_future())
+        self._wake.set()
         return wait
 
     def settled(self, number: int, timeout: float) -> asyncio.Future[bool]:
         """Asks it, under a number of its own, to settle (`EpisodeWorker`); returns its answer, True
         for one that dies."""
         wait = self._settling[number] = asyncio.get_running_loop().create_future()
-        self.say("settle", number, timeout)
+        self.send("settle", number, timeout)
         return wait
 
     async def talk(self) -> None:
@@ -144,22 +144,22 @@ class Link:
         finally:
             for task in both:
                 task.cancel()
-            for told in self._told:
-                _resolve(told, None)
+            for wait in self._flush_waiters:
+                _resolve(wait, None)
             for settled in self._settling.values():
                 _resolve(settled, True)
 
     async def _tell(self) -> None:
         while True:
-            await self._some.wait()
-            self._some.clear()
-            said, self._said = self._said, []
-            told, self._told = self._told, []
+            await self._wake.wait()
+            self._wake.clear()
+            items, self._outbox = self._outbox, []
+            waiters, self._flush_waiters = self._flush_waiters, []
             try:
-                if said:
-                    await self.process.call(TELL, said)
+                if items:
+                    await self.process.call(TELL, items)
             finally:
-                for wait in told:
+                for wait in waiters:
                     _resolve(wait, None)
 
     async def _hear(self) -> None:
@@ -182,13 +182,13 @@ class Link:
                 (self._ended if kind == "ended" else self._settled)(ticket, *rest)
 
     def _ended(
-        self, ticket: int, found: Mapping[str, Any], error: bytes | None, news: News | None
+        self, ticket: int, result: Mapping[str, Any], error: bytes | None, news: News | None
     ) -> None:
         self.proved = True
         if (job := self.jobs.pop(ticket, None)) is None:
             return  # it was cancelled meanwhile
         episode = job.episode
-        for name, value in found.items():
+        for name, value in result.items():
             setattr(episode, name, value)
         if error is not None:
             episode.error = cloudpickle.loads(error)
@@ -219,8 +219,8 @@ class Workflows:
     def number(self, workflow: RolloutWorkflow) -> int:
         """Returns the number of a workflow. Raises TypeError for one that cannot be pickled."""
         key = id(workflow)
-        if (known := self._numbers.get(key)) is not None:
-            return known
+        if key in self._numbers:
+            return self._numbers[key]
         self._next += 1
         number = self._next
         self.pickled[number] = pickled_workflow(workflow, self._processes)
@@ -298,11 +298,11 @@ class WorkerPool:
         if (state := state_of(self._client)) != self._state:
             self._state = state
             for worker in self._workers.values():
-                worker.say("follow", state)
+                worker.send("follow", state)
 
-    async def told(self) -> None:
+    async def flushed(self) -> None:
         """Waits until all workers know what they were told before."""
-        await asyncio.gather(*(worker.told() for worker in self._workers.values()))
+        await asyncio.gather(*(worker.flushed() for worker in self._workers.values()))
 
     async def hold(self) -> None:
         """Sends no more requests until `release`."""
@@ -318,9 +318,9 @@ class WorkerPool:
         """Waits, while requests are held, for the answers under way, and takes note of how far all
         of them are; returns whether all came in `timeout` seconds."""
         self._ticket += 1
-        said = (w.settled(self._ticket, timeout) for w in self._workers.values())
+        answers = (w.settled(self._ticket, timeout) for w in self._workers.values())
         try:
-            return all(await asyncio.wait_for(asyncio.gather(*said), timeout + MARGIN))
+            return all(await asyncio.wait_for(asyncio.gather(*answers), timeout + MARGIN))
         except TimeoutError:  # of a worker that stands still
             return False
 
@@ -330,7 +330,7 @@ class WorkerPool:
         gateways."""
         workers = list(self._workers.values())
         lost = [w.lost_answers for w in workers if w.lost_answers is not None]
-        found = {
+        stats = {
             "workers": float(len(workers)),
             "worker_deaths": float(self.deaths),
             "worker_lag": max((w.lag for w in workers), default=0.0),
@@ -338,12 +338,12 @@ class WorkerPool:
         }
         for worker in workers:
             worker.lag = 0.0
-        return found | ({"lost_answers": float(self._lost_answers + sum(lost))} if lost else {})
+        return stats | ({"lost_answers": float(self._lost_answers + sum(lost))} if lost else {})
 
     async def _tell_all(self, *item: Any) -> None:
         for worker in self._workers.values():
-            worker.say(*item)
-        await self.told()
+            worker.send(*item)
+        await self.flushed()
 
     # episodes
 
@@ -360,26 +360,26 @@ class WorkerPool:
             episode.error = e
             job.done.set_result(None)
             return
-        if flow not in worker.knows:
-            worker.knows.add(flow)
-            worker.say("workflow", flow, self._flows.pickled[flow])
+        if flow not in worker.known_workflows:
+            worker.known_workflows.add(flow)
+            worker.send("workflow", flow, self._flows.pickled[flow])
         about = {name: getattr(episode, name) for name in ABOUT}
         kept = None if episode.answers is None else episode.answers.kept
         worker.jobs[job.ticket] = job
-        worker.say("run", job.ticket, flow, about, kept, job.terms)
+        worker.send("run", job.ticket, flow, about, kept, job.terms)
 
     def _cancel(self, job: Job) -> None:
         if job in self._waiting:
             self._waiting.remove(job)
         for worker in self._workers.values():
             if worker.jobs.pop(job.ticket, None) is not None:
-                worker.say("cancel", job.ticket)
+                worker.send("cancel", job.ticket)
 
     def _forget(self, flow: int) -> None:
         for worker in self._workers.values():
-            if flow in worker.knows:
-                worker.knows.discard(flow)
-                worker.say("forget", flow)
+            if flow in worker.known_workflows:
+                worker.known_workflows.discard(flow)
+                worker.send("forget", flow)
 
     # one worker
 
@@ -415,9 +415,9 @@ class WorkerPool:
         except (RuntimeError, OSError) as e:
             raise RpcError(f"worker {index} of rollout.workers did not start: {e}") from e
         worker = self._workers[index] = Link(index, process)
-        worker.say("follow", self._state)
+        worker.send("follow", self._state)
         if self._held:
-            worker.say("hold")
+            worker.send("hold")
         waiting, self._waiting = self._waiting, []
         for job in waiting:
             self._assign(job)

@@ -76,30 +76,30 @@ def known(routes: Routes) -> list[int]:
 
 def test_the_first_answer_that_knows_a_position_counts() -> None:
     routes = Routes(ONE, start=0, prompt_len=3)
-    routes.absorb(meta(1, 2, 3, 4), sent=3, got=2, asked=0)
+    routes.absorb(meta(1, 2, 3, 4), sent=3, got=2, first=0)
     assert known(routes) == [1, 2, 3, 4] and routes.end == 4
     # an abort before the first token, and one in the queue
-    routes.absorb({"completion_tokens": 0}, sent=5, got=0, asked=4)
+    routes.absorb({"completion_tokens": 0}, sent=5, got=0, first=4)
     assert routes.end == 4
     # a request for several samples, of which another knew less
-    routes.absorb(meta(92, 93, 94, 5, 6), sent=5, got=2, asked=1)
+    routes.absorb(meta(92, 93, 94, 5, 6), sent=5, got=2, first=1)
     assert known(routes) == [1, 2, 3, 4, 5, 6]
 
 
 def test_routes_begin_where_a_turn_lacks_them() -> None:
     routes = Routes(ONE, start=2, prompt_len=4)
     assert routes.end == 2
-    routes.absorb(meta(3, 4, 5), sent=4, got=2, asked=2)
+    routes.absorb(meta(3, 4, 5), sent=4, got=2, first=2)
     assert known(routes) == [3, 4, 5] and routes.end == 5
 
 
 def test_a_token_that_is_read_again_does_not_get_other_routes() -> None:
     """Tokens 3 and 4 came without routes; a later request reads them again."""
     routes = Routes(ONE, start=0, prompt_len=3)
-    routes.absorb({"finish_reason": {}}, sent=3, got=2, asked=0)
+    routes.absorb({"finish_reason": {}}, sent=3, got=2, first=0)
     assert known(routes) == [-1] * 4
     again = Routes(ONE, start=0, prompt_len=3)
-    again.absorb(meta(1, 2, 3, 4, 5, 6), sent=5, got=2, asked=0)
+    again.absorb(meta(1, 2, 3, 4, 5, 6), sent=5, got=2, first=0)
     assert known(again) == [1, 2, -1, -1, 5, 6]
 
 
@@ -107,17 +107,17 @@ def test_what_a_retraction_recomputed_under_newer_weights_is_unknown() -> None:
     spans = [{"version": "0", "start": 0, "end": 2}, {"version": "1", "start": 2, "end": 4}]
     retracted = Routes(ONE, start=0, prompt_len=2)
     said = meta(1, 2, 3, 4, 5, weight_versions=spans, num_retractions=1)
-    retracted.absorb(said, sent=2, got=4, asked=0)
+    retracted.absorb(said, sent=2, got=4, first=0)
     assert known(retracted) == [1, -1, -1, 4, 5]
     for same in ({"num_retractions": 0}, {"weight_versions": spans[:1]}):
         routes = Routes(ONE, start=0, prompt_len=2)
-        routes.absorb(said | same, sent=2, got=4, asked=0)
+        routes.absorb(said | same, sent=2, got=4, first=0)
         assert known(routes) == [1, 2, 3, 4, 5]
 
 
 def test_another_number_of_routes_than_of_tokens_is_an_error() -> None:
     with pytest.raises(ValueError, match="has 3 positions, not the 4 from 0 to the last token but"):
-        Routes(ONE, start=0, prompt_len=3).absorb(meta(1, 2, 3), sent=3, got=2, asked=0)
+        Routes(ONE, start=0, prompt_len=3).absorb(meta(1, 2, 3), sent=3, got=2, first=0)
 
 
 # ---- servers that cannot
