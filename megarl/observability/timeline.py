@@ -25,6 +25,7 @@ from typing import Any, TextIO
 
 from megarl.config.run import ProfilerConfig
 from megarl.observability.logging import get_logger
+from megarl.observability.run_log import RunLog
 
 log = get_logger(__name__)
 
@@ -106,11 +107,7 @@ class Timeline:
 def read_spans(path: Path) -> Iterator[dict[str, Any]]:
     """Yields the spans of a process's file and of its older part, but for a line cut short."""
     for part in (path.with_suffix(".older.jsonl"), path):
-        if not part.exists():
-            continue
-        for line in part.read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(json.JSONDecodeError):
-                yield json.loads(line)
+        yield from RunLog(part).read()
 
 
 timeline = Timeline()

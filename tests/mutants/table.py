@@ -381,8 +381,8 @@ MUTANTS = (
     ),
     Mutant(
         "observability/presence.py",
-        'return [p for p in found if p["rank"] < world]',
-        "return found",
+        'return [p for p in processes if p["rank"] < world]',
+        "return processes",
         ("tests/unit/test_timeline.py::test_presence",),
     ),
     Mutant(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -46,52 +46,29 @@ def write_report(
     *,
     title: str | None = None,
     subtitle: str = "",
-    samples: Sequence[Mapping[str, Any]] | None = None,
-    config: str | None = None,
     max_samples: int = 12,
 ) -> Path:
     """Writes the report of `runs` to `path` and returns it.
 
     runs: run directories (stats.jsonl, samples.jsonl, config.yaml), "label=directory", or `Run`s;
     the first is the one the report is about, the others stand beside it (a control, other seeds).
-    title: None is the first run's label. samples: records {"when": "before"|"after", "prompt",
-    "completion", "answer", "reward"} and, of several turns, "turns" (rollout_metrics.py); None
-    takes the first run's. config: text; None likewise. Secrets in it are masked. Raises ValueError
-    where no run is named.
+    title: None is the first run's label. max_samples: prompts that it shows of the first run.
+    Secrets in the configuration are masked. Raises ValueError where no run is named.
     """
     if not runs:
         raise ValueError("write_report: name at least one run directory")
-    loaded = [r if isinstance(r, Run) else load_run(r) for r in runs]
-    html = _render(
-        loaded,
-        title=title or loaded[0].label,
-        subtitle=subtitle,
-        samples=list(loaded[0].samples if samples is None else samples),
-        config=loaded[0].config if config is None else config,
-        max_samples=max_samples,
-    )
+    loaded = [with_gap(run if isinstance(run, Run) else load_run(run)) for run in runs]
+    html = _render(loaded, title or loaded[0].label, subtitle, max_samples)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(html, encoding="utf-8")
     return path
 
 
-def _render(
-    runs: list[Run],
-    *,
-    title: str,
-    subtitle: str,
-    samples: Sequence[Mapping[str, Any]],
-    config: str,
-    max_samples: int,
-) -> str:
-    """Returns the report as one HTML page. The first run is the one it is about; `samples` are
-    records as in samples.jsonl, of which it shows `max_samples` prompts."""
-    runs = [with_gap(run) for run in runs]
+def _render(runs: list[Run], title: str, subtitle: str, max_samples: int) -> str:
     run = runs[0]
     measure = next(iter(measures(run)), ACCURACY)
-    drawn = all_charts(runs)
-    pairs = pair_samples([dict(s) for s in samples])[:max_samples]
+    pairs = pair_samples(run.samples)[:max_samples]
     return fill(
         "page.html.jinja",
         title=title,
@@ -99,11 +76,11 @@ def _render(
         tiles=list(_tiles(run)),
         measure=measure.name.capitalize(),
         compared=[_compared(i, r, measure) for i, r in enumerate(runs)] if runs[1:] else [],
-        drawn=drawn,
+        drawn=all_charts(runs),
         summary=summary_lines(run.summary) if run.summary else [],
         samples=pairs,
         shown=[w for w in ("before", "after") if any(p[w] for p in pairs)],
-        config=masked_yaml(config) if config.strip() else "",
+        config=masked_yaml(run.config) if run.config.strip() else "",
     )
 
 

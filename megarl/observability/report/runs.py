@@ -29,14 +29,14 @@ class Run:
     # by the step of the evaluation, then by prompt
     eval_rewards: dict[int, dict[str, list[float]]] = field(default_factory=dict)
 
-    def points(self, *keys: str, x: str = "step") -> Points:
-        """Returns (x, value) wherever one of `keys` (aliases, the first present wins) has a
+    def points(self, *keys: str) -> Points:
+        """Returns (step, value) wherever one of `keys` (aliases, the first present wins) has a
         number."""
         out = []
         for row in self.rows:
             value = next((row[k] for k in keys if row.get(k) is not None), None)
-            if value is not None and row.get(x) is not None:
-                out.append((float(row[x]), float(value)))
+            if value is not None:
+                out.append((float(row["step"]), float(value)))
         return out
 
     def values(self, *keys: str) -> list[float]:
