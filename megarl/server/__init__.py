@@ -7,19 +7,17 @@ answers as SGLang 0.5.23 does, what it does not support it refuses with a 4xx th
 
     args.py              command line
     access.py            who may call: Host, Origin, the job's token
-    limits.py            what one request may ask for
-    errors.py            refusals, each with its HTTP status and body
-    sampling_params.py   sampling parameters, as SGLang bounds them
+    errors.py            refusals, each with its HTTP status and body; bounds of a request
     sampler.py           counter-based randomness, the batched sampler
-    sequence.py          one sequence that is being written, the HTTP call it belongs to
+    sequence.py          one sequence that is being written, its sampling parameters, its HTTP call
     kv_cache.py          slot KV cache and the attention that reads it
-    runner.py            batched prefill and decode over the model
+    runner.py            batched prefill and decode over the model; routes, logprobs of prompts
     running.py           the sequences that are being written: prefill, decode, how they end
     scheduler.py         continuous batching, pause, abort: one thread that owns the model
     weights.py           HF names -> tensors; validated loads, checksums
     tensor_lists.py      what an update's body says about its tensors; receiving them
     updates.py           weight-update sessions and process groups
-    text.py              tokenizer: stop strings; sequences -> answers
+    text.py              tokenizer: stop strings; sequences -> answers, chats -> bodies
     generate.py          /generate: body -> sequences
     core.py              all of the above put together
     replies.py           bodies in and out

@@ -9,13 +9,12 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from megarl.server.chat import chat_answer, read_chat
 from megarl.server.core import ServerCore
 from megarl.server.errors import ServerError
 from megarl.server.replies import answer, read_json
 from megarl.server.scheduler import PAUSE_MODES
 from megarl.server.sequence import GenerateCall
-from megarl.server.text import render
+from megarl.server.text import chat_answer, read_chat, render
 
 VERSION = "0.5.23+megarl"  # the SGLang release whose protocol this is
 _FLUSHED = (

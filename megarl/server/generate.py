@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from megarl.server.errors import ServerError
-from megarl.server.limits import MAX_SEQUENCES
-from megarl.server.sampling_params import (
+from megarl.server.errors import MAX_SEQUENCES, ServerError
+from megarl.server.sequence import (
     DEFAULT_MAX_NEW_TOKENS,
+    GenerateCall,
     SamplingParams,
+    ServedSequence,
     parse_sampling_params,
 )
-from megarl.server.sequence import GenerateCall, ServedSequence
 
 # fields of SGLang's request that change the answer and that this server does not have
 _UNSUPPORTED = (

@@ -12,8 +12,7 @@ import orjson
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from megarl.server.errors import ServerError, described
-from megarl.server.limits import MAX_BODY
+from megarl.server.errors import MAX_BODY, ServerError, described
 
 logger = logging.getLogger(__name__)
 Handler = Callable[[Request], Awaitable[Response]]

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megarl.models.hf_config import transformers_config
@@ -21,14 +22,13 @@ from megarl.parallel import cpu_products as products
 from megarl.server.args import ServerArgs
 from megarl.server.joined import join_layers
 from megarl.server.kv_cache import ATTENTION, Decode, KVCache, Prefill, kv_shape
-from megarl.server.prompt_logprobs import prompt_logprobs
-from megarl.server.routes import RouteRecorder
-from megarl.server.sequence import ServedSequence
+from megarl.server.sequence import PromptLogprobs, ServedSequence
 
 logger = logging.getLogger(__name__)
 _MAX_PREFILL_TOKENS = 16384  # padded prompt tokens in one prefill batch
 _SHAPES = 512  # of products that stay known: five for each number of sequences decoded at once
 _LONGEST_PROMPT_RATIO = 2  # the most that prompts in one prefill batch differ in length
+_LOGITS = 512  # positions of a prompt whose logits [_LOGITS,V] are in memory at once
 
 
 class ModelRunner:
@@ -275,3 +275,59 @@ def _cache_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return int(0.6 * torch.cuda.mem_get_info(device)[0])
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
+
+
+def prompt_logprobs(
+    head: Callable[[Tensor], Tensor], hidden: Tensor, ids: list[int], top: int
+) -> PromptLogprobs:
+    """Returns those of a prompt by its hidden states [n,H]: log_softmax of what `head` makes of
+    them, without a temperature, as SGLang's of a prompt."""
+    tokens: list[list[Any]] = [[None, ids[0], None]]
+    likeliest: list[list[list[Any]] | None] = [None]
+    rest = torch.tensor(ids[1:], dtype=torch.long)
+    for states, own_ids in zip(hidden[:-1].split(_LOGITS), rest.split(_LOGITS), strict=True):
+        logprobs = head(states).float().log_softmax(-1)
+        own = logprobs.gather(-1, own_ids.to(logprobs.device)[:, None])[:, 0].tolist()
+        tokens += [[lp, token, None] for lp, token in zip(own, own_ids.tolist(), strict=True)]
+        values, which = (x.tolist() for x in logprobs.topk(top))
+        pairs = zip(values, which, strict=True)
+        likeliest += [[[lp, i, None] for lp, i in zip(*pair, strict=True)] for pair in pairs]
+    return PromptLogprobs(tokens, likeliest)
+
+
+class RouteRecorder:
+    """Notes what the routers of `model` chose in the pass that ran last.
+
+    A router is the `gate` of a layer's `mlp`, as in all of transformers' models with experts; it
+    answers with logits, weights and the numbers of the chosen experts. Raises ValueError for a
+    model without.
+    """
+
+    def __init__(self, model: Any) -> None:
+        layers = model.base_model.layers
+        gates = {i: gate for i, layer in enumerate(layers) if (gate := _gate(layer)) is not None}
+        if not gates:
+            raise ValueError(
+                f"--enable-return-routed-experts: {type(model).__name__} has no experts to route "
+                "to; leave it out"
+            )
+        self._layers, self._chosen = len(layers), dict[int, Tensor]()
+        for i, gate in gates.items():
+            gate.register_forward_hook(partial(self._note, i))
+
+    def _note(self, layer: int, _gate: Any, _args: Any, out: Any) -> None:
+        self._chosen[layer] = out[2]
+
+    def take(self, rows: int) -> Tensor:
+        """Returns the routes [rows,S,L,k] of a pass of `rows` sequences; 0 in dense layers."""
+        some = next(iter(self._chosen.values()))
+        out = some.new_zeros(len(some), self._layers, some.shape[-1])
+        for layer, chosen in self._chosen.items():
+            out[:, layer] = chosen
+        return out.to(torch.int16).cpu().unflatten(0, (rows, -1))
+
+
+def _gate(layer: Any) -> Any:
+    """Returns a layer's router; None in a dense layer."""
+    gate = getattr(getattr(layer, "mlp", None), "gate", None)
+    return gate if isinstance(gate, torch.nn.Module) else None

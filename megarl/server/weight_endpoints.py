@@ -10,8 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from megarl.server.core import ServerCore
-from megarl.server.errors import ControlError
-from megarl.server.limits import MAX_VERSION_LENGTH
+from megarl.server.errors import MAX_VERSION_LENGTH, ControlError
 from megarl.server.replies import answer, read_json
 from megarl.server.updates import group_name
 from megarl.utils.http import in_thread

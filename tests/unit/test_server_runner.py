@@ -9,8 +9,8 @@ import transformers
 from megarl.data.tokenizer import load_hf_tokenizer
 from megarl.server import kv_cache
 from megarl.server.args import ServerArgs, parse_args
+from megarl.server.generate import SamplingParams
 from megarl.server.runner import ModelRunner
-from megarl.server.sampling_params import SamplingParams
 from megarl.server.sequence import ServedSequence
 from megarl.server.text import TextTools
 from megarl.server.weights import WeightStore

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from megarl.server.errors import ServerError
+from megarl.server.generate import SamplingParams, parse_sampling_params
 from megarl.server.sampler import SamplingBatch, seed_keys, truncate, uniforms
-from megarl.server.sampling_params import SamplingParams, parse_sampling_params
 from megarl.server.sequence import ServedSequence
 
 VOCAB = 40

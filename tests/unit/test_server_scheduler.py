@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megarl.server.errors import ControlError, ServerError
-from megarl.server.sampling_params import SamplingParams
+from megarl.server.generate import SamplingParams
 from megarl.server.scheduler import Scheduler
 from megarl.server.sequence import ServedSequence
 
