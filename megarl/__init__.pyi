@@ -70,8 +70,7 @@ from megarl.rollout.workflows.rlvr import RLVRWorkflow as RLVRWorkflow
 from megarl.rollout.workflows.tool import ToolWorkflow as ToolWorkflow
 from megarl.rpc.group import LocalScheduler as LocalScheduler
 from megarl.trainer.distill import DistillTrainer as DistillTrainer
-from megarl.trainer.evaluator import Evaluator as Evaluator
-from megarl.trainer.frequency import Frequency as Frequency
+from megarl.trainer.evaluation import Evaluator as Evaluator
 from megarl.trainer.ppo import PPOTrainer as PPOTrainer
 from megarl.trainer.publisher import WeightPublisher as WeightPublisher
 from megarl.trainer.rl import RLTrainer as RLTrainer
@@ -84,5 +83,6 @@ from megarl.trainer.roles import MegatronRewardLearner as MegatronRewardLearner
 from megarl.trainer.roles import MegatronRewardModel as MegatronRewardModel
 from megarl.trainer.roles import MegatronSFT as MegatronSFT
 from megarl.trainer.roles import MegatronTeacher as MegatronTeacher
+from megarl.trainer.saver import Frequency as Frequency
 from megarl.trainer.saver import Saver as Saver
 from megarl.trainer.session import RolloutSession as RolloutSession

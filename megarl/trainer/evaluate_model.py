@@ -1,28 +1,25 @@
-"""Has a model answer data sets, by servers that are started for it, and scores the answers."""
+"""Evaluates a model on servers that are there for that: of `megarl eval`, and of a run that trains
+without servers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megarl.algos.rollouts import rollouts_of
-from megarl.api.inference import RolloutWorkflow
+from megarl.algos import Role
 from megarl.config.dataset import DatasetConfig
-from megarl.config.errors import raise_if_any
-from megarl.config.recipes import GRPOConfig
-from megarl.data.dataset import build_dataset, check_context
+from megarl.config.recipe_engines import server_addresses
+from megarl.config.recipes import GRPOConfig, SFTConfig
+from megarl.config.rollout import GenerationConfig, RolloutConfig, ServerConfig
+from megarl.data.dataset import RowDataset
 from megarl.data.tokenizer import run_tokenizer
-from megarl.observability.intervals import proportion_ci, score_ci
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.rollout.local import SGLangEngine
 from megarl.rollout.rewards import RewardPool
-from megarl.trainer.evaluation import answer_texts
-from megarl.trainer.held_out import make_workflow
-from megarl.trainer.scores import beside_failures, final_answer, of_several, with_interval
-
-Sample = dict[str, Any]  # dataset, prompt_number, prompt, completion, answer, expected, reward
-Rows = list[dict[str, Any]]
+from megarl.trainer.context import RunContext
+from megarl.trainer.evaluation import HeldOut, Sample, evaluate_unless_stopped, make_pool
+from megarl.trainer.publisher import WeightPublisher
 
 
 def evaluate_model(
@@ -35,114 +32,96 @@ def evaluate_model(
     tokenizer = run_tokenizer(cfg, model)
     results: dict[str, dict[str, float]] = {}
     samples: list[Sample] = []
-    with RewardPool(
-        cfg.rollout.reward_workers,
-        timeout=cfg.rollout.reward_timeout,
-        addresses=cfg.rollout.reward_addresses,
-        on_error=cfg.rollout.on_reward_error,
-    ) as pool:
-        work = _work(cfg, datasets, tokenizer, pool)
+    with make_pool(cfg.rollout) as pool:
+        held_out = HeldOut.for_run(cfg, tokenizer, pool, sets=datasets)
         logs.mkdir(parents=True, exist_ok=True)
-        client = _client(cfg, model, logs, tokenizer)
+        client = make_client(
+            cfg.rollout,
+            cfg.server,
+            model_path=model,
+            dtype=cfg.server.dtype,
+            log_dir=logs,
+            seed=cfg.seed,
+            tokenizer=tokenizer,
+        )
         try:
             client.initialize()
-            for name, (rows, flow) in work.items():
-                found, failed = _answers(name, rows, flow, client, tokenizer)
-                figures = scores(found, cfg.eval_gconfig.n_samples, seed=cfg.seed)
-                prompts = {s["prompt_number"] for s in found}
-                results[name] = {"prompts": float(len(prompts))} | beside_failures(
-                    figures,
-                    samples=len(found),
-                    failed=failed,
-                    bound=cfg.evaluator.max_failed,
-                    name=name,
-                )
-                samples += found
+            for each in held_out.evaluators:
+                measured, answered, _ = each.measure(client.executor)
+                prompts = {sample["prompt_number"] for sample in answered}
+                results[each.name] = {"prompts": float(len(prompts))} | measured
+                samples += ({"dataset": each.name} | sample for sample in answered)
         finally:
             client.destroy()
     return results, samples
 
 
-def scores(samples: Sequence[Sample], n: int, *, seed: int) -> dict[str, float]:
-    """Returns the figures of one data set's samples, n of each prompt; {} of none."""
-    if not samples:
-        return {}
-    prompts = [s["prompt_number"] for s in samples]
-    rewards = [float(s["reward"]) for s in samples]
-    right = [r >= 1 for r in rewards]
-    low, high = proportion_ci(right, groups=prompts)
-    reward_low, reward_high = score_ci(rewards, seed, groups=prompts)
-    found = {
-        "accuracy": sum(right) / len(right),
-        "accuracy_lo": low,
-        "accuracy_hi": high,
-        "reward": sum(rewards) / len(rewards),
-        "reward_lo": reward_low,
-        "reward_hi": reward_high,
-    }
-    if n > 1:
-        several = of_several(prompts, rewards, [s["answer"] for s in samples], n=n)
-        for name, values in several.items():
-            found |= {name + end: value for end, value in with_interval(values, n, seed).items()}
-    return found
+def make_client(
+    rollout: RolloutConfig, server: ServerConfig, *, seed: int, tokenizer: Any, **own: Any
+) -> RemoteSGLangEngine:
+    """Returns the client of the servers that `rollout` names, else of servers of its own, which
+    `own` describes as for SGLangEngine."""
+    both = {"seed": seed, "tokenizer": tokenizer, "weight_sync": own.pop("weight_sync", None)}
+    if server_addresses(rollout):
+        return RemoteSGLangEngine(rollout, **both)
+    return SGLangEngine(rollout, server, **both, **own)
 
 
-def _client(cfg: GRPOConfig, model: str, out: Path, tokenizer: Any) -> RemoteSGLangEngine:
-    if cfg.rollout.addresses:
-        return RemoteSGLangEngine(cfg.rollout, seed=cfg.seed, tokenizer=tokenizer)
-    return SGLangEngine(
-        cfg.rollout,
-        cfg.server,
-        model_path=model,
-        dtype=cfg.server.dtype,
-        log_dir=out,
-        seed=cfg.seed,
-        tokenizer=tokenizer,
-    )
+class Generation:
+    """Brings a model's weights to servers and has them answer the validation sets. Every rank makes
+    one; `evaluate` is collective. Rank 0 starts the servers, unless the configuration names some.
+    """
 
-
-def _work(
-    cfg: GRPOConfig, datasets: Mapping[str, DatasetConfig], tokenizer: Any, pool: RewardPool
-) -> dict[str, tuple[Rows, RolloutWorkflow]]:
-    """Returns the rows of each data set and the workflow that answers them."""
-    work: dict[str, tuple[Rows, RolloutWorkflow]] = {}
-    problems = []
-    for name, data in datasets.items():
-        try:
-            dataset = build_dataset(data, tokenizer, purpose="rl", seed=cfg.seed)
-            check_context(dataset, cfg.eval_gconfig, cfg.server.context_length)
-            rows = [dataset[i] for i in range(len(dataset))]
-            flow = make_workflow(cfg.rollout, data, dataset, cfg.eval_gconfig, tokenizer, pool)
-            work[name] = rows, flow
-        except (ValueError, OSError) as e:
-            problems.append(f"data set {name}: {e}")
-    raise_if_any(problems)
-    return work
-
-
-def _answers(
-    name: str, rows: Rows, flow: RolloutWorkflow, client: RemoteSGLangEngine, tokenizer: Any
-) -> tuple[list[Sample], int]:
-    """Returns every answer to the rows of a data set, with its reward, and how many failed."""
-    batch, failed = client.executor.answer(rows, flow)
-    if batch is None:
-        if not any(failed):
-            raise RuntimeError(f"{name}: the workflow rejected all {len(rows)} rows")
-        return [], sum(failed)
-    samples = []
-    for k, text in zip(
-        rollouts_of(batch).first.tolist(), answer_texts(batch, tokenizer), strict=True
-    ):
-        number = int(batch["group_ids"][k])
-        samples.append(
-            {
-                "dataset": name,
-                "prompt_number": number,
-                "prompt": rows[number].get("prompt", ""),
-                "completion": text,
-                "answer": final_answer(text),
-                "expected": str(rows[number].get("answer", "")),
-                "reward": batch["rewards"][k].item(),
-            }
+    def __init__(
+        self,
+        cfg: SFTConfig,
+        config: GenerationConfig,
+        ctx: RunContext,
+        model: Role,
+        data: RowDataset,
+    ) -> None:
+        """Reads the validation sets, without prompts of the training `data`, and waits for the
+        servers. Collective."""
+        self._pool: RewardPool | None = None  # on rank 0, as are the sets
+        self._held_out: HeldOut | None = None
+        engine: Any = model.engine  # MegatronEngine, which has decided what `auto` is
+        self._client = make_client(
+            config.rollout,
+            config.server,
+            model_path=cfg.model.path,
+            dtype=str(engine.dtype).removeprefix("torch."),
+            log_dir=ctx.run_dir / "logs",
+            weight_sync=config.weight_sync,
+            seed=cfg.seed,
+            tokenizer=ctx.tokenizer,
         )
-    return samples, sum(failed)
+
+        def read() -> None:
+            self._pool = make_pool(config.rollout)
+            self._held_out = HeldOut.for_run(cfg, ctx.tokenizer, self._pool, trained=data)
+
+        try:
+            ctx.on_rank_zero(read)
+            self._client.initialize()
+        except BaseException:
+            self.close()
+            raise
+        path = ctx.run_dir / "weights"
+        self._publisher = WeightPublisher(model, self._client, config.weight_sync, path=path)
+
+    def evaluate(self, step: int, samples_path: Path, when: str | None) -> dict[str, float]:
+        """Returns the metrics of the validation sets (HeldOut.evaluate) of the weights after
+        `step`, which are the version of the same number; {} where a signal ends the evaluation.
+        Collective."""
+        self._publisher.publish(step)
+        return self._client.on_driver(
+            evaluate_unless_stopped, self._held_out, self._client, samples_path, when
+        )
+
+    def close(self) -> None:
+        """Ends the client, its servers and the reward workers. Waits for no other rank."""
+        try:
+            self._client.destroy()
+        finally:
+            if self._pool is not None:
+                self._pool.close()

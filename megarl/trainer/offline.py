@@ -19,10 +19,8 @@ from megarl.observability.intervals import wilson
 from megarl.observability.logging import get_logger
 from megarl.observability.stats_tracker import record_timing
 from megarl.trainer.context import RunContext
-from megarl.trainer.evaluation import metric
-from megarl.trainer.frequency import EvaluationTimes
-from megarl.trainer.generation import Generation
-from megarl.trainer.held_out import with_means
+from megarl.trainer.evaluate_model import Generation
+from megarl.trainer.evaluation import SAMPLES_FILE, EvaluationTimes, metric, with_means
 from megarl.trainer.recover import Recovery, data_of, same_data
 from megarl.trainer.roles import MegatronSFT
 from megarl.trainer.rollout_metrics import batch_metrics, update_speed
@@ -31,7 +29,6 @@ from megarl.trainer.self_check import SelfCheck
 from megarl.utils import stopping
 
 log = get_logger(__name__)
-SAMPLES = "samples.jsonl"
 
 
 def run(cfg: OfflineConfig, trainer_class: type[Any] | None = None) -> None:
@@ -276,7 +273,7 @@ class SFTTrainer(OfflineTrainer):
         Collective."""
         if self.generation is None:
             return {}
-        when, path = None if label == "during" else label, self.ctx.run_dir / SAMPLES
+        when, path = None if label == "during" else label, self.ctx.run_dir / SAMPLES_FILE
         return self.generation.evaluate(step, path, when)
 
     def evaluated(self, found: dict[str, float]) -> None:

@@ -30,8 +30,7 @@ from megarl.config.recipes import BaseConfig
 from megarl.config.secrets import fingerprint_tree
 from megarl.observability.logging import get_logger, warn_once_per_world
 from megarl.trainer.context import RunContext
-from megarl.trainer.frequency import Frequency
-from megarl.trainer.saver import Saver
+from megarl.trainer.saver import Frequency, Saver
 from megarl.trainer.state_file import CHECKSUM, State, read_state, write_state
 from megarl.utils.files import full_disk_named, put_in_place, remove, seal, stage
 

@@ -15,7 +15,7 @@ from megarl.observability import stats_tracker
 from megarl.observability.logging import get_logger
 from megarl.observability.stats_tracker import record_timing
 from megarl.trainer.context import RunContext
-from megarl.trainer.frequency import EvaluationTimes
+from megarl.trainer.evaluation import EvaluationTimes
 from megarl.trainer.publisher import WeightPublisher
 from megarl.trainer.recover import Recovery
 from megarl.trainer.roles import (

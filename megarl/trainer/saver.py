@@ -1,4 +1,5 @@
-"""Saves the models as normal HF directories, every n steps, epochs or seconds and at the end."""
+"""Saves the models as normal HF directories, every n steps, epochs or seconds and at the end, and
+says when something is due."""
 
 from __future__ import annotations
 
@@ -16,16 +17,49 @@ from megarl.config.engine import LoRAConfig
 from megarl.config.loader import run_dir
 from megarl.config.recipe_engines import engines, model_path
 from megarl.config.recipes import BaseConfig
-from megarl.config.run import SaverConfig
+from megarl.config.run import FrequencyConfig, SaverConfig
 from megarl.config.script import note_read
 from megarl.data.tokenizer import tokenizer_to_save
 from megarl.observability.logging import env_rank, get_logger
 from megarl.observability.run_log import RunLog
 from megarl.parallel.rank_zero import on_rank_zero
-from megarl.trainer.frequency import Frequency
 from megarl.utils.files import full_disk_named, remove
 
 log = get_logger(__name__)
+
+
+class Frequency:
+    """Says when something is due: every n epochs, steps or seconds, whichever is set. Seconds
+    follow one clock: pass a `clock` that answers the same on every rank."""
+
+    def __init__(
+        self, config: FrequencyConfig, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.config, self._clock = config, clock
+        self._last = clock() if config.freq_secs else 0.0
+
+    def state_dict(self) -> dict[str, float]:
+        """Returns {"waited": seconds since it was last due}, 0.0 without freq_secs."""
+        return {"waited": self._clock() - self._last if self.config.freq_secs else 0.0}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Continues from what `state_dict` returned: the seconds waited before count."""
+        self._last = self._clock() - state["waited"] if self.config.freq_secs else 0.0
+
+    def due(self, *, step: int, epoch_ended: bool, epoch: int) -> bool:
+        """Returns whether it is due, and then starts the wait of freq_secs anew if that had passed.
+        `step` and `epoch` count from 1 and are the ones just finished."""
+        c = self.config
+        if c.freq_steps and step % c.freq_steps == 0:
+            return True
+        if c.freq_epochs and epoch_ended and epoch % c.freq_epochs == 0:
+            return True
+        if c.freq_secs:
+            now = self._clock()
+            if now - self._last >= c.freq_secs:
+                self._last = now
+                return True
+        return False
 
 
 class Saves(Protocol):

@@ -1,21 +1,115 @@
-"""Computes what several answers to a prompt say about a model: pass@k and maj@k. No torch."""
+"""Computes the figures of what a model answered: accuracy, reward, pass@k and maj@n, each with its
+interval over prompts. No torch: processes that read answers import this."""
 
 from __future__ import annotations
 
+import logging
 import math
-import re
+import multiprocessing as mp
+import os
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any
 
-from megarl.observability.intervals import bootstrap_ci, proportion_ci
+from megarl.observability.intervals import bootstrap_ci, proportion_ci, score_ci
 from megarl.observability.logging import get_logger
+from megarl.rollout.rewards.bounded import bounded, end_process_when_late
+from megarl.utils.child import end_with_parent
 
 log = get_logger(__name__)
 
 # figures of every evaluation, NaN where there is no answer
 HEADLINE = ("accuracy", "accuracy_lo", "accuracy_hi", "reward", "reward_lo", "reward_hi")
-_BOXED = re.compile(r"\\boxed\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}")
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
+_CHUNK = 32  # answers that a process reads at a time
+
+
+def figures(
+    prompts: Sequence[int],
+    rewards: Sequence[float],
+    answers: Sequence[str],
+    *,
+    failed: int,
+    max_failed: float,
+    seed: int,
+    name: str,
+) -> dict[str, float]:
+    """Returns the figures of what was answered to a data set, by the prompt and the reward of each
+    sample: samples (their number), accuracy, some_credit, reward, and where prompts have several
+    samples pass@<k> and, of their final `answers` (empty: not read), maj@<n>, with intervals as
+    <figure>_lo and <figure>_hi.
+
+    failed: how many answers failed, and are in no figure but `failed`, their share. Above
+    `max_failed` the others are NaN, with a warning that names the data set: which answers are left
+    was then chosen by what fails, and a failure is no wrong answer."""
+    share = failed / (len(rewards) + failed) if failed else 0.0
+    measured = dict.fromkeys(HEADLINE, math.nan)
+    if rewards:
+        measured |= _of_one(prompts, rewards, seed)
+        measured |= _of_several(prompts, rewards, answers, seed)
+    if share > max_failed:
+        log.warning(
+            "%s: %d of %d answers failed, a larger part than evaluator.max_failed=%g: its figures "
+            "are NaN; mend what fails (the warnings above name rows), or raise the bound",
+            *(name, failed, len(rewards) + failed, max_failed),
+        )
+        measured = dict.fromkeys(measured, math.nan)
+    return {"samples": float(len(rewards)), "failed": share} | measured
+
+
+def _of_one(prompts: Sequence[int], rewards: Sequence[float], seed: int) -> dict[str, float]:
+    """Returns the figures of answers taken one by one."""
+    right = [r >= 1 for r in rewards]
+    low, high = proportion_ci(right, groups=prompts)
+    reward_low, reward_high = score_ci(rewards, seed, groups=prompts)
+    return {
+        "accuracy": sum(right) / len(right),
+        "accuracy_lo": low,
+        "accuracy_hi": high,
+        "some_credit": sum(r > 0 for r in rewards) / len(rewards),
+        "reward": sum(rewards) / len(rewards),
+        "reward_lo": reward_low,
+        "reward_hi": reward_high,
+    }
+
+
+def _of_several(
+    prompts: Sequence[int], rewards: Sequence[float], answers: Sequence[str], seed: int
+) -> dict[str, float]:
+    """Returns the figures of prompts with several answers: the mean of pass@<k> over those that
+    have k answers, and of maj@<n> over all, as n is the most that one has. A prompt some of whose
+    answers failed counts with those it has. {} where all have one."""
+    most = max(Counter(prompts).values())
+    if most == 1:
+        return {}
+    by_prompt: dict[int, list[int]] = {}
+    for i, prompt in enumerate(prompts):
+        by_prompt.setdefault(prompt, []).append(i)
+    values = {}
+    for k in steps_of_k(most):
+        enough = [[rewards[i] for i in group] for group in by_prompt.values() if len(group) >= k]
+        values[f"pass@{k}"] = [pass_at_k(sum(r >= 1 for r in of), len(of), k) for of in enough]
+    if answers:
+        values[f"maj@{most}"] = [
+            majority_reward([answers[i] for i in group], [rewards[i] for i in group])
+            for group in by_prompt.values()
+        ]
+    return {
+        name + end: value
+        for name, of_prompts in values.items()
+        for end, value in _with_interval(of_prompts, most, seed).items()
+    }
+
+
+def _with_interval(values: Sequence[float], n: int, seed: int) -> dict[str, float]:
+    """Returns the mean of one number of each prompt, of n answers, under "", its interval under
+    "_lo", "_hi"."""
+    low, high = bootstrap_ci(values, seed=seed)
+    if all(0 <= value <= 1 for value in values):  # shares, and those of rewards of 0 and 1
+        prompts = [i for i in range(len(values)) for _ in range(n)]
+        low, high = proportion_ci([v for v in values for _ in range(n)], groups=prompts)
+    return {"": sum(values) / len(values), "_lo": low, "_hi": high}
 
 
 def pass_at_k(right: int, n: int, k: int) -> float:
@@ -36,76 +130,51 @@ def majority_reward(answers: Sequence[str], rewards: Sequence[float]) -> float:
     """Returns maj@n of one prompt: the reward of the answer that most of n samples give. Where
     several are given equally often it is the mean of theirs, as one would be picked at random.
 
-    answers: the samples' final answers, see final_answer. Answers that are written alike and have
+    answers: the samples' final answers, see final_answers. Answers that are read alike and have
     other rewards, which a reward of the whole text may give, count with their mean."""
     counts = Counter(answers)
     most = max(counts.values())
-    found = []
-    for answer, count in counts.items():
-        if count == most:
-            mine = [r for a, r in zip(answers, rewards, strict=True) if a == answer]
-            found.append(sum(mine) / len(mine))
-    return sum(found) / len(found)
+    means = []
+    for answer in (a for a, count in counts.items() if count == most):
+        alike = [r for a, r in zip(answers, rewards, strict=True) if a == answer]
+        means.append(sum(alike) / len(alike))
+    return sum(means) / len(means)
 
 
-def of_several(
-    prompts: Sequence[int], rewards: Sequence[float], answers: Sequence[str], *, n: int
-) -> dict[str, list[float]]:
-    """Returns maj@<n> of every prompt, and pass@<k> of those that have k answers, of the n that
-    were asked for. prompts: that of each answer. A prompt some of whose answers failed, and left
-    the batch, counts with those it has."""
-    groups: dict[int, list[tuple[str, float]]] = {}
-    for prompt, reward, answer in zip(prompts, rewards, answers, strict=True):
-        groups.setdefault(prompt, []).append((answer, reward))
-    found = {}
-    for k in steps_of_k(n):
-        enough = [g for g in groups.values() if len(g) >= k]
-        if not enough:
-            break
-        found[f"pass@{k}"] = [pass_at_k(sum(r >= 1 for _, r in g), len(g), k) for g in enough]
-    found[f"maj@{n}"] = [
-        majority_reward([a for a, _ in g], [r for _, r in g]) for g in groups.values()
-    ]
-    return found
+def final_answers(completions: Sequence[str]) -> list[str]:
+    """Returns the final answer of each completion, as the reward gsm8k reads it: 0.5 and
+    \\boxed{\\frac{1}{2}} are one answer. What it reads nothing in is its own answer, but for space
+    around it. Processes of their own read them: what a policy wrote may end one. Then there is a
+    warning, and [] is returned."""
+    workers = min(os.cpu_count() or 1, -(-len(completions) // _CHUNK))
+    try:
+        with ProcessPoolExecutor(workers, mp.get_context("spawn"), initializer=_reader) as pool:
+            return list(pool.map(_final_answer, completions, chunksize=_CHUNK))
+    except BrokenProcessPool as e:
+        log.warning("maj@n is left out: the final answers could not be read: %s", e)
+        return []
 
 
-def with_interval(values: Sequence[float], n: int, seed: int) -> dict[str, float]:
-    """Returns the mean of one number of each prompt, of n answers, under "", its interval under
-    "_lo", "_hi"."""
-    low, high = bootstrap_ci(values, seed=seed)
-    if all(0 <= value <= 1 for value in values):  # shares, and those of rewards of 0 and 1
-        prompts = [i for i in range(len(values)) for _ in range(n)]
-        low, high = proportion_ci([v for v in values for _ in range(n)], groups=prompts)
-    return {"": sum(values) / len(values), "_lo": low, "_hi": high}
+def _reader() -> None:
+    end_with_parent()
+    end_process_when_late()
+    logging.disable(logging.WARNING)  # math-verify's, that the bound on its work is not its own
 
 
-def beside_failures(
-    figures: dict[str, float], *, samples: int, failed: int, bound: float, name: str
-) -> dict[str, float]:
-    """Returns the figures of `samples` answers, with that number and `failed`, the share of all
-    answers asked for that failed. Above `bound` (evaluator.max_failed) the others are NaN, with a
-    warning: which answers are left was then chosen by what fails, and a failure is no wrong answer.
-    name: of what was evaluated."""
-    share = failed / (samples + failed) if failed else 0.0
-    if share > bound:
-        log.warning(
-            "%s: %d of %d answers failed, a larger part than evaluator.max_failed=%g: its figures "
-            "are NaN; mend what fails (the warnings above name rows), or raise the bound",
-            *(name, failed, samples + failed, bound),
-        )
-        figures = dict.fromkeys(figures, math.nan)
-    nothing = dict.fromkeys(HEADLINE, math.nan)
-    return {"samples": float(samples), "failed": share} | nothing | figures
+def _final_answer(completion: str) -> str:
+    answer: Any = bounded(_value)(completion)  # a float where it takes too much work
+    return answer if isinstance(answer, str) else completion.strip()
 
 
-def final_answer(text: str) -> str:
-    """Returns how a completion's answer is written: what stands in its last \\boxed{...}, else
-    behind its last ####, else its last number, else all of it, without space around it."""
-    if boxed := _BOXED.findall(text):
-        return boxed[-1].strip()
-    _, mark, after = text.rpartition("####")
-    if mark:
-        return after.strip()
-    if numbers := _NUMBER.findall(text):
-        return numbers[-1].replace(",", "")
-    return text.strip()
+def _value(completion: str) -> Any:
+    from sympy import nsimplify  # here: not every evaluation reads answers
+
+    from megarl.rollout.rewards.gsm8k import final_answer
+
+    try:
+        value = final_answer(completion)
+        if value is not None:
+            return str(nsimplify(value.doit(), rational=True))
+    except Exception:  # sympy's may be any
+        pass
+    return completion.strip()

@@ -21,10 +21,9 @@ from megarl.observability.logging import get_logger, warn_once_per_world
 from megarl.observability.stats_tracker import record_timing
 from megarl.parallel.rank_zero import RankZero
 from megarl.rollout.client import RemoteSGLangEngine
-from megarl.rollout.rewards import RewardPool
 from megarl.trainer.answers_file import AnswersFile
 from megarl.trainer.episode_recorder import EpisodeRecorder, computed_part, computed_tokens
-from megarl.trainer.held_out import HeldOut, make_workflow
+from megarl.trainer.evaluation import HeldOut, evaluate_unless_stopped, make_pool, make_workflow
 from megarl.trainer.recover import data_of, same_data
 from megarl.trainer.results import Results
 from megarl.trainer.rollout_metrics import trained_completions
@@ -186,12 +185,7 @@ class RolloutDriver:
         check_context(self.data, cfg.gconfig, cfg.server.context_length)
         self.loader = build_dataloader(self.data, cfg.train_dataset, seed=cfg.seed)
         self.data_key = data_of(cfg, len(self.data))
-        self.pool = RewardPool(
-            cfg.rollout.reward_workers,
-            timeout=cfg.rollout.reward_timeout,
-            addresses=cfg.rollout.reward_addresses,
-            on_error=cfg.rollout.on_reward_error,
-        )
+        self.pool = make_pool(cfg.rollout)
         self.workflow = make_workflow(
             cfg.rollout, cfg.train_dataset, self.data, cfg.gconfig, tokenizer, self.pool
         )
@@ -206,16 +200,8 @@ class RolloutDriver:
         self.shows = wandb.completions if wandb.mode != "disabled" else 0
         self.shown: dict[str, list[dict[str, Any]]] = {}
         self._tokenizer = tokenizer
-        self.held_out = HeldOut(
-            cfg,
-            client,
-            tokenizer,
-            self.pool,
-            gconfig=cfg.eval_gconfig,
-            rollout=cfg.rollout,
-            context_length=cfg.server.context_length,
-            trained=self.data,
-            shows=self.shows,
+        self.held_out = HeldOut.for_run(
+            cfg, tokenizer, self.pool, trained=self.data, shows=self.shows
         )
         self.results = Results(cfg.train_dataset, self.loader.sampler)
 
@@ -296,11 +282,8 @@ class RolloutDriver:
     def evaluate(self, samples_path: Path, when: str | None) -> dict[str, float]:
         """Returns the `eval/...` metrics of the validation sets (HeldOut.evaluate); none where a
         signal ends the evaluation."""
-        try:
-            figures = self.held_out.evaluate(samples_path, when)
-        except StopRequested:  # the loop looks for itself, where all ranks agree
-            return {}
-        if self.shows:
+        figures = evaluate_unless_stopped(self.held_out, self.client, samples_path, when)
+        if figures and self.shows:
             self.shown["eval"] = self.held_out.shown
         return figures
 

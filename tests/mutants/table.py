@@ -286,15 +286,15 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "trainer/evaluation.py",
-        "right = (rewards >= 1).tolist()",
-        "right = (rewards > 0).tolist()",
+        "trainer/scores.py",
+        "right = [r >= 1 for r in rewards]",
+        "right = [r > 0 for r in rewards]",
         ("tests/unit/test_evaluation.py::test_intervals_are_those_of_prompts",),
     ),
     Mutant(
-        "trainer/held_out.py",
-        'joined[f"eval/{figure}"] = sum(found[key] for key in keys) / len(keys)',
-        'joined[f"eval/{figure}"] = sum(found[key] for key in keys)',
+        "trainer/evaluation.py",
+        'means[f"eval/{figure}"] = sum(metrics[key] for key in keys) / len(keys)',
+        'means[f"eval/{figure}"] = sum(metrics[key] for key in keys)',
         (
             "tests/unit/test_evaluation.py::test_the_mean_over_data_sets_is_nan_where_one_says_nothing",
         ),

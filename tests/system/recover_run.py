@@ -264,18 +264,18 @@ def in_hf_save(step: int) -> None:
 
 def in_eval(step: int) -> None:
     """Rank 0, after the answers came."""
-    from megarl.trainer.evaluation import SetEvaluator
+    from megarl.trainer.evaluation import HeldOut
 
     def make(real: Any) -> Any:
-        def evaluate(self: Any, *args: Any, **kw: Any) -> Any:
-            stats = real(self, *args, **kw)
-            if self._engine.get_version() == step:
+        def evaluate(self: Any, client: Any, *args: Any) -> Any:
+            stats = real(self, client, *args)
+            if client.get_version() == step:
                 die()
             return stats
 
         return evaluate
 
-    patch(SetEvaluator, "evaluate", make)
+    patch(HeldOut, "evaluate", make)
 
 
 def _last_rank() -> bool:

@@ -17,8 +17,7 @@ from megarl.observability.report import load_run, write_report
 from megarl.observability.report.runs import EVAL_REWARDS_FILE
 from megarl.observability.run_log import RunLog
 from megarl.rollout.executor import Answered
-from megarl.trainer.evaluation import SetEvaluator
-from megarl.trainer.held_out import with_means
+from megarl.trainer.evaluation import HeldOut, SetEvaluator, with_means
 from megarl.trainer.rollout_metrics import completions
 
 SPECIAL = 99
@@ -40,11 +39,14 @@ def a_batch(rewards: list[list[float]], prompts: list[int] | None = None) -> dic
     }
 
 
-class Engine:
+class Client:
+    """Answers with the same samples again and again: the client, and its executor."""
+
     version = 0
 
     def __init__(self, batch: dict | None, failed: list[int] | None = None) -> None:
         self.batch, self.failed = batch, failed
+        self.executor = self
 
     def answer(self, rows, workflow):
         return Answered(self.batch, [0] * len(rows) if self.failed is None else self.failed)
@@ -53,52 +55,53 @@ class Engine:
         return self.version
 
 
-def an_evaluator(engine: Engine, rows: int) -> SetEvaluator:
+def held_out(rows: int, config: EvaluatorConfig | None = None, name: str = "") -> HeldOut:
     data = [{"prompt": f"q{i}", "answer": i} for i in range(rows)]
-    return SetEvaluator(data, engine, None, tokenizer, config=EvaluatorConfig(), seed=0)
+    own = {"rows": data, "workflow": None, "tokenizer": tokenizer, "seed": 0}
+    return HeldOut([SetEvaluator(**own, config=config or EvaluatorConfig(), name=name)])
 
 
 def test_intervals_are_those_of_prompts(tmp_path):
     """Eight equal samples of each of 20 prompts, 5 of them right, are 20 observations."""
     rewards = [[1.0] * 8] * 5 + [[0.25] * 8] * 15
-    figures = an_evaluator(Engine(a_batch(rewards)), 20).evaluate(tmp_path / "s.jsonl", None)
+    figures = held_out(20).evaluate(Client(a_batch(rewards)), tmp_path / "s.jsonl", None)
     assert figures["eval/accuracy"] == 0.25 and figures["eval/samples"] == 160
     bounds = [figures[f"eval/accuracy_{end}"] for end in ("lo", "hi")]
     assert bounds == pytest.approx(wilson(0.25, 20))
     bounds = [figures[f"eval/reward_{end}"] for end in ("lo", "hi")]
     assert bounds == pytest.approx(bootstrap_ci([1.0] * 5 + [0.25] * 15))
-    perfect = an_evaluator(Engine(a_batch([[1.0]] * 20)), 20).evaluate(tmp_path / "s.jsonl", None)
+    perfect = held_out(20).evaluate(Client(a_batch([[1.0]] * 20)), tmp_path / "s.jsonl", None)
     assert perfect["eval/accuracy_hi"] == 1.0 and 0.8 < perfect["eval/accuracy_lo"] < 0.9
 
 
 def test_pass_at_k_where_prompts_have_several_answers(tmp_path):
     batch = a_batch([[1.0, 0.0, 0.0, 0.0], [0.0] * 4, [1.0, 1.0]])  # two of the last have failed
-    figures = an_evaluator(Engine(batch), 3).evaluate(tmp_path / "s.jsonl", None)
+    figures = held_out(3).evaluate(Client(batch), tmp_path / "s.jsonl", None)
     assert figures["eval/pass_at_2"] == pytest.approx((0.5 + 0 + 1) / 3)
     assert figures["eval/pass_at_4"] == 0.5  # of the prompts that have four
     assert figures["eval/pass_at_1"] == pytest.approx((0.25 + 0 + 1) / 3)
     # every sample says its own number: a tie of four, of four and of two
     assert figures["eval/maj_at_4"] == pytest.approx((0.25 + 0 + 1) / 3)
     assert figures["eval/maj_at_4_lo"] <= figures["eval/maj_at_4"] <= figures["eval/maj_at_4_hi"]
-    alone = an_evaluator(Engine(a_batch([[1.0]] * 3)), 3).evaluate(tmp_path / "s.jsonl", None)
+    alone = held_out(3).evaluate(Client(a_batch([[1.0]] * 3)), tmp_path / "s.jsonl", None)
     assert not [name for name in alone if "pass_at" in name]
 
 
 def test_a_rollout_that_forked_counts_once(tmp_path):
     batch = a_batch([[1.0, 1.0, 1.0, 0.0], [0.0]]) | {"rollout_ids": torch.tensor([5, 5, 5, 1, 2])}
-    figures = an_evaluator(Engine(batch), 2).evaluate(tmp_path / "s.jsonl", None)
+    figures = held_out(2).evaluate(Client(batch), tmp_path / "s.jsonl", None)
     assert figures["eval/accuracy"] == pytest.approx(1 / 3) and figures["eval/samples"] == 3
     assert figures["eval/response_len"] == pytest.approx(5 / 3)
 
 
 def test_rewards_are_kept_by_prompt_and_what_an_earlier_start_wrote_gives_way(tmp_path):
-    engine = Engine(a_batch([[1.0, 0.0], [0.5, 0.5]]))
-    evaluator = an_evaluator(engine, 2)
+    client = Client(a_batch([[1.0, 0.0], [0.5, 0.5]]))
+    evaluator = held_out(2)
     (tmp_path / "stats.jsonl").write_text("")
 
     def evaluate(step: int) -> dict:
-        engine.version = step
-        evaluator.evaluate(tmp_path / "samples.jsonl", None)
+        client.version = step
+        evaluator.evaluate(client, tmp_path / "samples.jsonl", None)
         return load_run(tmp_path).eval_rewards
 
     (first,) = evaluate(0).values()
@@ -108,7 +111,7 @@ def test_rewards_are_kept_by_prompt_and_what_an_earlier_start_wrote_gives_way(tm
     assert list(both) == [0, 20, 40] and both[40] == both[0]  # the same prompts, by name
     RunLog(tmp_path / EVAL_REWARDS_FILE).begin(25)  # as a start from step 25 does
     assert list(evaluate(30)) == [0, 20, 30]
-    engine.batch = a_batch([[0.5, 0.5]], prompts=[1])  # row 0 was rejected
+    client.batch = a_batch([[0.5, 0.5]], prompts=[1])  # row 0 was rejected
     ((name, rewards),) = evaluate(50)[50].items()
     assert rewards == [0.5, 0.5] == both[0][name]
 
@@ -116,11 +119,11 @@ def test_rewards_are_kept_by_prompt_and_what_an_earlier_start_wrote_gives_way(tm
 def test_what_failed_is_in_no_figure_and_said(tmp_path):
     """Of ten answers the one that failed would have been wrong: the accuracy is that of nine."""
     batch = a_batch([[1.0]] * 8 + [[0.0]], prompts=[*range(8), 9])
-    engine = Engine(batch, failed=[0] * 8 + [1, 0])
-    figures = an_evaluator(engine, 10).evaluate(tmp_path / "s.jsonl", None)
+    client = Client(batch, failed=[0] * 8 + [1, 0])
+    figures = held_out(10).evaluate(client, tmp_path / "s.jsonl", None)
     assert figures["eval/failed"] == 0.1 and figures["eval/samples"] == 9
     assert figures["eval/accuracy"] == pytest.approx(8 / 9)
-    clean = an_evaluator(Engine(a_batch([[1.0]] * 4)), 4).evaluate(tmp_path / "s.jsonl", None)
+    clean = held_out(4).evaluate(Client(a_batch([[1.0]] * 4)), tmp_path / "s.jsonl", None)
     assert clean["eval/failed"] == 0.0
 
 
@@ -128,24 +131,19 @@ def test_what_failed_is_in_no_figure_and_said(tmp_path):
 def test_where_too_much_failed_the_accuracy_is_nan_and_neither_high_nor_zero(tmp_path, left):
     """Rows that fail would be the hard ones: of those that are left all are right."""
     batch = a_batch([[1.0, 1.0]] * left) if left else None
-    engine = Engine(batch, failed=[0] * left + [2] * (10 - left))
-    figures = an_evaluator(engine, 10).evaluate(tmp_path / "s.jsonl", "after")
+    client = Client(batch, failed=[0] * left + [2] * (10 - left))
+    figures = held_out(10).evaluate(client, tmp_path / "s.jsonl", "after")
     assert figures["eval/failed"] == (10 - left) / 10 and figures["eval/samples"] == 2 * left
     for name in ("accuracy", "accuracy_lo", "accuracy_hi", "reward", "reward_lo", "reward_hi"):
         assert math.isnan(figures[f"eval/{name}"])
     assert all(math.isnan(v) for name, v in figures.items() if "_at_" in name)
-    lenient = SetEvaluator(
-        [{"prompt": f"q{i}"} for i in range(10)],
-        engine,
-        None,
-        tokenizer,
-        config=EvaluatorConfig(max_failed=1.0),
-        seed=0,
-    ).evaluate(tmp_path / "s.jsonl", None)
+    lenient = held_out(10, EvaluatorConfig(max_failed=1.0)).evaluate(
+        client, tmp_path / "s.jsonl", None
+    )
     assert lenient["eval/accuracy"] == 1.0 if left else math.isnan(lenient["eval/accuracy"])
     assert lenient["eval/failed"] == (10 - left) / 10
     with pytest.raises(RuntimeError, match="10"):  # that is no failure, but the workflow's word
-        an_evaluator(Engine(None), 10).evaluate(tmp_path / "s.jsonl", None)
+        held_out(10).evaluate(Client(None), tmp_path / "s.jsonl", None)
 
 
 def test_the_mean_over_data_sets_is_nan_where_one_says_nothing():
@@ -202,12 +200,10 @@ def test_turns_are_what_the_model_wrote_and_was_told():
 
 
 def test_records_of_one_data_set_leave_those_of_another(tmp_path):
-    engine, path = Engine(a_batch([[1.0]])), tmp_path / "samples.jsonl"
+    client, path = Client(a_batch([[1.0]])), tmp_path / "samples.jsonl"
     (tmp_path / "stats.jsonl").write_text("")
     for name in ("", "a", "b"):
-        SetEvaluator(
-            [{"prompt": "q"}], engine, None, tokenizer, config=EvaluatorConfig(), seed=0, name=name
-        ).evaluate(path, "before")
+        held_out(1, name=name).evaluate(client, path, "before")
     records = [json.loads(line) for line in path.read_text().splitlines()]
     assert [r.get("dataset", "") for r in records] == ["", "a", "b"]
     kept = (tmp_path / "eval_rewards.jsonl").read_text().splitlines()

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from megarl.config.run import FrequencyConfig, SaverConfig
-from megarl.trainer.frequency import Frequency
 from megarl.trainer.rollout_metrics import completions, rollout_metrics
-from megarl.trainer.saver import Saved, Saver
+from megarl.trainer.saver import Frequency, Saved, Saver
 
 
 def due_steps(config: FrequencyConfig, steps: int, per_epoch: int, clock=None) -> list[int]:
