@@ -1,15 +1,20 @@
 """Claims the run directory for a start: nobody else is in it, nothing in it is half done, and the
-newest checkpoint is known."""
+newest checkpoint is known. Writes and reads trainer.pt, the trainer's own part of a checkpoint:
+plain data, so that reading it runs nothing that is in it."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import io
 import os
+import pickle
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
+
+import torch
 
 from megarl.ckpt.dist import find_damage
 from megarl.ckpt.marker import read_info
@@ -30,10 +35,13 @@ from megarl.observability import episodes, fingerprints
 from megarl.observability.logging import get_logger
 from megarl.observability.report.runs import EVAL_REWARDS_FILE
 from megarl.observability.run_log import RunLog
-from megarl.trainer.state_file import check_state
-from megarl.utils.files import clean_up, remove
+from megarl.utils.files import Digest, clean_up, file_digest, remove
 
 log = get_logger(__name__)
+
+STATE_FILE = "trainer.pt"
+CHECKSUM = "trainer.pt xxh3_128"  # key of trainer.json
+State = dict[str, Any]
 
 # files of a run that go on from its checkpoint, beside those of its StatsLogger
 LOGS = (
@@ -136,7 +144,7 @@ def _newest(directory: Path) -> Checkpoint | None:
         try:
             for name in checkpoint.info["models"]:
                 read_info(checkpoint.path / name)
-            check_state(checkpoint)
+            read_state(checkpoint)
             return checkpoint
         except ValueError as e:
             _set_aside(checkpoint.path, str(e))
@@ -164,3 +172,48 @@ def _update_config(cfg: BaseConfig, directory: Path) -> None:
             "\n  ".join(changes),
         )
     save_config(cfg, path)
+
+
+def write_state(directory: Path, state: State) -> str:
+    """Writes trainer.pt and returns its checksum. Raises ValueError for state that is more than
+    plain data."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    content = buffer.getvalue()
+    try:
+        torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as e:
+        raise ValueError(
+            f"{directory}: the rows of train_dataset hold more than plain data ({_refused(e)}); a "
+            "checkpoint keeps those whose prompts are in flight: let them hold text, numbers, "
+            "lists, dicts and tensors only"
+        ) from e
+    (directory / STATE_FILE).write_bytes(content)
+    return Digest(content).hexdigest()
+
+
+def read_state(checkpoint: Checkpoint) -> State:
+    """Returns the trainer's state of a checkpoint. Raises ValueError if its file is missing, or is
+    not as it was written, RuntimeError where reading it would run what it names."""
+    path = checkpoint.path / STATE_FILE
+    if not path.is_file():
+        raise ValueError(f"{path} is missing")
+    if file_digest(path) != checkpoint.info.get(CHECKSUM):
+        raise ValueError(f"{path} is damaged: its checksum is not what trainer.json says")
+    try:
+        state: State = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as e:  # torch's archives fail in many ways
+        if isinstance(e, pickle.UnpicklingError) and "unsupported global" in str(e).lower():
+            raise RuntimeError(
+                f"{path} holds more than plain data ({_refused(e)}) and is not read: whoever wrote "
+                "it could make this process run anything. Remove the checkpoint to continue from "
+                "the one before, or set another trial_name"
+            ) from e
+        raise ValueError(f"{path} is damaged: {type(e).__name__}: {_refused(e)}") from e
+    return state
+
+
+def _refused(error: Exception) -> str:
+    """Returns the line of torch's long message that says what it refused."""
+    lines = [line.strip() for line in str(error).splitlines() if "unsupported" in line.lower()]
+    return (lines or [str(error)])[0]

@@ -21,10 +21,9 @@ from megarl.observability.logging import get_logger, warn_once_per_world
 from megarl.observability.stats_tracker import record_timing
 from megarl.parallel.rank_zero import RankZero
 from megarl.rollout.client import RemoteSGLangEngine
-from megarl.trainer.answers_file import AnswersFile
 from megarl.trainer.episode_recorder import EpisodeRecorder, computed_part, computed_tokens
 from megarl.trainer.evaluation import HeldOut, evaluate_unless_stopped, make_pool, make_workflow
-from megarl.trainer.recover import data_of, same_data
+from megarl.trainer.recover import AnswersFile, data_of, same_data
 from megarl.trainer.results import Results
 from megarl.trainer.rollout_metrics import trained_completions
 from megarl.trainer.step_recorder import StepRecorder

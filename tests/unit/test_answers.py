@@ -13,7 +13,7 @@ from megarl.rollout.chat import ChatWorkflow
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.rollout.generation import Sample, routes_from
 from megarl.rollout.trajectory import to_batch
-from megarl.trainer.answers_file import AnswersFile
+from megarl.trainer.recover import AnswersFile
 from megarl.wire.routes import RouteShape, encode
 from tests.unit.rollout_fakes import FakeServer, trajectory
 

@@ -28,9 +28,8 @@ from megarl.config.recipes import BaseConfig
 from megarl.config.run import FrequencyConfig, SaverConfig
 from megarl.trainer import run_dir as claims
 from megarl.trainer.recover import Recovery, data_of, same_data
-from megarl.trainer.run_dir import claim, newest_checkpoint
+from megarl.trainer.run_dir import CHECKSUM, claim, newest_checkpoint
 from megarl.trainer.saver import Frequency, Saved, Saver
-from megarl.trainer.state_file import CHECKSUM
 from megarl.utils import files
 from megarl.utils.files import DiskFull, file_digest, seal
 from tests.hf_stub import write_stub

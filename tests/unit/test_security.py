@@ -13,7 +13,7 @@ from megarl.config.dataset import DatasetConfig
 from megarl.data.sources import load_rows
 from megarl.data.tokenizer import load_hf_tokenizer
 from megarl.models.hf_config import read_hf_config
-from megarl.trainer.answers_file import AnswersFile
+from megarl.trainer.recover import AnswersFile
 from tests.hostile import Hostile
 from tests.tiny import save_tiny
 from tests.tiny_tokenizer import save_tokenizer
