@@ -103,8 +103,6 @@ def work(way: str, folder: Path, trainers: int) -> None:
             return {}
 
     class Trainer(RLTrainer):
-        reads_prox_logp = False
-
         def make_session(self) -> Any:
             return Session(self.ctx)
 

@@ -48,7 +48,6 @@ class GraphTrainer(RLTrainer):
     """
 
     ctx: ControllerContext
-    reads_prox_logp = False
 
     def __init__(
         self,

@@ -21,7 +21,6 @@ class DistillTrainer(rl.RLTrainer):
     """Draws a student to its teacher: an RLTrainer with a teacher as a further frozen role."""
 
     cfg: DistillConfig
-    reads_prox_logp = False
 
     def set_up_others(self) -> dict[str, Role]:
         """Makes the teacher, or finds its servers; returns {}, for it is not trained. Raises
@@ -61,7 +60,7 @@ class DistillTrainer(rl.RLTrainer):
         version = self.actor.get_version()
         stats = rollout_metrics(batch, version=version)
         with record_timing("logp"):
-            self.compute_prox_logp(batch)
+            self.compute_prox_logp(batch, read=False)
         self.compare_with_ref(batch)
         if self.wants_advantages:
             self.actor.compute_advantages(batch, kl_ctl=self.cfg.kl_ctl)

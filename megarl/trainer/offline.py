@@ -1,9 +1,9 @@
-"""The loop of offline recipes, which train one model on rows that exist already, and supervised
+"""Offline recipes, which train one model on rows that exist already: what all have, and supervised
 fine-tuning."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from megarl.api.records import FinetuneSpec
@@ -13,22 +13,16 @@ from megarl.config.recipes import OfflineConfig, SFTConfig, data_purpose, held_o
 from megarl.data.dataset import RowDataset, build_dataset
 from megarl.data.loader import build_dataloader, collate_sft, collator
 from megarl.data.problem import Row
-from megarl.data.tokenizer import tokenizer_to_save
-from megarl.observability import stats_tracker
 from megarl.observability.intervals import wilson
-from megarl.observability.logging import get_logger
 from megarl.observability.stats_tracker import record_timing
 from megarl.trainer.context import RunContext
 from megarl.trainer.evaluate_model import Generation
-from megarl.trainer.evaluation import SAMPLES_FILE, EvaluationTimes, metric, with_means
-from megarl.trainer.recover import Recovery, data_of, same_data
+from megarl.trainer.evaluation import SAMPLES_FILE, metric, with_means
+from megarl.trainer.loop import Trainer
+from megarl.trainer.recover import data_of, same_data
 from megarl.trainer.roles import MegatronSFT
-from megarl.trainer.rollout_metrics import batch_metrics, update_speed
-from megarl.trainer.saver import Saved, Saver
+from megarl.trainer.rollout_metrics import batch_metrics
 from megarl.trainer.self_check import SelfCheck
-from megarl.utils import stopping
-
-log = get_logger(__name__)
 
 
 def run(cfg: OfflineConfig, trainer_class: type[Any] | None = None) -> None:
@@ -44,16 +38,15 @@ def run(cfg: OfflineConfig, trainer_class: type[Any] | None = None) -> None:
         trainer.destroy()  # collective, so only where every rank got here
 
 
-class OfflineTrainer:
+class OfflineTrainer(Trainer):
     """Trains one model on rows that exist already. A subclass says what: `make_model`, `collate`,
     `train` and `by_loss`. Every rank draws the same batch from its own copy of the (seeded) loader.
     """
 
-    cfg: Any  # an OfflineConfig; a subclass knows which
     joined: tuple[str, ...] = ("loss", "accuracy")  # figures that have a mean over validation sets
 
     def __init__(self, cfg: OfflineConfig, ctx: RunContext) -> None:
-        self.cfg, self.ctx = cfg, ctx
+        super().__init__(cfg, ctx)
         data = build_dataset(
             cfg.train_dataset, ctx.tokenizer, purpose=data_purpose(cfg), seed=cfg.seed
         )
@@ -66,25 +59,9 @@ class OfflineTrainer:
         self.model.initialize(None, self.spec)
         self.check = ctx.trainers.make(SelfCheck, cfg, ctx.trainers.ctx)
         self.check.watch(self.model)
-        self.saver = Saver(
-            cfg.saver,
-            models=[
-                Saved(
-                    model=self.model,
-                    base_model_path=cfg.model.path,
-                    home=ctx.run_dir,
-                    lora=cfg.model.lora,
-                )
-            ],
-            clock=ctx.clock,
-            is_zero=ctx.is_zero,
-            tokenizer=tokenizer_to_save(cfg, ctx.model_path),
-        )
-        self.eval_times = EvaluationTimes(cfg.evaluator, ctx.clock)
         self.data_key = data_of(cfg, len(data))
-        clocks = {"saver": self.saver.freq, "evaluator": self.eval_times}
-        self.recovery = Recovery(ctx, {"model": self.model}, clocks)
-        self.steps_done = self.recovery.restore(self.load_state)
+        self._batches = self._endless()
+        self.go_on({"model": self.model})
         self.set_up_others(data)
 
     def make_model(self) -> Any:
@@ -115,13 +92,6 @@ class OfflineTrainer:
         """Returns further metrics of an evaluation, `label` of EvaluationTimes. Collective."""
         return {}
 
-    def evaluated(self, found: dict[str, float]) -> None:
-        """Takes note of the metrics of an evaluation."""
-
-    def good_enough(self) -> bool:
-        """Returns whether training may end before its last step."""
-        return False
-
     def end_generation(self) -> None:
         """Ends servers that a subclass has started; waits for no other rank."""
 
@@ -129,12 +99,12 @@ class OfflineTrainer:
         """Destroys the roles. Collective."""
         self.model.destroy()
 
-    def state(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps of the trainer itself."""
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a checkpoint keeps beside the model."""
         return {"data": self.data_key, "loader": self.loader.state_dict()}
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Continues from what `state` returned."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from what `state_dict` returned."""
         if same_data(state["data"], self.data_key):
             self.loader.load_state_dict(state["loader"])
 
@@ -151,82 +121,24 @@ class OfflineTrainer:
         held_out: Padded = collator(data, self.collate())([rows[i] for i in range(len(rows))])
         return held_out
 
-    def fit(self) -> None:
-        """Trains until the last step, max_train_seconds, what `good_enough` asks for, or a signal,
-        and evaluates, saves and checkpoints between steps. Collective."""
-        total, per_epoch = self.spec.total_train_steps, self.spec.steps_per_epoch
-        step = self.steps_done
-        done = step >= total or self._out_of_time() or self.good_enough()
-        if self.recovery.ended_already(self.saver, total=total, over=done):
-            return
-        if self.cfg.evaluator.at_start and not step:
-            stats = self._evaluate(step=0, epoch=0, epoch_ended=False)
-            self.ctx.log_stats(0, stats, total_steps=total)
-        stopping.work_begins()
-        while not done:
-            for batch in self.loader:
-                step += 1
-                self.check.begin_step(step)
-                with self.ctx.profiler.step(step):
-                    stats = self._step(batch)
-                epoch, ended = -(-step // per_epoch), step % per_epoch == 0
-                if self.ctx.wish_to_stop():
-                    self._log(step, stats)
-                    saved = self.recovery.save_now(self.state, step=step, epoch=epoch)
-                    return self.ctx.stop(saved, step)
-                done = step >= total or self._out_of_time()
-                found = self._evaluate(step=step, epoch=epoch, epoch_ended=ended, last=done)
-                stats |= found
-                done = done or (bool(found) and self.good_enough())
-                self.saver.maybe_save(step=step, epoch=epoch, epoch_ended=ended)
-                self._log(step, stats)
-                if done:
-                    self.check.end()
-                with record_timing("recover"):
-                    self.recovery.maybe_save(
-                        self.state, step=step, epoch=epoch, epoch_ended=ended, last=done
-                    )
-                if done:
-                    break
-        if total:
-            self.saver.save_final()
+    def step(self, step: int) -> dict[str, float]:
+        """Makes step `step` (from 0): an update on the next batch; returns its metrics."""
+        batch = next(self._batches)
+        stats = self.train(batch) | batch_metrics(batch)
+        self.model.step_lr_scheduler()
+        return stats | self.speed(batch)
 
-    def _log(self, step: int, stats: dict[str, float]) -> None:
-        stats = stats | self.ctx.gathered()
-        self.ctx.log_stats(step, stats, total_steps=self.spec.total_train_steps)
+    def _endless(self) -> Iterator[Padded]:
+        while True:
+            yield from self.loader
 
-    def _step(self, batch: Padded) -> dict[str, float]:
-        with record_timing("step"):
-            stats = self.train(batch) | batch_metrics(batch)
-            self.model.step_lr_scheduler()
-        return stats | self.ctx.trainers.run(
-            update_speed,
-            self.model,
-            batch,
-            seconds=stats_tracker.seconds("train"),
-            peak_tflops=self.cfg.profiler.peak_tflops,
-        )
-
-    def _evaluate(
-        self, *, step: int, epoch: int, epoch_ended: bool, last: bool = False
-    ) -> dict[str, float]:
-        """Evaluates where it is due and returns the metrics; {} otherwise. Collective."""
-        label = self.eval_times.label(step=step, epoch=epoch, epoch_ended=epoch_ended, last=last)
-        if label is None:
-            return {}
-        with record_timing("eval"):
-            found: dict[str, float] = {}
-            for name, held_out in self.held_out.items():
-                figures = self.by_loss(held_out)
-                found |= {metric(name, figure): value for figure, value in figures.items()}
-            found = with_means(found, list(self.held_out), self.joined)
-            found |= self.evaluate_otherwise(step, label)
-        self.evaluated(found)
-        return found
-
-    def _out_of_time(self) -> bool:
-        bound = self.cfg.max_train_seconds
-        return bound is not None and self.ctx.elapsed() >= bound
+    def evaluate(self, step: int, label: str) -> dict[str, float]:
+        """Returns the metrics of the validation sets, by their loss and otherwise. Collective."""
+        metrics: dict[str, float] = {}
+        for name, held_out in self.held_out.items():
+            metrics |= {metric(name, figure): v for figure, v in self.by_loss(held_out).items()}
+        metrics = with_means(metrics, list(self.held_out), self.joined)
+        return metrics | self.evaluate_otherwise(step, label)
 
 
 class SFTTrainer(OfflineTrainer):
@@ -276,9 +188,11 @@ class SFTTrainer(OfflineTrainer):
         when, path = None if label == "during" else label, self.ctx.run_dir / SAMPLES_FILE
         return self.generation.evaluate(step, path, when)
 
-    def evaluated(self, found: dict[str, float]) -> None:
-        """Keeps exact_match, which may end the run."""
-        self.exact_match = found.get("eval/exact_match", self.exact_match)
+    def evaluate(self, step: int, label: str) -> dict[str, float]:
+        """Returns the metrics of the validation sets; exact_match may end the run. Collective."""
+        metrics = super().evaluate(step, label)
+        self.exact_match = metrics.get("eval/exact_match", self.exact_match)
+        return metrics
 
     def good_enough(self) -> bool:
         """Returns whether stop_at_exact_match is reached."""
@@ -290,11 +204,11 @@ class SFTTrainer(OfflineTrainer):
         if self.generation is not None:
             self.generation.close()
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Returns what a checkpoint keeps of the trainer, the last exact_match with it."""
-        return super().state() | {"exact_match": self.exact_match}
+        return super().state_dict() | {"exact_match": self.exact_match}
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Continues from what `state` returned."""
-        super().load_state(state)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from what `state_dict` returned."""
+        super().load_state_dict(state)
         self.exact_match = state["exact_match"]

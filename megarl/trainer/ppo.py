@@ -16,7 +16,6 @@ class PPOTrainer(rl.RLTrainer):
     """Trains a policy by PPO: an RLTrainer with a critic as its second trained role."""
 
     cfg: PPOConfig
-    reads_prox_logp = False
 
     def set_up_others(self) -> dict[str, Role]:
         """Makes the critic and the settings of its advantages; returns {"critic": the critic}.
@@ -38,7 +37,7 @@ class PPOTrainer(rl.RLTrainer):
         stats = rollout_metrics(batch, version=version)
         self.check.rewards_differ(stats)
         with record_timing("logp"):
-            self.compute_prox_logp(batch)
+            self.compute_prox_logp(batch, read=False)
         self.compare_with_ref(batch)
         with record_timing("values"):
             self.critic.compute_values(batch)

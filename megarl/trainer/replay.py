@@ -29,8 +29,7 @@ def replaying(trainer_class: type[Any] | None) -> type[RLTrainer]:
     cls = trainer_class or RLTrainer
     if not (isinstance(cls, type) and issubclass(cls, RLTrainer)):
         raise ConfigError([f"trainer={cls.__name__}: a replay needs a subclass of RLTrainer"])
-    own = {"reads_prox_logp": vars(cls).get("reads_prox_logp", True)}  # it adds no code to a step
-    return type(f"Replaying{cls.__name__}", (Replaying, cls), own)
+    return type(f"Replaying{cls.__name__}", (Replaying, cls), {})
 
 
 class Replaying(RLTrainer):

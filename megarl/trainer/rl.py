@@ -8,16 +8,14 @@ from megarl.algos import Role
 from megarl.algos.proximal import PROX
 from megarl.api.batch import Batch
 from megarl.api.records import FinetuneSpec
-from megarl.config.recipe_engines import engines, model_path, saved_engines
+from megarl.config.recipe_engines import saved_engines
 from megarl.config.recipes import GRPOConfig
-from megarl.data.tokenizer import tokenizer_to_save
-from megarl.observability import stats_tracker
 from megarl.observability.logging import get_logger
 from megarl.observability.stats_tracker import record_timing
 from megarl.trainer.context import RunContext
-from megarl.trainer.evaluation import EvaluationTimes
+from megarl.trainer.evaluation import SAMPLES_FILE
+from megarl.trainer.loop import Trainer
 from megarl.trainer.publisher import WeightPublisher
-from megarl.trainer.recover import Recovery
 from megarl.trainer.roles import (
     MegatronLoRARef,
     MegatronRef,
@@ -25,15 +23,11 @@ from megarl.trainer.roles import (
     make_actor,
     make_ref,
 )
-from megarl.trainer.rollout_metrics import rollout_metrics, trained_metrics, update_speed
-from megarl.trainer.saver import Saved, Saver
+from megarl.trainer.rollout_metrics import rollout_metrics, trained_metrics
 from megarl.trainer.self_check import SelfCheck
 from megarl.trainer.session import RolloutSession
 from megarl.trainer.step_recorder import StepRecorder
 from megarl.trainer.turns import make_turns
-from megarl.trainer.workers import Workers
-from megarl.utils import stopping
-from megarl.utils.stopping import StopRequested
 
 log = get_logger(__name__)
 
@@ -74,35 +68,25 @@ def batch_plan(cfg: GRPOConfig, steps: int, world_size: int) -> str:
     )
 
 
-class RLTrainer:
+class RLTrainer(Trainer):
     """Trains a policy by GRPO or a relative: `step` is the algorithm, `set_up` makes what it works
-    with.
+    with."""
 
-    reads_prox_logp: whether the code of this very class, not of those above it, may read
-    batch["prox_logp"] before the update, which a subclass does unless it says no itself; then
-    actor.recompute_logprob=auto makes a pass for it.
-    """
-
-    reads_prox_logp = False
+    cfg: GRPOConfig
 
     def __init__(self, cfg: GRPOConfig, ctx: RunContext) -> None:
-        self.cfg, self.ctx = cfg, ctx
-        self._told: str | None = None  # the reason for a pass that the log has
+        super().__init__(cfg, ctx)
+        self._reason: str | None = None  # for a pass before the update, as the log has it
         self.session = self.make_session()
         self.step_recorder = self.trainers.make(
             StepRecorder, cfg, self.trainers.ctx, dataset_size=self.session.dataset_size
         )
         self.session.step_recorder = self.step_recorder
 
-    @property
-    def trainers(self) -> Workers:
-        """Returns the workers that the actor and what watches it are made on."""
-        return self.ctx.trainers
-
     def set_up(self) -> None:
         """Waits for the servers, makes the roles and the saver, and continues from the newest
         checkpoint. Collective."""
-        cfg, ctx, trainers = self.cfg, self.ctx, self.trainers
+        cfg, trainers = self.cfg, self.trainers
         self.session.start()
         turns = self.session.turns = make_turns(cfg, self.session.client)
         self.spec = FinetuneSpec.for_run(cfg, dataset_size=self.session.dataset_size)
@@ -114,28 +98,10 @@ class RLTrainer:
         trained: dict[str, Role] = {"actor": self.actor, **self.set_up_others()}
         turns.models += trained.values()
         self.record_updates(trained)
-        self.saver = Saver(
-            cfg.saver,
-            models=[
-                Saved(
-                    model=turns.saving(role),
-                    base_model_path=model_path(cfg, name),
-                    home=ctx.run_dir if name == "actor" else ctx.run_dir / name,
-                    lora=engines(cfg)[name].lora,
-                )
-                for name, role in trained.items()
-            ],
-            clock=ctx.clock,
-            is_zero=ctx.is_zero,
-            tokenizer=tokenizer_to_save(cfg, ctx.model_path),
-        )
-        self.eval_times = EvaluationTimes(cfg.evaluator, ctx.clock)
-        clocks = {"saver": self.saver.freq, "evaluator": self.eval_times}
-        saved = dict(trained)
+        followers: dict[str, Role] = {}
         if self.ref is not None and "ref" in saved_engines(cfg):
-            saved["ref"] = self.ref
-        self.recovery = Recovery(ctx, saved, clocks)
-        self.steps_done = self.recovery.restore(self.load_state_dict)
+            followers["ref"] = self.ref
+        self.go_on(trained, followers, turns.saving)
 
     def set_up_models(self) -> None:
         """Makes the actor and, where there is to be one, the reference and the reward model."""
@@ -170,59 +136,22 @@ class RLTrainer:
         trained."""
         return {}
 
-    def fit(self) -> None:
-        """Trains until the last step, max_train_seconds or a signal, and evaluates, saves and
-        checkpoints between steps. Collective."""
-        total, per_epoch = self.spec.total_train_steps, self.spec.steps_per_epoch
+    def begin(self, step: int) -> None:
+        """Brings the weights after `step` steps to the servers. Collective."""
+        total = self.spec.total_train_steps
         log.info("%s", batch_plan(self.cfg, total, self.trainers.ctx.world_size))
-        step = self.steps_done
-        over = step >= total or self._out_of_time()
-        if self.recovery.ended_already(self.saver, total=total, over=over):
-            return
-        self._begin(step, total)
-        while step < total and not self._out_of_time():
-            try:
-                stats = self.whole_step(step)
-            except StopRequested:  # on every rank, while the batch was waited for
-                return self._stop(step)
-            step += 1
-            epoch, ended = -(-step // per_epoch), step % per_epoch == 0
-            stop = self.ctx.wish_to_stop()
-            if not stop:
-                with record_timing("save"):
-                    self.saver.maybe_save(step=step, epoch=epoch, epoch_ended=ended)
-            last = step == total or self._out_of_time()
-            if not stop:
-                stats |= self._evaluate(step=step, epoch=epoch, epoch_ended=ended, last=last)
-            self.ctx.log_stats(
-                step,
-                stats | self.ctx.gathered(),
-                total_steps=total,
-                completions=self.session.completions(),
-            )
-            if stop:
-                return self._stop(step)
-            if last:
-                self.check.end()
-            with record_timing("recover"):
-                self.recovery.maybe_save(
-                    self.state_dict, step=step, epoch=epoch, epoch_ended=ended, last=last
-                )
-            if last:
-                break
-        if total:
-            self.saver.save_final()
-
-    def _begin(self, step: int, total: int) -> None:
-        """Brings the weights after `step` steps to the servers, and evaluates those of before the
-        first step."""
         self.session.expect(total - step)
         # servers may hold anything: other weights, or those of an earlier run
         self.publisher.publish(self.actor.get_version())
-        stats = {} if step else self._evaluate(step=0, epoch=0, epoch_ended=False)
-        if stats:
-            self.ctx.log_stats(0, stats, total_steps=total, completions=self.session.completions())
-        stopping.work_begins()
+
+    def evaluate(self, step: int, label: str) -> dict[str, float]:
+        """Returns the metrics of answers to the validation sets. Collective."""
+        when = None if label == "during" else label
+        return self.session.evaluate(self.ctx.run_dir / SAMPLES_FILE, when)
+
+    def completions(self) -> dict[str, list[dict[str, Any]]]:
+        """Returns the completions to log since the last call, rank 0's."""
+        return self.session.completions()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a checkpoint keeps beside the models. Rank 0 only."""
@@ -234,15 +163,10 @@ class RLTrainer:
         if "kl" in state:  # a checkpoint of a version without kl_controller has none
             self.actor.load_kl_state(state["kl"])
 
-    def _stop(self, step: int) -> None:
-        """Ends after `step` steps because of a signal, with a checkpoint of them."""
-        epoch = -(-step // self.spec.steps_per_epoch)
-        self.ctx.stop(self.recovery.save_now(self.state_dict, step=step, epoch=epoch), step)
-
     def whole_step(self, step: int) -> dict[str, float]:
-        """Makes step `step` (from 0), under the eyes of what checks, profiles and records it;
-        returns its metrics. Raises StopRequested where a signal came while its batch was waited
-        for. Collective."""
+        """Makes step `step` (from 0), under the eyes of what checks, profiles and records it, and
+        renews a reference that follows; returns its metrics. Raises StopRequested where a signal
+        came while its batch was waited for. Collective."""
         self.check.begin_step(step + 1)
         self.step_recorder.begin_step(step + 1)
         with self.ctx.profiler.step(step + 1), record_timing("step"):
@@ -262,7 +186,7 @@ class RLTrainer:
         stats = rollout_metrics(batch, version=version)
         self.check.rewards_differ(stats)
         with record_timing("logp"):
-            self.compute_prox_logp(batch)
+            self.compute_prox_logp(batch, read=False)
         self.compare_with_ref(batch)
         self.actor.compute_advantages(batch, kl_ctl=self.cfg.kl_ctl)
         with record_timing("train"):
@@ -287,13 +211,13 @@ class RLTrainer:
             batch["rewards"] = self.reward_model.compute_rewards(batch)
             return self.session.drop(batch, ~batch["rewards"].isfinite(), "reward")
 
-    def compute_prox_logp(self, batch: Batch) -> None:
+    def compute_prox_logp(self, batch: Batch, *, read: bool = True) -> None:
         """Adds batch["prox_logp"] [B,S], the logprobs before the update, where they need a pass of
         their own (actor.recompute_logprob); says in the log whether `auto` makes one, and why.
-        Collective."""
-        reason = self.reason_for_pass()
-        if self.cfg.actor.recompute_logprob == "auto" and reason != self._told:
-            self._told = reason
+        read: whether the step itself reads them before the update. Collective."""
+        reason = self.reason_for_pass(read=read)
+        if self.cfg.actor.recompute_logprob == "auto" and reason != self._reason:
+            self._reason = reason
             what = f"a pass before every update: {reason}" if reason else "the update's own pass"
             log.info("actor.recompute_logprob=auto: prox_logp comes from %s", what)
         if reason or self.cfg.actor.old_logp != PROX:
@@ -301,10 +225,11 @@ class RLTrainer:
         self.actor.place(batch)
         self.check.look_before_update(batch, self.actor)
 
-    def reason_for_pass(self) -> str:
-        """Returns why a step needs prox_logp before its update, "" where it does not."""
-        if vars(type(self)).get("reads_prox_logp", True):
-            return f"{type(self).__name__} does not say reads_prox_logp = False"
+    def reason_for_pass(self, *, read: bool = True) -> str:
+        """Returns why a step needs prox_logp before its update, "" where it does not; read: see
+        compute_prox_logp."""
+        if read:
+            return f"{type(self).__name__}.step does not call compute_prox_logp(batch, read=False)"
         return self.actor.reason_for_pass(kl_ctl=self.cfg.kl_ctl)
 
     def compare_with_ref(self, batch: Batch) -> None:
@@ -322,16 +247,6 @@ class RLTrainer:
             with record_timing("renew_ref"):
                 self.ref.renew(self.actor)
 
-    def speed(self, batch: Batch) -> dict[str, float]:
-        """Returns the metrics of the phase "train" of this step, which was the actor's."""
-        return self.trainers.run(
-            update_speed,
-            self.actor,
-            batch,
-            seconds=stats_tracker.seconds("train"),
-            peak_tflops=self.cfg.profiler.peak_tflops,
-        )
-
     def end_generation(self) -> None:
         """Ends what talks to servers; waits for no other rank."""
         try:
@@ -345,18 +260,3 @@ class RLTrainer:
         for role in (self.reward_model, self.ref, self.actor):
             if role is not None:
                 role.destroy()
-
-    def _evaluate(
-        self, *, step: int, epoch: int, epoch_ended: bool, last: bool = False
-    ) -> dict[str, float]:
-        """Evaluates where it is due and returns the metrics; {} otherwise. Collective."""
-        label = self.eval_times.label(step=step, epoch=epoch, epoch_ended=epoch_ended, last=last)
-        if label is None:
-            return {}
-        with record_timing("eval"):
-            when = None if label == "during" else label
-            return self.session.evaluate(self.ctx.run_dir / "samples.jsonl", when)
-
-    def _out_of_time(self) -> bool:
-        bound = self.cfg.max_train_seconds
-        return bound is not None and self.ctx.elapsed() >= bound

@@ -1,22 +1,18 @@
-"""The roles of algos/ bound to MegatronEngine, as scripts use them. `world` is that of the engine:
-the mesh that it spans, by default the world in scope."""
+"""The roles of algos/ bound to MegatronEngine, as scripts use them."""
 
 from __future__ import annotations
 
 import copy
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from megarl.algos.actor import Actor
 from megarl.algos.critic import Critic
-from megarl.algos.metrics import Decode, spell_ids
 from megarl.algos.preference_roles import PreferencePolicy, RewardLearner
 from megarl.algos.ref import LoRARef, Policy, Ref, RewardModel, Teacher
+from megarl.algos.role import Role
 from megarl.algos.sft import SFT
 from megarl.config.algo import (
     PPOActorConfig,
-    PPOCriticConfig,
-    PreferenceConfig,
-    TeacherConfig,
     ValueModelConfig,
 )
 from megarl.config.engine import TrainEngineConfig
@@ -28,46 +24,49 @@ from megarl.parallel.worlds import World
 C = TypeVar("C", bound=TrainEngineConfig)
 
 
-class MegatronActor(Actor):
-    """Trains the policy on a MegatronEngine, by `compute_logp`, `compute_advantages`, `ppo_update`
-    and the engine's verbs."""
+class OnMegatron(Role):
+    """Makes a role of algos/ on a MegatronEngine. It takes the engine's section of the
+    configuration, the role's settings, `seed`, and `world`: the mesh that the engine spans, by
+    default the world in scope. Raises TypeError for another section than the role's."""
 
     engine: MegatronEngine
+    section: ClassVar[type[TrainEngineConfig]] = TrainEngineConfig
+    instead = "takes a section of an engine"  # says what to give in place of a wrong section
+    seeded = False  # whether the role draws by the seed, as its engine does
 
     def __init__(
         self,
-        config: PPOActorConfig,
-        *,
-        temperature: float,
+        config: Any,
+        *settings: Any,
         seed: int = 1,
-        decode: Decode = spell_ids,
         world: World | None = None,
+        **more: Any,
     ) -> None:
-        """Raises TypeError for another section than a policy's."""
-        if not isinstance(config, PPOActorConfig):
-            raise TypeError(
-                f"MegatronActor({type(config).__name__}): takes the policy's section, "
-                "config.actor; a frozen reference is MegatronRef(config.ref, temperature=...)"
-            )
-        super().__init__(
-            config,
-            MegatronEngine(config, seed=seed, world=world),
-            temperature=temperature,
-            seed=seed,
-            decode=decode,
-        )
+        if not isinstance(config, self.section):
+            raise TypeError(f"{type(self).__name__}({type(config).__name__}): {self.instead}")
+        if self.seeded:
+            more["seed"] = seed
+        more["engine"] = MegatronEngine(config, seed=seed, world=world)
+        init: Any = super().__init__  # that of the role, which stands behind this class
+        init(config, *settings, **more)
 
 
-class MegatronCritic(Critic):
+class MegatronActor(OnMegatron, Actor):
+    """Trains the policy on a MegatronEngine, by `compute_logp`, `compute_advantages`, `ppo_update`
+    and the engine's verbs: MegatronActor(config.actor, temperature=..., seed=1, decode=...)."""
+
+    section, seeded = PPOActorConfig, True
+    instead = (
+        "takes the policy's section, config.actor; a frozen reference is "
+        "MegatronRef(config.ref, temperature=...)"
+    )
+
+
+class MegatronCritic(OnMegatron, Critic):
     """Trains the value function on a MegatronEngine, by `compute_values`, `ppo_update` and the
-    engine's verbs."""
+    engine's verbs: MegatronCritic(config.critic, seed=1)."""
 
-    engine: MegatronEngine
-
-    def __init__(
-        self, config: PPOCriticConfig, *, seed: int = 1, world: World | None = None
-    ) -> None:
-        super().__init__(config, MegatronEngine(config, seed=seed, world=world), seed=seed)
+    seeded = True
 
 
 class MegatronRewardModel(RewardModel):
@@ -81,46 +80,16 @@ class MegatronRewardModel(RewardModel):
         super().__init__(MegatronEngine(config, seed=seed, world=world))
 
 
-class MegatronRef(Ref):
-    """Computes a frozen policy's logprobs on a MegatronEngine: `compute_logp`."""
+class MegatronRef(OnMegatron, Ref):
+    """Computes a frozen policy's logprobs on a MegatronEngine, by `compute_logp`:
+    MegatronRef(config.ref, temperature=..., seed=1)."""
 
-    engine: MegatronEngine
-
-    def __init__(
-        self,
-        config: TrainEngineConfig,
-        *,
-        temperature: float,
-        seed: int = 1,
-        world: World | None = None,
-    ) -> None:
-        """Raises TypeError for what is no section of an engine."""
-        if not isinstance(config, TrainEngineConfig):
-            raise TypeError(
-                f"MegatronRef({type(config).__name__}): takes the reference's section, config.ref; "
-                "where that is null there is no reference"
-            )
-        super().__init__(
-            config, MegatronEngine(config, seed=seed, world=world), temperature=temperature
-        )
+    instead = "takes the reference's section, config.ref; where that is null there is no reference"
 
 
-class MegatronTeacher(Teacher):
-    """Says what a frozen model thinks of a student's tokens, on a MegatronEngine: `teach`."""
-
-    engine: MegatronEngine
-
-    def __init__(
-        self,
-        config: TeacherConfig,
-        *,
-        temperature: float,
-        seed: int = 1,
-        world: World | None = None,
-    ) -> None:
-        super().__init__(
-            config, MegatronEngine(config, seed=seed, world=world), temperature=temperature
-        )
+class MegatronTeacher(OnMegatron, Teacher):
+    """Says what a frozen model thinks of a student's tokens, on a MegatronEngine, by `teach`:
+    MegatronTeacher(config.teacher, temperature=..., seed=1)."""
 
 
 class MegatronLoRARef(LoRARef):
@@ -128,52 +97,20 @@ class MegatronLoRARef(LoRARef):
 
     engine: MegatronEngine
 
-    def __init__(self, policy: Policy) -> None:
-        super().__init__(policy)
+
+class MegatronSFT(OnMegatron, SFT):
+    """Fine-tunes a model on a MegatronEngine, by `train`, `evaluate` and the engine's verbs:
+    MegatronSFT(config.model, seed=1)."""
 
 
-class MegatronSFT(SFT):
-    """Fine-tunes a model on a MegatronEngine, by `train`, `evaluate` and the engine's verbs."""
-
-    engine: MegatronEngine
-
-    def __init__(
-        self, config: TrainEngineConfig, *, seed: int = 1, world: World | None = None
-    ) -> None:
-        super().__init__(config, MegatronEngine(config, seed=seed, world=world))
-
-
-class MegatronPreferencePolicy(PreferencePolicy):
+class MegatronPreferencePolicy(OnMegatron, PreferencePolicy):
     """Trains a policy on preferred answers on a MegatronEngine, by `compare`, `train`, `evaluate`
-    and the engine's verbs."""
-
-    engine: MegatronEngine
-
-    def __init__(
-        self,
-        config: TrainEngineConfig,
-        preference: PreferenceConfig,
-        *,
-        seed: int = 1,
-        world: World | None = None,
-    ) -> None:
-        super().__init__(config, preference, MegatronEngine(config, seed=seed, world=world))
+    and the engine's verbs: MegatronPreferencePolicy(config.model, config.preference, seed=1)."""
 
 
-class MegatronRewardLearner(RewardLearner):
-    """Trains a reward model on a MegatronEngine, by `train`, `evaluate` and the engine's verbs."""
-
-    engine: MegatronEngine
-
-    def __init__(
-        self,
-        config: ValueModelConfig,
-        *,
-        center: float = 0.0,
-        seed: int = 1,
-        world: World | None = None,
-    ) -> None:
-        super().__init__(config, MegatronEngine(config, seed=seed, world=world), center=center)
+class MegatronRewardLearner(OnMegatron, RewardLearner):
+    """Trains a reward model on a MegatronEngine, by `train`, `evaluate` and the engine's verbs:
+    MegatronRewardLearner(config.model, center=0.0, seed=1)."""
 
 
 def make_actor(cfg: GRPOConfig, tokenizer: Any) -> MegatronActor:

@@ -85,6 +85,18 @@ class Saved:
         return "peft" if self.lora is not None and self.lora.save == "adapter" else "hf"
 
 
+def saved_as(cfg: BaseConfig, name: str, model: Saves) -> Saved:
+    """Returns how a recipe saves the engine `name`: the one that the run is about in its directory,
+    another in a directory of its own there."""
+    run = run_dir(cfg)
+    return Saved(
+        model=model,
+        base_model_path=model_path(cfg, name),
+        home=run if name == next(iter(engines(cfg))) else run / name,
+        lora=engines(cfg)[name].lora,
+    )
+
+
 class Saver:
     """Saves models when it is due and at the end. Collective. The first of `models` is the one the
     run is about: it is saved last."""
@@ -109,13 +121,7 @@ class Saver:
     def for_run(cls, cfg: BaseConfig, model: Saves, name: str = "actor") -> Saver:
         """Makes a script's saver of one model, whose section of the configuration is `name`."""
         note_read(cfg, "saver")
-        roles, run = engines(cfg), run_dir(cfg)
-        saved = Saved(
-            model=model,
-            base_model_path=model_path(cfg, name),
-            home=run if name == next(iter(roles)) else run / name,  # as the recipes have it
-            lora=roles[name].lora,
-        )
+        saved = saved_as(cfg, name, model)
         clock = partial(on_rank_zero, time.monotonic)
         return cls(
             cfg.saver,

@@ -15,7 +15,7 @@ from megarl.rollout.executor import RolloutExecutor
 from megarl.rollout.loop_thread import LoopThread
 from megarl.rollout.outcomes import Outcome
 from megarl.rollout.workflows.mixed import MixedWorkflow
-from megarl.trainer.results import Results
+from megarl.trainer.session import Results
 from tests.unit.rollout_fakes import FakeEngine, Scripted, prepare_batch, row_ids, trajectory
 
 BATCH = 4

@@ -159,11 +159,7 @@ def test_the_words_of_before_are_read() -> None:
 
 
 class Own(RLTrainer):
-    """A trainer of a user's, which may read anything."""
-
-
-class Said(RLTrainer):
-    reads_prox_logp = False
+    """A trainer of a user's, with a step of the recipe."""
 
 
 @pytest.fixture(autouse=True)
@@ -197,35 +193,36 @@ def a_trainer(
     return trainer
 
 
-def step(trainer: Any) -> tuple[Batch, int]:
-    """Makes the middle of a step; returns the batch, and the passes before the update."""
+def step(trainer: Any, read: bool = False) -> tuple[Batch, int]:
+    """Makes the middle of a step; returns the batch, and the passes before the update. read: the
+    step is one that may read prox_logp before it."""
     batch = Batch.from_padded(rollout(trainer.actor.engine))
     trainer.actor.engine.passes = 0
-    trainer.compute_prox_logp(batch)
+    trainer.compute_prox_logp(batch, **({} if read else {"read": False}))
     trainer.actor.compute_advantages(batch)
     passes = trainer.actor.engine.passes
     trainer.actor.ppo_update(batch)
     return batch, passes
 
 
-@pytest.mark.parametrize("cls", [RLTrainer, PPOTrainer, Said])
+@pytest.mark.parametrize("cls", [RLTrainer, PPOTrainer, Own])
 def test_the_recipe_looks_once_and_then_saves_the_pass(cls: Any, tmp_path: Path, log: Any) -> None:
     trainer = a_trainer(cls, tmp_path)
     assert [step(trainer)[1] for _ in range(3)] == [1, 0, 0]  # the first is the self check's
     assert log == ["actor.recompute_logprob=auto: prox_logp comes from the update's own pass"]
     trainer.cfg.kl_ctl = 0.1  # as a trainer may do from step to step
-    assert "kl_ctl=0.1" in trainer.reason_for_pass()
+    assert "kl_ctl=0.1" in trainer.reason_for_pass(read=False)
     assert [step(a_trainer(cls, tmp_path, on_failure="off"))[1]] == [0]
 
 
 def test_the_recipe_makes_the_pass_for_who_may_read_it(tmp_path: Path, log: Any) -> None:
-    for cls, config, why in (
-        (Own, {}, "Own does not say reads_prox_logp = False"),
-        (RLTrainer, dict(ppo_n_minibatches=2), "actor.ppo_n_minibatches=2"),
+    for read, config, why in (
+        (True, {}, "Own.step does not call compute_prox_logp(batch, read=False)"),
+        (False, dict(ppo_n_minibatches=2), "actor.ppo_n_minibatches=2"),
     ):
-        trainer = a_trainer(cls, tmp_path, **config)
+        trainer = a_trainer(Own, tmp_path, **config)
         for _ in range(2):
-            batch, passes = step(trainer)
+            batch, passes = step(trainer, read)
             assert passes == 1 and "check_logp" not in batch
         line = log.pop()
         assert not log and why in line and "a pass before every update" in line

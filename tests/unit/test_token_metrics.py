@@ -14,7 +14,7 @@ from megarl.algos.token_metrics import OLDEST, advantage_spread, gap_by_age, sta
 from megarl.api.batch import Batch, Padded
 from megarl.config.dataset import DatasetConfig
 from megarl.rollout.outcomes import Outcome
-from megarl.trainer import results
+from megarl.trainer import session
 
 VERSION = 12
 
@@ -159,7 +159,7 @@ def test_the_figures_of_an_update_add_up_over_micro_batches() -> None:
 
 
 def test_pass_rates_by_difficulty() -> None:
-    found = results.Results(DatasetConfig(), sampler=None)
+    found = session.Results(DatasetConfig(), sampler=None)
     found.take([
         Outcome({"difficulty": 2}, [1.0, 0.0]),
         Outcome({"difficulty": 2.0}, [1.0, 1.0]),
@@ -175,4 +175,4 @@ def test_pass_rates_by_difficulty() -> None:
     # a column of nearly as many values as rows does not become as many metrics
     found.take([Outcome({"difficulty": i}, [1.0]) for i in range(100)])
     names = {key.split("/")[1] for key in found.figures}
-    assert len(names) == results.MOST - 1 and found.figures["difficulty/other/prompts"] > 80
+    assert len(names) == session.MOST - 1 and found.figures["difficulty/other/prompts"] > 80

@@ -1,0 +1,168 @@
+"""The loop that every recipe's trainer has: steps, evaluations, saves and checkpoints, and its
+ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from megarl.algos import Role
+from megarl.api.records import FinetuneSpec
+from megarl.data.tokenizer import tokenizer_to_save
+from megarl.observability import stats_tracker
+from megarl.observability.stats_tracker import record_timing
+from megarl.trainer.context import RunContext
+from megarl.trainer.evaluation import EvaluationTimes
+from megarl.trainer.recover import Recovery
+from megarl.trainer.rollout_metrics import update_speed
+from megarl.trainer.saver import Saver, Saves, saved_as
+from megarl.trainer.self_check import SelfCheck
+from megarl.trainer.workers import Workers
+from megarl.utils import stopping
+from megarl.utils.stopping import StopRequested
+
+
+class Trainer:
+    """Trains until the last step, max_train_seconds, `good_enough` or a signal. A subclass makes
+    its models, calls `go_on`, and says what a step is (`step`)."""
+
+    cfg: Any  # a recipe's; a subclass knows which
+    spec: FinetuneSpec
+    check: SelfCheck
+
+    def __init__(self, cfg: Any, ctx: RunContext) -> None:
+        self.cfg, self.ctx = cfg, ctx
+
+    @property
+    def trainers(self) -> Workers:
+        """Returns the workers that the trained models and what watches them are made on."""
+        return self.ctx.trainers
+
+    def go_on(
+        self,
+        trained: Mapping[str, Role],
+        followers: Mapping[str, Role] | None = None,
+        saves: Callable[[Any], Saves] = lambda role: role,
+    ) -> None:
+        """Makes what saves the `trained` roles, by their keys in the configuration, and continues
+        from the newest checkpoint, which holds them and the `followers` of one. saves: gives what
+        saves a role. Collective."""
+        cfg, ctx = self.cfg, self.ctx
+        self.main_role = next(iter(trained.values()))
+        self.saver = Saver(
+            cfg.saver,
+            models=[saved_as(cfg, name, saves(role)) for name, role in trained.items()],
+            clock=ctx.clock,
+            is_zero=ctx.is_zero,
+            tokenizer=tokenizer_to_save(cfg, ctx.model_path),
+        )
+        self.eval_times = EvaluationTimes(cfg.evaluator, ctx.clock)
+        clocks = {"saver": self.saver.freq, "evaluator": self.eval_times}
+        self.recovery = Recovery(ctx, {**trained, **(followers or {})}, clocks)
+        self.steps_done = self.recovery.restore(self.load_state_dict)
+
+    def fit(self) -> None:
+        """Trains, and evaluates, saves and checkpoints between steps. Collective."""
+        total, step = self.spec.total_train_steps, self.steps_done
+        over = self._is_over(step)
+        if self.recovery.ended_already(self.saver, total=total, over=over):
+            return
+        self.begin(step)
+        if not step and (stats := self._evaluate(step=0, epoch=0, epoch_ended=False)):
+            self._log(0, stats)
+        stopping.work_begins()
+        while not over:
+            try:
+                stats = self.whole_step(step)
+            except StopRequested:  # on every rank, while the batch was waited for
+                return self._stop(step)
+            step += 1
+            where = self.spec.where(step)
+            stop = self.ctx.wish_to_stop()
+            if not stop:
+                with record_timing("save"):
+                    self.saver.maybe_save(**where)
+                over = step >= total or self._out_of_time()
+                stats |= self._evaluate(**where, last=over)
+            self._log(step, stats | self.ctx.gathered())
+            if stop:
+                return self._stop(step)
+            over = over or self.good_enough()
+            if over:
+                self.check.end()
+            with record_timing("recover"):
+                self.recovery.maybe_save(self.state_dict, **where, last=over)
+        if total:
+            self.saver.save_final()
+
+    def begin(self, step: int) -> None:
+        """Does what comes before the first step that this start makes, the one after `step`.
+        Collective."""
+
+    def whole_step(self, step: int) -> dict[str, float]:
+        """Makes step `step` (from 0), under the eyes of what checks, profiles and records it;
+        returns its metrics. Raises StopRequested where a signal came while its batch was waited
+        for. Collective."""
+        self.check.begin_step(step + 1)
+        with self.ctx.profiler.step(step + 1), record_timing("step"):
+            return self.step(step)
+
+    def step(self, step: int) -> dict[str, float]:
+        """Makes step `step` (from 0) of the algorithm; returns its metrics. Collective."""
+        raise NotImplementedError
+
+    def evaluate(self, step: int, label: str) -> dict[str, float]:
+        """Returns the metrics of the validation sets after `step`; label: as of EvaluationTimes.
+        Collective."""
+        raise NotImplementedError
+
+    def good_enough(self) -> bool:
+        """Returns whether training may end before its last step."""
+        return False
+
+    def completions(self) -> Mapping[str, Sequence[dict[str, Any]]]:
+        """Returns the completions to log since the last call, rank 0's."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a checkpoint keeps beside the models. Rank 0 only."""
+        raise NotImplementedError
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from what `state_dict` returned. Collective."""
+        raise NotImplementedError
+
+    def speed(self, batch: Any) -> dict[str, float]:
+        """Returns the metrics of the phase "train" of this step, of the first trained role."""
+        return self.trainers.run(
+            update_speed,
+            self.main_role,
+            batch,
+            seconds=stats_tracker.seconds("train"),
+            peak_tflops=self.cfg.profiler.peak_tflops,
+        )
+
+    def _evaluate(self, *, step: int, **where: Any) -> dict[str, float]:
+        """Evaluates where it is due and returns the metrics; {} otherwise. Collective."""
+        label = self.eval_times.label(step=step, **where)
+        if label is None:
+            return {}
+        with record_timing("eval"):
+            return self.evaluate(step, label)
+
+    def _log(self, step: int, stats: dict[str, float]) -> None:
+        total = self.spec.total_train_steps
+        self.ctx.log_stats(step, stats, total_steps=total, completions=self.completions())
+
+    def _stop(self, step: int) -> None:
+        """Ends after `step` steps because of a signal, with a checkpoint of them."""
+        epoch = self.spec.where(step)["epoch"]
+        saved = self.recovery.save_now(self.state_dict, step=step, epoch=epoch)
+        self.ctx.stop(saved, step)
+
+    def _is_over(self, step: int) -> bool:
+        return step >= self.spec.total_train_steps or self._out_of_time() or self.good_enough()
+
+    def _out_of_time(self) -> bool:
+        bound = self.cfg.max_train_seconds
+        return bound is not None and self.ctx.elapsed() >= bound
