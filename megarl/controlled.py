@@ -2,7 +2,7 @@
 
 This process has the loop, the metrics, the checkpoints' place and the run's lock. Its workers are
 the trainers, one for each rank of torchrun, and one process that drives rollouts; all end with it.
-What a recipe makes through its context (trainer/workers.py) lives there.
+What a recipe makes through its context (trainer/context.py) lives there.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LISTEN = 0.5  # seconds between looks for a wish to stop
 
 
 class RemoteWorkers:
-    """Makes the parts of a run on the workers of a group (trainer.workers.Workers)."""
+    """Makes the parts of a run on the workers of a group (trainer.context.Workers)."""
 
     def __init__(self, group: WorkerGroup, cfg: BaseConfig, model_path: str) -> None:
         """Has every worker join the group's process group."""

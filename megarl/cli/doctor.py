@@ -47,8 +47,7 @@ from megarl.models.hf_config import parse_hf_config
 from megarl.models.value_model import language_model
 from megarl.planning.memory import parameters
 from megarl.planning.shapes import find_shapes
-from megarl.trainer.named import check_tokenizer
-from megarl.trainer.preflight import check_recipe
+from megarl.trainer.preflight import check_recipe, check_tokenizer
 from megarl.utils.env import free_port
 from megarl.utils.files import write_whole
 from megarl.utils.http import call_json

@@ -291,8 +291,8 @@ RECIPES: dict[str, type[BaseConfig]] = {
 }
 # recipes with a training loop of their own; the others have that of RLTrainer or SFTTrainer
 TRAINERS: dict[type[BaseConfig], str] = {
-    DPOConfig: "megarl.trainer.preferences:DPOTrainer",
-    RMConfig: "megarl.trainer.preferences:RMTrainer",
+    DPOConfig: "megarl.trainer.offline:DPOTrainer",
+    RMConfig: "megarl.trainer.offline:RMTrainer",
     PPOConfig: "megarl.trainer.ppo:PPOTrainer",
     DistillConfig: "megarl.trainer.distill:DistillTrainer",
 }

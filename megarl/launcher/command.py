@@ -82,8 +82,9 @@ def _run(launcher: Launcher, command: CommandLine) -> int:
         asks = launcher.asks(plan, job) if format == TABLE else ""
         print("\n\n".join(filter(None, (show(job, os.environ, format), asks))))
         return 0
-    check_contents(plan.cfg, path=plan.import_path, launcher=True)
-    if "check" in command.switches:
+    only = "check" in command.switches
+    check_contents(plan.cfg, path=plan.import_path, launcher=True, starts=not only)
+    if only:
         on_nodes = f" on {len(job.pools)} node(s)" if launcher.cluster else ""
         under = " under one controller" if plan.cfg.trainer.mode == "controller" else ""
         print(f"the configuration is sound, for {plan.nproc} trainer process(es){under}{on_nodes}")

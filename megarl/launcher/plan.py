@@ -24,8 +24,8 @@ from megarl.config.script import fetch_hub_models
 from megarl.config.secrets import masked_override
 from megarl.launcher.job import JUDGE, PACKAGE, SERVER
 from megarl.launcher.placement import Placement, Servers, place, place_here
-from megarl.trainer.named import read_config, transport_needs
 from megarl.trainer.preflight import check_recipe
+from megarl.trainer.user_code import read_config, transport_needs
 from megarl.utils.env import uses_gpus, visible_gpus
 
 ASK_TIMEOUT = 180.0  # seconds an interpreter may take to import torch

@@ -1,12 +1,19 @@
-"""Surrounds every recipe's loop: processes, run directory, tokenizer, logging, clock."""
+"""Surrounds every recipe's loop: processes, run directory, tokenizer, logging, clock. And says where
+a run's parts are made: in this process, or in worker processes under a single controller.
+
+A recipe makes its roles, checks and client by `workers.make`, and calls their methods. Under
+torchrun every rank does so for itself. A single controller (trainer.mode=controller) has the same
+lines make them on its workers: what `make` returns there stands for the object of every worker, and
+its methods are calls.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any, ParamSpec, Protocol, TextIO, TypeVar
 
 import torch
 
@@ -25,12 +32,53 @@ from megarl.parallel.groups import init_distributed, shutdown_distributed
 from megarl.parallel.rank_zero import RankZero
 from megarl.trainer.rollout_metrics import gathered
 from megarl.trainer.run_dir import claim, newest_checkpoint
-from megarl.trainer.workers import Here, Workers
 from megarl.utils import stopping
 
 log = get_logger(__name__)
 
 TRAINER = "trainer"  # a kind of process
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+class Workers(Protocol):
+    """Makes objects and runs functions in the processes of one kind: the trainers, or the one that
+    drives rollouts. Arguments that stand for objects there arrive as these objects."""
+
+    @property
+    def ctx(self) -> Any:
+        """Returns the ProcessContext there."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """Returns the tokenizer there."""
+
+    def make(self, fn: Callable[P, T], /, *args: P.args, **kw: P.kwargs) -> T:
+        """Returns what `fn(*args, **kw)` makes there, or what stands for it."""
+
+    def run(self, fn: Callable[P, T], /, *args: P.args, **kw: P.kwargs) -> T:
+        """Returns the result of `fn(*args, **kw)` there, which is plain data."""
+
+
+class Here:
+    """Makes and runs everything in this process, as every rank of torchrun does for itself."""
+
+    def __init__(self, ctx: Any = None) -> None:
+        self.ctx = ctx
+
+    @property
+    def tokenizer(self) -> Any:
+        """Returns the context's tokenizer."""
+        return self.ctx.tokenizer
+
+    def make(self, fn: Callable[P, T], /, *args: P.args, **kw: P.kwargs) -> T:
+        """Returns fn(*args, **kw)."""
+        return fn(*args, **kw)
+
+    run = make
+
+
+HERE = Here()
 
 
 class ProcessContext:

@@ -11,13 +11,12 @@ from megarl.api.records import FinetuneSpec
 from megarl.data.tokenizer import tokenizer_to_save
 from megarl.observability import stats_tracker
 from megarl.observability.stats_tracker import record_timing
-from megarl.trainer.context import RunContext
+from megarl.trainer.context import RunContext, Workers
 from megarl.trainer.evaluation import EvaluationTimes
 from megarl.trainer.recover import Recovery
 from megarl.trainer.rollout_metrics import update_speed
 from megarl.trainer.saver import Saver, Saves, saved_as
 from megarl.trainer.self_check import SelfCheck
-from megarl.trainer.workers import Workers
 from megarl.utils import stopping
 from megarl.utils.stopping import StopRequested
 

@@ -1,13 +1,15 @@
 """Checks a recipe, before any process group or server exists: its rules, its models, the place of
-its run, its data and its code.
+its run, its tokenizer, its data and its code.
 
 No check imports torch, except where the user's code does.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,18 +17,34 @@ from typing import Any
 
 from megarl.config.check import check_config
 from megarl.config.container import View
+from megarl.config.dataset import SourceConfig
 from megarl.config.earlier_run import check_run_dir
 from megarl.config.errors import ConfigError, raise_if_any
 from megarl.config.loader import run_dir
 from megarl.config.recipe_engines import engines, model_override, model_path, saved_engines
-from megarl.config.recipes import BaseConfig, DistillConfig, GRPOConfig
+from megarl.config.recipes import (
+    BaseConfig,
+    DistillConfig,
+    GRPOConfig,
+    RMConfig,
+    data_purpose,
+    sources,
+)
+from megarl.data.overlap import apart, prompt_key
+from megarl.data.preference import check_margins
+from megarl.data.sources import check_batches, load_rows
 from megarl.models.hf_config import ModelConfig, check_layout, read_hf_config
 from megarl.models.lora import check_lora
-from megarl.trainer.named import check_code, check_data, check_place, check_tokenizer
+from megarl.rollout.rewards import check_rows, get_reward_fn, is_registered, load_reward
+from megarl.trainer.user_code import check_code, isolated, rewards_answers
 from megarl.utils.env import attention_problems
 from megarl.utils.http import HttpError, as_object, call_json
+from megarl.utils.importing import in_one_line, is_import_path
 
 PROBE_BYTES = 1 << 20
+_TOKENIZER_FILES = ("*tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
+Rows = Sequence[dict[str, Any]]
+First = dict[str, tuple[str, dict[str, Any]]]  # of each source: what it is read for, and a row
 
 
 def check_recipe(
@@ -44,26 +62,32 @@ def check_recipe(
     view.check(lambda seen: check_run_dir(cfg, seen))
 
 
-def check_contents(cfg: BaseConfig, *, path: Sequence[str] = (), launcher: bool = False) -> None:
+def check_contents(
+    cfg: BaseConfig, *, path: Sequence[str] = (), launcher: bool = False, starts: bool = False
+) -> None:
     """Checks the place of a run, its tokenizer, its data and its code, after `check_recipe`; the
     code may import torch. Raises ConfigError as that does, and writes nothing.
 
     path: the folder of the user's script, where one runs the recipe and makes its workflow.
-    launcher: a launcher asks, so that code is imported in a process of its own.
+    launcher: a launcher asks, so that code is imported in a process of its own; where it `starts`
+    the run, what the code defines is made there once, too.
     """
     view, ours = View(cfg, inside=not launcher), not path
     check_place(view.seen)
     if ours:
         view.check(check_tokenizer)
-    data = view.check(lambda seen: check_data(seen, isolated=launcher, path=path, renders=ours))
-    row_keys = data or {}
-    view.check(lambda seen: check_code(seen, row_keys, isolated=launcher, path=path, recipe=ours))
+    row_keys = view.check(lambda seen: check_data(seen, in_child=launcher, path=path, renders=ours))
+    how: Any = {"in_child": launcher, "path": path, "recipe": ours, "makes": starts}
+    view.check(lambda seen: check_code(seen, row_keys or {}, **how))
 
 
-def _stop_token_problems(cfg: GRPOConfig, vocab_size: int) -> Iterator[str]:
-    for key, g in (("gconfig", cfg.gconfig), ("eval_gconfig", cfg.eval_gconfig)):
-        if any(t >= vocab_size for t in g.stop_token_ids):
-            yield f"{key}.stop_token_ids={g.stop_token_ids}: the model's vocab_size is {vocab_size}"
+def check_place(cfg: BaseConfig) -> None:
+    """Raises ConfigError where the run directory cannot be made. Writes nothing."""
+    directory = run_dir(cfg).absolute()
+    there = next(p for p in (directory, *directory.parents) if os.path.exists(p))
+    if not (os.path.isdir(there) and os.access(there, os.W_OK | os.X_OK)):
+        why = f"{there} is no directory that can be written to; set another fileroot"
+        raise ConfigError([f"the run directory {directory} cannot be made: {why}"])
 
 
 def check_writable(cfg: BaseConfig) -> None:
@@ -85,7 +109,7 @@ def check_models(cfg: BaseConfig) -> None:
     has a smaller vocabulary than the tokenizer, and every environment variable that keeps any model
     from being built."""
     problems = attention_problems(os.environ)
-    tokenizer = cfg.tokenizer_path or model_path(cfg, next(iter(engines(cfg))))
+    _, tokenizer = _tokenizer(cfg)
     token, largest = largest_token(Path(tokenizer))
     models: dict[str, ModelConfig] = {}
     for name, engine in engines(cfg).items():
@@ -129,7 +153,12 @@ def _model_problems(cfg: BaseConfig, name: str, path: str, model: ModelConfig) -
     if isinstance(cfg, DistillConfig):
         yield from _teacher_problems(cfg, name, path, model.vocab_size)
     if name == "actor" and isinstance(cfg, GRPOConfig):
-        yield from _stop_token_problems(cfg, model.vocab_size)
+        for key, g in (("gconfig", cfg.gconfig), ("eval_gconfig", cfg.eval_gconfig)):
+            if any(t >= model.vocab_size for t in g.stop_token_ids):
+                yield (
+                    f"{key}.stop_token_ids={g.stop_token_ids}: the model's vocab_size is "
+                    f"{model.vocab_size}"
+                )
         room, most = cfg.server.context_length, model.max_position_embeddings
         if room > most:
             yield f"server.context_length={room}: the model's max_position_embeddings is {most}"
@@ -156,14 +185,14 @@ def _teacher_problems(cfg: DistillConfig, name: str, path: str, vocab_size: int)
             f"vocabulary of {vocab_size}; lower it"
         )
     if name == "teacher":
-        tokenizer = Path(cfg.tokenizer_path or cfg.actor.path)
+        tokenizer = Path(_tokenizer(cfg)[1])
         yield from _tokenizer_problems(f"teacher.path={path}", tokenizer, Path(path))
 
 
 def check_teacher_servers(cfg: DistillConfig) -> None:
     """Raises ConfigError where a server of the teacher does not answer, or the model it says that
     it serves lies here and has another tokenizer than the student."""
-    tokenizer, problems = Path(cfg.tokenizer_path or cfg.actor.path), list[str]()
+    tokenizer, problems = Path(_tokenizer(cfg)[1]), list[str]()
     for address in cfg.teacher.addresses:
         key = f"teacher.addresses={address}"
         try:
@@ -189,6 +218,17 @@ def _tokenizer_problems(key: str, tokenizer: Path, path: Path) -> Iterator[str]:
             f"{key}: its tokenizer is not the student's ({tokenizer}): id "
             f"{students[first]} is {first!r} to the student and {said!r} to the teacher "
             f"({len(set(differing))} such tokens); a teacher must share the student's vocabulary"
+        )
+
+
+def check_tokenizer(cfg: BaseConfig) -> None:
+    """Raises ConfigError where the tokenizer's directory holds nothing of a tokenizer."""
+    key, path = _tokenizer(cfg)
+    directory = Path(path)
+    if directory.is_dir() and not any(file for p in _TOKENIZER_FILES for file in directory.glob(p)):
+        why = "has no tokenizer (tokenizer.json, tokenizer_config.json, ...)"
+        raise ConfigError(
+            [f"{key}={directory}: {why}; set tokenizer_path to a directory that has one"]
         )
 
 
@@ -223,3 +263,129 @@ def _object(file: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def check_data(
+    cfg: BaseConfig, *, in_child: bool = False, path: Sequence[str] = (), renders: bool = False
+) -> dict[str, tuple[str, ...]]:
+    """Reads all data as the run will; returns, by key of the source, the names that a reward gets
+    of its rows. Raises ConfigError naming each that is not sound. With `in_child`, data that
+    the user's code reads is read in a process of its own, with `path` in front of the import path.
+    With `renders`, the run's tokenizer and chat template have to make tokens of a row of each.
+    """
+    own = [f"{k}={d.type}" for k, d in sources(cfg).items() if is_import_path(d.type)]
+    if in_child and own:
+        row_keys, first = isolated(_read_data, cfg, path=path, what=own)
+    else:
+        row_keys, first = _read_data(cfg)
+    if renders and not _renders_plainly(cfg, first):
+        if in_child:
+            what = ["the tokenizer of {1}".format(*_tokenizer(cfg))]
+            isolated(_check_rendering, cfg, first, True, what=what)
+        else:
+            _check_rendering(cfg, first)
+    return row_keys
+
+
+def _tokenizer(cfg: BaseConfig) -> tuple[str, str]:
+    """Returns the key that names the run's tokenizer, and its directory."""
+    if cfg.tokenizer_path:
+        return "tokenizer_path", cfg.tokenizer_path
+    name = next(iter(engines(cfg)))
+    return f"{name}.path", model_path(cfg, name)
+
+
+def _renders_plainly(cfg: BaseConfig, first: First) -> bool:
+    """Returns whether the tokenizer's own files make tokens of a row of each source. Where they do
+    not, transformers has the last word."""
+    from megarl.data.plain_tokenizer import PlainTokenizer
+
+    template = cfg.chat_template
+    try:
+        text = Path(template).read_text(encoding="utf-8") if template else ""
+        return not any(_unrendered(cfg, first, PlainTokenizer(Path(_tokenizer(cfg)[1]), text)))
+    except Exception:  # a tokenizer's files may be wrong in any way
+        return False
+
+
+def _check_rendering(cfg: BaseConfig, first: First, alone: bool = False) -> None:
+    """Raises ConfigError where the run's tokenizer cannot make tokens of a source's row. alone: in
+    a process that does nothing else. transformers imports torch where there is one, though a
+    tokenizer needs none: that is half of a start's checks."""
+    if alone and not cfg.trust_remote_code:  # a tokenizer's own code may import it
+        sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+        os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # that there is no torch
+    from megarl.data.tokenizer import run_tokenizer
+    from megarl.utils.env import quiet_libraries
+
+    quiet_libraries()
+    key, path = _tokenizer(cfg)
+    try:
+        tokenizer = run_tokenizer(cfg, path)
+    except Exception as e:  # a tokenizer's files may be wrong in any way
+        why = f"its tokenizer cannot be loaded: {in_one_line(e)}"
+        raise ConfigError([f"{key}={path}: {why}"]) from e
+    raise_if_any(_unrendered(cfg, first, tokenizer))
+
+
+def _unrendered(cfg: BaseConfig, first: First, tokenizer: Any) -> Iterator[str]:
+    """Yields a line for each source of whose row the tokenizer cannot make tokens."""
+    from megarl.data.encoding import encode_rows
+
+    for name, (purpose, row) in first.items():
+        try:
+            list(encode_rows([row], sources(cfg)[name], tokenizer, purpose))
+        except ValueError as e:
+            yield f"{name}: {e}"
+
+
+def _read_data(cfg: BaseConfig) -> tuple[dict[str, tuple[str, ...]], First]:
+    """Returns what rewards get of the rows of each source, and its first row. Raises ConfigError
+    naming each source that is not sound."""
+    purpose = data_purpose(cfg)
+    problems, row_keys, first = [], {}, First()
+    trained: set[int] = set()
+    count = 0
+    for key, data in sources(cfg).items():
+        _, _, part = key.partition(".parts.")
+        trains = key.startswith("train_dataset")
+        asks = rewards_answers(cfg) and (purpose == "rl" or not trains)
+        reads = "prompts" if asks and purpose == "sft" else purpose
+        try:
+            rows: Sequence[dict[str, Any]] = load_rows(
+                data, seed=cfg.seed, purpose=reads, part=part
+            )
+            if trains:
+                count += len(rows)
+                trained.update(prompt_key(row, data) for row in rows)
+            else:
+                rows = apart(rows, data, frozenset(trained), cfg.evaluator.overlap, quiet=True)
+            if asks:
+                _check_answers(data, rows, cfg)
+            if isinstance(cfg, RMConfig) and cfg.margin:
+                check_margins(rows)
+            first[key] = (reads, rows[0])
+            row_keys[key] = ("row_id", *dict.fromkeys(name for row in rows for name in row))
+        except ValueError as e:
+            problems.append(f"{key}: {e}")
+    try:
+        if trained and not any(problem.startswith("train_dataset") for problem in problems):
+            check_batches(count, cfg.train_dataset)
+    except ValueError as e:
+        problems.insert(0, f"train_dataset: {e}")
+    raise_if_any(problems)
+    return row_keys, first
+
+
+def _check_answers(data: SourceConfig, rows: Sequence[dict[str, Any]], cfg: BaseConfig) -> None:
+    """Has a reward of megarl's own look at every row. Other rewards look when the run begins, for
+    their code is not imported here."""
+    name = data.reward.type or data.type
+    if not is_registered(name):
+        return
+    # made without what is of another machine or of the user: judges' addresses, and parts
+    plain = inspect.isfunction(load_reward(name)) and name != "weighted"
+    reward_fn = get_reward_fn(name, data.reward.options if plain else {})
+    numbered = ({"row_id": i} | row for i, row in enumerate(rows))
+    generates: Any = cfg if isinstance(cfg, GRPOConfig) else getattr(cfg, "generation", None)
+    check_rows(reward_fn, numbered, timeout=generates.rollout.reward_timeout)

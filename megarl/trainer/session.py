@@ -26,13 +26,13 @@ from megarl.observability.stats_tracker import record_timing
 from megarl.parallel.rank_zero import RankZero
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.rollout.outcomes import Outcome
+from megarl.trainer.context import HERE, Workers
 from megarl.trainer.episode_recorder import EpisodeRecorder, computed_part, computed_tokens
 from megarl.trainer.evaluation import HeldOut, evaluate_unless_stopped, make_pool, make_workflow
 from megarl.trainer.recover import AnswersFile, data_of, same_data
 from megarl.trainer.rollout_metrics import PASSES, trained_completions
 from megarl.trainer.step_recorder import StepRecorder
 from megarl.trainer.turns import Turns
-from megarl.trainer.workers import HERE, Workers
 from megarl.utils import stopping
 from megarl.utils.stopping import StopRequested
 from megarl.wire.routes import RouteShape

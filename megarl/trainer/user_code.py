@@ -1,28 +1,66 @@
-"""Checks that the code a configuration names can be loaded and takes what it will be given.
+"""Checks the code that a configuration names: that it can be loaded and takes what it will be
+given, and, where a launcher starts a run, that what it defines can be made.
 
 Importing it may import torch, or do anything: run.py does so where it is about to import torch
-itself, the launcher in a process of its own.
+itself, a launcher in a process of its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import os
 import pickle
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
+from types import FrameType
+from typing import Any, TypeVar
 
+from megarl.config.algo import PreferenceConfig
+from megarl.config.base import SeamConfig
 from megarl.config.check_parts import transport_problems
-from megarl.config.rollout import SyncOptions, built_in_transport, transport_class
-from megarl.rollout.rewards import get_reward_fn, load_reward, reward_problems
+from megarl.config.dataset import PartConfig, SourceConfig
+from megarl.config.errors import ConfigError, raise_if_any
+from megarl.config.loader import load_config, own_class
+from megarl.config.recipe_engines import model_path
+from megarl.config.recipes import BaseConfig, DPOConfig, GRPOConfig, datasets, sources
+from megarl.config.rollout import (
+    Requirements,
+    SyncOptions,
+    built_in_transport,
+    requirements_of,
+    transport_class,
+)
+from megarl.config.schema import all_keys
+from megarl.config.secrets import keep_written
+from megarl.data.sources import sources_of
+from megarl.rollout.rewards import (
+    get_reward_fn,
+    is_registered,
+    load_reward,
+    reward_of,
+    reward_problems,
+    shared_pool,
+)
 from megarl.rollout.rewards.results import (
     OWN_ARGUMENTS,
     WeightedReward,
     is_asynchronous,
     reward_arguments,
 )
-from megarl.utils.importing import call_problem, in_one_line, load_object, option_problems
+from megarl.utils.importing import (
+    call_isolated,
+    call_problem,
+    in_one_line,
+    load_object,
+    option_problems,
+)
 
+T = TypeVar("T")
+IMPORT_TIMEOUT = 300.0  # seconds the import of a user's modules may take
+MAKE_TIMEOUT = 60  # seconds that one of a user's classes may take to be made
 REWARD = f"reward({', '.join(OWN_ARGUMENTS)}, **row)"
 EPISODE = "async def arun_episode(self, engine, data)"
 
@@ -52,8 +90,6 @@ CALLS = {
         ("rollout",), ("weight_sync", "seed"), "Backend(rollout, *, weight_sync, seed)"
     ),
 }
-
-
 ALGORITHMS = ("loss", "surrogate", "advantages")  # kinds that megarl/algos/specs.py makes
 
 
@@ -63,7 +99,8 @@ class Named:
 
     kind: "reward", "transport", "options" of a free section, or a key of CALLS. row: what a reward
     gets by keyword, None where a workflow of the user's decides that. config: the section that a
-    loss or an advantage is made of; all of the configuration for a transport."""
+    loss or an advantage is made of; all of the configuration for a transport and a workflow. data:
+    the source whose rows a workflow answers."""
 
     key: str
     target: str
@@ -71,33 +108,230 @@ class Named:
     options: dict[str, Any] = field(default_factory=dict)
     row: tuple[str, ...] | None = None
     config: Any = None
+    data: SourceConfig | None = None
+
+    @property
+    def is_ours(self) -> bool:
+        """Returns whether it is code of megarl's that is quick to make."""
+        ours = ":" not in self.target or self.target.startswith("megarl.")
+        return ours and self.kind != "workflow"  # which takes a tokenizer
 
 
-def code_problems(named: Sequence[Named]) -> list[str]:
-    """Returns a line for each problem."""
-    return [problem for code in named for problem in _problems(code)]
+def read_config(
+    source: str | None, overrides: Sequence[str], *, foreign: bool, path: Sequence[str] = ()
+) -> BaseConfig:
+    """Returns load_config's configuration, without importing code of the user's: where this decides
+    the dataclass, a process of its own imports it, with `path` in front of the import path, and
+    checks all keys. Of these the result has megarl's. Raises ConfigError."""
+    own = own_class(source, overrides)
+    if own is None:
+        return load_config(source, overrides, foreign=foreign)
+    return isolated(_read_as_ours, source, overrides, foreign, path=path, what=[own])
 
 
-def _problems(code: Named) -> Iterator[str]:
+def _read_as_ours(source: str | None, overrides: Sequence[str], foreign: bool) -> BaseConfig:
+    """Returns the configuration, which can be unpickled without the user's code."""
+    cfg: BaseConfig = _as_ours(load_config(source, overrides, foreign=foreign))
+    return cfg
+
+
+def _as_ours(value: Any) -> Any:
+    """Returns `value`, of megarl's dataclasses or of those below them, in megarl's."""
+    if not is_dataclass(value):
+        return value
+    bases = inspect.getmro(type(value))
+    ours: Any = next(base for base in bases if base.__module__.startswith("megarl."))
+    plain = ours(**{f.name: _as_ours(getattr(value, f.name)) for f in fields(ours)})
+    keep_written(value, plain)
+    return plain
+
+
+def transport_needs(cfg: GRPOConfig, path: Sequence[str] = ()) -> Requirements:
+    """Returns what the transport of weights needs. Raises ConfigError where it cannot be loaded. A
+    user's own is imported in a process of its own, with `path` in front of the import path.
+    """
+    type_ = cfg.weight_sync.type
+    if (built_in := built_in_transport(type_)) is not None:
+        return built_in.requirements
+    if type_.startswith("__main__:"):  # what a script defines itself, it finds itself
+        return Requirements()
+    return isolated(_needs_of, type_, path=path, what=[f"weight_sync.type={type_}"])
+
+
+def _needs_of(type_: str) -> Requirements:
     try:
-        if code.kind == "reward":
-            yield from _of_reward(code)
-        elif code.kind == "transport":
-            yield from _of_transport(code)
-        elif code.kind in ALGORITHMS:
-            yield from _of_algorithm(code)
-        elif code.kind == "options":
-            yield from _of_options(code)
-        else:
-            yield from _of_call(code, load_object(code.target, what=code.kind))
+        return requirements_of(type_)
+    except ValueError as e:
+        raise ConfigError([f"weight_sync.type: {e}"]) from e
+
+
+def isolated(fn: Callable[..., T], *args: Any, what: Sequence[str], path: Sequence[str] = ()) -> T:
+    """Returns fn(*args), called in a process of its own with `path` in front of the import path.
+    Raises its ConfigError, and one that names `what` where the process ends or does not answer."""
+    try:
+        return call_isolated(fn, *args, timeout=IMPORT_TIMEOUT, path=path, answers=ConfigError)
+    except (TimeoutError, ChildProcessError) as e:
+        raise ConfigError([f"{', '.join(what)}: cannot be imported: {e}"]) from e
+
+
+def check_code(
+    cfg: BaseConfig,
+    row_keys: Mapping[str, tuple[str, ...]],
+    *,
+    in_child: bool = False,
+    path: Sequence[str] = (),
+    recipe: bool = True,
+    makes: bool = False,
+) -> None:
+    """Imports the code that the configuration names and that is not megarl's own. Raises
+    ConfigError naming each function or class that cannot be loaded or does not take what it is
+    given. row_keys: by key of each source the names that a reward gets of its rows.
+
+    With `in_child` a process of its own imports it, with `path` in front of the import path.
+    recipe: False for a script of the user's, which makes its workflow itself. makes: has rewards,
+    losses, workflows and free sections of the user's be made, once and without a GPU."""
+    named = [c for c in _named_code(cfg, row_keys) if recipe or c.key != "rollout.workflow"]
+    if not in_child:
+        return raise_if_any(code_problems(named))
+    named = [c for c in named if not c.target.startswith("__main__:")]  # a script finds its own
+    if named:
+        what = [f"{code.key}={code.target}" for code in named]
+        raise_if_any(isolated(_in_child, named, makes, path=path, what=what))
+
+
+def _in_child(named: Sequence[Named], makes: bool) -> list[str]:
+    """Returns the problems, without a GPU: those are the run's."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    return code_problems(named, makes=makes)
+
+
+def _named_code(cfg: BaseConfig, row_keys: Mapping[str, tuple[str, ...]]) -> Iterator[Named]:
+    """Yields the code that the configuration names, but for megarl's own by default."""
+    if cfg.trainer.type:
+        yield _named("trainer", cfg.trainer, "trainer")
+    for key, data in datasets(cfg).items():
+        for kind in ("collate", "sampler"):
+            if (seam := getattr(data, kind)).type:
+                yield _named(f"{key}.{kind}", seam, kind)
+    for free in all_keys(type(cfg), parent=cfg):
+        if free.options_of is not None and free.default:
+            options = SeamConfig(type=free.options_of.target, options=free.default)
+            yield _named(free.name, options, "options")
+    if isinstance(cfg, DPOConfig) and cfg.preference != PreferenceConfig():
+        target = f"megarl.algos.preferences:{cfg.preference.loss}"
+        loss = SeamConfig(type=target, options=cfg.preference.options)
+        yield _named("preference.options", loss, "options")
+    own_workflow = False
+    if isinstance(cfg, GRPOConfig):
+        ours = GRPOConfig()
+        own_workflow = cfg.rollout.workflow.type != ours.rollout.workflow.type
+        if cfg.rollout.workflow != ours.rollout.workflow:
+            about = {"config": cfg, "data": cfg.train_dataset}
+            yield _named("rollout.workflow", cfg.rollout.workflow, "workflow", **about)
+        if cfg.rollout.backend != ours.rollout.backend:
+            yield _named("rollout.backend", cfg.rollout.backend, "backend")
+        if built_in_transport(cfg.weight_sync.type) is None or cfg.weight_sync.options:
+            sync = SeamConfig(type=cfg.weight_sync.type, options=cfg.weight_sync.options)
+            yield _named("weight_sync.type", sync, "transport", config=cfg)
+        for kind in ALGORITHMS:
+            if (seam := getattr(cfg.actor, kind)) != getattr(ours.actor, kind):
+                yield _named(f"actor.{kind}", seam, kind, config=cfg.actor)
+    for key, source in sources(cfg).items():
+        if not (rewards_answers(cfg) and (isinstance(cfg, GRPOConfig) or "valid" in key)):
+            continue
+        name, decides = source.reward.type or source.type, own_workflow
+        if isinstance(source, PartConfig) and source.workflow.type:
+            decides, about = True, {"config": cfg, "data": source}
+            yield _named(f"{key}.workflow", source.workflow, "workflow", **about)
+        if not is_registered(name) or source.reward.options:
+            row = None if decides else row_keys.get(key)
+            seam = SeamConfig(type=name, options=source.reward.options)
+            yield _named(f"{key}.reward", seam, "reward", row=row)
+
+
+def rewards_answers(cfg: BaseConfig) -> bool:
+    """Returns whether answers of the run are rewarded."""
+    return isinstance(cfg, GRPOConfig) or getattr(cfg, "generation", None) is not None
+
+
+def _named(key: str, seam: SeamConfig, kind: str, **more: Any) -> Named:
+    return Named(key=key, target=seam.type, kind=kind, options=seam.options, **more)
+
+
+def code_problems(named: Sequence[Named], *, makes: bool = False) -> list[str]:
+    """Returns a line for each problem. makes: what the user's code defines is made, too; megarl's
+    own always is."""
+    return [problem for code in named for problem in _problems(code, makes)]
+
+
+def _problems(code: Named, makes: bool) -> Iterator[str]:
+    said = f"{code.key}={code.target}: "
+    try:
+        fn = _loaded(code)
+        problems = list(_CHECKS.get(code.kind, _of_call)(code, fn, said))
+        yield from problems
+        if not problems and (makes or code.is_ours):
+            with _within(MAKE_TIMEOUT) if makes else contextlib.nullcontext():
+                _make(code, fn)
+    except ConfigError as e:
+        yield from e.problems
     except ValueError as e:
         yield str(e) if str(e).startswith(code.key) else f"{code.key}: {e}"
     except Exception as e:  # the user's code may raise anything
-        yield f"{code.key}={code.target}: failed: {in_one_line(e)}"
+        if "CUDA" not in str(e):  # there is none here, and the run may have one
+            yield f"{said}failed: {in_one_line(e)}"
 
 
-def _of_reward(code: Named) -> Iterator[str]:
-    fn, said = load_reward(code.target), f"{code.key}={code.target}: "
+def _loaded(code: Named) -> Any:
+    """Returns the function or class. Raises ValueError where it cannot be loaded."""
+    if code.kind == "reward":
+        return load_reward(code.target)
+    if code.kind == "transport":
+        return transport_class(code.target)
+    if code.kind in ALGORITHMS:
+        from megarl.algos import specs  # here: it imports torch
+
+        return specs.maker(code.kind, code.target)
+    return load_object(code.target, what=code.key if code.kind == "options" else code.kind)
+
+
+def _make(code: Named, fn: Any) -> None:
+    """Makes what the code defines. Raises ValueError for settings that do not go together, and what
+    else the code raises."""
+    if code.kind == "reward":
+        get_reward_fn(code.target, code.options)
+    elif code.kind == "options":
+        fn(**code.options)
+    elif code.kind in ALGORITHMS:
+        from megarl.algos import specs
+
+        getattr(specs, f"{code.kind}_of")(code.config)
+    elif code.kind == "workflow" and code.data is not None:
+        from megarl.data.tokenizer import run_tokenizer
+
+        tokenizer = run_tokenizer(code.config, model_path(code.config, "actor"))
+        reward = reward_of(next(iter(sources_of(code.data).values())))
+        pool = shared_pool(code.config.rollout)
+        fn(reward, code.config.gconfig, tokenizer, reward_pool=pool, **code.options)
+
+
+@contextlib.contextmanager
+def _within(seconds: int) -> Iterator[None]:
+    """Raises TimeoutError in what takes longer, in a process's main thread."""
+
+    def late(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError(f"it is not made after {seconds} s; leave slow work to its first use")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _of_reward(code: Named, fn: Any, said: str) -> Iterator[str]:
     if not callable(fn):
         yield f"{said}a {type(fn).__name__}, not a function; expected {REWARD}"
         return
@@ -110,21 +344,22 @@ def _of_reward(code: Named) -> Iterator[str]:
     yield from wrong
     if wrong:
         return
-    made = get_reward_fn(code.target, code.options)
-    if not (is_asynchronous(made) or _can_travel(fn)):
+    if not (is_asynchronous(fn) or _travels(fn)):
         yield (
             f"{said}cannot be sent to a worker process; write a function at the top level of a "
             "module"
         )
         return
-    called, options = (made, ()) if inspect.isclass(fn) else (fn, code.options)
+    called, options = fn, code.options
+    if inspect.isclass(fn):  # its objects are called, and get no options
+        called, options = partial(fn.__call__, None), {}
     given = (*reward_arguments(called, OWN_ARGUMENTS, dict.fromkeys(code.row)), *options)
     if problem := call_problem(called, (), given):
         shown = ", ".join(f"{name}=" for name in given)
         yield f"{said}{problem}; it is called as ({shown}); expected {REWARD}"
 
 
-def _can_travel(fn: Any) -> bool:
+def _travels(fn: Any) -> bool:
     try:
         pickle.dumps(fn)
     except (pickle.PicklingError, AttributeError, TypeError):
@@ -132,46 +367,28 @@ def _can_travel(fn: Any) -> bool:
     return True
 
 
-def _of_algorithm(code: Named) -> Iterator[str]:
-    """Yields the problems of a loss or an advantage, and makes it, which raises ValueError for
-    settings that it cannot do."""
-    from megarl.algos import specs
-
-    wrong = list(_of_call(code, specs.maker(code.kind, code.target)))
-    yield from wrong
-    if not wrong:
-        getattr(specs, f"{code.kind}_of")(code.config)
+def _of_options(code: Named, fn: Any, said: str) -> Iterator[str]:
+    return option_problems(fn, code.options, key=code.key)
 
 
-def _of_options(code: Named) -> Iterator[str]:
-    """Yields what a free section's target does not take of it, and makes the target of the rest,
-    which raises ValueError for what does not go together."""
-    target = load_object(code.target, what=code.key)
-    wrong = list(option_problems(target, code.options, key=code.key))
-    yield from wrong
-    if not wrong:
-        target(**code.options)
-
-
-def _of_transport(code: Named) -> Iterator[str]:
+def _of_transport(code: Named, fn: Any, said: str) -> Iterator[str]:
     """Asks the class what is wrong with the job, too; `code.config` is all of it."""
     from megarl.weight_sync.transports import Transport
 
-    found, key = transport_class(code.target), f"{code.key}={code.target}"
-    if not issubclass(found, Transport):
-        yield f"{key}: no subclass of megarl.weight_sync.transports.Transport; make it one"
+    if not issubclass(fn, Transport):
+        yield f"{said}no subclass of megarl.weight_sync.transports.Transport; make it one"
         return
-    takes, placed = (SyncOptions, 0) if built_in_transport(code.target) else (found, 1)
+    takes, placed = (SyncOptions, 0) if built_in_transport(code.target) else (fn, 1)
     yield from option_problems(takes, code.options, key="weight_sync.options", positional=placed)
-    if missing := sorted(getattr(found, "__abstractmethods__", ())):
-        yield f"{key}: has no method {', '.join(missing)}; write a subclass of Transport"
+    if missing := sorted(getattr(fn, "__abstractmethods__", ())):
+        yield f"{said}has no method {', '.join(missing)}; write a subclass of Transport"
         return
-    yield from transport_problems(code.config, found.requirements)
-    yield from (f"{key}: {problem}" for problem in found.validate(code.config))
+    yield from transport_problems(code.config, fn.requirements)
+    yield from (f"{said}{problem}" for problem in fn.validate(code.config))
 
 
-def _of_call(code: Named, fn: Any) -> Iterator[str]:
-    call, said, key = CALLS[code.kind], f"{code.key}={code.target}: ", f"{code.key}.options"
+def _of_call(code: Named, fn: Any, said: str) -> Iterator[str]:
+    call, key = CALLS[code.kind], f"{code.key}.options"
     if not callable(fn):
         yield f"{said}a {type(fn).__name__}, neither a class nor a function; expected {call.shown}"
         return
@@ -211,3 +428,10 @@ def _of_episode(workflow: type) -> Iterator[str]:
         yield f"its method arun_episode is not async; expected {EPISODE}"
     elif problem := call_problem(episode, ("self", "engine", "data"), []):
         yield f"{problem}; expected {EPISODE}"
+
+
+_CHECKS: dict[str, Callable[[Named, Any, str], Iterator[str]]] = {
+    "reward": _of_reward,
+    "transport": _of_transport,
+    "options": _of_options,
+}

@@ -192,8 +192,9 @@ def grpo(model: Path, layout: str, *more: str) -> tuple[str, ...]:
     return (*GRPO, *COMMON, *LAYOUTS[layout], f"actor.path={model}", *more)
 
 
-def check_same(run: Run, whole: Run, model: Path) -> None:
-    """Bitwise the same weights and figures, and the training did something."""
+def check_same(run: Run, whole: Run, model: Path, *, generates: bool = True) -> None:
+    """Bitwise the same weights and figures, and the training did something. generates: the run has
+    episodes of every step."""
     before = load_file(model / "model.safetensors")
     after, expected = run.weights(), whole.weights()
     assert after.keys() == expected.keys()
@@ -202,7 +203,7 @@ def check_same(run: Run, whole: Run, model: Path) -> None:
     assert [r["step"] for r in run.rows()] == list(range(STEPS + 1))
     assert run.figures() == whole.figures()
     assert run.episodes() == whole.episodes()
-    assert {step for step, _ in run.episodes()} == set(range(1, STEPS + 1))
+    assert {step for step, _ in run.episodes()} == set(range(1, STEPS + 1) if generates else ())
     elapsed = [r["elapsed_s"] for r in run.rows()]
     assert elapsed == sorted(elapsed)
     assert not run.leftovers()
@@ -464,7 +465,7 @@ def test_sft(parallel, model, uninterrupted, tmp_path):
         status, output = run.start(kill=kill)
         assert status in SIGKILLED, output
     assert "ended at step 5 of 5" in run.finish()
-    check_same(run, whole, model)
+    check_same(run, whole, model, generates=False)
 
 
 @pytest.mark.full

@@ -19,7 +19,7 @@ from megarl.config.recipes import BaseConfig
 from megarl.data.plain_tokenizer import PlainTokenizer
 from megarl.data.template import Template
 from megarl.data.tokenizer import run_tokenizer, tokenizer_to_save
-from megarl.trainer.named import check_data
+from megarl.trainer.preflight import check_data
 from tests.tiny import save_tiny
 from tests.tiny_tokenizer import save_tokenizer
 
@@ -70,17 +70,17 @@ def test_a_tokenizer_without_a_template_is_refused_before_the_start(
     model: Path, template: Path, isolated: bool
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_data(recipe(model), renders=True, isolated=isolated)
+        check_data(recipe(model), renders=True, in_child=isolated)
     (problem,) = caught.value.problems
     assert problem.startswith("train_dataset: ") and "chat_template" in problem
-    check_data(recipe(model, f"chat_template={template}"), renders=True, isolated=isolated)
+    check_data(recipe(model, f"chat_template={template}"), renders=True, in_child=isolated)
 
 
 def test_plain_files_are_judged_without_transformers(model: Path, template: Path) -> None:
     code = """
 import sys
 from megarl.config.loader import load_config
-from megarl.trainer.named import check_data
+from megarl.trainer.preflight import check_data
 check_data(load_config(None, sys.argv[1:]), renders=True)
 assert not {"torch", "transformers"} & set(sys.modules)
 """

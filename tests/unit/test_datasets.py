@@ -15,7 +15,7 @@ from megarl.config.loader import config_yaml, load_config
 from megarl.config.recipes import sources
 from megarl.data.dataset import build_dataset
 from megarl.data.sources import load_rows
-from megarl.trainer.named import check_data
+from megarl.trainer.preflight import check_data
 
 
 def asked(rows):

@@ -29,7 +29,7 @@ from megarl.rollout.gateway.prompt import GatewayConfig, call_parser
 from megarl.rollout.gateway.session import Session
 from megarl.rollout.trajectory import to_batch
 from megarl.rollout.workflows.agent import AgentWorkflow
-from megarl.trainer.named import check_code
+from megarl.trainer.user_code import check_code
 from tests.tiny_tokenizer import save_tokenizer
 
 GCONFIG = GenerationHyperparameters(max_new_tokens=64, temperature=0.7)

@@ -147,7 +147,6 @@ def test_everything_is_named_in_the_configuration(home: Path) -> None:
         ("actor__loss", "outside:colours", "missing a required argument: 'seed'|seed: .*needs it"),
         ("actor__loss", "outside:hues", r"actor\.loss\.options\.add: hues needs it"),
         ("actor__loss", "ppo", r"actor\.loss=ppo: use one of policy, .*, or pkg\.module:function"),
-        ("actor__advantages", "outside:reinforce", r"returned a LossSpec, not a .*AdvantageSpec"),
         ("rollout__workflow__options__turns", None, r"workflow\.options\.turns: Ask needs it"),
         ("train_dataset__options__n", "many", r"options\.n='many': not of type int"),
         ("train_dataset__collate__options__add", None, r"collate\.options\.add: hues needs it"),
@@ -166,6 +165,14 @@ def test_what_does_not_fit_is_refused_before_a_start(
         changed |= {"actor__loss__options__scale": None}
     with pytest.raises(ConfigError, match=message):
         check_contents(config(**changed))
+
+
+def test_what_is_made_wrongly_is_refused_where_a_launcher_starts_it(home: Path) -> None:
+    check_contents(config(), launcher=True, starts=True)
+    wrong = config(actor__advantages="outside:reinforce")
+    check_contents(wrong)
+    with pytest.raises(ConfigError, match=r"returned a LossSpec, not a .*AdvantageSpec"):
+        check_contents(wrong, launcher=True, starts=True)
 
 
 def test_rows_in_the_samplers_order_and_the_collators_form(home: Path) -> None:

@@ -16,7 +16,8 @@ from megarl.config.loader import load_config
 from megarl.config.recipe_engines import engines, model_path, ref_is_below_adapters
 from megarl.config.recipes import BaseConfig, data_purpose
 from megarl.models.hf_config import read_hf_config
-from megarl.trainer.named import check_code, check_data
+from megarl.trainer.preflight import check_data
+from megarl.trainer.user_code import check_code
 from tests.tiny import save_tiny
 
 

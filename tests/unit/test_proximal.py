@@ -19,10 +19,10 @@ from megarl.config.loader import load_config
 from megarl.config.recipes import PPOConfig
 from megarl.config.run import SelfCheckConfig
 from megarl.trainer import rl
+from megarl.trainer.context import Here
 from megarl.trainer.ppo import PPOTrainer
 from megarl.trainer.rl import RLTrainer
 from megarl.trainer.self_check import SelfCheckError
-from megarl.trainer.workers import Here
 from tests.unit.bigram import BigramEngine, rollout
 from tests.unit.test_self_check import Dropout, a_check
 

@@ -19,8 +19,7 @@ from megarl.config.rollout import (
     requirements_of,
     transport_class,
 )
-from megarl.trainer.named import transport_needs
-from megarl.trainer.user_code import Named, code_problems
+from megarl.trainer.user_code import Named, code_problems, transport_needs
 from megarl.weight_sync.transports import Transport
 from tests.transports import documented_transport
 

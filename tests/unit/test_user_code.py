@@ -21,8 +21,8 @@ from megarl.launcher.job import TRAINER
 from megarl.launcher.make import make_job
 from megarl.launcher.plan import plan_here
 from megarl.run import main
-from megarl.trainer.named import read_config
-from megarl.trainer.user_code import Named, code_problems
+from megarl.trainer import user_code
+from megarl.trainer.user_code import Named, code_problems, read_config
 from megarl.utils.importing import call_isolated
 from tests.hf_stub import write_stub
 
@@ -59,6 +59,12 @@ class Alone(Flow):
     async def arun_episode(self, data): return None
 class Empty:
     def __init__(self, reward_fn, gconfig, tokenizer, *, reward_pool): pass
+class Picky(Flow):
+    def __init__(self, reward_fn, gconfig, tokenizer, *, reward_pool):
+        assert reward_fn and tokenizer.encode("1") and reward_pool and gconfig.n_samples == 2
+        raise ValueError("no games today")
+class Late(Judge):
+    def __init__(self): raise OSError("no route")
 """
 # a configuration, and what its error names beside the key; None for one that is sound
 CASES: dict[str, str | None] = {
@@ -104,7 +110,7 @@ CASES: dict[str, str | None] = {
     "rollout.workflow=mine:Empty": "arun_episode",
     "rollout.workflow=Flow": "'Flow' 'package.module:name'",
     "rollout.backend=mine:Client": "Client megarl.RemoteSGLangEngine",
-    "actor.loss=mine:fails": "KeyError: 'boom' mine.py, line",
+    "actor.loss=mine:fails": None,  # a start makes it, a check only reads its signature
     "train_dataset.type=mine:rows train_dataset.reward=mine:good": "AttributeError mine.py, line",
     "+train_dataset.options.levle=2": "options.levle=2 arithmetic level",
     "+train_dataset.options.level=two": "options.level='two' int",
@@ -186,6 +192,57 @@ def test_a_start_makes_the_same_checks(
     assert check(arguments(*more, "+train_dataset.options.count=4")) == 2
     assert "batch_size=8" in capsys.readouterr().err
     assert not (home / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        ("actor.loss=mine:fails", "actor.loss=mine:fails KeyError: 'boom' mine.py, line"),
+        ("rollout.workflow=mine:Picky", "rollout.workflow: no games today"),
+        ("train_dataset.reward=mine:Late", "train_dataset.reward=mine:Late"),
+    ],
+)
+def test_a_start_of_the_launcher_makes_what_is_named(
+    home: Path, words: str, names: str, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """In a process of its own, and not where --check alone is asked for."""
+    monkeypatch.setattr(local, "launch", lambda *_: pytest.fail("something was started"))
+    args = arguments(words, "rollout.addresses=[127.0.0.1:1]")
+    assert local.main([*args, "--check"]) == 0
+    assert not capsys.readouterr().err
+    assert local.main(args) == 2
+    error = capsys.readouterr().err
+    assert all(name in error for name in names.split()), error
+    assert not (home / "runs").exists()
+
+
+class Slow:
+    """Is a reward that loads something as it is made."""
+
+    def __init__(self) -> None:
+        time.sleep(20)
+
+    async def __call__(self, prompt: str, completion: str, *ids: Any, **row: Any) -> float:
+        return 1.0
+
+
+class OfAGpu(Slow):
+    """Is one that needs a GPU, which a check has not."""
+
+    def __init__(self) -> None:
+        raise RuntimeError("No CUDA GPUs are available")
+
+
+def test_what_is_slow_to_be_made_is_named_and_what_needs_a_gpu_is_left_to_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(user_code, "MAKE_TIMEOUT", 1)
+    target, key = f"{__name__}:Slow", "train_dataset.reward"
+    (problem,) = code_problems([Named(key=key, target=target, kind="reward")], makes=True)
+    assert problem.startswith(f"{key}={target}") and "1 s" in problem
+    gpu = Named(key=key, target=f"{__name__}:OfAGpu", kind="reward")
+    assert code_problems([gpu], makes=True) == []
 
 
 def test_code_that_ends_the_process_does_not_end_the_launcher(
