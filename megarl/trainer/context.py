@@ -1,5 +1,5 @@
-"""Surrounds every recipe's loop: processes, run directory, tokenizer, logging, clock. And says where
-a run's parts are made: in this process, or in worker processes under a single controller.
+"""Surrounds every recipe's loop: processes, run directory, tokenizer, logging, clock. Says where a
+run's parts are made: in this process, or in worker processes under a single controller.
 
 A recipe makes its roles, checks and client by `workers.make`, and calls their methods. Under
 torchrun every rank does so for itself. A single controller (trainer.mode=controller) has the same
