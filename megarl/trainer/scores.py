@@ -15,7 +15,7 @@ from typing import Any
 
 from megarl.observability.intervals import bootstrap_ci, proportion_ci, score_ci
 from megarl.observability.logging import get_logger
-from megarl.rollout.rewards.bounded import bounded, end_process_when_late
+from megarl.rollout.rewards.results import bounded, end_process_when_late
 from megarl.utils.child import end_with_parent
 
 log = get_logger(__name__)
