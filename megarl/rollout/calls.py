@@ -22,11 +22,14 @@ from megarl.utils.http import (
 CONNECT_TIMEOUT = 30.0  # of one connection
 
 
-def open_session(*, keeps_connections: bool = False) -> aiohttp.ClientSession:
+def open_session(
+    *, keeps_connections: bool = False, key: str | None = None
+) -> aiohttp.ClientSession:
     """Returns a session for `call_server`. A kept connection may end just when a call begins on
-    it, which then fails: a control call has a connection of its own."""
+    it, which then fails: a control call has a connection of its own. key: shown to servers ("" for
+    none), in place of the job's token."""
     connector = aiohttp.TCPConnector(limit=0, force_close=not keeps_connections)
-    return aiohttp.ClientSession(connector=connector, headers=authorization())
+    return aiohttp.ClientSession(connector=connector, headers=authorization(key))
 
 
 async def call_server(
@@ -38,11 +41,11 @@ async def call_server(
     *,
     timeout: float | None,
 ) -> Any:
-    """Returns and raises what utils.http.call_json does. timeout: in seconds; None waits for ever,
-    once it is connected."""
+    """Returns and raises what utils.http.call_json does. address: host:port, or the beginning of a
+    URL. timeout: in seconds; None waits for ever, once it is connected."""
     limit = aiohttp.ClientTimeout(total=timeout, sock_connect=CONNECT_TIMEOUT)
     try:
-        url = f"http://{address}{path}"
+        url = f"{address}{path}" if "://" in address else f"http://{address}{path}"
         async with session.request(method, url, json=body, timeout=limit) as response:
             status, raw = response.status, await response.read()
             rest = retry_after(response.headers.get("Retry-After"))

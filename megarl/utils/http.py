@@ -94,10 +94,11 @@ def call_json(
     return accepted(address, path, status, decode_answer(raw), retry_after=rest)
 
 
-def authorization() -> dict[str, str]:
-    """Returns the header that shows we belong to the servers' job; none without a token."""
-    token = job_token()
-    return {} if token is None else {"Authorization": f"Bearer {token}"}
+def authorization(key: str | None = None) -> dict[str, str]:
+    """Returns the header that shows a service its `key`, or where that is None the job's servers
+    that we belong to it; none without a key or a token."""
+    key = job_token() if key is None else key
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def accepted(
@@ -108,7 +109,7 @@ def accepted(
     if status < 400 and not (isinstance(answer, dict) and answer.get("success") is False):
         return answer
     reason = error_message(answer)
-    if status == 401:
+    if status == 401 and "://" not in address:  # a server of the job's
         reason += f" (set {JOB_TOKEN} to the token or API key that server was started with)"
     raise HttpError(address, path, reason, status, retry_after=retry_after)
 

@@ -10,18 +10,15 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import random
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import aiohttp
-
 from megarl.config.recipe_engines import judge_addresses
+from megarl.rollout.calls import call_server, open_session
 from megarl.rollout.pickling import share
 from megarl.rollout.rewards.results import RewardError, RewardUnavailable, Scored
-from megarl.utils.env import job_token
-from megarl.utils.http import decode_answer, error_message, shown
+from megarl.utils.http import MAX_REST, HttpError, backoff, is_final, shown
 
 CALL = "/chat/completions"
 SYSTEM = (
@@ -38,10 +35,9 @@ How good is the answer, from {low} (useless) to {high} (perfect)? Say why in one
 then end with a line of this form:
 Score: <number>"""
 VERDICT = r"(?im)^\W*score\W*?(-?\d+(?:\.\d+)?)"
-BACKOFF, MAX_BACKOFF = 0.5, 30.0  # seconds before the second try, and at most before a later one
 # no other answer of ours will change these: the address, the key or the model's name is wrong
 _CONFIGURED_WRONG = (401, 403, 404, 405)
-_AGAIN = (408, 409, 425, 429)
+_LATER = (408, 409, 425)
 _PLACE = re.compile(r"\{(\w+)\}")
 
 
@@ -179,47 +175,30 @@ class JudgeReward:
         urls = self._urls or [f"http://{address}/v1" for address in judge_addresses()]
         if not urls:
             raise RewardError("no judge: give it base_url, or set the section judge")
-        key = self._key or ("" if self._urls else job_token() or "")
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        limit = aiohttp.ClientTimeout(total=self._timeout)
-        async with aiohttp.ClientSession(timeout=limit, headers=headers) as http:
-            for again in range(self._tries):
+        # the launcher's judges know the job's token, which nobody else is shown
+        key = self._key or ("" if self._urls else None)
+        async with open_session(key=key) as session:
+            for failures in range(1, self._tries + 1):
                 self._turn += 1
-                url = urls[self._turn % len(urls)].rstrip("/") + CALL
+                url = urls[self._turn % len(urls)].rstrip("/")
                 try:
-                    return await _answer(http, url, body)
-                except _TryAgain as e:
-                    failed = e
-                if again + 1 < self._tries:
-                    await asyncio.sleep(failed.wait or _backoff(again))
-        raise RewardUnavailable(f"judge {url} gave no answer in {self._tries} tries: {failed}")
+                    answer = await call_server(
+                        session, "POST", url, CALL, body, timeout=self._timeout
+                    )
+                    return _text(url, answer)
+                except HttpError as e:
+                    if e.status in _CONFIGURED_WRONG:
+                        raise RewardError(f"{e}; correct base_url, api_key or model") from e
+                    if is_final(e) and e.status not in _LATER:
+                        raise RewardUnavailable(str(e)) from e
+                    error = e
+                if failures < self._tries:
+                    asked_for = min(error.retry_after or 0.0, MAX_REST)
+                    await asyncio.sleep(max(asked_for, backoff(failures)))
+        raise RewardUnavailable(f"the judge gave no answer in {self._tries} tries: {error}")
 
 
-class _TryAgain(Exception):
-    """Says that a request may succeed later. wait: seconds that the server asks for, 0 for none."""
-
-    def __init__(self, why: str, wait: float = 0.0) -> None:
-        super().__init__(why)
-        self.wait = wait
-
-
-async def _answer(http: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> str:
-    try:
-        async with http.post(url, json=body, allow_redirects=False) as response:
-            raw, status = await response.read(), response.status
-            wait = response.headers.get("Retry-After", "")
-    except TimeoutError:
-        raise _TryAgain("no answer in time") from None
-    except (aiohttp.ClientError, OSError) as e:
-        raise _TryAgain(f"{type(e).__name__}: {e}") from e
-    answer = decode_answer(raw)
-    if status >= 500 or status in _AGAIN:
-        seconds = min(float(wait), MAX_BACKOFF) if wait.isdigit() else 0.0
-        raise _TryAgain(f"{status}: {error_message(answer)}", seconds)
-    if status >= 300:
-        wrong = status < 400 or status in _CONFIGURED_WRONG
-        kind = RewardError if wrong else RewardUnavailable
-        raise kind(f"judge {url} answered {status}: {error_message(answer)}")
+def _text(url: str, answer: Any) -> str:
     try:
         text = answer["choices"][0]["message"]["content"]
     except (LookupError, TypeError):
@@ -242,12 +221,6 @@ def _as_text(value: Any) -> str:
     if isinstance(value, Sequence) and value and all(isinstance(m, Mapping) for m in value):
         return "\n\n".join(f"{m.get('role', '')}: {_as_text(m.get('content', ''))}" for m in value)
     return json.dumps(value, ensure_ascii=False, default=str)
-
-
-def _backoff(again: int) -> float:
-    """Returns how many seconds to wait after so many tries, at random so that many requests that
-    failed together do not come back together."""
-    return min(MAX_BACKOFF, BACKOFF * 2**again) * random.uniform(0.5, 1.0)
 
 
 def _checked_scale(scale: Any) -> tuple[float, float] | dict[str, float]:
