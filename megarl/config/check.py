@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
 from operator import attrgetter
-from typing import Any
 
 from megarl.config import rules
 from megarl.config.algo import ValueModelConfig
@@ -50,6 +49,7 @@ from megarl.config.rollout import built_in_transport
 from megarl.config.rules import rule_problems
 from megarl.config.run import ProfilerConfig
 from megarl.config.schema import value_problems
+from megarl.config.secrets import leaves
 from megarl.utils.importing import is_import_path, meant
 
 log = logging.getLogger("megarl.config")
@@ -346,13 +346,8 @@ def _figures(cfg: BaseConfig) -> Sequence[str]:
 def runs_own_code(cfg: BaseConfig) -> bool:
     """Returns whether code of the user's runs in a step, which may have metrics and phases of its
     own: a trainer, a workflow, a reward, a backend, ..."""
-    return bool(cfg.trainer.type) or any(_own(asdict(cfg)))
-
-
-def _own(tree: Any, key: str = "") -> Iterator[bool]:
-    """Yields, for each value of a tree, whether it names code of the user's."""
-    if isinstance(tree, dict | list):
-        for name, value in tree.items() if isinstance(tree, dict) else ((key, v) for v in tree):
-            yield from _own(value, str(name))
-    elif isinstance(tree, str) and key in _CODE:
-        yield is_import_path(tree) and not tree.startswith("megarl.")
+    return bool(cfg.trainer.type) or any(
+        is_import_path(value) and not value.startswith("megarl.")
+        for path, value in leaves(asdict(cfg))
+        if isinstance(value, str) and next(p for p in path[::-1] if isinstance(p, str)) in _CODE
+    )

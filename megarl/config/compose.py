@@ -64,11 +64,8 @@ class Word(str):
         if _FLOAT.fullmatch(text):
             plain = text.replace("_", "").lower()
             return float(plain.replace(".inf", "inf").replace(".nan", "nan"))
-        return _BOOL.get(text.lower(), text) if text in _spellings(text) else text
-
-
-def _spellings(text: str) -> tuple[str, ...]:
-    return text.lower(), text.capitalize(), text.upper()
+        spellings = (text.lower(), text.capitalize(), text.upper())
+        return _BOOL.get(text.lower(), text) if text in spellings else text
 
 
 class _Loader(_Base):  # type: ignore[misc]

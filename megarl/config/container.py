@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from megarl.config.errors import ConfigError
 from megarl.config.recipes import BaseConfig
+from megarl.config.secrets import as_written, written_values
 
 T = TypeVar("T")
 # the last words of keys that name a file or a directory; fileroot has one name on both sides
@@ -29,14 +30,14 @@ class View:
     def check(self, check: Callable[[BaseConfig], T]) -> T | None:
         """Returns what `check` gives for `seen`. What it objects to about a path that only the
         container has is left to the processes inside: None is returned where there is nothing
-        else. Raises ConfigError."""
+        else. Raises ConfigError, with the environment's values as they were written."""
         try:
             return check(self.seen)
         except ConfigError as e:
             hidden = self._hidden
             problems = [p for p in e.problems if not any(_mentions(p, path) for path in hidden)]
-            if problems:
-                raise ConfigError(problems) from e
+            if problems:  # not from e, whose text has the environment's values
+                raise ConfigError(as_written(problems, written_values(self.seen))) from None
             return None
 
 

@@ -22,7 +22,7 @@ from megarl.config.errors import ConfigError, raise_if_any
 from megarl.config.loader import config_yaml, run_dir
 from megarl.config.recipe_engines import engines, model_override, model_path, saved_engines
 from megarl.config.recipes import BaseConfig
-from megarl.config.secrets import MASK, masked
+from megarl.config.secrets import MASK, leaves, masked
 from megarl.utils.files import broken_seal
 
 STATS_FILE, CONFIG_FILE = "stats.jsonl", "config.yaml"
@@ -210,10 +210,5 @@ def _saved_tree(directory: Path) -> dict[str, Any]:
     return tree
 
 
-def _flat(tree: Any, prefix: str = "") -> Flat:
-    if not isinstance(tree, dict):
-        return {prefix: tree}
-    out: Flat = {}
-    for key, value in tree.items():
-        out |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
-    return out
+def _flat(tree: Flat) -> Flat:
+    return {".".join(map(str, path)): value for path, value in leaves(tree, lists=False)}

@@ -56,6 +56,7 @@ from megarl.config.schema import (
 )
 from megarl.config.secrets import (
     Place,
+    as_written,
     at,
     from_environment,
     interpolations,
@@ -212,8 +213,10 @@ def _build(cls: type[BaseConfig], tree: Tree, problems: Sequence[str] = ()) -> B
         reading = _Reading(cls)
         whole = reading.whole(merged(_allocated(cls, whole, reading.problems), tree))
     cfg: BaseConfig = reading.section(cls, whole)
-    raise_if_any(dict.fromkeys([*problems, *reading.problems]))
-    remember(cfg, reading.texts or {})
+    texts = reading.texts or {}
+    read = [(texts[place], at(whole, place)) for place in from_environment(texts)]
+    raise_if_any(as_written(dict.fromkeys([*problems, *reading.problems]), read))
+    remember(cfg, texts)
     return cfg
 
 
@@ -242,13 +245,11 @@ def _leaves(value: Any, name: str = "") -> list[str]:
 @dataclass
 class _Reading:
     """Reads trees along the keys of `root`; adds a line to `problems` for what is wrong in them.
-    texts: the interpolations, by their places, as soon as they are followed. hidden: of these the
-    ones that read the environment, by dotted names; their values are not shown."""
+    texts: the interpolations, by their places, as soon as they are followed."""
 
     root: type
     problems: list[str] = field(default_factory=list)
     texts: Mapping[Place, str] | None = None
-    hidden: Mapping[str, str] = field(default_factory=dict)
 
     def whole(self, tree: Tree) -> Tree:
         """Returns the tree with a value for every key, and without interpolations."""
@@ -260,7 +261,6 @@ class _Reading:
             self.problems += e.problems
             return whole
         self.texts = texts
-        self.hidden = {".".join(map(str, path)): texts[path] for path in from_environment(texts)}
         return whole
 
     def section(self, cls: type, tree: Tree, prefix: str = "", parent: Any = None) -> Any:
@@ -302,7 +302,7 @@ class _Reading:
         if key.limits is None or self._stays(typed) or key.limits.allow(typed):
             return typed, ""
         meant = key.limits.meant(untyped(value))
-        return meant, "" if meant is not None else not_a_choice(key, self._shown(key.name, value))
+        return meant, "" if meant is not None else not_a_choice(key, _shown(value))
 
     def typed(self, value: Any, annotation: Any, name: str = "", default: Any = None) -> Any:
         """Returns a value, of dicts, lists and words, as the annotation takes it, with pydantic for
@@ -334,8 +334,7 @@ class _Reading:
         if isinstance(value, dict):
             return self.section(cls, value, f"{name}.", own)
         inside = ", ".join(key.name for key in children(cls, f"{name}."))
-        shown = self._shown(name, value)
-        self.problems.append(f"{name}={shown}: a section, not a value; it has {inside}")
+        self.problems.append(f"{name}={_shown(value)}: a section, not a value; it has {inside}")
         return plain(default)
 
     def _one_of(self, value: Any, kinds: Sequence[Any], name: str, default: Any) -> Any:
@@ -352,24 +351,15 @@ class _Reading:
         return self.texts is None and is_interpolation(value)
 
     def _unfit(self, key: Key, value: Any) -> str:
-        shown = f"{key.name}={self._shown(key.name, value)}"
+        shown = f"{key.name}={_shown(value)}"
         if value is None:
             return f"{shown}: needs a value of type {key.type_name}"
-        if self._hidden(key.name):
-            return f"{shown}: the value behind it is not of the key's type"
         fix = "; write [a,b]" if key.type_name.startswith("list") else ""
         return f"{shown}: not of type {key.type_name}{fix}"
 
-    def _shown(self, name: str, value: Any) -> str:
-        """Returns a value for a message; of the environment's the interpolation."""
-        typed = value if isinstance(value, str) else untyped(value)
-        return ", ".join(self._hidden(name)) or show(typed)
 
-    def _hidden(self, name: str) -> list[str]:
-        """Returns the texts of the environment's values in the key, or in what it lies in."""
-        own = f"{name}."
-        texts = ((f"{place}.", text) for place, text in self.hidden.items())
-        return [text for place, text in texts if place.startswith(own) or own.startswith(place)]
+def _shown(value: Any) -> str:
+    return show(value if isinstance(value, str) else untyped(value))
 
 
 def _referred(whole: Tree, texts: Mapping[Place, str]) -> Tree | None:

@@ -104,11 +104,10 @@ PRESETS: dict[str, Tree] = {
     ),
 }
 ALGORITHMS = ("", *PRESETS)
-KEY = "algorithm"
 
 
 def below(tree: Tree) -> Tree:
     """Returns a copy of the preset that a file's own keys name, an empty tree where they name none,
     or none that there is (the choice of `algorithm` is checked with all others)."""
-    name = tree.get(KEY)
+    name = tree.get("algorithm")
     return copy.deepcopy(PRESETS.get(name, {})) if isinstance(name, str) else {}

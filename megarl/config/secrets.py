@@ -13,7 +13,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from pathlib import PurePath
 from typing import Any
@@ -71,8 +71,25 @@ def keep_written(cfg: Any, other: Any) -> None:
 
 def environment_names(cfg: Any) -> list[str]:
     """Returns the variables of the environment that the configuration reads."""
-    texts = [text for text, _ in getattr(cfg, _ATTRIBUTE, {}).values()]
-    return sorted({name for text in texts for name in _ENV_NAME.findall(text)})
+    return sorted({n for text, _ in written_values(cfg) for n in _ENV_NAME.findall(text)})
+
+
+def written_values(cfg: Any) -> list[tuple[str, Any]]:
+    """Returns (interpolation, value) of each value that came from the environment."""
+    return list(getattr(cfg, _ATTRIBUTE, {}).values())
+
+
+def as_written(problems: Iterable[str], values: Iterable[tuple[str, Any]]) -> list[str]:
+    """Returns lines with the environment's `values`, (interpolation, value), as they were written.
+    A number or a short word is one only behind its key."""
+    lines = list(problems)
+    for text, whole in values:
+        for value in {str(value) for _, value in leaves(whole)} - {""}:
+            before = r"(?<!\w)" if len(value) > 3 else "(?<==)"
+            shown = "|".join(map(re.escape, (value, repr(value)[1:-1])))
+            pattern, literal = rf"{before}'?({shown})'?(?!\w|\.\w)", text.replace("\\", r"\\")
+            lines = [re.sub(pattern, literal, line) for line in lines]
+    return lines
 
 
 def written_tree(cfg: Any) -> dict[str, Any]:
@@ -189,12 +206,18 @@ def plain(value: Any) -> Any:
     return str(value) if isinstance(value, PurePath) else value
 
 
-def interpolations(tree: Any, path: Place = ()) -> Iterator[tuple[Place, str]]:
+def interpolations(tree: Any) -> Iterator[tuple[Place, str]]:
     """Yields every interpolated text in `tree`, of dicts and lists, with its place."""
-    if isinstance(tree, dict | list):
+    return ((path, text) for path, text in leaves(tree) if isinstance(text, str) and "${" in text)
+
+
+def leaves(tree: Any, path: Place = (), *, lists: bool = True) -> Iterator[tuple[Place, Any]]:
+    """Yields every plain value in `tree`, of dicts and lists, with its place. lists: False takes a
+    list for a plain value."""
+    if isinstance(tree, dict) or (lists and isinstance(tree, list)):
         for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            yield from interpolations(value, (*path, key))
-    elif isinstance(tree, str) and "${" in tree:
+            yield from leaves(value, (*path, key), lists=lists)
+    else:
         yield path, tree
 
 

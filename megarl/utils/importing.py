@@ -55,13 +55,12 @@ def load_object(target: str, *, what: str) -> Any:
     """Returns the object. Raises ValueError, with `what` it was to be, where it cannot be loaded:
     the message has one line, and for an error in the module itself its file and line.
     """
-    module, colon, name = target.partition(":")
-    if not colon or not name:
+    module, _, name = target.partition(":")
+    in_file = module.endswith(".py")
+    if not name or not (in_file or (all(module.split(".")) and "/" not in module)):
         raise ValueError(f"{what} {target!r}: use 'package.module:name' or 'path/file.py:name'")
-    if module.endswith(".py"):
+    if in_file:
         module = _module_of_file(Path(module), f"{what} {target!r}")
-    elif not all(module.split(".")) or "/" in module:
-        raise ValueError(f"{what} {target!r}: use 'package.module:name' or 'path/file.py:name'")
     try:
         found = importlib.import_module(module)
     except (Exception, SystemExit) as e:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import yaml
@@ -25,6 +26,7 @@ from megarl.config.secrets import (
 from megarl.observability.stats_logger import StatsLogger
 from megarl.run import main
 from megarl.trainer import evaluate_model
+from megarl.trainer.preflight import check_contents, check_recipe
 from megarl.trainer.recover import data_of, same_data
 from megarl.trainer.run_dir import claim, newest_checkpoint
 from tests.hf_stub import write_stub
@@ -318,3 +320,36 @@ def test_what_is_no_secret_stays():
     }
     assert masked(tree) == tree
     assert masked({"hf_token": "<pad"}) != {"hf_token": "<pad"}
+
+
+def picky(config: Any, *, x: str) -> Any:
+    """A loss of the user's."""
+    raise ValueError(f"nothing is called {x}")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "train_dataset.options.level=${oc.env:MY_KEY}",
+        "train_dataset.reward={type: judge, options: {base_url: '${oc.env:MY_KEY}'}}",
+        "train_dataset.reward={type: judge, options: {base_url: x, tires: '${oc.env:MY_KEY}'}}",
+        "actor.correction={weight: '${oc.env:MY_KEY}'}",
+        "actor.correction={weight_cap: '${oc.env:MY_KEY}'}",
+        "actor.loss={type: 'tests.unit.test_secrets:picky', options: {x: '${oc.env:MY_KEY}'}}",
+        "tokenizer_path=${oc.env:MY_KEY}",
+        "rollout.backend=${oc.env:MY_KEY}",
+    ],
+)
+def test_no_check_of_a_start_shows_a_value_of_the_environment(
+    monkeypatch, tmp_path, wrong: str
+) -> None:
+    """Neither of an option, nor of what a reward, a loss or a data set of the user's says of it."""
+    write_stub(tmp_path / "model")
+    monkeypatch.setenv("MY_KEY", SECRET)
+    words = [f"actor.path={tmp_path / 'model'}", "gconfig.n_samples=2", f"fileroot={tmp_path}"]
+    words += ["train_dataset.type=arithmetic", "actor.optimizer.lr=1e-5"]
+    cfg = load_config(None, [*words, wrong])
+    with pytest.raises(ConfigError) as caught:
+        check_recipe(cfg, 1)
+        check_contents(cfg)
+    assert SECRET not in str(caught.value) and "${oc.env:MY_KEY}" in str(caught.value)
