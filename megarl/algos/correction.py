@@ -48,10 +48,10 @@ class Correction:
     """
 
     weight: Level = "token"
-    weight_cap: Annotated[float, Field(gt=0)] | None = None
+    weight_cap: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     mask: Level = "none"
-    mask_low: Annotated[float, Field(ge=0)] = 0.0
-    mask_high: Annotated[float, Field(gt=0)] | None = None
+    mask_low: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    mask_high: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     veto: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
     def __post_init__(self) -> None:

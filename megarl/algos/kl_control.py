@@ -45,8 +45,8 @@ class KLTarget:
         the answers.
     """
 
-    target: Annotated[float, Field(gt=0)] = 0.1
-    horizon: Annotated[float, Field(gt=0)] = 10000.0
+    target: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.1
+    horizon: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10000.0
     per: Literal["token", "rollout"] = "token"
 
 

@@ -25,8 +25,8 @@ from megarl.algos.summed import means, sums
 from megarl.api.batch import Padded
 from megarl.config.algo import PreferenceConfig
 
-Beta = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
+Beta = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Smoothing = Annotated[float, Field(gt=0, lt=0.5)]
 _PAIR = ("group_ids", "unit_ids", "chosen")
 DPO_LOSSES = ("sigmoid", "ipo", "robust", "hinge")

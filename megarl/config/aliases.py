@@ -122,7 +122,7 @@ _THEIRS: Mapping[str, str] = {
     "server.tp": "rollout.tensor_parallel_size vllm_tensor_parallel_size "
     "rollout.tensor_model_parallel_size rollout_num_gpus_per_engine",
     "server.dp": "rollout.data_parallel_size",
-    "cluster.sbatch_args": "slurm.sbatch_args",
+    "cluster.sbatch_args": "slurm.sbatch_args cluster.slurm",
     "cluster.n_nodes": "trainer.nnodes cluster.num_nodes actor_num_nodes",
     "cluster.n_gpus_per_node": "trainer.n_gpus_per_node cluster.gpus_per_node",
     _MEMORY: "gpu_memory_utilization vllm_gpu_memory_utilization mem_fraction_static "

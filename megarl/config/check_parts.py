@@ -157,12 +157,16 @@ def check_critic(cfg: PPOCriticConfig) -> None:
 def section_problems(cfg: Any, key: str = "") -> list[str]:
     """Returns what is wrong with the values of a section and with its free options; `key` is its
     name, with a dot."""
-    problems = list(value_problems(cfg, key))
+    return [*value_problems(cfg, key), *free_problems(cfg, key)]
+
+
+def free_problems(cfg: Any, key: str = "") -> Iterator[str]:
+    """Yields what the free options of a section, or of a whole configuration, have that their
+    targets do not take."""
     for free in all_keys(type(cfg), parent=cfg):
         if free.options_of is not None and free.default:
             target = load_object(free.options_of.target, what=free.name)
-            problems += option_problems(target, free.default, key=key + free.name)
-    return problems
+            yield from option_problems(target, free.default, key=key + free.name)
 
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")

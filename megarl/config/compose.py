@@ -259,7 +259,7 @@ def merged(below: Any, above: Any) -> Any:
     """Returns `above` over `below`, section by section. A section that names another `type` than
     the one below it drops the `options` below, which were the other type's. One with a correction
     takes AReaL's keys below as the correction that they mean."""
-    if isinstance(below, str) and isinstance(above, dict) and below:
+    if isinstance(untyped(below), str) and isinstance(above, dict) and below:
         below = {"type": below}  # a seam in its short form
     if not isinstance(below, dict) or not isinstance(above, dict):
         return above
@@ -277,7 +277,7 @@ def put(tree: Tree, name: str, value: Any) -> None:
     *sections, last = name.split(".")
     for depth, section in enumerate(sections, start=1):
         inner = tree.get(section)
-        if isinstance(inner, str) and not is_interpolation(inner):
+        if isinstance(untyped(inner), str) and not is_interpolation(inner):
             inner = {"type": inner}
         elif inner is not None and not isinstance(inner, dict):
             above = ".".join(sections[:depth])

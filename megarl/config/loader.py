@@ -335,7 +335,7 @@ class _Reading:
             return self.section(cls, value, f"{name}.", own)
         inside = ", ".join(key.name for key in children(cls, f"{name}."))
         self.problems.append(f"{name}={_shown(value)}: a section, not a value; it has {inside}")
-        return plain(default)
+        return value if default is None else plain(default)  # null may be no value of it
 
     def _one_of(self, value: Any, kinds: Sequence[Any], name: str, default: Any) -> Any:
         if value is None and type(None) in kinds:

@@ -35,13 +35,13 @@ def engines(cfg: BaseConfig) -> dict[str, TrainEngineConfig]:
     if isinstance(cfg, OfflineConfig):
         return {"model": cfg.model}
     assert isinstance(cfg, GRPOConfig), type(cfg)
-    found: dict[str, TrainEngineConfig | None] = {"actor": cfg.actor, "ref": cfg.ref}
+    by_key: dict[str, TrainEngineConfig | None] = {"actor": cfg.actor, "ref": cfg.ref}
     if isinstance(cfg, PPOConfig):
-        found["critic"] = cfg.critic
+        by_key["critic"] = cfg.critic
     if isinstance(cfg, DistillConfig) and not cfg.teacher.addresses:
-        found["teacher"] = cfg.teacher
-    found["reward_model"] = cfg.reward_model
-    return {name: engine for name, engine in found.items() if engine is not None}
+        by_key["teacher"] = cfg.teacher
+    by_key["reward_model"] = cfg.reward_model
+    return {name: engine for name, engine in by_key.items() if engine is not None}
 
 
 def uses_block_fp8(cfg: BaseConfig) -> bool:
@@ -83,8 +83,8 @@ def _with_the_main_model(cfg: BaseConfig, name: str) -> TrainEngineConfig:
 def ref_is_below_adapters(cfg: BaseConfig) -> bool:
     """Returns whether the trained policy's engine without its adapters serves as the reference, so
     that `ref` builds no engine."""
-    found = engines(cfg)
-    policy, ref = found[main_role(type(cfg))], found.get("ref")
+    by_key = engines(cfg)
+    policy, ref = by_key[main_role(type(cfg))], by_key.get("ref")
     return (
         ref is not None
         and not (isinstance(ref, RefConfig) and ref.renewed_every)

@@ -259,12 +259,12 @@ def datasets(cfg: BaseConfig) -> dict[str, DatasetConfig]:
 
 def sources(cfg: BaseConfig) -> dict[str, SourceConfig]:
     """Returns where all data of a recipe comes from, by key: data sets, or the parts of one."""
-    found: dict[str, SourceConfig] = {}
+    by_key: dict[str, SourceConfig] = {}
     for key, data in datasets(cfg).items():
-        found |= {f"{key}.parts.{name}": part for name, part in data.parts.items()}
+        by_key |= {f"{key}.parts.{name}": part for name, part in data.parts.items()}
         if not data.parts:
-            found[key] = data
-    return found
+            by_key[key] = data
+    return by_key
 
 
 def main_role(cls: type[BaseConfig]) -> str:

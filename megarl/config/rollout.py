@@ -149,14 +149,14 @@ def transport_class(type_: str) -> Any:
     """Imports the transport's class. Raises ValueError where that fails, or it is no Transport."""
     name = transport_name(type_)
     built_in = built_in_transport(name)
-    found = load_object(built_in.target if built_in else name, what="transport")
-    declared = getattr(found, "requirements", None)
-    if not inspect.isclass(found) or not isinstance(declared, Requirements):
+    transport = load_object(built_in.target if built_in else name, what="transport")
+    declared = getattr(transport, "requirements", None)
+    if not inspect.isclass(transport) or not isinstance(declared, Requirements):
         raise ValueError(
-            f"transport {name!r}: a {type(found).__name__} without `requirements`; expected a "
+            f"transport {name!r}: a {type(transport).__name__} without `requirements`; expected a "
             "subclass of megarl.weight_sync.transports.Transport"
         )
-    return found
+    return transport
 
 
 def requirements_of(type_: str) -> Requirements:
@@ -165,8 +165,8 @@ def requirements_of(type_: str) -> Requirements:
     built_in = built_in_transport(type_)
     if built_in is not None:
         return built_in.requirements
-    found: Requirements = transport_class(type_).requirements
-    return found
+    requirements: Requirements = transport_class(type_).requirements
+    return requirements
 
 
 @dataclass(kw_only=True)
@@ -206,15 +206,19 @@ class GenerationHyperparameters:
         (temperature, top_p, top_k, greedy, further stop tokens), with `changes`; the defaults where
         there is no file."""
         file = Path(path) / "generation_config.json"
-        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        known = {k: found[k] for k in ("temperature", "top_p", "top_k") if found.get(k) is not None}
+        recommended = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        known = {
+            k: recommended[k]
+            for k in ("temperature", "top_p", "top_k")
+            if recommended.get(k) is not None
+        }
         if known.get("top_k") == 0:  # transformers' word for all
             del known["top_k"]
-        ends = found.get("eos_token_id")
+        ends = recommended.get("eos_token_id")
         if isinstance(ends, list):  # the first is the model's EOS
             known["stop_token_ids"] = ends[1:]
-        if "do_sample" in found:
-            known["greedy"] = not found["do_sample"]
+        if "do_sample" in recommended:
+            known["greedy"] = not recommended["do_sample"]
         return cls(**(known | changes))
 
 

@@ -19,12 +19,13 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megarl.config.check_parts import looks_like_hub_name
+from megarl.config.check_parts import free_problems, looks_like_hub_name
 from megarl.config.command_line import parse_command_line
 from megarl.config.errors import raise_if_any
 from megarl.config.loader import keys_set, load_config
 from megarl.config.recipe_engines import engines
 from megarl.config.recipes import BaseConfig, GRPOConfig
+from megarl.config.secrets import as_written, written_values
 from megarl.utils.env import quiet_libraries, set_collective_timeout
 
 log = logging.getLogger("megarl.config")
@@ -60,6 +61,7 @@ def load_expr_config(args: Sequence[str], cls: type[C]) -> tuple[C, str | None]:
     """
     global _script
     config = load_config(args, cls=cls)
+    raise_if_any(as_written(free_problems(config), written_values(config)))
     fetch_hub_models(config)
     set_collective_timeout(config.collective_timeout)
     file = getattr(sys.modules.get("__main__"), "__file__", None)  # at exit it is gone

@@ -167,8 +167,8 @@ class _Answer:
         group, store = self._call.group, self._store
         changes = {id: store.changes(group, id, self._new) for id in self._ids}
         body = pack(result, self._refer) if packed else result
-        made = self._ids[len(changes) :]
-        changes |= {id: store.changes(group, id, self._new) for id in made}
+        new_ids = self._ids[len(changes) :]
+        changes |= {id: store.changes(group, id, self._new) for id in new_ids}
         return Reply(body, packed, changes)
 
     def _kept(self, result: Any) -> Ref:

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from megarl.config.allocation import AllocationMode
 from megarl.config.command_line import CommandLine
-from megarl.config.compose import Word, read_override
+from megarl.config.compose import Word, parse_overrides
 from megarl.config.container import check_fileroot
-from megarl.config.errors import ConfigError
+from megarl.config.errors import ConfigError, raise_if_any
 from megarl.config.loader import config_yaml, own_class
 from megarl.config.recipe_engines import needs_servers, settle_turns, takes_turns, trainer_processes
 from megarl.config.recipes import BaseConfig, GRPOConfig
@@ -153,9 +153,10 @@ def _without_secrets(overrides: Sequence[str]) -> Iterator[str]:
     """Yields overrides whose secrets have moved to the environment, which processes of the job get:
     everybody on a machine reads command lines. Numbers, booleans and null stay, since a variable is
     text. Raises ConfigError for a secret within a section, or beside an interpolation."""
-    for override in overrides:
-        key, _, text = override.partition("=")
-        value = read_override(text)
+    problems: list[str] = []
+    parsed = parse_overrides(overrides, problems)
+    raise_if_any(problems)
+    for override, (_, key, value) in zip(overrides, parsed, strict=True):
         plain = value.untyped() if isinstance(value, Word) else value
         if masked_override(override) == override or not isinstance(plain, str | dict | list):
             yield override
@@ -164,7 +165,7 @@ def _without_secrets(overrides: Sequence[str]) -> Iterator[str]:
             raise ConfigError(
                 [f"{key}: holds a secret; set it alone, by its own key, or as ${{oc.env:NAME}}"]
             )
-        name = MOVED + re.sub(r"\W", "_", key.lstrip("+")).upper()
+        name = MOVED + re.sub(r"\W", "_", key).upper()
         os.environ[name] = plain
         yield f"{key}=${{oc.env:{name}}}"
 

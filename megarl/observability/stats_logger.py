@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from megarl.config.errors import raise_if_any
 from megarl.config.loader import run_dir
 from megarl.config.recipes import BaseConfig
 from megarl.config.run import StatsLoggerConfig
@@ -27,6 +28,7 @@ from megarl.observability.console import ConsoleSink
 from megarl.observability.logging import env_rank, get_logger
 from megarl.observability.run_log import RunLog
 from megarl.utils.files import DiskFull, full_disk_named, write_whole
+from megarl.utils.importing import option_problems
 
 log = get_logger(__name__)
 
@@ -222,7 +224,8 @@ class TensorBoardSink:
 class WandbSink:
     """Writes to Weights & Biases. The run's id is kept in <run>/wandb_id.txt, so that a resumed run
     continues the same curve. wandb itself is silent on the console: one line says where the run is.
-    Raises ImportError where the package is missing."""
+    Raises ImportError where the package is missing, and ConfigError for options that wandb.init
+    does not take, or has from megarl."""
 
     def __init__(
         self,
@@ -255,7 +258,9 @@ class WandbSink:
             "config": run_config,
             "settings": wandb.Settings(silent=True),
         }
-        self._run = wandb.init(**(ours | options))
+        key = "stats_logger.wandb.options"
+        raise_if_any(option_problems(wandb.init, options, key=key, by_name=tuple(ours)))
+        self._run = wandb.init(**ours, **options)
         where = self._run.url if mode == "online" else Path(self._run.dir).parent
         log.info("wandb, %s: %s", mode, where)
         # our own step axis: wandb's must never go back, a resumed run's may

@@ -55,12 +55,13 @@ def load_object(target: str, *, what: str) -> Any:
     """Returns the object. Raises ValueError, with `what` it was to be, where it cannot be loaded:
     the message has one line, and for an error in the module itself its file and line.
     """
-    module, _, name = target.partition(":")
-    in_file = module.endswith(".py")
-    if not name or not (in_file or (all(module.split(".")) and "/" not in module)):
+    module, colon, name = target.partition(":")
+    if not colon or not name:
         raise ValueError(f"{what} {target!r}: use 'package.module:name' or 'path/file.py:name'")
-    if in_file:
+    if module.endswith(".py"):
         module = _module_of_file(Path(module), f"{what} {target!r}")
+    elif not all(module.split(".")) or "/" in module:
+        raise ValueError(f"{what} {target!r}: use 'package.module:name' or 'path/file.py:name'")
     try:
         found = importlib.import_module(module)
     except (Exception, SystemExit) as e:
@@ -253,8 +254,9 @@ def _signature(fn: Callable[..., Any]) -> inspect.Signature | None:
     try:
         called = fn.__init__ if inspect.isclass(fn) else fn
         hints = typing.get_type_hints(called, include_extras=True)
-    except Exception:  # an annotation may name anything; then no value is judged
-        hints = {}
+    except Exception:  # an annotation may name anything; then flags alone are judged
+        defaults = {p.name: p.default for p in signature.parameters.values()}
+        hints = {name: bool for name, value in defaults.items() if isinstance(value, bool)}
     parameters: list[inspect.Parameter] = []
     for parameter in signature.parameters.values():
         hint = hints.get(parameter.name, Any)

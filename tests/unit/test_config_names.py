@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from megarl.config.check import check_config
+from megarl.config.check_parts import free_problems
 from megarl.config.command_line import parse_command_line
 from megarl.config.earlier_run import config_changes
 from megarl.config.errors import ConfigError
@@ -363,6 +364,7 @@ def written(folder: Path, files: list[str]) -> Path | None:
         ("cluster.slurm.requeue=false", "--no-requeue"),
         ("cluster.slurm.sbatch_args=[-x]", "cluster.sbatch_args"),
         ("cluster.slurm.account=us", "--account="),
+        ("cluster.slurm={}", "cluster.sbatch_args"),
         ("profiler.output_dir=x", "<run>/profile"),
         ("profiler.timeline=false", "<run>/timeline"),
         ("profiler.memory=true", "profiler.options.profile_memory"),
@@ -381,3 +383,47 @@ def test_a_key_that_went_is_answered_with_what_takes_its_place(gone: str, succes
         load_config(None, [gone])
     (problem,) = caught.value.problems
     assert problem.startswith(f"{gone.partition('=')[0]}: unknown key") and successor in problem
+
+
+@pytest.mark.parametrize(
+    ("option", "fix"),
+    [
+        ("profiler.options.with_stack=5", "not of type bool"),  # torch's own types cannot be read
+        ("profiler.options.with_stak=true", "profile has no such option; did you mean with_stack?"),
+        ("actor.correction.weight_cap=.inf", "must be a finite number"),
+        ("actor.correction.mask_low=.inf", "must be a finite number"),
+        ("actor.kl_controller.horizon=.inf", "must be a finite number"),
+        (
+            "train_dataset.curriculum.explor=0.5",
+            "Curriculum has no such option; did you mean explore?",
+        ),
+    ],
+)
+def test_an_option_that_its_part_does_not_take_is_refused(option: str, fix: str) -> None:
+    (problem,) = free_problems(load_config(None, [option]))
+    assert problem.startswith(f"{option.partition('=')[0]}=") and problem.endswith(fix)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (
+            ["actor.eps_clip=0.2", "actor.eps_clip.x=1"],
+            "actor.eps_clip.x: actor.eps_clip=0.2 is a value",
+        ),
+        (["valid_datasets.a=5"], "valid_datasets.a=5: a section"),
+        (["valid_dataset=5"], "valid_dataset=5: a section"),
+    ],
+)
+def test_a_value_in_the_place_of_a_section_is_one_problem(overrides: list[str], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, overrides)
+    (problem,) = caught.value.problems
+    assert problem.startswith(key)
+
+
+def test_a_number_of_a_file_is_not_the_type_of_a_section(tmp_path: Path) -> None:
+    path = written(tmp_path, ["actor: {eps_clip: 0.2}", "actor: {eps_clip: {x: 1}}"])
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert caught.value.problems == ("actor.eps_clip={'x': 1}: not of type float",)

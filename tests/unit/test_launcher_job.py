@@ -421,6 +421,12 @@ def test_a_secret_beside_an_interpolation_is_refused(tmp_path: Path, value: str)
         make(tmp_path, *CASES["70b"], f"+train_dataset.options.token={value}")
 
 
+@pytest.mark.parametrize("typed", ["seed={a", "+server.api_key='x"])
+def test_an_override_that_is_no_yaml_is_refused(tmp_path: Path, typed: str) -> None:
+    with pytest.raises(ConfigError, match="the value is not valid YAML"):
+        make(tmp_path, *CASES["70b"], typed)
+
+
 def test_the_environment_is_an_explicit_list() -> None:
     env = ENV | {"CUDA_VISIBLE_DEVICES": "3", "https_proxy": "p", "NCCL_DEBUG": "INFO"}
     assert forwarded(env) == {

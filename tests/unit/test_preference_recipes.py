@@ -107,6 +107,7 @@ def test_bad_settings_are_named(model: str, name: str, overrides: list[str], wor
     ("overrides", "words"),
     [
         (["beta=0"], "preference.options.beta=0: must be greater than 0"),
+        (["beta=.inf"], "preference.options.beta=inf: must be a finite number"),
         (["label_smoothing=0.1"], "preference.options.label_smoothing=0.1: dpo has no such option"),
         (["loss=cdpo"], "preference.options.label_smoothing: cdpo needs it; set it"),
         (["loss=cdpo", "label_smoothing=0.1"], ""),

@@ -73,6 +73,17 @@ def test_collectives_are_bounded_as_the_configuration_says() -> None:
     assert collective_timeout() == 17
 
 
+def test_options_that_nothing_takes_are_refused_before_a_part_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LEVEL", "of-mine")
+    with pytest.raises(ConfigError) as caught:
+        script_config("actor.correction={weight: '${oc.env:LEVEL}', vetoe: 0.1}")
+    weight, veto = caught.value.problems
+    assert weight.startswith("actor.correction.weight=${oc.env:LEVEL}: must be")
+    assert veto.startswith("actor.correction.vetoe=0.1: ") and "did you mean veto?" in veto
+
+
 def test_a_model_on_the_hub_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **kw: str(tmp_path))
     config, _ = load_expr_config(["actor.path=Qwen/Qwen3-0.6B", "ref.path=a/b"], GRPOConfig)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from megarl.config.errors import ConfigError
 from megarl.config.run import StatsLoggerConfig, WandbConfig
 from megarl.observability.console import (
     ConsoleSink,
@@ -161,6 +162,21 @@ def test_wandb_offline_keeps_one_id_over_resume_and_says_one_line(tmp_path, monk
         "columns": ["prompt", "reward", "turns"],
         "data": [["1+1=", 0.5, '[{"who": "model"}]']],
     }
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ({"entiti": "us"}, "entiti='us': init has no such option; did you mean entity?"),
+        ({"resume": "never"}, "resume='never': megarl gives init this argument"),
+    ],
+)
+def test_an_option_of_wandbs_that_does_not_go_is_refused(tmp_path, monkeypatch, option, words):
+    monkeypatch.setenv("WANDB_CONSOLE", "off")
+    with pytest.raises(ConfigError) as caught:
+        open_logger(tmp_path, wandb=WandbConfig(mode="offline", options=option))
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"stats_logger.wandb.options.{words}")
 
 
 @pytest.mark.parametrize(
