@@ -27,6 +27,7 @@ from megarl.config.earlier_run import (
     checkpoints,
     config_changes,
 )
+from megarl.config.errors import ConfigError
 from megarl.config.loader import run_dir, save_config
 from megarl.config.recipe_engines import trained_engines
 from megarl.config.recipes import BaseConfig
@@ -96,8 +97,14 @@ def newest_checkpoint(
 
 
 def _begin(cfg: BaseConfig, directory: Path, newest: Checkpoint | None) -> None:
+    problems: list[str] = []
     for name in LOGS:
-        RunLog(directory / name).begin(-1 if newest is None else newest.step)
+        try:
+            RunLog(directory / name).begin(-1 if newest is None else newest.step)
+        except ConfigError as e:
+            problems += e.problems
+    if problems:
+        raise ConfigError(problems)
     if newest is None and cfg.recover.mode == "auto" and (directory / STATS_FILE).exists():
         log.warning(
             "%s holds a run but no whole checkpoint of it: starting from the beginning, its "

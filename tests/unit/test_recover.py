@@ -501,6 +501,23 @@ def test_disabled_refuses_a_directory_that_holds_a_run(tmp_path, model):
     check_run_dir(sft(tmp_path, model))
 
 
+def test_files_that_an_older_megarl_wrote_are_refused_together(tmp_path, model):
+    cfg = sft(tmp_path, model)
+    run = tmp_path / "e" / "t"
+    for name in ("episodes/index.jsonl", "record/fingerprints.jsonl", "samples.jsonl"):
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).write_text('{"kind": "start", "after": 0}\n{"step": 1}\n')
+    (run / "samples.jsonl").write_text('{"when": "before", "prompt": "as ever"}\n')
+    with pytest.raises(ConfigError) as e:
+        newest_checkpoint(cfg, lambda fn, *args: fn(*args))
+    assert [line.partition(":")[0] for line in e.value.problems] == [
+        str(run / "record/fingerprints.jsonl"), str(run / "episodes/index.jsonl")
+    ]  # fmt: skip
+    for name in ("episodes", "record"):
+        (run / name).rename(run / f"older_{name}")
+    assert newest_checkpoint(cfg, lambda fn, *args: fn(*args)) is None
+
+
 def test_what_cannot_continue_is_refused(tmp_path, model):
     cfg = sft(tmp_path, model)
     Start(cfg).train(1, last=True)
