@@ -1,22 +1,19 @@
-"""Keeps the episodes of a run on disk, as a stream that is only appended to.
+"""Keeps the episodes of a run on disk, in two files that are only appended to.
 
-<run>/episodes/index.jsonl is a RunLog with a line for each group: {"step", "episode", "file", "at",
-"size", ...}. The record is the `size` bytes at `at` in <run>/episodes/<file>: zlib, and in it a
-line of JSON and then arrays of numbers. A line is written after its record, so what a killed
-process leaves behind is at worst bytes that no line names, and one line cut short. Every start
-writes data files of its own.
+<run>/episodes/index.jsonl is a RunLog with a line for each group: {"step", "episode", "at", "size",
+...}. The record is the `size` bytes at `at` in <run>/episodes/records.bin: zlib, and in it a line
+of JSON and then arrays of numbers. A line is written after its record, so what a killed process
+leaves behind is at worst bytes that no line names, and one line cut short.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,8 +22,7 @@ from megarl.observability.run_log import RunLog, append
 
 FOLDER = "episodes"
 INDEX = "index.jsonl"
-_DATA = re.compile(r"data_\d{6,}\.bin")
-FILE_BYTES = 256 << 20  # of a data file, then the next one begins
+RECORDS = "records.bin"
 LEVEL = 1  # of zlib: numbers of a model hardly get smaller with more
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -66,35 +62,15 @@ def unpack(data: bytes) -> Record:
     return Record(about=about, arrays=arrays)
 
 
-class EpisodeStream:
-    """Appends records to the stream of a run. One process writes, and each record is handed to the
-    system before the next."""
-
-    def __init__(self, run_dir: Path) -> None:
-        """Opens the stream behind what earlier starts wrote."""
-        self._folder = run_dir / FOLDER
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._index = RunLog(self._folder / INDEX)
-        self._number = 1 + max(map(_number, self._folder.glob("data_*.bin")), default=-1)
-        self._data: BinaryIO = self._open_data()
-
-    def append(self, step: int, line: Mapping[str, Any], data: bytes) -> None:
-        """Appends a record of a step. `line` is what the index says of it beside the place:
-        episode, and what lists show. Raises OSError where there is no room, and leaves no half."""
-        if self._data.seek(0, os.SEEK_END) > FILE_BYTES:
-            self._data.close()
-            self._number += 1
-            self._data = self._open_data()
-        at = append(self._data, data)
-        place = {"file": Path(self._data.name).name, "at": at, "size": len(data)}
-        self._index.append(step, {**line, **place})
-
-    def close(self) -> None:
-        """Closes the file of records."""
-        self._data.close()
-
-    def _open_data(self) -> BinaryIO:
-        return (self._folder / f"data_{self._number:06d}.bin").open("ab", buffering=0)
+def append_record(run_dir: Path, step: int, line: Mapping[str, Any], data: bytes) -> None:
+    """Appends a record of a step. `line` is what the index says of it beside the place: episode,
+    and what lists show. One process writes. Raises OSError where there is no room, and leaves no
+    half."""
+    path = run_dir / FOLDER / RECORDS
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab", buffering=0) as file:
+        at = append(file, data)
+    RunLog(run_dir / FOLDER / INDEX).append(step, {**line, "at": at, "size": len(data)})
 
 
 def read_index(run_dir: Path) -> list[dict[str, Any]]:
@@ -107,18 +83,13 @@ def read_index(run_dir: Path) -> list[dict[str, Any]]:
 
 def read_bytes(run_dir: Path, line: Mapping[str, Any]) -> bytes:
     """Returns the bytes of the record that a line of the index names; see `unpack`. Raises
-    ValueError where that is no file of records, or does not have them all."""
-    path = run_dir / FOLDER / str(line["file"])
-    if not _DATA.fullmatch(str(line["file"])) or path.is_symlink():
-        raise ValueError(f"{run_dir / FOLDER / INDEX} names {line['file']!r}, no file of records")
+    ValueError where the file of records is a link to another, or does not have them all."""
+    path = run_dir / FOLDER / RECORDS
+    if path.is_symlink():
+        raise ValueError(f"{path} is a link, no file of records")
     with path.open("rb") as file:
         file.seek(line["at"])
         data = file.read(line["size"])
     if len(data) < line["size"]:
         raise ValueError(f"{path} ends before byte {line['at'] + line['size']}")
     return data
-
-
-def _number(path: Path) -> int:
-    digits = path.stem.removeprefix("data_")
-    return int(digits) if digits.isdecimal() else -1

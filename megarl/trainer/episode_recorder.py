@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megarl.api.batch import Batch, Padded
 from megarl.api.inference import FAILURES
-from megarl.observability.episodes import EpisodeStream, pack
+from megarl.observability.episodes import append_record, pack
 from megarl.observability.logging import get_logger
 from megarl.observability.run_log import DiskThread
 from megarl.rollout.episode import Episode
@@ -72,7 +72,6 @@ class EpisodeRecorder:
         self._left: dict[Row, str] = {}  # rows that left the batch, and why
         self._step = 0
         self._disk = DiskThread("megarl episodes", waiting=MAX_WAITING)
-        self._stream: EpisodeStream | None = None  # the thread's
 
     def ended(self, episode: Episode) -> None:
         """Takes an episode that is handed out or rejected. Called from any thread."""
@@ -122,9 +121,7 @@ class EpisodeRecorder:
         self._step += 1
         self._chosen = [e for e in self._ended if e.batch is None][: self._keep]
         self._record({})
-        if self._disk.close() and self._stream is not None:
-            self._stream.close()
-            self._stream = None
+        self._disk.close()
 
     def _has_all(self, count: int) -> bool:
         """Returns whether a batch of `count` rows is the one that was handed out, as far as it did
@@ -142,11 +139,9 @@ class EpisodeRecorder:
         step, left, (chosen, self._chosen) = self._step, self._left, (self._chosen, [])
 
         def write() -> None:
-            if self._stream is None:
-                self._stream = EpisodeStream(self._run_dir)
             for episode in chosen:
                 about, arrays, line = group_record(episode, step, self._pieces, computed, left)
-                self._stream.append(step, line, pack(about, arrays))
+                append_record(self._run_dir, step, line, pack(about, arrays))
 
         if chosen:
             self._disk.do(f"episodes of step {step}", write)

@@ -20,8 +20,9 @@ from megarl.api.records import ModelResponse
 from megarl.observability.episodes import (
     FOLDER,
     INDEX,
-    EpisodeStream,
+    RECORDS,
     Record,
+    append_record,
     pack,
     read_bytes,
     read_index,
@@ -75,11 +76,10 @@ def test_what_a_killed_writer_leaves_is_read_and_continued(tmp_path: Path) -> No
     """The process is killed while it writes; every line that is there names a whole record."""
     code = (
         "import sys, numpy as np; from pathlib import Path;"
-        "from megarl.observability.episodes import EpisodeStream, pack;"
-        "s = EpisodeStream(Path(sys.argv[1]));\n"
+        "from megarl.observability.episodes import append_record, pack\n"
         "for i in range(10**9):\n"
         " data = pack({'i': i}, {'x': np.random.default_rng(i).random(5000)})\n"
-        " s.append(1 + i // 10, {'episode': i}, data)\n"
+        " append_record(Path(sys.argv[1]), 1 + i // 10, {'episode': i}, data)\n"
         " print(i, flush=True)"
     )
     writer = subprocess.Popen(
@@ -101,24 +101,16 @@ def test_what_a_killed_writer_leaves_is_read_and_continued(tmp_path: Path) -> No
         index.write(b'{"step":9,"epi\xc3')
     assert read_index(tmp_path) == before
     RunLog(tmp_path / FOLDER / INDEX).begin(2)  # steps 3 and later are made again
-    stream = EpisodeStream(tmp_path)
-    stream.append(3, {"episode": 20}, pack({"i": "again"}, {}))
-    stream.close()
+    append_record(tmp_path, 3, {"episode": 20}, pack({"i": "again"}, {}))
     assert steps(tmp_path) == [(1 + i // 10, i) for i in range(20)] + [(3, 20)]
     assert unpack(read_bytes(tmp_path, read_index(tmp_path)[-1])).about == {"i": "again"}
 
 
-def test_a_later_line_supersedes_and_files_do_not_grow_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("megarl.observability.episodes.FILE_BYTES", 50)
-    stream = EpisodeStream(tmp_path)
+def test_a_later_line_supersedes(tmp_path: Path) -> None:
     for step, number in ((2, 1), (1, 0), (1, 1), (1, 0)):
-        stream.append(step, {"episode": number}, pack({"n": 3}, {"x": np.arange(20.0)}))
-    stream.close()
+        append_record(tmp_path, step, {"episode": number}, pack({"n": 3}, {"x": np.arange(20.0)}))
     assert steps(tmp_path) == [(1, 0), (1, 1), (2, 1)]
-    assert len(list((tmp_path / FOLDER).glob("data_*.bin"))) == 4
-    (tmp_path / FOLDER / "data_000000.bin").write_bytes(b"short")
+    (tmp_path / FOLDER / RECORDS).write_bytes(b"short")
     with pytest.raises(ValueError, match="ends before byte"):
         read_bytes(tmp_path, read_index(tmp_path)[2])
 

@@ -45,7 +45,7 @@ from megarl.engine.probe import (
     ROUTER,
 )
 from megarl.models.hf_config import read_hf_config
-from megarl.observability.episodes import EpisodeStream, pack
+from megarl.observability.episodes import append_record, pack
 from megarl.server import kv_cache
 from megarl.utils.files import seal
 from tests.tiny import GLM_KINDS, KINDS, MLA_KINDS, MOE_KINDS, VOCAB, save_tiny
@@ -322,10 +322,8 @@ def record_episode(run: Path, samples: list[Sample]) -> None:
     rows = [{"rollout": k, "length": len(s.ids)} for k, s in enumerate(samples)]
     ids = np.concatenate([np.array(s.ids, "<i4") for s in samples])
     mask = np.concatenate([np.arange(len(s.ids)) >= s.prompt for s in samples]).astype("|u1")
-    stream = EpisodeStream(run)
     line = {"episode": 7, "tokens": len(ids)}
-    stream.append(2, line, pack({"rows": rows}, {"ids": ids, "mask": mask}))
-    stream.close()
+    append_record(run, 2, line, pack({"rows": rows}, {"ids": ids, "mask": mask}))
 
 
 @pytest.mark.parametrize(

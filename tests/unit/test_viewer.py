@@ -16,7 +16,7 @@ import torch
 from examples.tiny_model import make_tokenizer
 from megarl.cli.view import main
 from megarl.config.errors import ConfigError
-from megarl.observability.episodes import FOLDER, read_bytes, read_index
+from megarl.observability.episodes import FOLDER, RECORDS, read_bytes, read_index
 from megarl.observability.viewer import write_viewer
 from megarl.trainer.episode_recorder import EpisodeRecorder, computed_part, computed_tokens
 from tests.unit.test_episodes import EVIL, episode, record_batch, records, trained_batch
@@ -110,7 +110,7 @@ def test_a_page_holds_what_fits_and_lists_all(tmp_path: Path, tokenizer: Any) ->
     one = page_of(tmp_path, steps=(1, 2), groups=2)
     assert details(one) == ["group-2.5", "group-2.4", "group-1.2", "group-1.1"]
     assert {g["step"] for g in data_of(one)["groups"]} == {1, 2}
-    (tmp_path / FOLDER / "data_000000.bin").write_bytes(b"")
+    (tmp_path / FOLDER / RECORDS).write_bytes(b"")
     assert details(page_of(tmp_path)) == []  # the lists are still there
 
 

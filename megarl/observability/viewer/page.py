@@ -128,7 +128,7 @@ def _name(line: Line) -> str:
 
 def _listed(line: Line) -> Line:
     """Returns what lists show of a group. A rollout that left the batch counts as failed."""
-    return {k: v for k, v in line.items() if k not in ("file", "at", "size")} | {
+    return {k: v for k, v in line.items() if k not in ("at", "size")} | {
         "name": _name(line),
         "reward": _mean(line["rewards"]),
         "spread": _spread(line["rewards"]),
