@@ -407,12 +407,11 @@ class ServerPool:
         answer or its HttpError}. A server that gives no sign of life does not get the whole
         `timeout` (s)."""
         servers = [s for s in self.present if only is None or s.address in only]
-        patience = self._server_timeout
 
         async def ask(address: str) -> Any:
             answer = self.call(address, method, path, body, timeout=timeout)
-            look = partial(self.call, address, "GET", SIGN_OF_LIFE, timeout=patience)
-            return await while_alive(answer, look, patience)
+            look = partial(self.call, address, "GET", SIGN_OF_LIFE, timeout=self._server_timeout)
+            return await while_alive(answer, look)
 
         answers = await asyncio.gather(*(ask(s.address) for s in servers))
         for server, answer in zip(servers, answers, strict=True):

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megarl.rollout.calls import while_alive
+from megarl.rollout.calls import call_server, open_session, while_alive
 from megarl.utils.http import Answer, Calls, HttpError, accepted, start_calls
 
 
@@ -141,26 +141,33 @@ def test_a_server_that_shows_life_has_all_its_time(quick: None) -> None:
         looks.append(0.0)
 
     async def wait() -> object:
-        return await while_alive(_answer_after(0.4, "late"), look, 0.1)
+        return await while_alive(_answer_after(0.4, "late"), look)
 
     assert asyncio.run(wait()) == "late" and len(looks) > 2
 
 
 def test_a_server_without_a_sign_of_life_is_not_waited_for(quick: None) -> None:
     async def wait() -> object:
-        return await while_alive(_answer_after(20.0, ""), lambda: _no_sign(0.1), 0.1)
+        return await while_alive(_answer_after(20.0, ""), lambda: _no_sign(0.1))
 
     found = asyncio.run(wait())
     assert isinstance(found, HttpError) and "/model_info" in str(found)
 
 
-def test_time_in_which_the_caller_itself_stood_still_is_not_the_servers(quick: None) -> None:
-    async def wait() -> object:
-        loop = asyncio.get_running_loop()
-        loop.call_later(0.1, time.sleep, 0.5)  # a workflow that blocks
-        return await while_alive(_answer_after(0.62, "there"), lambda: _no_sign(0.1), 0.1)
+def test_time_in_which_the_caller_itself_stood_still_is_not_the_servers(
+    slow: Slow,
+) -> None:
+    slow.go.release()
 
-    assert asyncio.run(wait()) == "there"
+    async def call(blocked: float) -> object:
+        async with open_session() as session:
+            asyncio.get_running_loop().call_soon(time.sleep, blocked)  # a workflow that blocks
+            return await call_server(session, "POST", slow.address, "/ok", {}, timeout=0.2)
+
+    assert asyncio.run(call(1.5)) == {"message": "about {}"}
+    with pytest.raises(HttpError) as late:  # it has not answered
+        asyncio.run(call(0.0))
+    assert late.value.status is None and isinstance(late.value.__cause__, TimeoutError)
 
 
 def test_a_refusal_is_what_the_call_ends_with(quick: None) -> None:
@@ -168,7 +175,7 @@ def test_a_refusal_is_what_the_call_ends_with(quick: None) -> None:
         raise HttpError("h:1", "/x", "no", 400)
 
     async def wait() -> object:
-        return await while_alive(refuses(), lambda: _no_sign(0.1), 0.1)
+        return await while_alive(refuses(), lambda: _no_sign(0.1))
 
     found = asyncio.run(wait())
     assert isinstance(found, HttpError) and found.status == 400
