@@ -108,9 +108,9 @@ def group_job(spec: GroupSpec, address: str, interface: str = "") -> Job:
     """Returns a group of workers, which link to `address`, as a job. interface: the nodes' own."""
     variables = forwarded(os.environ)
     path = [str(PACKAGE.parent), *filter(None, [variables.get("PYTHONPATH")])]
-    # workers that share a node do not know of each other
-    threads = variables.get("OMP_NUM_THREADS", str(spec.worker.cpus or 1))
-    env = {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": threads}
+    env = {"PYTHONPATH": os.pathsep.join(path)}
+    if "OMP_NUM_THREADS" not in variables:  # workers that share a node do not know of each other
+        env["OMP_NUM_THREADS"] = str(spec.worker.cpus or 1)
     nodes = range(spec.count)
     tasks = [
         Task(

@@ -136,7 +136,8 @@ def test_too_few_problems_of_a_level_is_an_error(tokenizer):
 @pytest.mark.parametrize(
     "options, names",
     [
-        ({"levle": 2}, "options.levle=2 arithmetic level ops"),
+        ({"levle": 2}, "options.levle=2 arithmetic level"),
+        ({"nothing_like_it": 2}, "options.nothing_like_it=2 arithmetic level ops"),
         ({"seed": 2}, "options.seed=2 arithmetic"),
         ({"level": 0}, "level=0"),
         ({"ops": "%"}, "ops='%'"),

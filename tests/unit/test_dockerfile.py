@@ -44,6 +44,6 @@ def test_its_versions_are_those_of_the_tests() -> None:
         for name, version in pins:
             if name in ("sglang", "transformers", "transformer-engine", "megatron-core"):
                 assert f"\n{name}=={version}" in of_gpus
-    (said,) = re.findall(rf"\({re.escape(pinned)}, which .* with CUDA (\d+),", documented)
+    (said,) = re.findall(rf"\({re.escape(pinned)}: .* with CUDA (\d+),", documented)
     (major,) = re.findall(r"^FROM nvidia/cuda:(\d+)\..*-devel-", dockerfile, re.MULTILINE)
     assert major == said
