@@ -39,7 +39,7 @@ from megarl.config.recipe_engines import (
     trainer_processes,
     uses_block_fp8,
 )
-from megarl.config.recipes import RECIPES, TRAINERS, BaseConfig, GRPOConfig, OfflineConfig
+from megarl.config.recipes import RECIPES, TRAINERS, BaseConfig, GRPOConfig
 from megarl.utils import stopping
 from megarl.utils.env import quiet_libraries, set_trainer_defaults
 from megarl.utils.files import DiskFull, full_disk_named
@@ -172,27 +172,21 @@ def _run_whole(cfg: BaseConfig) -> int:
 
 def run(cfg: BaseConfig) -> None:
     """Imports torch and runs the recipe's trainer, or the one that the configuration names."""
-    own = next((path for recipe, path in TRAINERS.items() if isinstance(cfg, recipe)), "")
-    named = cfg.trainer.type or own
-    trainer = load_object(named, what="trainer") if named else None
-    if isinstance(cfg, GRPOConfig):
-        from megarl.trainer import rl
+    own = next(path for recipe, path in TRAINERS.items() if isinstance(cfg, recipe))
+    trainer = load_object(cfg.trainer.type or own, what="trainer")
+    from megarl.trainer import loop
+    from megarl.trainer.context import RunContext
 
-        if cfg.replay is not None:
-            from megarl.trainer.replay import replaying
+    if isinstance(cfg, GRPOConfig) and cfg.replay is not None:
+        from megarl.trainer.replay import replaying
 
-            trainer = replaying(trainer)
-        if cfg.trainer.mode == "controller":
-            from megarl.controlled import ControllerContext
+        trainer = replaying(trainer)
+    context: type[RunContext] = RunContext
+    if cfg.trainer.mode == "controller":
+        from megarl.controlled import ControllerContext
 
-            rl.run(cfg, trainer, context=ControllerContext)
-        else:
-            rl.run(cfg, trainer)
-    else:
-        from megarl.trainer import offline
-
-        assert isinstance(cfg, OfflineConfig), type(cfg)
-        offline.run(cfg, trainer)
+        context = ControllerContext
+    loop.run(cfg, trainer, context)
 
 
 def _world_size(cfg: BaseConfig, only_checks: bool) -> int:

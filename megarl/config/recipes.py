@@ -289,12 +289,14 @@ RECIPES: dict[str, type[BaseConfig]] = {
     "ppo": PPOConfig,
     "distill": DistillConfig,
 }
-# recipes with a training loop of their own; the others have that of RLTrainer or SFTTrainer
+# a recipe's trainer is the first that it is, or is derived from
 TRAINERS: dict[type[BaseConfig], str] = {
     DPOConfig: "megarl.trainer.offline:DPOTrainer",
     RMConfig: "megarl.trainer.offline:RMTrainer",
     PPOConfig: "megarl.trainer.ppo:PPOTrainer",
     DistillConfig: "megarl.trainer.distill:DistillTrainer",
+    GRPOConfig: "megarl.trainer.rl:RLTrainer",
+    OfflineConfig: "megarl.trainer.offline:SFTTrainer",
 }
 
 

@@ -8,8 +8,11 @@ from typing import Any
 
 from megarl.algos import Role
 from megarl.api.records import FinetuneSpec
+from megarl.config.recipe_engines import engines
+from megarl.config.recipes import BaseConfig, main_role
 from megarl.data.tokenizer import tokenizer_to_save
 from megarl.observability import stats_tracker
+from megarl.observability.logging import get_logger
 from megarl.observability.stats_tracker import record_timing
 from megarl.trainer.context import RunContext, Workers
 from megarl.trainer.evaluation import EvaluationTimes
@@ -19,6 +22,26 @@ from megarl.trainer.saver import Saver, Saves, saved_as
 from megarl.trainer.self_check import SelfCheck
 from megarl.utils import stopping
 from megarl.utils.stopping import StopRequested
+
+log = get_logger(__name__)
+
+
+def run(cfg: BaseConfig, trainer_class: type[Any], context: type[RunContext] = RunContext) -> None:
+    """Runs a recipe from start to end by its trainer. Every rank calls it."""
+    with context(cfg, model_path=engines(cfg)[main_role(type(cfg))].path) as ctx:
+        trainer = trainer_class(cfg, ctx, **cfg.trainer.options)
+        try:
+            trainer.set_up()
+            trainer.fit()
+        except BaseException as error:
+            try:
+                trainer.end_generation()  # waits for no other rank
+            except Exception as e:  # of a failure, which has its own error
+                if str(e) != str(error):
+                    log.warning("the end of generation failed, too: %s", e)
+            raise
+        trainer.end_generation()
+        trainer.destroy()  # collective, so only where every rank got here
 
 
 class Trainer:
@@ -36,6 +59,16 @@ class Trainer:
     def trainers(self) -> Workers:
         """Returns the workers that the trained models and what watches them are made on."""
         return self.ctx.trainers
+
+    def set_up(self) -> None:
+        """Makes what waits for others, before `fit`. Collective."""
+
+    def end_generation(self) -> None:
+        """Ends what talks to servers; waits for no other rank."""
+
+    def destroy(self) -> None:
+        """Destroys the roles. Collective."""
+        raise NotImplementedError
 
     def go_on(
         self,

@@ -45,20 +45,6 @@ from megarl.trainer.roles import (
 from megarl.trainer.rollout_metrics import batch_metrics
 from megarl.trainer.self_check import SelfCheck, same_weights
 
-
-def run(cfg: OfflineConfig, trainer_class: type[Any] | None = None) -> None:
-    """Runs an offline recipe from start to end; without a class, supervised fine-tuning. Every rank
-    calls it."""
-    with RunContext(cfg, model_path=cfg.model.path) as ctx:
-        made: type[Any] = trainer_class or SFTTrainer
-        trainer = made(cfg, ctx, **cfg.trainer.options)
-        try:
-            trainer.fit()
-        finally:
-            trainer.end_generation()  # waits for no other rank, so also after a failure
-        trainer.destroy()  # collective, so only where every rank got here
-
-
 _JOINED = ("loss", "accuracy", "margin")  # figures of preferences with a mean over sets
 
 
@@ -115,9 +101,6 @@ class OfflineTrainer(Trainer):
     def evaluate_otherwise(self, step: int, label: str) -> dict[str, float]:
         """Returns further metrics of an evaluation, `label` of EvaluationTimes. Collective."""
         return {}
-
-    def end_generation(self) -> None:
-        """Ends servers that a subclass has started; waits for no other rank."""
 
     def destroy(self) -> None:
         """Destroys the roles. Collective."""

@@ -23,10 +23,9 @@ from megarl.trainer.step_recorder import read_batch
 log = get_logger(__name__)
 
 
-def replaying(trainer_class: type[Any] | None) -> type[RLTrainer]:
-    """Returns the trainer (None: the recipe's) as a class that runs steps again. Raises ConfigError
-    for one that is no RLTrainer."""
-    cls = trainer_class or RLTrainer
+def replaying(cls: type[Any]) -> type[RLTrainer]:
+    """Returns a trainer as a class that runs steps again. Raises ConfigError for one that is no
+    RLTrainer."""
     if not (isinstance(cls, type) and issubclass(cls, RLTrainer)):
         raise ConfigError([f"trainer={cls.__name__}: a replay needs a subclass of RLTrainer"])
     return type(f"Replaying{cls.__name__}", (Replaying, cls), {})

@@ -32,29 +32,6 @@ from megarl.trainer.turns import make_turns
 log = get_logger(__name__)
 
 
-def run(
-    cfg: GRPOConfig,
-    trainer_class: type[RLTrainer] | None = None,
-    context: type[RunContext] = RunContext,
-) -> None:
-    """Runs an RL recipe from start to end. Every rank calls it. Needs generation servers
-    (rollout.addresses)."""
-    with context(cfg, model_path=cfg.actor.path) as ctx:
-        trainer = (trainer_class or RLTrainer)(cfg, ctx, **cfg.trainer.options)
-        try:
-            trainer.set_up()
-            trainer.fit()
-        except BaseException as error:
-            try:
-                trainer.end_generation()  # waits for no other rank
-            except Exception as e:  # of a failure, which has its own error
-                if str(e) != str(error):
-                    log.warning("the end of generation failed, too: %s", e)
-            raise
-        trainer.end_generation()
-        trainer.destroy()  # collective, so only where every rank got here
-
-
 def batch_plan(cfg: GRPOConfig, steps: int, world_size: int) -> str:
     """Returns the sizes of a run's batches in words."""
     prompts, actor = cfg.train_dataset.batch_size, cfg.actor

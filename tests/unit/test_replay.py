@@ -145,7 +145,7 @@ def test_the_runs_own_trainer_makes_the_steps():
     made = replaying(PPOTrainer)
     assert made.__mro__[1:4] == (Replaying, PPOTrainer, RLTrainer)
     assert made.step is PPOTrainer.step
-    assert replaying(None).step is RLTrainer.step
+    assert replaying(RLTrainer).step is RLTrainer.step
     with pytest.raises(ConfigError, match="a replay needs a subclass of RLTrainer"):
         replaying(SimpleNamespace)
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import errno
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-import megarl.trainer
 from megarl.config.errors import ConfigError
 from megarl.config.recipes import BaseConfig, GRPOConfig, SFTConfig
 from megarl.run import main
+from megarl.trainer import loop
+from megarl.trainer.offline import SFTTrainer
+from megarl.trainer.rl import RLTrainer
 from megarl.utils.env import has_interface
 from tests.hf_stub import write_stub
 
@@ -20,15 +21,10 @@ LO = {"GLOO_SOCKET_IFNAME": "lo"} if has_interface("lo") else {}
 
 
 @pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, BaseConfig]]:
-    """(module or trainer, config) of every loop that was entered; the loops themselves are not
-    imported."""
-    calls: list[tuple[str, Any]] = []
-    for name in ("rl", "offline"):
-        loop = SimpleNamespace(
-            run=lambda cfg, trainer, name=name: calls.append((trainer or name, cfg))
-        )
-        monkeypatch.setattr(megarl.trainer, name, loop, raising=False)
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, BaseConfig]]:
+    """(trainer, config) of every run that was begun; nothing is trained."""
+    calls: list[tuple[Any, BaseConfig]] = []
+    monkeypatch.setattr(loop, "run", lambda cfg, trainer, context: calls.append((trainer, cfg)))
     for name in ("MEGARL_LLM_SERVER_ADDRS", "WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     return calls
@@ -45,8 +41,8 @@ def environ(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 def test_sft(ran: list, environ: dict[str, str], tmp_path: Path) -> None:
     model = write_stub(tmp_path / "m")
     assert main(["recipe=sft", f"model.path={model}", "model.optimizer.lr=1"]) == 0
-    ((loop, cfg),) = ran
-    assert loop == "offline" and isinstance(cfg, SFTConfig) and cfg.model.path == str(model)
+    ((trainer, cfg),) = ran
+    assert trainer is SFTTrainer and isinstance(cfg, SFTConfig) and cfg.model.path == str(model)
     assert environ["TOKENIZERS_PARALLELISM"] == "false"
 
 
@@ -57,13 +53,13 @@ def test_a_full_disk_anywhere_in_a_run_is_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def run(cfg: BaseConfig, trainer: object) -> None:
+    def run(cfg: BaseConfig, trainer: object, context: object) -> None:
         try:
             raise OSError(errno.ENOSPC, "No space left on device")
         except OSError as e:
             raise RuntimeError("rank 0 failed in evaluate") from e
 
-    monkeypatch.setattr(megarl.trainer, "offline", SimpleNamespace(run=run), raising=False)
+    monkeypatch.setattr(loop, "run", run)
     model = write_stub(tmp_path / "m")
     args = ["recipe=sft", f"model.path={model}", "model.optimizer.lr=1", f"fileroot={tmp_path}"]
     assert main(args) == 1
@@ -80,10 +76,10 @@ def test_a_configuration_that_only_the_run_finds_wrong_is_one_line(
 ) -> None:
     """As by a controller that is in no allocation of Slurm. Of several ranks each says it."""
 
-    def run(cfg: BaseConfig, trainer: object) -> None:
+    def run(cfg: BaseConfig, trainer: object, context: object) -> None:
         raise ConfigError(["SLURM_JOB_ID is not set"])
 
-    monkeypatch.setattr(megarl.trainer, "offline", SimpleNamespace(run=run), raising=False)
+    monkeypatch.setattr(loop, "run", run)
     model = write_stub(tmp_path / "m")
     line = ["recipe=sft", f"model.path={model}", "model.optimizer.lr=1", f"fileroot={tmp_path}"]
     assert main(line) == 2
@@ -105,7 +101,9 @@ def test_grpo_needs_servers(
     environ["MEGARL_LLM_SERVER_ADDRS"] = "127.0.0.1:1, 127.0.0.1:2"
     assert main(args) == 0
     assert LO.items() <= environ.items()
-    assert [loop for loop, _ in ran] == ["rl", "rl"] and isinstance(ran[1][1], GRPOConfig)
+    assert [trainer for trainer, _ in ran] == [RLTrainer, RLTrainer] and isinstance(
+        ran[1][1], GRPOConfig
+    )
 
 
 class OwnTrainer:
