@@ -11,7 +11,6 @@ import asyncio
 import contextvars
 import secrets
 import uuid
-from collections import Counter
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from typing import Any, TypeVar
 from megarl.api.inference import InferenceEngine
 from megarl.api.records import ModelRequest, ModelResponse
 from megarl.config.rollout import GenerationHyperparameters
-from megarl.rollout.episode_context import EpisodeContext, Home, current_episode, stable_seed
+from megarl.rollout.episode_context import EpisodeContext, Home, current_episode
 from megarl.rollout.gateway.messages import (
     BadRequest,
     ChatRequest,
@@ -153,13 +152,12 @@ class Session:
         self._chats: list[_Chat] = []
         self._attempts: list[_Attempt] = []
         self._turns: dict[str, Turn] = {}  # by the answer's id
-        self._asked: Counter[bytes] = Counter()  # how often, by a digest of the prompt
         self._errors: dict[bytes, str] = {}  # by a digest of the request
         self._generating: set[asyncio.Task[Any]] = set()
         self._begun = self.lost = 0
         # of the episode; requests arrive in the context of the gateway, which serves all of them
         episode = current_episode.get() or EpisodeContext()
-        self._seeded_at = episode.admitted
+        self._seeding = EpisodeContext(admitted=episode.admitted)  # the seed's key names the rest
         self._context = contextvars.copy_context()
         own = replace(episode, home=Home(near=episode.home))
         self._context.run(current_episode.set, own)
@@ -367,17 +365,8 @@ class Session:
         """Returns a seed for each of n answers, keyed by the prompt and by how often it came."""
         if self._gconfig.seed is None:
             return [None] * n
-        key = tuple(prompt)
-        prompt_digest = digest(key)
-        first = self._asked[prompt_digest]
-        self._asked[prompt_digest] += n
-        version = self._seeded_at
-        if version is None:
-            version = self._engine.get_version()
-        return [
-            stable_seed(self._gconfig.seed, version, *self._seed_key, key, first + i)
-            for i in range(n)
-        ]
+        key, version = (self._gconfig.seed, *self._seed_key), self._engine.get_version()
+        return [self._seeding.seed(*key, prompt=prompt, version=version) for _ in range(n)]
 
     def _record(
         self,
