@@ -57,10 +57,11 @@ from megarl.rollout.local import SGLangEngine as SGLangEngine
 from megarl.rollout.rewards import RewardPool as RewardPool
 from megarl.rollout.rewards import get_reward_fn as get_reward_fn
 from megarl.rollout.tools.calls import parse_calls as parse_calls
-from megarl.rollout.tools.env import ToolingEnv as ToolingEnv
-from megarl.rollout.tools.executor import ToolExecutor as ToolExecutor
-from megarl.rollout.tools.local import LocalToolingEnv as LocalToolingEnv
 from megarl.rollout.tools.mcp import MCPToolingEnv as MCPToolingEnv
+from megarl.rollout.tools.tooling import LocalToolingEnv as LocalToolingEnv
+from megarl.rollout.tools.tooling import ToolExecutor as ToolExecutor
+from megarl.rollout.tools.tooling import ToolFailure as ToolFailure
+from megarl.rollout.tools.tooling import ToolingEnv as ToolingEnv
 from megarl.rollout.trajectory import Trajectory as Trajectory
 from megarl.rollout.trajectory import to_batch as to_batch
 from megarl.rollout.workflows.agent import AgentWorkflow as AgentWorkflow

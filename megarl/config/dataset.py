@@ -73,9 +73,7 @@ class DatasetConfig(SourceConfig):
     """makes a batch of rows; empty: a list of rows (RL), padded tensors (SFT)"""
     sampler: SeamConfig = field(default_factory=SeamConfig)
     """made with (dataset, seed=...), gives the order of rows; empty is `shuffle`"""
-    curriculum: Annotated[dict[str, Any] | None, OptionsOf("megarl.data.curriculum:Curriculum")] = (
-        None
-    )
+    curriculum: Annotated[dict[str, Any] | None, OptionsOf("megarl.data.draws:Curriculum")] = None
     """RL: prefer rows of a middling pass rate of their latest answers: low, high, explore (share of
     rows drawn in turn), passes_at (a reward that passes); {} is from 0.1 to 0.9, null draws all
     alike"""

@@ -9,10 +9,17 @@ from torch.utils.data import Dataset
 
 from megarl.config.dataset import SourceConfig
 from megarl.config.rollout import GenerationHyperparameters
-from megarl.data.encoding import encode_rows
-from megarl.data.overlap import apart, prompt_key
-from megarl.data.problem import Row
-from megarl.data.sources import DATASET, PURPOSES, describe, load_rows, sources_of
+from megarl.data.rows import Row
+from megarl.data.sources import (
+    DATASET,
+    PURPOSES,
+    apart,
+    describe,
+    load_rows,
+    prompt_key,
+    sources_of,
+)
+from megarl.data.template import encode_rows
 from megarl.observability.logging import get_logger
 
 log = get_logger(__name__)
@@ -21,7 +28,7 @@ log = get_logger(__name__)
 class RowDataset(Dataset[Row]):
     """Holds rows in memory and gives them by index.
 
-    prompts: the keys (overlap.prompt_key) of the prompts of its source. parts: which rows are of
+    prompts: the keys (sources.prompt_key) of the prompts of its source. parts: which rows are of
     which part of a mixture.
     """
 
@@ -61,7 +68,7 @@ def build_dataset(
     answer, and `margin` where the source has one. "unpaired": rows {row_id, input_ids, loss_mask,
     label}, the same of one answer.
 
-    apart_from: training data; what `overlap` does with rows of the same prompt, see overlap.apart.
+    apart_from: training data; what `overlap` does with rows of the same prompt, see sources.apart.
 
     options of every type: system (a system message), chat_template_kwargs, train_on (SFT on
     conversations: all turns, or the last). Rows longer than `cfg.max_length` tokens (prompts for

@@ -15,7 +15,7 @@ from megarl.api.tokens import Padded
 from megarl.config.dataset import DatasetConfig
 from megarl.data.dataset import RowDataset
 from megarl.data.draws import Draws
-from megarl.data.problem import Row
+from megarl.data.rows import Row
 from megarl.data.sources import check_batches
 from megarl.utils.importing import load_object
 

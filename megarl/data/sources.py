@@ -3,16 +3,15 @@ start can look at its data before anything else."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megarl.config.dataset import MIX, DatasetConfig, SourceConfig
-from megarl.data.arithmetic import arithmetic
-from megarl.data.chat import chat, messages_of
-from megarl.data.gsm8k import gsm8k
-from megarl.data.preference import preference
-from megarl.data.problem import Problem, Row
-from megarl.data.reasoning_gym import reasoning_gym
+from megarl.data.formats import chat, gsm8k, messages_of, preference
+from megarl.data.generated import arithmetic, reasoning_gym
+from megarl.data.rows import Problem, Row, stable_hash
+from megarl.observability.logging import get_logger
 from megarl.utils.importing import (
     call_problem,
     in_one_line,
@@ -20,6 +19,8 @@ from megarl.utils.importing import (
     load_object,
     option_problems,
 )
+
+log = get_logger(__name__)
 
 # (cfg, *, seed, **options) -> rows or problems, as a function of the user's is called, too
 SOURCES: dict[str, Callable[..., Iterable[Row | Problem]]] = {
@@ -36,6 +37,7 @@ DATASET = "dataset"  # the column of a mixture's rows that holds the name of the
 _ANSWERS = ("chosen", "rejected", "answered")  # columns of the assistant's messages
 # names that a row gets after its source, or that a reward gets beside it
 _RESERVED = ("row_id", "prompt", "prompt_ids", "completion", "completion_ids", "episode_id")
+_SHOWN = 3  # rows named in a message
 
 
 def sources_of(cfg: SourceConfig) -> dict[str, SourceConfig]:
@@ -214,3 +216,50 @@ def describe(cfg: SourceConfig) -> str:
     """Returns a data set's type, path and split in words, to begin a message with."""
     where = f" ({cfg.path or ', '.join(cfg.files)})" if cfg.path or cfg.files else ""
     return f"dataset {cfg.type}{where}, split {cfg.split},"
+
+
+def prompt_key(row: Row, cfg: SourceConfig) -> int:
+    """Returns a name for a row's prompt by its content: roles and words, without system messages,
+    white space and the answer that a conversation for SFT ends with. Of rows that a function of the
+    user's makes every column counts, since an environment may begin all tasks with the same words.
+    """
+    messages = row["messages"]
+    asked = messages[:-1] if messages[-1]["role"] == "assistant" else messages
+    said = [[m["role"], *m["content"].split()] for m in asked if m["role"] != "system"]
+    others = {k: v for k, v in row.items() if k not in ("messages", DATASET)}
+    whole = is_import_path(cfg.type)
+    return stable_hash(json.dumps([said, others] if whole else said, sort_keys=True, default=str))
+
+
+def apart(
+    rows: Sequence[Row],
+    cfg: SourceConfig,
+    trained: frozenset[int],
+    policy: str,
+    *,
+    quiet: bool = False,
+) -> Sequence[Row]:
+    """Returns the rows that training does not see.
+
+    trained: the keys of its prompts. policy: "drop" leaves the others out and logs their number,
+    "refuse" raises ValueError with it, "keep" keeps them. cfg: the rows' source; quiet: logs
+    nothing. Raises ValueError where no row would be left.
+    """
+    if policy == "keep":
+        return rows
+    seen = [i for i, row in enumerate(rows) if prompt_key(row, cfg) in trained]
+    if not seen:
+        return rows
+    shown = ", ".join(map(str, seen[:_SHOWN])) + (", ..." if len(seen) > _SHOWN else "")
+    found = (
+        f"{describe(cfg)} has {len(seen)} of {len(rows)} prompts that the training data has, too"
+    )
+    if policy == "refuse" or len(seen) == len(rows):
+        raise ValueError(
+            f"{found} (rows {shown}); take them out of one of the two, or set "
+            f"evaluator.overlap={'keep' if len(seen) == len(rows) else 'drop'}"
+        )
+    if not quiet:
+        log.warning("%s (rows %s): these are left out of the evaluation", found, shown)
+    left = set(range(len(rows))).difference(seen)
+    return [rows[i] for i in sorted(left)]

@@ -1,4 +1,5 @@
-"""Calls functions of users from the rollout loop: agents, tools, environments.
+"""Calls functions of users from the rollout loop: agents, tools, environments; and closes what a
+sample used.
 
 Each call of a plain function has a thread of its own, so that one that hangs holds up no other, and
 a time-out measures the call and no queue.
@@ -13,10 +14,16 @@ import functools
 import inspect
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Protocol
+
+from megarl.observability.logging import get_logger
+
+log = get_logger(__name__)
 
 MOST_STUCK = 256  # threads that go on unseen before the run ends
+CLOSE_TIMEOUT = 15.0  # seconds that an environment, an interaction or tools may take to close
 PATIENCE = 60.0  # seconds after which one whose call was given up counts among them
 
 _lock = threading.Lock()
@@ -144,3 +151,37 @@ def _name(fn: Callable[[], Any]) -> str:
     while isinstance(fn, functools.partial):
         fn = fn.func
     return getattr(fn, "__qualname__", type(fn).__name__)
+
+
+class Closable(Protocol):
+    """Stands for what has to be closed."""
+
+    async def aclose(self) -> None:
+        """Releases everything."""
+
+
+@asynccontextmanager
+async def closing(things: Sequence[Closable]) -> AsyncIterator[None]:
+    """Closes all `things` at the end, at the same time: on success, failure, cancellation and
+    time-out. A close that fails or takes longer than CLOSE_TIMEOUT is a warning: what the sample
+    did is not lost by it."""
+    try:
+        yield
+    finally:
+        # tasks of their own: a cancellation of this one must not cut the closing short
+        tasks = [asyncio.ensure_future(_close(thing)) for thing in things]
+        if tasks:
+            done = asyncio.gather(*tasks)
+            try:
+                await asyncio.shield(done)
+            except asyncio.CancelledError:
+                await asyncio.wait(tasks)
+                raise
+
+
+async def _close(thing: Closable) -> None:
+    try:
+        async with asyncio.timeout(CLOSE_TIMEOUT):
+            await thing.aclose()
+    except Exception as e:
+        log.warning("%s did not close: %s: %s", type(thing).__name__, type(e).__name__, e)

@@ -26,7 +26,7 @@ from megarl.data.loader import (
     collate_unpaired,
     collator,
 )
-from megarl.data.problem import Row
+from megarl.data.rows import Row
 from megarl.observability.intervals import wilson
 from megarl.observability.stats_tracker import record_timing
 from megarl.trainer.context import RunContext

@@ -30,9 +30,8 @@ from megarl.config.recipes import (
     data_purpose,
     sources,
 )
-from megarl.data.overlap import apart, prompt_key
-from megarl.data.preference import check_margins
-from megarl.data.sources import check_batches, load_rows
+from megarl.data.formats import check_margins
+from megarl.data.sources import apart, check_batches, load_rows, prompt_key
 from megarl.models.hf_config import ModelConfig, check_layout, read_hf_config
 from megarl.models.lora import check_lora
 from megarl.rollout.rewards import check_rows, get_reward_fn, is_registered, load_reward
@@ -298,7 +297,7 @@ def _tokenizer(cfg: BaseConfig) -> tuple[str, str]:
 def _renders_plainly(cfg: BaseConfig, first: First) -> bool:
     """Returns whether the tokenizer's own files make tokens of a row of each source. Where they do
     not, transformers has the last word."""
-    from megarl.data.plain_tokenizer import PlainTokenizer
+    from megarl.data.tokenizer import PlainTokenizer
 
     template = cfg.chat_template
     try:
@@ -330,7 +329,7 @@ def _check_rendering(cfg: BaseConfig, first: First, alone: bool = False) -> None
 
 def _unrendered(cfg: BaseConfig, first: First, tokenizer: Any) -> Iterator[str]:
     """Yields a line for each source of whose row the tokenizer cannot make tokens."""
-    from megarl.data.encoding import encode_rows
+    from megarl.data.template import encode_rows
 
     for name, (purpose, row) in first.items():
         try:

@@ -16,9 +16,8 @@ from megarl.config.earlier_run import RECOVER_DIR
 from megarl.config.loader import run_dir
 from megarl.config.recipe_engines import model_path
 from megarl.config.recipes import GRPOConfig
-from megarl.data.curriculum import Curriculum, pass_rate
 from megarl.data.dataset import build_dataset, check_context
-from megarl.data.draws import Draws
+from megarl.data.draws import Curriculum, Draws, pass_rate
 from megarl.data.loader import build_dataloader, go_on
 from megarl.models.hf_config import read_hf_config
 from megarl.observability.logging import get_logger, warn_once_per_world

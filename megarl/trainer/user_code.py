@@ -27,6 +27,7 @@ from megarl.config.loader import load_config, own_class
 from megarl.config.recipe_engines import model_path
 from megarl.config.recipes import BaseConfig, DPOConfig, GRPOConfig, datasets, sources
 from megarl.config.rollout import (
+    GenerationHyperparameters,
     Requirements,
     SyncOptions,
     built_in_transport,
@@ -40,6 +41,7 @@ from megarl.rollout.rewards import (
     get_reward_fn,
     is_registered,
     load_reward,
+    no_reward,
     reward_of,
     reward_problems,
     shared_pool,
@@ -409,8 +411,8 @@ def _of_call(code: Named, fn: Any, said: str) -> Iterator[str]:
         return
     if code.kind == "workflow" and inspect.isclass(fn):  # of another, only calling it would tell
         yield from (f"{said}{problem}" for problem in _of_episode(fn))
-        if not problems and hasattr(fn, "check_options"):
-            yield from (f"{key}: {problem}" for problem in fn.check_options(**code.options))
+        if not problems:
+            yield from (f"{key}: {problem}" for problem in _refused(fn, code))
     if code.kind == "backend" and inspect.isclass(fn):
         from megarl.rollout.client import RemoteSGLangEngine
 
@@ -418,6 +420,27 @@ def _of_call(code: Named, fn: Any, said: str) -> Iterator[str]:
             yield f"{said}no subclass of megarl.RemoteSGLangEngine; make it one"
     if code.kind == "trainer" and not hasattr(fn, "fit"):
         yield f"{said}has no method fit; write a subclass of RLTrainer, PPOTrainer or SFTTrainer"
+
+
+def _refused(workflow: type, code: Named) -> Iterator[str]:
+    """Yields what a workflow of megarl's refuses of its options and of the run's chat template. One
+    of the user's is not made: the class of megarl's that it extends is, if it takes the options."""
+    from megarl.data.tokenizer import tokenizer_for_checks
+    from megarl.rollout.chat import ChatWorkflow
+
+    ours = next(c for c in workflow.__mro__ if c.__module__.startswith("megarl.") or c is object)
+    takes = option_problems(ours, code.options, key="", positional=3, by_name=("reward_pool",))
+    if not issubclass(ours, ChatWorkflow) or inspect.isabstract(ours) or any(takes):
+        return
+    gconfig, tokenizer = GenerationHyperparameters(), None
+    if (cfg := code.config) is not None:
+        gconfig = cfg.gconfig
+        with contextlib.suppress(Exception):  # what is wrong with a tokenizer, its own check says
+            tokenizer = tokenizer_for_checks(cfg, model_path(cfg, "actor"))
+    try:
+        ours(no_reward, gconfig, tokenizer, **code.options)
+    except (TypeError, ValueError) as e:
+        yield str(e)
 
 
 def _of_episode(workflow: type) -> Iterator[str]:

@@ -15,8 +15,7 @@ from typing import Any
 from megarl.config.dataset import DatasetConfig
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.rollout.environments import verifiers
-from megarl.rollout.environments.client import shared_workers
-from megarl.rollout.environments.config import EnvironmentConfig
+from megarl.rollout.environments.client import EnvironmentConfig, shared_workers
 from megarl.rollout.gateway import token_ids
 from tests.tiny_tokenizer import save_tokenizer
 from tests.unit.test_environments import GatewayEngine

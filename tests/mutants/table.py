@@ -318,7 +318,7 @@ MUTANTS = (
         ("tests/unit/test_data.py::test_long_rows_are_dropped_with_a_count",),
     ),
     Mutant(
-        "data/encoding.py",
+        "data/template.py",
         "response_ids = template.encode(response) + [template.eos_token_id]",
         "response_ids = template.encode(response)",
         ("tests/unit/test_data.py::test_sft_rows_train_on_the_answer_and_eos",),
@@ -330,7 +330,7 @@ MUTANTS = (
         ("tests/unit/test_data.py::test_collate_sft_pads_on_the_right",),
     ),
     Mutant(
-        "data/overlap.py",
+        "data/sources.py",
         "left = set(range(len(rows))).difference(seen)",
         "left = set(range(len(rows)))",
         (

@@ -12,7 +12,7 @@ import torch
 
 from megarl.api.batch import Batch
 from megarl.rollout.tools.calls import ToolCall
-from megarl.rollout.tools.env import ToolFailure, ToolingEnv
+from megarl.rollout.tools.tooling import ToolFailure, ToolingEnv
 from megarl.rollout.trajectory import Trajectory
 from megarl.rollout.workflows.tool import ToolWorkflow
 from megarl.trainer.rl import RLTrainer

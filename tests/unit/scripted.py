@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from megarl.api.records import ModelRequest, ModelResponse
+from megarl.rollout.tools.tooling import ToolingEnv
+from megarl.rollout.user_calls import closing
 from tests.tiny_tokenizer import save_tokenizer
 
 # as Qwen's: tools in front, earlier thoughts removed, results that follow one another in one turn
@@ -28,6 +31,14 @@ def tool_tokenizer(path: Path) -> Any:
     tokenizer = save_tokenizer(path)
     tokenizer.chat_template = TEMPLATE
     return tokenizer
+
+
+@asynccontextmanager
+async def opened(env: ToolingEnv) -> AsyncIterator[ToolingEnv]:
+    """Initializes tools, and closes them as a workflow does."""
+    async with closing([env]):
+        await env.ainitialize()
+        yield env
 
 
 class ScriptedEngine:

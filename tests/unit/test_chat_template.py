@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from megarl.api import chat_template
 from megarl.ckpt.hf_dir import write_sidecars
 from megarl.config.check import check_config
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
 from megarl.config.recipes import BaseConfig
-from megarl.data.plain_tokenizer import PlainTokenizer
 from megarl.data.template import Template
-from megarl.data.tokenizer import run_tokenizer, tokenizer_to_save
+from megarl.data.tokenizer import PlainTokenizer, run_tokenizer, tokenizer_to_save
 from megarl.trainer.preflight import check_data
 from tests.tiny import save_tiny
 from tests.tiny_tokenizer import save_tokenizer
@@ -177,3 +177,24 @@ def test_an_answer_of_null_is_no_reward_of_zero(tmp_path: Path, model: Path) -> 
         check_data(cfg)
     (problem,) = caught.value.problems
     assert problem.startswith("train_dataset: row 1: ") and "answer" in problem
+
+
+def test_the_template_is_read_where_megarl_is_not(tmp_path: Path) -> None:
+    """Workers of environments load the file in an interpreter of their own."""
+    save_tokenizer(tmp_path)
+    code = """
+import importlib.util, sys
+sys.modules["megarl"] = None
+spec = importlib.util.spec_from_file_location("shared", sys.argv[1])
+shared = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(shared)
+from transformers import AutoTokenizer
+template = shared.ChatTemplate(AutoTokenizer.from_pretrained(sys.argv[2]), {})
+chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "any"}]
+ids = template.after(chat, chat[:1], last_token=None)
+whole = template.render([*chat, chat[0]])
+assert whole.endswith("any" + template.tokenizer.decode(ids))
+assert template.after(chat, chat[:1], last_token=ids[0]) == ids[1:]
+"""
+    command = [sys.executable, "-c", code, chat_template.__file__, str(tmp_path)]
+    subprocess.run(command, check=True)

@@ -22,10 +22,18 @@ from megarl.api.records import ModelRequest, ModelResponse
 from megarl.config.dataset import DatasetConfig
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.rollout.environments import client
-from megarl.rollout.environments.client import Worker, WorkerError, shared_workers
-from megarl.rollout.environments.config import EnvironmentConfig
-from megarl.rollout.environments.traces import NotRecorded, trained_part
-from megarl.rollout.environments.verifiers import VerifiersWorkflow, tasks
+from megarl.rollout.environments.client import (
+    EnvironmentConfig,
+    Worker,
+    WorkerError,
+    shared_workers,
+)
+from megarl.rollout.environments.verifiers import (
+    NotRecorded,
+    VerifiersWorkflow,
+    tasks,
+    trained_part,
+)
 from megarl.rollout.episode import Episode, run_episode
 from megarl.rollout.gateway import token_ids
 from megarl.rollout.gateway.gateway import Gateway

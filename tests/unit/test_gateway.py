@@ -27,6 +27,7 @@ from megarl.rollout.episode_context import EpisodeContext, current_episode
 from megarl.rollout.gateway.gateway import Gateway
 from megarl.rollout.gateway.prompt import GatewayConfig, call_parser
 from megarl.rollout.gateway.session import Session
+from megarl.rollout.rewards import no_reward
 from megarl.rollout.trajectory import to_batch
 from megarl.rollout.workflows.agent import AgentWorkflow
 from megarl.trainer.user_code import check_code
@@ -844,5 +845,6 @@ def test_what_is_wrong_is_said_before_anything_starts() -> None:
         "json:__doc__": "with a method run",
     }
     for agent, why in agents.items():
-        assert why in next(AgentWorkflow.check_options(agent=agent))
-    assert not list(AgentWorkflow.check_options(agent="examples.openai_agent:solve"))
+        with pytest.raises(ValueError, match=why):
+            AgentWorkflow(no_reward, GCONFIG, None, agent=agent)
+    AgentWorkflow(no_reward, GCONFIG, None, agent="examples.openai_agent:solve")

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from megarl.rollout.tools.env import ToolFailure, opened
-from megarl.rollout.tools.listed import ToolList
 from megarl.rollout.tools.mcp import MCPToolingEnv, MCPToolingEnvConfig
+from megarl.rollout.tools.tooling import ToolFailure, ToolList
 from megarl.utils.env import free_port
+from tests.unit.scripted import opened
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "tests.mcp_server", "stdio"]
@@ -136,17 +136,26 @@ def test_descriptions_longer_than_any_prompt_are_refused() -> None:
         use(config(command=command))
 
 
+def half(a: int) -> float:
+    """Halves.
+
+    Args:
+        a: a number
+    """
+    return a / 2
+
+
 def test_a_server_at_a_url(url: str) -> None:
     async def run() -> None:
-        tools = ToolList([{"mcp": {"url": url}}, "examples.two_turn:look_at"], timeout=5.0)
+        tools = ToolList([{"mcp": {"url": url}}, "tests.unit.test_mcp:half"], timeout=5.0)
         for _ in range(200):  # until it listens
             try:
                 async with opened(tools.make({})) as env:
                     names = [t["function"]["name"] for t in env.list_tools()]
-                    assert names[:2] == ["look_at", "times"]
+                    assert names[:2] == ["half", "times"]
                     assert env.list_tools()[1]["function"]["parameters"]["required"] == ["a"]
                     assert await env.aexecute("times", {"a": 4}) == "8"
-                    assert await env.aexecute("look_at", {"answer": "1", "truth": "2"}) == "more"
+                    assert await env.aexecute("half", {"a": 4}) == "2.0"
                     return
             except ToolFailure:
                 await asyncio.sleep(0.1)

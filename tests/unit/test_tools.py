@@ -11,9 +11,13 @@ from transformers.utils import get_json_schema
 
 from megarl.api.records import ModelResponse
 from megarl.rollout.tools.calls import FORMATS, ToolCall, parse_calls
-from megarl.rollout.tools.env import ToolFailure, ToolingEnv, opened
-from megarl.rollout.tools.executor import ToolExecutor
-from megarl.rollout.tools.local import LocalToolingEnv
+from megarl.rollout.tools.tooling import (
+    LocalToolingEnv,
+    ToolExecutor,
+    ToolFailure,
+    ToolingEnv,
+)
+from tests.unit.scripted import opened
 
 
 def search(
@@ -23,7 +27,6 @@ def search(
     where: Literal["web", "news"] = "web",
     tags: list[str] | None = None,
     weights: dict[str, float] = {},  # noqa: B006
-    plain="text",
 ) -> dict[str, Any]:
     """Searches for pages.
 
@@ -33,6 +36,11 @@ def search(
         query: what to look for,
             in words
         limit: how many pages
+        exact: whether the words have to stand there
+        where: where to look
+        tags: of the pages
+        weights: of words
+
     Returns:
         what was found
     """
@@ -42,8 +50,9 @@ def search(
 def add(a: int, b: int) -> int:
     """Adds two numbers.
 
-    :param a: the first
-    :param b: the second
+    Args:
+        a: the first
+        b: the second
     """
     return a + b
 
@@ -64,26 +73,22 @@ def test_a_schema_is_read_from_the_signature_and_the_docstring() -> None:
         "search",
         "Searches for pages.\n\nTakes one query.",
     )
-    assert function["parameters"] == {
-        "type": "object",
-        "required": ["query"],
-        "properties": {
-            "query": {"type": "string", "description": "what to look for, in words"},
-            "limit": {"type": "integer", "default": 3, "description": "how many pages"},
-            "exact": {"type": "boolean", "default": False},
-            "where": {"type": "string", "enum": ["web", "news"], "default": "web"},
-            "tags": {
-                "anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "null"}],
-                "default": None,
-            },
-            "weights": {
-                "type": "object",
-                "additionalProperties": {"type": "number"},
-                "default": {},
-            },
-            "plain": {"type": "string", "default": "text"},
-        },
+    parameters = function["parameters"]
+    assert (parameters["type"], parameters["required"]) == ("object", ["query"])
+    assert parameters["properties"]["query"] == {
+        "type": "string",
+        "description": "what to look for, in words",
     }
+    types = {name: tool["type"] for name, tool in parameters["properties"].items()}
+    assert types == {
+        "query": "string",
+        "limit": "integer",
+        "exact": "boolean",
+        "where": "string",
+        "tags": "array",
+        "weights": "object",
+    }
+    assert parameters["properties"]["where"]["enum"] == ["web", "news"]
 
 
 def test_a_schema_is_the_one_that_transformers_reads() -> None:
@@ -101,6 +106,34 @@ def test_a_schema_is_the_one_that_transformers_reads() -> None:
     }
 
 
+def test_what_the_model_is_told_nothing_about_is_refused() -> None:
+    def undocumented(query: str, limit: int = 3) -> str:
+        """Searches.
+
+        Args:
+            query: what to look for
+        """
+        return query
+
+    def untyped(query) -> str:
+        """Searches.
+
+        Args:
+            query: what to look for
+        """
+        return str(query)
+
+    def silent() -> str:
+        return ""
+
+    for func, argument in ((undocumented, "limit"), (untyped, "query"), (silent, "docstring")):
+        with pytest.raises(ValueError) as caught:
+            LocalToolingEnv([func])
+        words = str(caught.value)
+        assert words.startswith(f"tool {func.__name__}: ") and argument in words
+        assert "Args:" in words  # what to write
+
+
 def test_what_cannot_be_a_tool_is_refused() -> None:
     env = LocalToolingEnv()
     assert env.register_tool(add) is add  # as a decorator
@@ -116,9 +149,14 @@ def test_what_cannot_be_a_tool_is_refused() -> None:
         env.register_tool(many)
 
     def odd(lock: threading.Event) -> int:
+        """Waits.
+
+        Args:
+            lock: for what
+        """
         return 0
 
-    with pytest.raises(ValueError, match="tool odd: a parameter's type has no JSON schema"):
+    with pytest.raises(ValueError, match=r"tool odd: .*Event"):
         env.register_tool(odd)
     assert [t["function"]["name"] for t in env.list_tools()] == ["add"]
     assert LocalToolingEnv().list_tools() == []  # tools belong to an instance
@@ -131,12 +169,22 @@ def test_tools_answer_as_text() -> None:
     assert execute("search", {"query": "ä", "tags": ["x"]}, search).startswith('{"query": "ä"')
 
     async def later(text: str) -> str:
+        """Shouts.
+
+        Args:
+            text: what
+        """
         await asyncio.sleep(0)
         return text.upper()
 
     assert execute("later", {"text": "abc"}, later) == "ABC"
 
     def with_row(x: int, row: dict[str, Any]) -> int:
+        """Adds the answer.
+
+        Args:
+            x: a number
+        """
         return x + row["answer"]
 
     schema = LocalToolingEnv.generate_schema(with_row)
@@ -146,26 +194,30 @@ def test_tools_answer_as_text() -> None:
 
 def test_errors_are_told_to_the_model() -> None:
     def fails() -> None:
+        """Does not return."""
         raise KeyError("page")
 
     assert execute("fails", {}, fails) == "Error: fails raised KeyError: 'page'"
     assert execute("sub", {}, add) == "Error: there is no tool 'sub'; the tools are: add"
     wrong = execute("add", {"a": "two", "c": 1}, add)
     assert wrong.startswith("Error: add was called with wrong arguments: a: ")
-    assert "b: Field required" in wrong and "c: Extra inputs are not permitted" in wrong
+    assert "; b: " in wrong and "; c: " in wrong
 
     async def endless() -> None:
+        """Does not return."""
         await asyncio.sleep(60)
 
     assert execute("endless", {}, endless, timeout=0.05) == "Error: endless took longer than 0.05 s"
 
     def own_timeout() -> None:
+        """Does not return."""
         raise TimeoutError("the page did not come")
 
     said = execute("own_timeout", {}, own_timeout)
     assert said == "Error: own_timeout raised TimeoutError: the page did not come"
 
     def broken() -> None:
+        """Does not return."""
         raise ToolFailure("the browser died")
 
     with pytest.raises(ToolFailure, match="the browser died"):

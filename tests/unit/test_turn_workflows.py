@@ -15,20 +15,22 @@ import pytest
 from examples.textarena_game import games
 from megarl.api.inference import FAILURES, RolloutFailed
 from megarl.config.dataset import DatasetConfig
+from megarl.config.errors import ConfigError
+from megarl.config.loader import load_config
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.data.sources import load_rows
 from megarl.rollout import tally
 from megarl.rollout.episode import without_failed
 from megarl.rollout.episode_check import check_episode
 from megarl.rollout.rewards import RewardPool, get_reward_fn
-from megarl.rollout.tools.env import ToolFailure, ToolingEnv
-from megarl.rollout.tools.local import LocalToolingEnv
+from megarl.rollout.tools.tooling import LocalToolingEnv, ToolFailure, ToolingEnv
 from megarl.rollout.workflows.env import EnvWorkflow
 from megarl.rollout.workflows.multi_turn import Interaction, MultiTurnWorkflow, Reply
 from megarl.rollout.workflows.rlvr import RLVRWorkflow
 from megarl.rollout.workflows.tool import ToolWorkflow
-from megarl.trainer.user_code import Named, code_problems
+from megarl.trainer.user_code import Named, check_code, code_problems
 from tests.unit.scripted import (
+    TEMPLATE,
     ScriptedEngine,
     run_episode,
     tool_tokenizer,
@@ -80,7 +82,12 @@ def call(name: str, **arguments: Any) -> str:
 
 
 def times(a: int, b: int) -> int:
-    """Multiplies."""
+    """Multiplies.
+
+    Args:
+        a: a number
+        b: another one
+    """
     return a * b
 
 
@@ -429,6 +436,24 @@ def test_sound_options_pass() -> None:
     ):
         named = Named(key="rollout.workflow", target=target, kind="workflow", options=options)
         assert list(code_problems([named])) == []
+
+
+@pytest.mark.parametrize("shows", [True, False])
+def test_the_run_asks_its_chat_template_for_tools_before_anything_starts(
+    shows: bool, tmp_path: Path
+) -> None:
+    tool_tokenizer(tmp_path)
+    template = tmp_path / "chosen.jinja"
+    template.write_text(TEMPLATE if shows else "{% for m in messages %}{{ m.content }}{% endfor %}")
+    words = [f"actor.path={tmp_path}", f"chat_template={template}", f"rollout.workflow.type={TOOL}"]
+    cfg = load_config(None, [*words, f"rollout.workflow.options.tools=[{HERE}:times]"])
+    if shows:
+        check_code(cfg, {})
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_code(cfg, {})
+    (problem,) = caught.value.problems
+    assert problem.startswith("rollout.workflow.options: ") and "chat_template" in problem
 
 
 # environments

@@ -18,7 +18,7 @@ from megarl.api.inference import FAILURES
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.rollout import user_calls
 from megarl.rollout.rewards import RewardPool
-from megarl.rollout.tools.local import LocalToolingEnv
+from megarl.rollout.tools.tooling import LocalToolingEnv
 from megarl.rollout.user_calls import CallTimeout, ThreadsExhausted, call, stuck_threads
 from megarl.rollout.workflows.agent import AgentWorkflow
 from megarl.rollout.workflows.env import EnvWorkflow

@@ -1,12 +1,15 @@
-"""Defines a data set and a workflow of verifiers' environments: `tasks` and VerifiersWorkflow."""
+"""Defines a data set and a workflow of verifiers' environments: `tasks` and VerifiersWorkflow. What
+is trained is what the server sampled, token by token: traces are brought together with what the
+gateway recorded."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any
 
 from megarl.api.batch import Padded
@@ -15,13 +18,16 @@ from megarl.config.dataset import DatasetConfig
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.observability.logging import get_logger
 from megarl.rollout.chat import all_of
-from megarl.rollout.environments.client import WorkerError, Workers, shared_workers
-from megarl.rollout.environments.config import EnvironmentConfig
-from megarl.rollout.environments.traces import trained_part
+from megarl.rollout.environments.client import (
+    EnvironmentConfig,
+    WorkerError,
+    Workers,
+    shared_workers,
+)
 from megarl.rollout.episode_context import attempt_key
 from megarl.rollout.gateway.app import MODEL
 from megarl.rollout.gateway.session import Session
-from megarl.rollout.trajectory import Trajectory, to_batch
+from megarl.rollout.trajectory import Trajectory, Turn, to_batch
 
 log = get_logger(__name__)
 
@@ -178,3 +184,66 @@ def _failed_trace(other: Trajectory) -> Trajectory:
     rollout = Trajectory(index=other.index)
     rollout.fail(other.failure or "environment")
     return rollout
+
+
+class NotRecorded(RuntimeError):
+    """Says that a trace would train a token which the policy did not sample in it."""
+
+
+def trained_part(recorded: Trajectory, trace: Mapping[str, Any]) -> tuple[Trajectory, int]:
+    """Returns the turns which the samples of a trace train, with all that stands before them, as a
+    trajectory, and the number of recorded answers that no sample trains.
+
+    A sample has token_ids, mask and logprobs of the same length. Raises NotRecorded where a token
+    under the mask is not in `recorded` with exactly this logprob after exactly these tokens.
+    """
+    paths, trained = [], set()
+    for number, sample in enumerate(trace["samples"]):
+        found = _find(recorded, sample["token_ids"], sample["mask"], sample["logprobs"])
+        if found is None:
+            raise NotRecorded(
+                f"trace {trace['id']}: sample {number} trains tokens that the policy did not "
+                "sample in it, or with other logprobs: the environment changed them on the way"
+            )
+        path, masked = found
+        paths.append(path)
+        trained |= masked
+    kept = Trajectory(index=recorded.index)
+    copies = {recorded.root.number: kept.root}
+    for path in paths:
+        for before, turn in pairwise(path):
+            if turn.number in copies:
+                continue
+            at = copies[before.number]
+            if turn.response is not None and turn.number in trained:
+                copies[turn.number] = kept.wrote(turn.response, after=at)
+            else:
+                copies[turn.number] = kept.read(turn.tokens, after=at)
+    answers = sum(t.response is not None and len(t.tokens) > 0 for t in recorded.turns)
+    return kept, answers - len(trained)
+
+
+def _find(
+    recorded: Trajectory, ids: Sequence[int], mask: Sequence[int], logprobs: Sequence[float]
+) -> tuple[list[Turn], set[int]] | None:
+    """Returns a path of turns that accounts for every masked token, and the numbers of those turns
+    that are masked; None where there is none."""
+    last = max((i for i, m in enumerate(mask) if m), default=-1)
+    todo: list[tuple[Turn, set[int]]] = [(recorded.root, set())]
+    while todo:
+        turn, masked = todo.pop()
+        if turn.end > last:
+            return turn.path(), masked
+        for child in turn.children:
+            place = slice(turn.end, child.end)
+            if not child.tokens or list(ids[place]) != list(child.tokens):
+                continue
+            if not any(mask[place]):
+                todo.append((child, masked))
+            elif (
+                child.response is not None
+                and all(mask[place])
+                and list(logprobs[place]) == list(child.response.output_logprobs)
+            ):
+                todo.append((child, masked | {child.number}))
+    return None

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from megarl.rollout.tools.env import ToolFailure, ToolingEnv, as_text
-from megarl.rollout.tools.local import TOOL_TIMEOUT
+from megarl.rollout.tools.tooling import TOOL_TIMEOUT, ToolFailure, ToolingEnv, as_text
 
 CONNECT_TIMEOUT = 30.0  # seconds until the server must have listed its tools
 MOST_PAGES = 64  # of the list of a server's tools
@@ -181,6 +182,15 @@ class SharedMCPToolingEnv(ToolingEnv):
         """Returns the result's text, see MCPToolingEnv.aexecute."""
         assert self._env is not None, "ainitialize comes first"
         return await self._env.aexecute(tool_name, tool_args)
+
+
+def mcp_maker(section: Any, *, timeout: float) -> Callable[[], ToolingEnv]:
+    """Returns what makes the environments of the samples, of a section of YAML; see
+    MCPToolingEnvConfig.of."""
+    config = MCPToolingEnvConfig.of(section, timeout=timeout)
+    if config.shared:
+        return partial(SharedMCPToolingEnv, SharedServer(config))
+    return partial(MCPToolingEnv, config)
 
 
 def _package() -> Any:

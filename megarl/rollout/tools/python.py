@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from typing import Any
 from weakref import WeakKeyDictionary
 
-from megarl.rollout.tools.env import ToolFailure, ToolingEnv
-from megarl.rollout.tools.local import LocalToolingEnv
 from megarl.rollout.tools.sandbox import Limits, Ran, SandboxError, run_program
+from megarl.rollout.tools.tooling import LocalToolingEnv, ToolFailure
 
 _SAID = {
     "time": "the program was stopped: it took too long",
@@ -23,22 +21,13 @@ _MIB = 1 << 20
 _turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
 
-class PythonEnv(ToolingEnv):
+class PythonEnv(LocalToolingEnv):
     """Runs programs, each in a process of its own that keeps nothing. `seconds` bounds wall and CPU
-    time, `memory` and `output` are MiB and bytes."""
+    time, `memory` and `output` are MiB and bytes. Raises ToolFailure where the sandbox fails."""
 
     def __init__(self, *, seconds: int = 10, memory: int = 1024, output: int = 8192) -> None:
+        super().__init__([self.python], timeout=3600)  # the sandbox has its own
         self._limits = Limits(wall=seconds, cpu=seconds, memory=memory * _MIB, output=output)
-        self._local = LocalToolingEnv([self.python], timeout=3600)  # the sandbox has its own
-
-    def list_tools(self) -> list[dict[str, Any]]:
-        """Returns the one tool."""
-        return self._local.list_tools()
-
-    async def aexecute(self, tool_name: str, tool_args: dict[str, Any]) -> str:
-        """Returns what the program printed, and what it ended with. Raises ToolFailure where the
-        sandbox fails."""
-        return await self._local.aexecute(tool_name, tool_args)
 
     async def python(self, code: str) -> str:
         """Runs a Python program and returns what it prints. Nothing is kept between two programs.

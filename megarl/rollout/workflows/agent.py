@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from numbers import Real
 from typing import Any, Unpack
@@ -47,21 +47,11 @@ class AgentWorkflow(ChatWorkflow):
         **common: Unpack[ChatOptions],
     ) -> None:
         super().__init__(reward_fn, gconfig, tokenizer, **common)
-        found: Any = load_object(agent, what="agent") if isinstance(agent, str) else agent
-        self._agent: Callable[..., Any] = found().run if isinstance(found, type) else found
-
-    @classmethod
-    def check_options(cls, *, agent: Any = None, **others: Any) -> Iterator[str]:
-        """Yields why the agent cannot be run, before anything starts."""
-        try:
-            found: Any = load_object(agent, what="agent") if isinstance(agent, str) else agent
-        except ValueError as e:
-            yield str(e)
-            return
-        if isinstance(found, type):
-            found = getattr(found, "run", None)
-        if not callable(found):
-            yield f"agent {agent!r}: give a function, or a class with a method run"
+        named: Any = load_object(agent, what="agent") if isinstance(agent, str) else agent
+        called = getattr(named, "run", None) if isinstance(named, type) else named
+        if not callable(called):
+            raise ValueError(f"agent {agent!r}: give a function, or a class with a method run")
+        self._agent: Callable[..., Any] = named().run if isinstance(named, type) else named
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Padded:
         """Returns the batch of gconfig.n_samples rollouts, or of as many as are to be made anew, by

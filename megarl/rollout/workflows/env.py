@@ -1,27 +1,47 @@
-"""EnvWorkflow has the policy act in an environment with reset and step."""
+"""EnvWorkflow has the policy act in an Env, an environment in gymnasium's shape: reset and step."""
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Unpack
+from typing import Any, Protocol, Unpack
 
 from megarl.config.rollout import GenerationHyperparameters
-from megarl.rollout.env import Env
+from megarl.rollout.trajectory import Trajectory
 from megarl.rollout.user_calls import call
 from megarl.rollout.workflows.multi_turn import (
     INTERACTION_TIMEOUT,
-    Interaction,
-    MultiTurnWorkflow,
+    Message,
+    Partner,
     Reply,
+    Row,
+    TurnOptions,
+    TurnsWorkflow,
+    maker,
 )
-from megarl.rollout.workflows.turns import Row, TurnOptions
-from megarl.utils.importing import call_problem, load_object, option_problems
+from megarl.utils.importing import call_problem
 
 
-class EnvWorkflow(MultiTurnWorkflow):
+class Env(Protocol):
+    """Answers the policy's texts with observations and rewards. An instance belongs to one sample.
+    The methods may be plain or async; plain ones run in a thread, one after the other. `close()`
+    may be there, too."""
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[str, dict[str, Any]]:
+        """Begins anew and returns the first observation and further information. The same seed and
+        options, which are the row of the data, begin in the same way."""
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Returns what follows on the policy's answer: the observation, what the answer earned,
+        whether the task has ended (terminated), whether it was cut off (truncated), and further
+        information."""
+
+
+class EnvWorkflow(TurnsWorkflow):
     """Shows the policy the observations as a user's messages and the environment its answers. What
     steps earn is added up, discounted by turn; reward_fn's number for the last answer is added (the
     reward `none` adds nothing). What the environment raises fails the sample ("environment").
@@ -44,56 +64,45 @@ class EnvWorkflow(MultiTurnWorkflow):
         step_timeout: float = INTERACTION_TIMEOUT,
         **common: Unpack[TurnOptions],
     ) -> None:
-        super().__init__(reward_fn, gconfig, tokenizer, interaction_timeout=None, **common)
-        if problem := next(self.check_options(env=env, env_options=env_options), None):
-            raise ValueError(problem)
-        make, options = load_object(env, what="env"), dict(env_options or {})
-        self._partner = lambda: _EnvPartner(make(**options), step_timeout)
+        super().__init__(reward_fn, gconfig, tokenizer, **common)
+        self.timeout = step_timeout
+        self._make = maker(env, env_options or {}, what="env")
+        if inspect.isclass(self._make.func):
+            _check_shape(env, self._make.func)
 
-    @classmethod
-    def check_options(
-        cls, *, env: str = "", env_options: dict[str, Any] | None = None, **others: Any
-    ) -> Iterator[str]:
-        """Yields what is wrong with the options, before anything starts."""
-        try:
-            make = load_object(env, what="env")
-        except ValueError as e:
-            yield str(e)
-            return
-        if not callable(make):
-            yield f"env {env}: a {type(make).__name__}, neither a class nor a function"
-            return
-        yield from option_problems(make, env_options or {}, key="env_options")
-        if inspect.isclass(make):
-            yield from _shape_problems(env, make)
+    def partner(self, row: Row) -> Partner:
+        """Returns a new environment."""
+        return _EnvPartner(self._make())
 
 
-def _shape_problems(env: str, made: type) -> Iterator[str]:
-    """Yields how a class is not of an Env's shape."""
+def _check_shape(env: str, made: type) -> None:
+    """Raises ValueError where a class is not of an Env's shape."""
     for name, given, named in (("reset", ("self",), ("seed", "options")), ("step", "sa", ())):
         method = getattr(made, name, None)
-        if method is None:
-            yield f"env {env}: has no method {name}; see megarl.rollout.env.Env"
-        elif problem := call_problem(method, given, named):
-            yield f"env {env}: {problem}; see megarl.rollout.env.Env"
+        why = call_problem(method, given, named) if method else f"has no method {name}"
+        if why:
+            raise ValueError(f"env {env}: {why}; see {__name__}.Env")
 
 
-class _EnvPartner(Interaction):
+class _EnvPartner(Partner):
     """Speaks for an environment."""
 
-    def __init__(self, env: Env, timeout: float) -> None:
-        self._env, self._timeout = env, timeout
+    def __init__(self, env: Env) -> None:
+        self._env = env
 
-    async def start(self, row: Row) -> str | None:
+    async def first_message(self, flow: TurnsWorkflow, row: Row) -> str | None:
         seed = row.get("seed", row.get("row_id", 0))
         begin = partial(self._env.reset, seed=seed, options=copy.deepcopy(row))
-        first, _ = await call(begin, timeout=self._timeout)
+        first, _ = await call(begin, timeout=flow.timeout)
         return str(first)
 
-    async def respond(self, messages: list[dict[str, Any]], row: Row) -> Reply:
-        step = partial(self._env.step, messages[-1]["content"])
-        text, reward, terminated, truncated, _ = await call(step, timeout=self._timeout)
-        return Reply(text=str(text), done=bool(terminated or truncated), reward=float(reward))
+    async def next_messages(
+        self, flow: TurnsWorkflow, sample: Trajectory, row: Row
+    ) -> Sequence[Message]:
+        step = partial(self._env.step, flow.text(sample.answers[-1]))
+        text, reward, terminated, truncated, _ = await call(step, timeout=flow.timeout)
+        done = bool(terminated or truncated)
+        return flow.heard(sample, Reply(text=str(text), done=done, reward=float(reward)))
 
     async def aclose(self) -> None:
         if (close := getattr(self._env, "close", None)) is not None:

@@ -1,10 +1,11 @@
-"""MultiTurnWorkflow has somebody answer the policy: by default, who says that it was wrong and lets
-it try again; or an interaction of your own, such as a simulated user."""
+"""Defines workflows of several turns, in which a partner answers the policy: TurnsWorkflow is the
+loop of them all. MultiTurnWorkflow's partner says that an answer was wrong and lets the policy try
+again, or is an interaction of your own, such as a simulated user."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Unpack
@@ -12,15 +13,48 @@ from typing import Any, Unpack
 from megarl.api.batch import Padded
 from megarl.api.inference import InferenceEngine
 from megarl.config.rollout import GenerationHyperparameters
-from megarl.rollout.chat import all_of
-from megarl.rollout.closing import closing
-from megarl.rollout.trajectory import Trajectory
-from megarl.rollout.user_calls import ThreadsExhausted, call
-from megarl.rollout.workflows.turns import Row, TurnOptions, TurnsWorkflow
+from megarl.observability.logging import get_logger
+from megarl.rollout.chat import ChatOptions, ChatWorkflow, all_of
+from megarl.rollout.trajectory import Trajectory, to_batch
+from megarl.rollout.user_calls import ThreadsExhausted, call, closing
 from megarl.utils.importing import load_object, option_problems
+
+log = get_logger(__name__)
 
 FEEDBACK = "That is not right. Try again."
 INTERACTION_TIMEOUT = 60.0  # seconds
+Row = dict[str, Any]
+Message = dict[str, Any]
+
+
+class Partner(ABC):
+    """Answers the policy: tools, an environment, a user. An instance belongs to one sample.
+
+    kind: as which of api.inference.FAILURES a sample fails where a method raises one of `breaks`;
+    other errors end the episode. scores: whether it scores the sample itself. tools: those that the
+    chat template shows, once it has begun.
+    """
+
+    kind = "environment"
+    breaks: tuple[type[Exception], ...] = (Exception,)
+    scores = False
+    tools: Sequence[dict[str, Any]] = ()
+
+    async def first_message(self, flow: TurnsWorkflow, row: Row) -> str | None:
+        """Begins a conversation about a row of the data. Returns what the policy reads behind the
+        row's messages; None where these are all."""
+        return None
+
+    @abstractmethod
+    async def next_messages(
+        self, flow: TurnsWorkflow, sample: Trajectory, row: Row
+    ) -> Sequence[Message]:
+        """Returns what the policy reads after its last answer; nothing where the sample is over."""
+
+    async def aclose(self) -> None:
+        """Releases everything. It is called once, on success, failure, cancellation and time-out,
+        also after a begin that failed."""
+        return
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +67,7 @@ class Reply:
     reward: float = 0.0
 
 
-class Interaction(ABC):
+class Interaction(Partner):
     """Answers the policy in the user's place. An instance belongs to one sample. What a method
     raises fails the sample ("environment"), and so does one that takes too long."""
 
@@ -43,13 +77,151 @@ class Interaction(ABC):
         return None
 
     @abstractmethod
-    async def respond(self, messages: list[dict[str, Any]], row: Row) -> Reply:
+    async def respond(self, messages: list[Message], row: Row) -> Reply:
         """Returns the reply to the last of `messages`, the policy's."""
 
-    async def aclose(self) -> None:
-        """Releases everything. It is called once, on success, failure, cancellation and time-out,
-        also after a `start` that failed."""
-        return
+    async def first_message(self, flow: TurnsWorkflow, row: Row) -> str | None:
+        """Returns what `start` does within the workflow's time."""
+        first: str | None = await call(partial(self.start, row), timeout=flow.timeout)
+        return first
+
+    async def next_messages(
+        self, flow: TurnsWorkflow, sample: Trajectory, row: Row
+    ) -> Sequence[Message]:
+        """Returns the reply as a user's message, and notes what it brings."""
+        respond = partial(self.respond, flow.conversation(sample), row)
+        return flow.heard(sample, await call(respond, timeout=flow.timeout))
+
+
+class TurnOptions(ChatOptions, total=False):
+    """Declares the options of workflows of several turns.
+
+    max_turns: the most answers of one sample.
+    turn_discount: what an answer earns is multiplied by turn_discount ** (answers before it).
+    max_length: the most tokens of one sample, prompt included; a sample without room for another
+    answer (gconfig.max_new_tokens) ends. None is no bound: a request that does not fit the servers'
+    context is then an error.
+    """
+
+    max_turns: int
+    turn_discount: float
+    max_length: int | None
+
+
+class TurnsWorkflow(ChatWorkflow):
+    """Lets a partner answer the policy within bounds, each sample on its own after the first
+    answers, and scores the samples' last answers. A subclass makes the partners (`partner`), and
+    has `usual_turns` where max_turns is left out, and `timeout`, the seconds that a partner may
+    take, None where it has a bound itself. The options: see TurnOptions."""
+
+    usual_turns = 2
+    timeout: float | None = None
+
+    def __init__(
+        self,
+        reward_fn: Callable[..., float],
+        gconfig: GenerationHyperparameters,
+        tokenizer: Any,
+        *,
+        max_turns: int | None = None,
+        turn_discount: float = 1.0,
+        max_length: int | None = None,
+        **common: Unpack[ChatOptions],
+    ) -> None:
+        super().__init__(reward_fn, gconfig, tokenizer, **common)
+        max_turns = self.usual_turns if max_turns is None else max_turns
+        if max_turns < 1:
+            raise ValueError(f"max_turns={max_turns}: use at least 1")
+        if not 0 <= turn_discount <= 1:
+            raise ValueError(f"turn_discount={turn_discount}: use a number from 0 to 1")
+        if max_length is not None and max_length <= gconfig.max_new_tokens:
+            raise ValueError(
+                f"max_length={max_length} has no room for a prompt and an answer of "
+                f"gconfig.max_new_tokens={gconfig.max_new_tokens}; raise it"
+            )
+        self.max_turns, self.turn_discount, self.max_length = max_turns, turn_discount, max_length
+
+    @abstractmethod
+    def partner(self, row: Row) -> Partner:
+        """Returns the partner of one sample of the row."""
+
+    async def arun_episode(self, engine: InferenceEngine, data: Row) -> Padded:
+        """Returns a padded batch [n,S], n = gconfig.n_samples, by trajectory.to_batch. Samples
+        whose partner failed are not valid."""
+        partners = [self.partner(data) for _ in range(self.count(data))]
+        unclosed = list(partners)
+        async with closing(unclosed):
+            begun = await all_of(_guarded(p, p.first_message(self, data)) for p in partners)
+            data = _opened(data, partners, begun)
+            samples = self.begin(data)
+            for sample, partner, error in zip(samples, partners, begun, strict=True):
+                if isinstance(error, Exception):
+                    self.failed(sample, partner.kind, error, data)
+            going = [(s, p) for s, p in zip(samples, partners, strict=True) if s.failure is None]
+            await self.generate(engine, [sample for sample, _ in going], data)
+            for _, partner in going:  # each is closed at the end of its sample
+                unclosed.remove(partner)
+            await all_of(self._converse(engine, sample, partner, data) for sample, partner in going)
+        unscored = [s for s, p in going if s.failure is None and not p.scores]
+        await all_of(self.score_one(sample, data) for sample in unscored)
+        return to_batch(samples)
+
+    async def _converse(
+        self, engine: InferenceEngine, sample: Trajectory, partner: Partner, data: Row
+    ) -> None:
+        """Brings a sample to its last answer, and closes its partner."""
+        async with closing([partner]):
+            while True:
+                news = await _guarded(partner, partner.next_messages(self, sample, data))
+                if isinstance(news, Exception):
+                    return self.failed(sample, partner.kind, news, data)
+                if not news or not self.may_go_on(sample):
+                    return
+                self.tell_all(sample, news, tools=data.get("tools") or ())
+                if not self.has_room(sample):
+                    return
+                await self.generate(engine, [sample], data)
+
+    def may_go_on(self, sample: Trajectory) -> bool:
+        """Returns whether the sample may have another answer: its last one came to its end, and
+        there is room for a turn and for tokens."""
+        if sample.answers and sample.answers[-1].stop_reason == "length":
+            return False
+        return len(sample.answers) < self.max_turns and self.has_room(sample)
+
+    def has_room(self, sample: Trajectory) -> bool:
+        """Returns whether an answer fits max_length."""
+        need = len(sample.tokens) + self.gconfig.max_new_tokens
+        return self.max_length is None or need <= self.max_length
+
+    def heard(self, sample: Trajectory, reply: Reply) -> Sequence[Message]:
+        """Returns a reply as a user's message, nothing where it is the last, and notes what the
+        answer before it earned."""
+        sample.head.reward += reply.reward
+        return () if reply.done else ({"role": "user", "content": reply.text},)
+
+    def failed(self, sample: Trajectory, kind: str, error: BaseException, data: Row) -> None:
+        """Notes that something of `kind` (api.inference.FAILURES) failed, and logs what."""
+        sample.fail(kind)
+        log.warning(
+            "row %s: sample %d failed (%s): %s: %s",
+            *(data.get("row_id", "?"), sample.index, kind, type(error).__name__, error),
+        )
+
+    async def score_one(self, sample: Trajectory, data: Row) -> float:
+        """Returns the reward of the sample's last answer, and notes it as the sample's outcome. The
+        reward gets the `conversation` beside the row's columns."""
+        reward: float
+        (reward,) = await self.score([sample], data | {"conversation": self.conversation(sample)})
+        sample.score(reward, discount=self.turn_discount)
+        return reward
+
+    def conversation(self, sample: Trajectory) -> list[Message]:
+        """Returns the messages up to now, the last answer included."""
+        if sample.head.response is None:  # something was told after it
+            return list(sample.messages)
+        last = {"role": "assistant", "content": self.text(sample.answers[-1])}
+        return [*sample.messages, last]
 
 
 class MultiTurnWorkflow(TurnsWorkflow):
@@ -78,118 +250,84 @@ class MultiTurnWorkflow(TurnsWorkflow):
     ) -> None:
         super().__init__(reward_fn, gconfig, tokenizer, **common)
         self.feedback, self.solved, self.timeout = feedback, solved, interaction_timeout
-        self._partner: Callable[[], Interaction] | None = None
+        self._make: Callable[[], Partner] = partial(_Feedback, self)
         if interaction:
-            problems = class_problems(
-                interaction, Interaction, interaction_options, what="interaction"
-            )
-            if problem := next(problems, None):
-                raise ValueError(problem)
-            make, options = load_object(interaction, what="interaction"), interaction_options or {}
-            self._partner = lambda: make(**options)
+            options = interaction_options or {}
+            self._make = maker(interaction, options, what="interaction", base=Interaction)
 
-    @classmethod
-    def check_options(
-        cls,
-        *,
-        interaction: str = "",
-        interaction_options: dict[str, Any] | None = None,
-        **others: Any,
-    ) -> Iterator[str]:
-        """Yields what is wrong with the options, before anything starts."""
-        if interaction:
-            yield from class_problems(
-                interaction, Interaction, interaction_options, what="interaction"
-            )
-
-    async def arun_episode(self, engine: InferenceEngine, data: Row) -> Padded:
-        """Returns a padded batch [n,S], n = gconfig.n_samples, by trajectory.to_batch. Samples
-        whose interaction failed are not valid."""
-        if self._partner is None:
-            samples = self.begin(data)
-            await self.first_answers(engine, samples, data)
-            await all_of(self._try_again(engine, sample, data) for sample in samples)
-            return await self.finish(samples, data, scored=samples)
-        partners = [self._partner() for _ in range(self.count(data))]
-        async with closing(partners):
-            samples, data = await self._begin_with(partners, data)
-            await self.first_answers(engine, samples, data)
-            await all_of(
-                self._converse(engine, sample, partner, data)
-                for sample, partner in zip(samples, partners, strict=True)
-            )
-        return await self.finish(samples, data)
-
-    async def _try_again(self, engine: InferenceEngine, sample: Trajectory, data: Row) -> None:
-        while await self.score_one(sample, data) < self.solved and self.may_go_on(sample):
-            if not await self._go_on(engine, sample, self.feedback, data):
-                return
-
-    async def _converse(
-        self, engine: InferenceEngine, sample: Trajectory, partner: Interaction, data: Row
-    ) -> None:
-        while sample.failure is None:
-            reply = await self._bounded(partial(partner.respond, self.conversation(sample), data))
-            if isinstance(reply, Exception):
-                self.failed(sample, "environment", reply, data)
-                return
-            sample.head.reward += reply.reward
-            if reply.done or not self.may_go_on(sample):
-                return
-            if not await self._go_on(engine, sample, reply.text, data):
-                return
-
-    async def _go_on(
-        self, engine: InferenceEngine, sample: Trajectory, said: str, data: Row
-    ) -> bool:
-        """Has the sample hear `said` and the policy answer; returns whether there was room."""
-        self.tell(sample, said)
-        if not self.has_room(sample):
-            return False
-        await self.generate(engine, [sample], data)
-        return True
-
-    async def _begin_with(
-        self, partners: Sequence[Interaction], data: Row
-    ) -> tuple[list[Trajectory], Row]:
-        """Returns the samples after their partners' first message, if there is one, and the row
-        with it. Raises ValueError where they differ: the samples of a row share their prompt."""
-        starts = await all_of(self._bounded(partial(partner.start, data)) for partner in partners)
-        firsts = {start for start in starts if not isinstance(start, Exception)}
-        if len(firsts) > 1:
-            raise ValueError(
-                f"row {data.get('row_id', '?')}: the interactions of one row begin with different "
-                "messages; let the row decide how they begin, for instance by a seed in it"
-            )
-        if (first := firsts.pop() if firsts else None) is not None:
-            data = {k: v for k, v in data.items() if k not in ("prompt", "prompt_ids")}
-            data["messages"] = [*data["messages"], {"role": "user", "content": first}]
-        samples = self.begin(data)
-        for sample, start in zip(samples, starts, strict=True):
-            if isinstance(start, Exception):
-                self.failed(sample, "environment", start, data)
-        return samples, data
-
-    async def _bounded(self, reply: Callable[[], Any]) -> Any:
-        """Returns what was awaited, or the error that it ended with. Raises ThreadsExhausted."""
-        try:
-            return await call(reply, timeout=self.timeout)
-        except ThreadsExhausted:
-            raise
-        except Exception as e:
-            return e
+    def partner(self, row: Row) -> Partner:
+        """Returns the interaction, or who says that an answer was wrong."""
+        return self._make()
 
 
-def class_problems(
-    target: str, base: type, options: Mapping[str, Any] | None, *, what: str
-) -> Iterator[str]:
-    """Yields why `target` is no subclass of `base` that can be made with `options`."""
+class _Feedback(Partner):
+    """Says of every answer that it is wrong, until one is right."""
+
+    breaks = ()
+    scores = True
+
+    def __init__(self, flow: MultiTurnWorkflow) -> None:
+        self._flow = flow
+
+    async def next_messages(
+        self, flow: TurnsWorkflow, sample: Trajectory, row: Row
+    ) -> Sequence[Message]:
+        right = not await flow.score_one(sample, row) < self._flow.solved
+        return flow.heard(sample, Reply(text=self._flow.feedback, done=right))
+
+
+def maker(
+    target: str, options: dict[str, Any], *, what: str, base: type | None = None
+) -> partial[Any]:
+    """Returns what makes an object of the class or function `target`. Raises ValueError where it
+    cannot be made with the options, which `{what}_options` are, or is no subclass of `base`."""
+    make = load_object(target, what=what)
+    if base is not None and not (isinstance(make, type) and issubclass(make, base)):
+        raise ValueError(
+            f"{what} {target}: no subclass of {base.__module__}.{base.__name__}; make it one"
+        )
+    if not callable(make):
+        raise ValueError(
+            f"{what} {target}: a {type(make).__name__}, neither a class nor a function"
+        )
+    if problems := "; ".join(option_problems(make, options, key=f"{what}_options")):
+        raise ValueError(problems)
+    return partial(make, **options)
+
+
+async def _guarded(partner: Partner, answer: Awaitable[Any]) -> Any:
+    """Returns what was awaited, or the error of the partner's that it ended with."""
     try:
-        found = load_object(target, what=what)
-    except ValueError as e:
-        yield str(e)
-        return
-    if not isinstance(found, type) or not issubclass(found, base):
-        yield f"{what} {target}: no subclass of {base.__module__}.{base.__name__}; make it one"
-        return
-    yield from option_problems(found, options or {}, key=f"{what}_options")
+        return await answer
+    except ThreadsExhausted:
+        raise
+    except partner.breaks as e:
+        return e
+
+
+def _opened(row: Row, partners: Sequence[Partner], begun: Sequence[Any]) -> Row:
+    """Returns the row with what its partners began with: a first message, and tools, for which the
+    prompt is rendered anew. Raises ValueError where the messages differ: the samples of a row share
+    their prompt."""
+    sound = [i for i, first in enumerate(begun) if not isinstance(first, Exception)]
+    firsts = {begun[i] for i in sound}
+    if len(firsts) > 1:
+        raise ValueError(
+            f"row {row.get('row_id', '?')}: the interactions of one row begin with different "
+            "messages; let the row decide how they begin, for instance by a seed in it"
+        )
+    first = firsts.pop() if firsts else None
+    tools = partners[sound[0]].tools if sound else ()
+    if first is None and not tools:
+        return row
+    if not row.get("messages"):
+        raise ValueError(
+            f"row {row.get('row_id', '?')} has no messages; tools and interactions need some, for "
+            "the chat template"
+        )
+    opened = {k: v for k, v in row.items() if k not in ("prompt", "prompt_ids")}
+    if tools:
+        opened["tools"] = list(tools)
+    if first is not None:
+        opened["messages"] = [*row["messages"], {"role": "user", "content": first}]
+    return opened

@@ -1,7 +1,8 @@
 """Defines a renderer for any chat template, in which a turn continues the tokens that were sampled:
 only what comes after an answer is rendered, so an episode stays one sample."""
 
-import uuid
+import importlib.util
+from pathlib import Path
 from typing import Any
 
 from pydantic import Field
@@ -9,9 +10,14 @@ from renderers.base import RenderedTokens, extract_message_tool_names
 from renderers.configs import BaseRendererConfig, DefaultRendererConfig
 from renderers.default import DefaultRenderer
 
-# stands for an answer in a rendered chat, and for nothing that a chat may hold
-MARK = f"<<answer {uuid.uuid4().hex}>>"
-LINE = [{"role": "user", "content": "x"}, {"role": "assistant", "content": MARK}]
+# megarl is not in this interpreter; this file of its imports nothing of it
+SPEC = importlib.util.spec_from_file_location(
+    "megarl_chat_template", Path(__file__).parents[3] / "api" / "chat_template.py"
+)
+assert SPEC and SPEC.loader
+SHARED = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(SHARED)
+CHAT = [{"role": "user", "content": "x"}, {"role": "assistant", "content": ""}]
 
 
 class TemplateConfig(BaseRendererConfig):
@@ -38,6 +44,7 @@ class TemplateRenderer(DefaultRenderer):
                 **config.chat_template_kwargs,
             ),
         )
+        self._template = SHARED.ChatTemplate(tokenizer, self.config.model_extra or {})
 
     def bridge_to_next_turn(
         self, previous_prompt_ids, previous_completion_ids, new_messages, *, tools=None, **_
@@ -47,12 +54,12 @@ class TemplateRenderer(DefaultRenderer):
         if not new_messages or any(m["role"] == "assistant" for m in new_messages):
             return None
         before = [*previous_prompt_ids, *previous_completion_ids]
-        ids = self._after(new_messages, tools, before[-1], ask=True)
+        ids = self._after(new_messages, tools, before[-1])
         if ids is None:
             return None
         indices: list[int] = []
         for i in range(len(new_messages)):
-            part = self._after(new_messages[: i + 1], tools, before[-1], ask=False)
+            part = self._after(new_messages[: i + 1], tools, before[-1], answer_follows=False)
             if part is not None and ids[: len(part)] == part:
                 indices += [i] * (len(part) - len(indices))
         return RenderedTokens(
@@ -62,19 +69,10 @@ class TemplateRenderer(DefaultRenderer):
             message_tool_names=extract_message_tool_names(new_messages),
         )
 
-    def _after(self, messages, tools, last_token, *, ask):
-        """Returns the ids that the template puts after an answer, the end of its turn left out
-        where that was sampled; None where it drops the answer or refuses the messages. ask: with
-        the beginning of the next answer."""
-        kwargs = dict(self.config.model_extra or {}) | ({"tools": tools} if tools else {})
+    def _after(self, messages, tools, last_token, **how):
+        """Returns the ids behind an answer; None where the template drops the answer or refuses
+        the messages, as one that wants a call before a tool's answer does."""
         try:
-            text = self._tokenizer.apply_chat_template(
-                [*LINE, *messages], tokenize=False, add_generation_prompt=ask, **kwargs
-            )
-        except Exception:  # a template that wants a call before a tool's answer
+            return self._template.after(CHAT, messages, tools or (), last_token=last_token, **how)
+        except Exception:
             return None
-        _, mark, tail = text.partition(MARK)
-        if not mark:
-            return None
-        ids = self._tokenizer.encode(tail, add_special_tokens=False)
-        return ids[1:] if ids and ids[0] == last_token else ids

@@ -1,10 +1,12 @@
 """Reads rows of local files or of the hub, each with the place a message can name: file and line,
-or file and row."""
+or file and row. A Problem is what loaders of question and answer make of theirs."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,40 @@ from megarl.config.dataset import SourceConfig
 
 Row = dict[str, Any]
 FORMATS = (".parquet", ".jsonl", ".json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Holds a question and its answer.
+
+    `answer` is what the reward compares with; `response` is what SFT learns to write (default: the
+    answer); `wrong` is an answer to be rejected, None where its source makes none; `extra` goes
+    into the RL row as it is and must survive JSON."""
+
+    question: str
+    answer: str
+    task: str
+    response: str | None = None
+    wrong: str | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def row(self, purpose: str) -> Row:
+        """Returns the row that a loader of conversations would give: for "rl" with answer, task
+        and extra, for "sft" with the response, for "pairs" with the answer and the wrong one."""
+        messages = [{"role": "user", "content": self.question}]
+        if purpose == "pairs" and self.wrong is not None:
+            sides = {"chosen": self.answer, "rejected": self.wrong}
+            said = {k: [{"role": "assistant", "content": text}] for k, text in sides.items()}
+            return {"messages": messages, **said}
+        if purpose == "sft":
+            text = self.answer if self.response is None else self.response
+            return {"messages": messages, "response": text}
+        return {"messages": messages, "answer": self.answer, "task": self.task, **self.extra}
+
+
+def stable_hash(text: str) -> int:
+    """Returns 64 bits that depend on the text only: the same in every process and run."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def read_dataset(
@@ -37,15 +73,6 @@ def read_dataset(
         raise ValueError(f"{path} does not exist")
     else:
         yield from _hub_rows(cfg, subset, revision)
-
-
-def check_size(cfg: SourceConfig, rows: int) -> None:
-    """Raises ValueError where a source has fewer rows than `cfg.size`."""
-    if cfg.size is not None and 0 < rows < cfg.size:
-        raise ValueError(
-            f"{cfg.type}: size={cfg.size}, but {', '.join(cfg.files) or cfg.path}, split "
-            f"{cfg.split}, has {rows} rows; lower size, or leave it null for all"
-        )
 
 
 def _hub_rows(

@@ -1,0 +1,271 @@
+"""Reads what is common in files and on the hub: conversations in whatever columns they are (chat),
+pairs and labelled answers (preference), and GSM8K (arXiv 2110.14168)."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import islice
+from typing import Any, TypeVar
+
+from megarl.config.dataset import SourceConfig
+from megarl.data.rows import Problem, Row, read_dataset, shown, text
+
+Message = dict[str, Any]
+T = TypeVar("T")
+_SIDES = ("chosen", "rejected")
+# how conversations stand in one text, as in Anthropic's hh-rlhf
+_TURN = re.compile(r"\n\n(Human|Assistant):")
+_ROLES = {"Human": "user", "Assistant": "assistant"}
+
+
+INSTRUCTION = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+# calculator annotations inside solutions: 48/2 = <<48/2=24>>24
+_CALCULATOR = re.compile(r"<<[^>]*>>")
+
+
+def _read(
+    name: str,
+    cfg: SourceConfig,
+    subset: str | None,
+    revision: str | None,
+    read: Callable[[Row, str], T],
+) -> list[T]:
+    """Returns what `read` makes of the first cfg.size rows and their places. Raises ValueError for
+    one that it refuses, and where there are fewer."""
+    try:
+        places = islice(read_dataset(cfg, subset, revision), cfg.size)
+        rows = [read(row, place) for place, row in places]
+    except ValueError as e:
+        raise ValueError(f"{name}: {e}") from e
+    if cfg.size is not None and 0 < len(rows) < cfg.size:
+        raise ValueError(
+            f"{cfg.type}: size={cfg.size}, but {', '.join(cfg.files) or cfg.path}, split "
+            f"{cfg.split}, has {len(rows)} rows; lower size, or leave it null for all"
+        )
+    return rows
+
+
+def chat(
+    cfg: SourceConfig,
+    *,
+    seed: int,
+    columns: dict[str, str] | None = None,
+    instruction: str = "",
+    subset: str | None = None,
+    revision: str | None = None,
+) -> list[Row]:
+    """Reads rows with `messages` (a list of {role, content}, or the text of one user's message) in
+    the source's order; every other column stays in the row. Raises ValueError naming the file and
+    the line or row that is wrong.
+
+    columns: name in the row -> column of the source, `a.b` for b inside of column a. instruction:
+    appended to the last user's message; nothing is by default. subset, revision: the hub's
+    configuration, and its commit, tag or branch.
+    """
+
+    def read(source: Row, place: str) -> Row:
+        row = renamed(source, columns or {}, place)
+        if "messages" not in row:
+            raise ValueError(
+                f"{place} lacks the column messages; it has {sorted(row)}: name the one that has "
+                "them in options.columns.messages"
+            )
+        messages = messages_of(row["messages"], place)
+        return row | {"messages": instructed(messages, instruction, place)}
+
+    return _read("chat", cfg, subset, revision, read)
+
+
+def renamed(source: Row, columns: dict[str, str], place: str) -> Row:
+    """Returns the row with the names of `columns`; a renamed column keeps no second name."""
+    found = {}
+    for name, column in columns.items():
+        value: Any = source
+        for part in str(column).split("."):
+            if not isinstance(value, dict) or part not in value:
+                raise ValueError(
+                    f"{place}: options.columns.{name}={column}: no such column; it has "
+                    f"{sorted(source)}"
+                )
+            value = value[part]
+        found[name] = value
+    taken = set(columns.values())
+    return {k: v for k, v in source.items() if k not in taken} | found
+
+
+def messages_of(value: Any, place: str) -> list[Message]:
+    """Returns a list of messages, or a user's message by its text, as a list of messages without
+    null fields. Raises ValueError, with `place`, for anything else."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{place}: messages are {shown(value)}, not a list of role and content")
+    return [_message(m, f"{place}: message {i}") for i, m in enumerate(value)]
+
+
+def _message(message: Any, place: str) -> Message:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise ValueError(f'{place} is {shown(message)}; write {{"role": ..., "content": ...}}')
+    # parquet has every field of any message in each: those that are null are none
+    message = {k: v for k, v in message.items() if v is not None}
+    content = message.get("content", "" if message.get("tool_calls") else None)
+    if not isinstance(content, str):
+        raise ValueError(f"{place}: its content is {shown(content)}, not text")
+    return message | {"content": content}
+
+
+def instructed(messages: list[Message], instruction: str, place: str) -> list[Message]:
+    """Returns the messages with `instruction` after the last user's. Raises ValueError, with
+    `place`, where there is no such message."""
+    if not instruction:
+        return messages
+    last = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=None)
+    if last is None:
+        raise ValueError(f"{place}: no message of a user to append options.instruction to")
+    told = messages[last] | {"content": messages[last]["content"] + instruction}
+    return [*messages[:last], told, *messages[last + 1 :]]
+
+
+def preference(
+    cfg: SourceConfig,
+    *,
+    seed: int,
+    columns: dict[str, str] | None = None,
+    instruction: str = "",
+    subset: str | None = None,
+    revision: str | None = None,
+) -> list[Row]:
+    """Reads rows with `messages` (the prompt), `chosen` and `rejected` (the messages that follow
+    it) in the source's order; every other column stays in the row. A row of the source with
+    `completion` and `label` becomes one with `answered` (messages) and `label`. Raises ValueError
+    naming the file and the line or row that is wrong.
+
+    Where the source has a column `prompt`, it and the answers are texts or lists of messages, and
+    an answer may begin with the prompt. Without one, chosen and rejected are whole conversations,
+    as lists of messages or as texts with "Human:" and "Assistant:" turns, and what both begin with
+    is the prompt. columns, instruction, subset, revision: see `chat`.
+    """
+
+    def read(source: Row, place: str) -> Row:
+        row = renamed(source, columns or {}, place)
+        row = _single(row, place) if {"completion", "label"} <= set(row) else _pair(row, place)
+        return row | {"messages": instructed(row["messages"], instruction, place)}
+
+    return _read("preference", cfg, subset, revision, read)
+
+
+def check_margins(rows: Sequence[Row]) -> None:
+    """Raises ValueError for the first row whose `margin` is not a finite number."""
+    for i, row in enumerate(rows):
+        margin = row.get("margin")
+        if isinstance(margin, bool) or not isinstance(margin, int | float):
+            said = f"is {margin!r}" if "margin" in row else f"is missing; it has {sorted(row)}"
+            raise ValueError(f"row {i}: margin {said}; name the column in options.columns.margin")
+        if not math.isfinite(margin):
+            raise ValueError(f"row {i}: margin is {margin}, not a finite number")
+
+
+def _pair(row: Row, place: str) -> Row:
+    """Returns the row with its messages, chosen and rejected as lists of messages."""
+    if missing := set(_SIDES) - set(row):
+        raise ValueError(
+            f"{place} lacks the columns {sorted(missing)}; it has {sorted(row)}: name those that "
+            "have them in options.columns"
+        )
+    prompt = row.pop("prompt", None)
+    if prompt is None:
+        whole = {side: _conversation(row[side], side, place) for side in _SIDES}
+        prompt = _common(whole["chosen"], whole["rejected"])
+        answers = {side: messages[len(prompt) :] for side, messages in whole.items()}
+    else:
+        prompt = messages_of(prompt, f"{place}: prompt")
+        answers = {side: _answer(row[side], prompt, side, place) for side in _SIDES}
+    if not prompt:
+        raise ValueError(f"{place}: chosen and rejected begin with no common message, so no prompt")
+    for side, messages in answers.items():
+        if not messages or messages[-1]["role"] != "assistant":
+            raise ValueError(f"{place}: {side} does not end with an answer of the assistant's")
+    if answers["chosen"] == answers["rejected"]:
+        raise ValueError(f"{place}: chosen and rejected are the same; leave the row out")
+    return {**row, "messages": prompt, **answers}
+
+
+def _single(row: Row, place: str) -> Row:
+    """Returns the row with its messages, and its answer as messages."""
+    if row.get("prompt") is None:
+        raise ValueError(f"{place} has a completion and no prompt; name it in options.columns")
+    if not isinstance(row["label"], bool):
+        raise ValueError(f"{place}: label is {row['label']!r}, not true or false")
+    prompt = messages_of(row.pop("prompt"), f"{place}: prompt")
+    answer = _answer(row.pop("completion"), prompt, "completion", place)
+    if not answer or answer[-1]["role"] != "assistant":
+        raise ValueError(f"{place}: completion does not end with an answer of the assistant's")
+    return {**row, "messages": prompt, "answered": answer}
+
+
+def _conversation(value: Any, side: str, place: str) -> list[Message]:
+    """Returns a whole conversation as messages."""
+    if not isinstance(value, str):
+        return messages_of(value, f"{place}: {side}")
+    start, *turns = _TURN.split(value)
+    if start.strip() or not turns:
+        raise ValueError(
+            f"{place}: {side} is a text without a prompt beside it, and not a conversation that "
+            'begins with "Human:"; name the prompt in options.columns.prompt'
+        )
+    return [
+        {"role": _ROLES[who], "content": said.strip()}
+        for who, said in zip(turns[::2], turns[1::2], strict=True)
+    ]
+
+
+def _common(chosen: list[Message], rejected: list[Message]) -> list[Message]:
+    """Returns the messages that both conversations begin with."""
+    same = 0
+    while same < min(len(chosen), len(rejected)) and chosen[same] == rejected[same]:
+        same += 1
+    return chosen[:same]
+
+
+def _answer(value: Any, prompt: list[Message], side: str, place: str) -> list[Message]:
+    """Returns what follows the prompt, as messages."""
+    if isinstance(value, str):
+        return [{"role": "assistant", "content": value}]
+    messages = messages_of(value, f"{place}: {side}")
+    return messages[len(prompt) :] if messages[: len(prompt)] == prompt else messages
+
+
+def gsm8k(
+    cfg: SourceConfig,
+    *,
+    seed: int,
+    subset: str = "main",
+    revision: str | None = None,
+    instruction: str = INSTRUCTION,
+) -> list[Problem]:
+    """Reads problems in the source's order. subset, revision: the hub's configuration, and its
+    commit, tag or branch. instruction: appended to every question. Raises ValueError naming the
+    file and the line or row that is wrong.
+    """
+    return _read("gsm8k", cfg, subset, revision, partial(_problem, instruction=instruction))
+
+
+def _problem(row: Row, place: str, instruction: str) -> Problem:
+    if missing := {"question", "answer"} - set(row):
+        raise ValueError(f"{place} lacks the columns {sorted(missing)}; it has {sorted(row)}")
+    question, whole = text(row, "question", place), text(row, "answer", place)
+    solution, mark, answer = whole.rpartition("####")
+    if not mark:
+        raise ValueError(f"{place}: the answer has no '####'; write it before the final answer")
+    number = answer.strip().replace(",", "")
+    if not number:
+        raise ValueError(f"{place}: nothing follows the answer's '####'")
+    return Problem(
+        question=question + instruction,
+        answer=number,
+        task="gsm8k",
+        response=f"{_CALCULATOR.sub('', solution).strip()}\n\\boxed{{{number}}}",
+    )
