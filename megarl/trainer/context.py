@@ -217,8 +217,8 @@ class RunContext(ProcessContext):
         """Logs after which step a signal ends the run and where its checkpoint is, and makes the
         signal the run's exit status. Collective."""
         stopping.honour(self.on_rank_zero.highest(stopping.wish()))
-        kept = f"the same command goes on from {saved}" if saved else "no checkpoint was made"
-        log.warning("stopped by a signal after step %d: %s", step, kept)
+        resumable = f"the same command goes on from {saved}" if saved else "no checkpoint was made"
+        log.warning("stopped by a signal after step %d: %s", step, resumable)
 
     def log_stats(
         self,

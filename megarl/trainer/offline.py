@@ -256,7 +256,7 @@ class DPOTrainer(OfflineTrainer):
 
     def by_loss(self, held_out: Padded) -> dict[str, float]:
         """Returns loss, accuracy with its interval, margin and the means by side. Collective."""
-        self._compare(held_out)  # keeps what the reference said, which does not change
+        self._compare(held_out)  # keeps the reference's logprobs, which do not change
         return with_interval(self.model.evaluate(held_out), held_out)
 
     def destroy(self) -> None:

@@ -212,10 +212,10 @@ def _tokenizer_problems(key: str, tokenizer: Path, path: Path) -> Iterator[str]:
     differing += [t for t, i in students.items() if by_id.get(i, t) != t]
     if differing:
         first = min(differing, key=lambda t: students[t])
-        said = by_id.get(students[first], "none")
+        token = by_id.get(students[first], "none")
         yield (
             f"{key}: its tokenizer is not the student's ({tokenizer}): id "
-            f"{students[first]} is {first!r} to the student and {said!r} to the teacher "
+            f"{students[first]} is {first!r} to the student and {token!r} to the teacher "
             f"({len(set(differing))} such tokens); a teacher must share the student's vocabulary"
         )
 
@@ -240,28 +240,28 @@ def largest_token(directory: Path) -> tuple[str, int]:
 
 def _tokens(directory: Path) -> list[tuple[str, int]]:
     """Returns (token, id) of the tokenizer in `directory`, one or several times each."""
-    found: list[tuple[Any, Any]] = []
+    tokens: list[tuple[Any, Any]] = []
     for name in ("vocab.json", "added_tokens.json"):
-        found += _object(directory / name).items()
+        tokens += _object(directory / name).items()
     whole = _object(directory / "tokenizer.json")
     vocab = (whole.get("model") or {}).get("vocab") or {}
     if isinstance(vocab, dict):
-        found += vocab.items()
+        tokens += vocab.items()
     else:  # unigrams: [token, score], numbered as they come
-        found += [(piece[0], number) for number, piece in enumerate(vocab)]
-    found += [(t["content"], t["id"]) for t in whole.get("added_tokens") or ()]
+        tokens += [(piece[0], number) for number, piece in enumerate(vocab)]
+    tokens += [(t["content"], t["id"]) for t in whole.get("added_tokens") or ()]
     added = _object(directory / "tokenizer_config.json").get("added_tokens_decoder") or {}
-    return found + [(t["content"], int(i)) for i, t in added.items()]
+    return tokens + [(t["content"], int(i)) for i, t in added.items()]
 
 
 def _object(file: Path) -> dict[str, Any]:
     """Returns the object in a JSON file; {} where it is missing or unreadable: the tokenizer's own
     loader says what is wrong."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def check_data(
@@ -348,8 +348,8 @@ def _read_data(cfg: BaseConfig) -> tuple[dict[str, tuple[str, ...]], First]:
     for key, data in sources(cfg).items():
         _, _, part = key.partition(".parts.")
         trains = key.startswith("train_dataset")
-        asks = rewards_answers(cfg) and (purpose == "rl" or not trains)
-        reads = "prompts" if asks and purpose == "sft" else purpose
+        rewarded = rewards_answers(cfg) and (purpose == "rl" or not trains)
+        reads = "prompts" if rewarded and purpose == "sft" else purpose
         try:
             rows: Sequence[dict[str, Any]] = load_rows(
                 data, seed=cfg.seed, purpose=reads, part=part
@@ -359,7 +359,7 @@ def _read_data(cfg: BaseConfig) -> tuple[dict[str, tuple[str, ...]], First]:
                 trained.update(prompt_key(row, data) for row in rows)
             else:
                 rows = apart(rows, data, frozenset(trained), cfg.evaluator.overlap, quiet=True)
-            if asks:
+            if rewarded:
                 _check_answers(data, rows, cfg)
             if isinstance(cfg, RMConfig) and cfg.margin:
                 check_margins(rows)

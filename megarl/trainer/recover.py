@@ -100,25 +100,25 @@ class Recovery:
     def restore(self, load_state: Callable[[State], None]) -> int:
         """Loads the checkpoint that this start continues from and returns its step; 0 for a run
         that begins. `load_state` gets, on every rank, what the `state` of `maybe_save` returned."""
-        found = self._ctx.resumed
-        if found is None:
+        newest = self._ctx.resumed
+        if newest is None:
             return 0
-        saved: State = self._ctx.on_rank_zero(read_state, found)
+        saved: State = self._ctx.on_rank_zero(read_state, newest)
         for name, model in self._models.items():
-            if name in found.info["models"]:  # a reference may have been frozen until now
-                model.load(_engine_meta(found.path, name))
-                model.set_version(found.info["version"])
+            if name in newest.info["models"]:  # a reference may have been frozen until now
+                model.load(_engine_meta(newest.path, name))
+                model.set_version(newest.info["version"])
         for name, clock in self._clocks.items():
             clock.load_state_dict(saved["clocks"][name])
         try:
             load_state(saved["state"])
         except KeyError as e:
             raise RuntimeError(
-                f"{found.path} lacks {e}, so another version of megarl wrote it: continue the run "
+                f"{newest.path} lacks {e}, so another version of megarl wrote it: continue the run "
                 "with that version, or begin another one (trial_name) from a model that the run "
                 f"has saved, under {self._ctx.run_dir}/hf"
             ) from e
-        return found.step
+        return newest.step
 
     def maybe_save(
         self,
@@ -208,17 +208,17 @@ class Recovery:
     def ended_already(self, saver: Saver, *, total: int, over: bool) -> bool:
         """Logs where this start begins, and returns whether the run is `over`. Where it is, a final
         model that is missing or older than the checkpoint is saved."""
-        found, run = self._ctx.resumed, self._ctx.run_dir
-        if found is None:
+        newest, run = self._ctx.resumed, self._ctx.run_dir
+        if newest is None:
             return False
         if not over:
-            version = found.info["version"]
+            version = newest.info["version"]
             log.info(
-                "continuing %s from step %d of %d (version %d)", run, found.step, total, version
+                "continuing %s from step %d of %d (version %d)", run, newest.step, total, version
             )
             return False
-        log.info("%s", ended_line(run, found.step, total))
-        if not self._ctx.on_rank_zero(is_newer, saver.final, found.path / MARKER):
+        log.info("%s", ended_line(run, newest.step, total))
+        if not self._ctx.on_rank_zero(is_newer, saver.final, newest.path / MARKER):
             saver.save_final()
         return True
 

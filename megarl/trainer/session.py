@@ -322,9 +322,9 @@ class RolloutDriver:
                 rollout = rollout | {"answers": written}
         else:
             rollout = rollout | {"rows": [], "answers": [], "outcomes": []}
-        if kept := [a for _, answers in rollout["answers"] for a in answers]:
-            tokens = sum(len(a["tokens"]) for a in kept)
-            log.info("going on with %d answers of before, of %d tokens", len(kept), tokens)
+        if unfinished := [a for _, answers in rollout["answers"] for a in answers]:
+            tokens = sum(len(a["tokens"]) for a in unfinished)
+            log.info("going on with %d answers of before, of %d tokens", len(unfinished), tokens)
         self.client.executor.load_state_dict(rollout)
 
 
@@ -359,21 +359,21 @@ class Results:
     def _by_part(self, outcomes: Sequence[Outcome]) -> dict[str, float]:
         figures = {}
         for name in self._parts:
-            mine = [o.rewards for o in outcomes if o.row["dataset"] == name]
-            figures[f"dataset/{name}/prompts"] = float(len(mine))
-            if rewards := [reward for of_row in mine for reward in of_row]:
-                figures[f"dataset/{name}/reward"] = sum(rewards) / len(rewards)
+            rewards = [o.rewards for o in outcomes if o.row["dataset"] == name]
+            figures[f"dataset/{name}/prompts"] = float(len(rewards))
+            if flat := [reward for of_row in rewards for reward in of_row]:
+                figures[f"dataset/{name}/reward"] = sum(flat) / len(flat)
         return figures
 
     def _by_difficulty(self, outcomes: Sequence[Outcome]) -> dict[str, float]:
-        found: dict[str, list[Outcome]] = {}
+        by_value: dict[str, list[Outcome]] = {}
         for outcome in outcomes:
             if (value := outcome.row.get("difficulty")) is not None:
-                found.setdefault(self._named(value), []).append(outcome)
+                by_value.setdefault(self._named(value), []).append(outcome)
         figures = {}
-        for name, mine in sorted(found.items()):
-            figures[f"difficulty/{name}/prompts"] = float(len(mine))
-            rate = pass_rate([reward for o in mine for reward in o.rewards], self._passes_at)
+        for name, alike in sorted(by_value.items()):
+            figures[f"difficulty/{name}/prompts"] = float(len(alike))
+            rate = pass_rate([reward for o in alike for reward in o.rewards], self._passes_at)
             if rate is not None:
                 figures[f"difficulty/{name}/pass_rate"] = rate
         return figures

@@ -150,19 +150,19 @@ class AlternateTurns(Turns):
 
     def _sample(self, name: str) -> None:
         """Notes what each part holds at the end of a turn, as metrics and in the timeline."""
-        found = self._held()
+        held = self._held()
         if name != SYNC.name:
-            _tell(name, found)
-        timeline.record(MEMORY, name, self._since, time.time() - self._since, **found)
+            _tell(name, held)
+        timeline.record(MEMORY, name, self._since, time.time() - self._since, **held)
 
     def _held(self) -> dict[str, int]:
         """Returns the bytes that each part has on a device now."""
         servers = self.client.on_driver(_usage, self.client)
-        found = {f"server_{part}": n for part, n in servers.items()}
+        held = {f"server_{part}": n for part, n in servers.items()}
         for part in PARTS:
-            found[part] = sum(model.occupied().get(part, 0) for model in self.models)
-        other = other_bytes_in_use(sum(found.values()))
-        return found if other is None else {**found, "other": other}
+            held[part] = sum(model.occupied().get(part, 0) for model in self.models)
+        other = other_bytes_in_use(sum(held.values()))
+        return held if other is None else {**held, "other": other}
 
 
 def _tell(turn: str, held: dict[str, int]) -> None:

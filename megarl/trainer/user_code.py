@@ -267,10 +267,10 @@ def code_problems(named: Sequence[Named], *, makes: bool = False) -> list[str]:
 
 
 def _problems(code: Named, makes: bool) -> Iterator[str]:
-    said = f"{code.key}={code.target}: "
+    what = f"{code.key}={code.target}: "
     try:
         fn = _loaded(code)
-        problems = list(_CHECKS.get(code.kind, _of_call)(code, fn, said))
+        problems = list(_CHECKS.get(code.kind, _of_call)(code, fn, what))
         yield from problems
         if not problems and (makes or code.is_ours):
             with _within(MAKE_TIMEOUT) if makes else contextlib.nullcontext():
@@ -281,7 +281,7 @@ def _problems(code: Named, makes: bool) -> Iterator[str]:
         yield str(e) if str(e).startswith(code.key) else f"{code.key}: {e}"
     except Exception as e:  # the user's code may raise anything
         if "CUDA" not in str(e):  # there is none here, and the run may have one
-            yield f"{said}failed: {in_one_line(e)}"
+            yield f"{what}failed: {in_one_line(e)}"
 
 
 def _loaded(code: Named) -> Any:
@@ -333,12 +333,12 @@ def _within(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _of_reward(code: Named, fn: Any, said: str) -> Iterator[str]:
+def _of_reward(code: Named, fn: Any, what: str) -> Iterator[str]:
     if not callable(fn):
-        yield f"{said}a {type(fn).__name__}, not a function; expected {REWARD}"
+        yield f"{what}a {type(fn).__name__}, not a function; expected {REWARD}"
         return
     if inspect.isclass(fn) and not (is_asynchronous(fn) or issubclass(fn, WeightedReward)):
-        yield f"{said}a class without async __call__, not a function; expected {REWARD}"
+        yield f"{what}a class without async __call__, not a function; expected {REWARD}"
         return
     if code.row is None:
         return
@@ -348,7 +348,7 @@ def _of_reward(code: Named, fn: Any, said: str) -> Iterator[str]:
         return
     if not (is_asynchronous(fn) or _travels(fn)):
         yield (
-            f"{said}cannot be sent to a worker process; write a function at the top level of a "
+            f"{what}cannot be sent to a worker process; write a function at the top level of a "
             "module"
         )
         return
@@ -358,7 +358,7 @@ def _of_reward(code: Named, fn: Any, said: str) -> Iterator[str]:
     given = (*reward_arguments(called, OWN_ARGUMENTS, dict.fromkeys(code.row)), *options)
     if problem := call_problem(called, (), given):
         shown = ", ".join(f"{name}=" for name in given)
-        yield f"{said}{problem}; it is called as ({shown}); expected {REWARD}"
+        yield f"{what}{problem}; it is called as ({shown}); expected {REWARD}"
 
 
 def _travels(fn: Any) -> bool:
@@ -369,30 +369,30 @@ def _travels(fn: Any) -> bool:
     return True
 
 
-def _of_options(code: Named, fn: Any, said: str) -> Iterator[str]:
+def _of_options(code: Named, fn: Any, what: str) -> Iterator[str]:
     return option_problems(fn, code.options, key=code.key)
 
 
-def _of_transport(code: Named, fn: Any, said: str) -> Iterator[str]:
+def _of_transport(code: Named, fn: Any, what: str) -> Iterator[str]:
     """Asks the class what is wrong with the job, too; `code.config` is all of it."""
     from megarl.weight_sync.transports import Transport
 
     if not issubclass(fn, Transport):
-        yield f"{said}no subclass of megarl.weight_sync.transports.Transport; make it one"
+        yield f"{what}no subclass of megarl.weight_sync.transports.Transport; make it one"
         return
     takes, placed = (SyncOptions, 0) if built_in_transport(code.target) else (fn, 1)
     yield from option_problems(takes, code.options, key="weight_sync.options", positional=placed)
     if missing := sorted(getattr(fn, "__abstractmethods__", ())):
-        yield f"{said}has no method {', '.join(missing)}; write a subclass of Transport"
+        yield f"{what}has no method {', '.join(missing)}; write a subclass of Transport"
         return
     yield from transport_problems(code.config, fn.requirements)
-    yield from (f"{said}{problem}" for problem in fn.validate(code.config))
+    yield from (f"{what}{problem}" for problem in fn.validate(code.config))
 
 
-def _of_call(code: Named, fn: Any, said: str) -> Iterator[str]:
+def _of_call(code: Named, fn: Any, what: str) -> Iterator[str]:
     call, key = CALLS[code.kind], f"{code.key}.options"
     if not callable(fn):
-        yield f"{said}a {type(fn).__name__}, neither a class nor a function; expected {call.shown}"
+        yield f"{what}a {type(fn).__name__}, neither a class nor a function; expected {call.shown}"
         return
     problems = list(
         option_problems(
@@ -407,19 +407,19 @@ def _of_call(code: Named, fn: Any, said: str) -> Iterator[str]:
     if not problems and (
         problem := call_problem(fn, call.positional, (*call.by_name, *code.options))
     ):
-        yield f"{said}{problem}; expected {call.shown}"
+        yield f"{what}{problem}; expected {call.shown}"
         return
     if code.kind == "workflow" and inspect.isclass(fn):  # of another, only calling it would tell
-        yield from (f"{said}{problem}" for problem in _of_episode(fn))
+        yield from (f"{what}{problem}" for problem in _of_episode(fn))
         if not problems:
             yield from (f"{key}: {problem}" for problem in _refused(fn, code))
     if code.kind == "backend" and inspect.isclass(fn):
         from megarl.rollout.client import RemoteSGLangEngine
 
         if not issubclass(fn, RemoteSGLangEngine):
-            yield f"{said}no subclass of megarl.RemoteSGLangEngine; make it one"
+            yield f"{what}no subclass of megarl.RemoteSGLangEngine; make it one"
     if code.kind == "trainer" and not hasattr(fn, "fit"):
-        yield f"{said}has no method fit; write a subclass of RLTrainer, PPOTrainer or SFTTrainer"
+        yield f"{what}has no method fit; write a subclass of RLTrainer, PPOTrainer or SFTTrainer"
 
 
 def _refused(workflow: type, code: Named) -> Iterator[str]:
