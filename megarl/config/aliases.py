@@ -192,6 +192,8 @@ NEEDLESS = {
     "reward_pool.restarts": "leave it out: a reward worker is started again three times",
     "weights_every": "leave it out: weights have their fingerprints after every step",
     "delta_on_host": "leave it out: the copy is in host memory",
+    "max_queue": "set rollout.max_concurrent_rollouts, the number of episodes in flight; servers "
+    "queue what is more than they can run",
     "return_raw_chat": "leave it out: a row keeps its messages",
     "rollout.router": "leave it out: the client sends an episode's requests to one server, and "
     "others to the least loaded (rollout.affinity)",

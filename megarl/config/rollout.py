@@ -316,10 +316,6 @@ class RolloutConfig:
     same"""
     max_concurrent_rollouts: Annotated[int, POSITIVE] | None = None
     """episodes in flight at once; null is the batch of one training step"""
-    max_queue: Annotated[int, NOT_NEGATIVE] | None = None
-    """requests that may wait in a server's queue: the number of episodes in flight grows while
-    queues are empty, within the staleness bound, and shrinks while one is longer; null keeps it
-    fixed"""
     max_head_offpolicyness: Annotated[int, NOT_NEGATIVE] = 0
     """largest trainer_version - min(versions of trained tokens); 0 is synchronous"""
     order: Annotated[str, Choices("submission", "completion")] = "submission"

@@ -51,7 +51,6 @@ server.context_length<=eval_gconfig.max_new_tokens & valid_dataset | | leaves no
 judge & !judge.path              | | name the model that judges
 judge.count=0                    | | leave judge null, and name servers in the reward's base_url
 weight_sync.options.delta        | weight_sync.options.quantization=none,null
-rollout.max_queue                | rollout.max_concurrent_rollouts=null | which fixes what it adapts
 """
 CRITIC = """
 algorithm                        |

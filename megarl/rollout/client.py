@@ -21,8 +21,8 @@ from megarl.config.rollout import GenerationHyperparameters, RolloutConfig, Weig
 from megarl.config.script import CLIENT_KEYS, note_read
 from megarl.parallel.rank_zero import RankZero
 from megarl.rollout import tally
-from megarl.rollout.concurrency import adapt
 from megarl.rollout.driver import SharedArrival, check_same_data, check_same_rows, driver_of_world
+from megarl.rollout.episode import ShouldAccept, has_signal
 from megarl.rollout.episode_context import EpisodeContext, current_episode
 from megarl.rollout.executor import RolloutExecutor
 from megarl.rollout.gateway.gateway import Gateway
@@ -31,7 +31,6 @@ from megarl.rollout.gateway.session import Session
 from megarl.rollout.generation import Generator, Sample, fill_ids
 from megarl.rollout.loop_thread import LoopThread
 from megarl.rollout.pausing import Pauses
-from megarl.rollout.pipeline import ShouldAccept, has_signal
 from megarl.rollout.routes import check_routes
 from megarl.rollout.servers import PROBE_TIMEOUT, ServerPool
 from megarl.rollout.user_calls import stuck_threads
@@ -160,20 +159,19 @@ class RemoteSGLangEngine(InferenceEngine):
         """Opens connections and waits for the servers, on the driver; returns their addresses."""
         at = self.connect()
         self._executor = RolloutExecutor(self.config, engine=self, loop=at.loop)
-        pipeline, opening = self._executor.pipeline, None
+        opening = None
         if self.config.workers:
             self._workers = WorkerPool(self)
             opening = at.loop.submit(self._workers.open())  # servers load meanwhile
-            at.pool.changed, pipeline.runner = self._tell_workers, self._workers.run
+            at.pool.changed = self._tell_workers
+            self._executor.runner = self._workers.run
         self._pauses = Pauses(
-            self.config, self._sync, at=at, pipeline=pipeline, workers=self._workers
+            self.config, self._sync, at=at, executor=self._executor, workers=self._workers
         )
         setup = self.config.setup_timeout
         at.loop.run(at.pool.wait_healthy(setup), timeout=setup + 2 * PROBE_TIMEOUT)
         if opening is not None:
             opening.result(2 * START_TIMEOUT)
-        if self.config.max_queue is not None and self.config.max_concurrent_rollouts is None:
-            at.loop.submit(adapt(at.pool, at.samples, pipeline, self.config.max_queue))
         if ft_spec is not None:
             self._executor.expect(ft_spec.total_train_steps)
         return at.pool.addresses
@@ -422,7 +420,7 @@ class RemoteSGLangEngine(InferenceEngine):
             self._updated = None  # back at earlier weights, whose versions count anew
         self._tell_workers()
         if self._executor is not None:
-            self._executor.pipeline.version_changed(version)
+            self._executor.version_changed(version)
 
     # rollouts
 

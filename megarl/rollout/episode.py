@@ -4,38 +4,56 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import torch
 
 from megarl.api.batch import Padded
 from megarl.api.inference import (
-    FAILURES,
     SAMPLES_MISSING,
     InferenceEngine,
     RolloutFailed,
     RolloutWorkflow,
 )
-from megarl.api.tokens import select
+from megarl.api.tokens import concat_padded
+from megarl.config.rollout import RolloutConfig
 from megarl.observability.logging import get_logger
 from megarl.observability.timeline import EPISODES, timeline
 from megarl.rollout.answers import AnswerLog
-from megarl.rollout.episode_check import check_episode, check_valid
 from megarl.rollout.episode_context import EpisodeContext, Home, current_episode
 from megarl.rollout.loop_thread import PauseClock
-from megarl.rollout.retries import (
+from megarl.rollout.rewards.results import RewardError, fails_sample
+from megarl.rollout.rollouts import (
     Failed,
-    Gathered,
     by_kind,
-    count_rollouts,
+    check_episode,
+    first_rollouts,
     numbered_through,
     rewards_of,
+    without_failed,
 )
-from megarl.rollout.rewards.results import RewardError, fails_sample
 
 log = get_logger(__name__)
+
+
+MAX_DROPS = 8  # of one row in a row, as too stale: more is a workflow that returns old tokens
+
+ShouldAccept = Callable[[Padded], bool]
+
+
+class State(Enum):
+    """Says where an episode is: from TAKEN on, at its end.
+
+    ready: accepted, for a batch to come; broken: it ended with an error that nobody was told of;
+    taken: a batch has it; failed: its error was raised; dropped: it was too stale. A value that is
+    the name of a metric is that of its count.
+    """
+
+    WAITING, RUNNING, READY, BROKEN = "pending", "running", "ready", "broken"
+    TAKEN, REJECTED, FAILED, DROPPED = "accepted", "rejected", "failed", "dropped"
 
 
 @dataclass(kw_only=True, eq=False)
@@ -43,7 +61,9 @@ class Episode:
     """Describes an episode, which ends with `batch` (accepted), `error` (failed) or neither
     (rejected).
 
-    number: place in the order of submission, unique in a run, also over resumes.
+    number: place in the order of submission, unique in a run, also over resumes; episodes.Episodes
+        gives it.
+    state: where it is, which Episodes alone changes.
     drawn: the row came from prepare_batch's dataloader.
     drops: how often in a row its samples were too stale.
     may_fail: whether it may overrun its time: another row takes its place, or the batch goes
@@ -59,18 +79,20 @@ class Episode:
     began: the oldest version that its tokens may be of: that of its begin, or of answers that are
         kept; None before it begins.
     admitted: the version at its begin, before a resume too, which keys its seeds.
-    place: place in the order of completion, None until the pipeline has counted it as accepted.
+    place: place in the order of completion, None until it is counted as accepted.
     answers: of its requests, where they are kept for a resume.
+    vocab_size: the model's, where it is known; no sample may have a token beyond it.
     wanted_by: the function of a consumer that accepted it, too.
     latency: seconds from begin to end.
     oldest: the version of the oldest trained token of `batch`; None where there is none.
     routes: whether its answers carry routes, where the client asks servers for them.
     """
 
-    number: int
     row: dict[str, Any]
     workflow: RolloutWorkflow
-    should_accept: Callable[[Padded], bool] | None = None
+    number: int = -1
+    state: State = State.WAITING
+    should_accept: ShouldAccept | None = None
     drawn: bool = False
     drops: int = 0
     may_fail: bool = False
@@ -85,7 +107,8 @@ class Episode:
     began: int | None = None
     admitted: int | None = None
     place: int | None = None
-    wanted_by: Callable[[Padded], bool] | None = None
+    wanted_by: ShouldAccept | None = None
+    vocab_size: int | None = None
     error: BaseException | None = None
     latency: float = 0.0
     oldest: int | None = None
@@ -97,32 +120,55 @@ class Episode:
         """Returns how messages name the episode: by its row's id."""
         return f"row {self.row.get('row_id', '?')}"
 
+    def begin(self, version: int) -> None:
+        """Notes the version of the weights under which it begins."""
+        self.began = version if self.began is None else min(self.began, version)
+        if self.admitted is None:
+            self.admitted = version
+        if self.answers is not None:
+            self.answers.admitted = self.admitted
+
+    def again(self, version: int, bound: int) -> Episode:
+        """Returns an episode of the same row, for one that was too stale at `version` under the
+        staleness bound. Raises RuntimeError where that was MAX_DROPS times in a row."""
+        if self.drops + 1 == MAX_DROPS:  # begun anew under newer weights every time
+            raise RuntimeError(
+                f"{self.name} was dropped {MAX_DROPS} times in a row: at version {version} "
+                f"{type(self.workflow).__name__} returned trained tokens of version {self.oldest}, "
+                f"which rollout.max_head_offpolicyness={bound} is too low for; give tokens the "
+                "output_versions of the response that brought them, or raise the bound"
+            )
+        return Episode(
+            row=self.row,
+            workflow=self.workflow,
+            should_accept=self.should_accept,
+            drawn=self.drawn,
+            drops=self.drops + 1,
+            may_fail=self.drawn,
+        )
+
+
+# brings an episode to its end, in this process or another
+Runner = Callable[[Episode], Awaitable[None]]
+
 
 async def run_episode(
     episode: Episode,
     engine: InferenceEngine,
+    config: RolloutConfig,
     *,
-    timeout: float,
     clock: PauseClock | None = None,
-    vocab_size: int | None = None,
-    retries: int = 0,
-    min_rollouts: int = 1,
-    on_reward_error: str = "raise",
 ) -> None:
-    """Runs the workflow for at most `timeout` s, checks what it returns, and records the outcome in
-    `episode`; only our own cancellation of its task propagates. clock: what `timeout` goes by,
-    which stands still in pauses; vocab_size: the model's, if known; retries: how often failed
-    rollouts are made anew; min_rollouts, on_reward_error: see config.rollout."""
-    begun, start, task = time.monotonic(), time.time(), asyncio.current_task()
+    """Runs the workflow for at most rollout.episode_timeout s, checks what it returns, and records
+    the outcome in `episode`; only our own cancellation of its task propagates. clock: what the
+    time-out goes by, which stands still in pauses."""
+    timeout, begun, task = config.episode_timeout, time.monotonic(), asyncio.current_task()
     bound: asyncio.Timeout | None = None
     try:
         async with (clock or PauseClock()).timeout(timeout) as bound:
-            found = await _gathered(episode, engine, vocab_size, retries, on_reward_error)
-        batch = None if found is None else found.joined(min_rollouts)
-        episode.rewards = rewards_of(batch)
-        accept = episode.should_accept
-        if batch is not None and (accept is None or accept(batch)):
-            episode.batch, episode.oldest = batch, _oldest_version(batch)
+            episode.batch = await _gathered(episode, engine, config)
+        episode.rewards = rewards_of(episode.batch)
+        episode.oldest = _oldest_version(episode.batch)
     # handed to whoever waits for the episode, see RolloutExecutor.wait
     except (KeyboardInterrupt, GeneratorExit):
         raise
@@ -139,20 +185,21 @@ async def run_episode(
     if episode.answers is not None:
         episode.answers.end()
     episode.latency = time.monotonic() - begun
-    show(episode, start)
 
 
 def _too_late(episode: Episode, timeout: float) -> None:
+    """Counts those rollouts as failed that the workflow was to make and has not, one at least."""
     error = TimeoutError(
         f"episode of {episode.name} took longer than rollout.episode_timeout={timeout:g} s"
     )
-    if episode.may_fail:
-        log.warning("%s; its rollouts count as failed", error)
-        cut = _cut_short(episode)
-        episode.failed = [*episode.failed, *cut]
-        episode.missing = episode.good + len(cut)
-    else:
+    if not episode.may_fail:
         _failed(episode, error)
+        return
+    log.warning("%s; its rollouts count as failed", error)
+    count = max(1, _samples_of(episode.workflow) - episode.good)
+    length = episode.answers.tokens // count if episode.answers is not None else 0
+    episode.failed = [*episode.failed, *[("timeout", length)] * count]
+    episode.missing = episode.good + count
 
 
 def _failed(episode: Episode, error: Exception) -> None:
@@ -160,36 +207,54 @@ def _failed(episode: Episode, error: Exception) -> None:
     episode.error = error
 
 
-def judge(episode: Episode) -> None:
-    """Has should_accept decide on the batch of an episode that was run without it, elsewhere."""
+def has_signal(batch: Padded) -> bool:
+    """Returns whether the rewards of a group differ; equal rewards teach nothing (DAPO's dynamic
+    sampling, arXiv 2503.14476)."""
+    return bool(batch["rewards"].min() != batch["rewards"].max())
+
+
+async def run_all(episodes: Sequence[Episode], width: int, run: Runner) -> None:
+    """Runs episodes, `width` at a time. The first that ends with an error cancels the others, and
+    its error is raised."""
+    slots = asyncio.Semaphore(width)
+
+    async def one(episode: Episode) -> None:
+        async with slots:
+            await run(episode)
+        if episode.error is not None:
+            raise episode.error
+
+    tasks = [asyncio.ensure_future(one(e)) for e in episodes]
     try:
-        accept = episode.should_accept
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def conclude(episode: Episode) -> None:
+    """Has should_accept decide on the batch of an episode that was run, and shows the episode in
+    the timeline."""
+    accept = episode.should_accept
+    try:
         if accept is not None and episode.batch is not None and not accept(episode.batch):
             episode.batch = None
     except Exception as error:
         episode.batch = None
         _failed(episode, error)
-
-
-def show(episode: Episode, start: float) -> None:
-    """Shows an episode that has ended in the timeline. start: in Unix seconds."""
     if timeline.recording:
         about = {"number": episode.number} | _outcome(episode)
+        start = time.time() - episode.latency
         timeline.record(EPISODES, episode.name, start, episode.latency, **about)
 
 
-def _oldest_version(batch: Padded) -> int | None:
+def _oldest_version(batch: Padded | None) -> int | None:
     """Returns the smallest version that wrote a trained token; None for no such token."""
+    if batch is None:
+        return None
     trained = batch["versions"][batch["loss_mask"].bool()]
     return int(trained.min()) if trained.numel() else None
-
-
-def _cut_short(episode: Episode) -> list[Failed]:
-    """Returns kind and length of the rollouts of an episode that took too long: those that its
-    workflow was to make and has not, one at least."""
-    count = max(1, _samples_of(episode.workflow) - episode.good)
-    length = episode.answers.tokens // count if episode.answers is not None else 0
-    return [("timeout", length)] * count
 
 
 def _samples_of(workflow: RolloutWorkflow) -> int:
@@ -209,17 +274,14 @@ def _outcome(episode: Episode) -> dict[str, Any]:
 
 
 async def _gathered(
-    episode: Episode,
-    engine: InferenceEngine,
-    vocab_size: int | None,
-    retries: int,
-    on_reward_error: str,
-) -> Gathered | None:
-    """Returns the episode's rollouts, for which the workflow runs again where some failed; None
-    where it rejects the row."""
-    found = Gathered(_samples_of(episode.workflow))
+    episode: Episode, engine: InferenceEngine, config: RolloutConfig
+) -> Padded | None:
+    """Returns the episode's rollouts, those made anew at the end, for which the workflow runs again
+    where some failed; None where it rejects the row, or too few are left."""
     data, home = {**episode.row, "episode_id": episode.number}, Home()
-    for again in range(retries + 1):
+    parts = list[Padded]()
+    episode.missing, counted = _samples_of(episode.workflow), False
+    for again in range(config.failure_retries + 1):
         current_episode.set(
             EpisodeContext(
                 number=episode.number,
@@ -232,63 +294,54 @@ async def _gathered(
                 routes=episode.routes,
             )
         )
+        batch: Padded | None = None
         try:
-            made = await episode.workflow.arun_episode(engine, data)
-            if made is None:
+            returned = await episode.workflow.arun_episode(engine, data)
+            if returned is None:
                 episode.missing = 0
                 return None
-            batch, failed = _checked(made, episode, engine, vocab_size)
-            found.add(batch, failed)
+            batch, failed = _checked(returned, episode, engine)
+            if not counted:
+                episode.missing, counted = len(rewards_of(batch)) + len(failed), True
             if failed:
-                episode.lost = [*episode.lost, {k: v[~made["valid"]] for k, v in made.items()}]
+                lost = {name: values[~returned["valid"]] for name, values in returned.items()}
+                episode.lost = [*episode.lost, lost]
                 log.warning("%s: rollouts failed: %s", episode.name, by_kind(failed))
         except (RolloutFailed, RewardError) as e:
-            if isinstance(e, RewardError) and not fails_sample(e, on_reward_error):
+            if isinstance(e, RewardError) and not fails_sample(e, config.on_reward_error):
                 raise
             log.warning("%s: all rollouts failed: %s", episode.name, e)
-            found.add_failure(e.kind if isinstance(e, RolloutFailed) else "reward")
-        finally:
-            episode.failed = found.failed
-            episode.good, episode.retried = found.good, found.retried
-        episode.missing = found.missing
-        if found.missing == 0:
+            kind = e.kind if isinstance(e, RolloutFailed) else "reward"
+            failed = [(kind, 0)] * episode.missing
+        episode.failed = [*episode.failed, *failed]
+        if batch is not None:
+            parts.append(first_rollouts(batch, episode.missing))
+            count = len(rewards_of(parts[-1]))
+            episode.good += count
+            episode.missing -= count
+            episode.retried += count if again else 0
+        if not episode.missing:
             break
-        if found.counted:
-            data[SAMPLES_MISSING] = found.missing
-    return found
+        if counted:
+            data[SAMPLES_MISSING] = episode.missing
+    fewest = config.min_rollouts if episode.drawn else 1
+    if not parts or (episode.missing and episode.good < fewest):
+        return None
+    return concat_padded(numbered_through(parts))
 
 
 def _checked(
-    batch: Any, episode: Episode, engine: InferenceEngine, vocab_size: int | None
+    batch: Any, episode: Episode, engine: InferenceEngine
 ) -> tuple[Padded | None, list[Failed]]:
     """Returns what `without_failed` makes of the workflow's batch, checked."""
     try:
         kept, failed = without_failed(batch)
         if kept is not None:
-            check_episode(kept, version=engine.get_version(), vocab_size=vocab_size)
+            check_episode(kept, version=engine.get_version(), vocab_size=episode.vocab_size)
         return kept, failed
     except (TypeError, ValueError) as e:
         name = type(episode.workflow).__name__
         raise type(e)(f"{name} returned for {episode.name}: {e}") from None
-
-
-def without_failed(batch: Any) -> tuple[Any, list[Failed]]:
-    """Returns the batch without the samples whose `valid` [n] is False (None if all are), and
-    (kind, length) of each rollout that failed. A failed sample may hold anything: NaN, garbage, no
-    token at all."""
-    if not isinstance(batch, dict) or "valid" not in batch:
-        return batch, []
-    check_valid(batch)
-    batch = dict(batch)
-    valid, kinds = batch.pop("valid"), batch.pop("failure", None)
-    lengths = batch["attention_mask"].bool().sum(1).tolist()
-    ids = batch.get("rollout_ids", torch.arange(len(valid))).tolist()
-    failed: dict[int, Failed] = {}
-    for i in (~valid).nonzero().flatten().tolist():
-        kind, length = failed.get(ids[i], (FAILURES[0 if kinds is None else int(kinds[i])], 0))
-        failed[ids[i]] = kind, length + lengths[i]
-    kept = select(batch, valid.nonzero().flatten()) if valid.any() else None
-    return kept, list(failed.values())
 
 
 def batch_parts(episodes: Sequence[Episode], *, group_ids: Sequence[int]) -> list[Padded]:
@@ -305,6 +358,6 @@ def batch_parts(episodes: Sequence[Episode], *, group_ids: Sequence[int]) -> lis
         }
         parts.append(part)
     parts = numbered_through(parts)
-    if all(count_rollouts(p) == len(p["input_ids"]) for p in parts):
+    if all(len(rewards_of(p)) == len(p["input_ids"]) for p in parts):
         parts = [{k: v for k, v in p.items() if k != "rollout_ids"} for p in parts]
     return parts

@@ -1,9 +1,10 @@
 """Defines RolloutExecutor, the trainer's view of rollouts: submit episodes, get batches.
 
-By default results come in order of submission, so a batch does not depend on which episodes
-happened to finish first. While a straggler holds a batch back, others keep generating up to the
-staleness bound. With rollout.order=completion (`order.py`) it holds a batch back only where a later
-one would be too late for it.
+While a straggler holds a batch back, others keep generating up to the staleness bound
+(`staleness.py`, which also says which episodes make a batch).
+
+Callers' threads submit and take; the loop thread starts and ends episodes. One condition variable,
+Episodes.changed, guards everything. Methods whose docstring ends in * are called with it held.
 """
 
 from __future__ import annotations
@@ -20,17 +21,27 @@ from megarl.api.batch import Batch, Padded
 from megarl.api.inference import InferenceEngine, RolloutWorkflow
 from megarl.api.tokens import concat_padded
 from megarl.config.rollout import RolloutConfig
-from megarl.rollout.accounting import AccountingError, SampleAccounting
-from megarl.rollout.episode import Episode, batch_parts
-from megarl.rollout.loop_thread import LoopThread
-from megarl.rollout.outcomes import Outcome
-from megarl.rollout.pipeline import DEFAULT_CONCURRENCY, GRACE, Pipeline, ShouldAccept
-from megarl.rollout.row_stream import RowStream
+from megarl.rollout.episode import (
+    Episode,
+    Runner,
+    ShouldAccept,
+    State,
+    batch_parts,
+    conclude,
+    run_all,
+    run_episode,
+)
+from megarl.rollout.episodes import Episodes, Failures, Outcome, RowStream, number_of
+from megarl.rollout.loop_thread import LoopThread, PauseClock
+from megarl.rollout.staleness import Admission, head
+from megarl.utils import stopping
 
+Row = dict[str, Any]
 WorkflowBuilder = Callable[[], RolloutWorkflow]
-
-# prepare_batch gives up when this many batches' worth of groups in a row were all rejected
-MAX_REJECTED_BATCHES = 64
+# episodes in flight when rollout.max_concurrent_rollouts is null and no training batch says more
+DEFAULT_CONCURRENCY = 256
+LOOK_AROUND = 1.0  # seconds at most until a waiting caller notices a signal
+GRACE = 30.0  # seconds beyond episode_timeout before a wait without any progress is an error
 
 
 class Answered(NamedTuple):
@@ -43,28 +54,53 @@ class Answered(NamedTuple):
 
 
 class RolloutExecutor:
-    """Runs episodes of `engine` in `loop`. Its methods are for other threads than the loop's."""
+    """Runs episodes of `engine` in `loop`, whose version decides admission and staleness. Its
+    methods are for other threads than the loop's.
+
+    runner: brings an episode to its end, in this process or another.
+    observer: is shown every episode that a batch takes, or that is rejected.
+    vocab_size: the model's, where it is known.
+    outcomes: told with the last batch: its own, and rejected ones.
+    """
 
     def __init__(self, config: RolloutConfig, *, engine: InferenceEngine, loop: LoopThread) -> None:
-        self.config, self._loop = config, loop
-        self.pipeline = Pipeline(config, engine=engine, loop=loop)
-        self.accounting = SampleAccounting()  # for a consumer that reports to it
-        self.outcomes: list[Outcome] = []  # told with the last batch: its own, and rejected ones
-        self._rows: RowStream | None = None
+        self.config, self._engine, self._loop = config, engine, loop
+        self.runner: Runner = self._run_here
+        self.observer: Callable[[Episode], None] = lambda episode: None
+        self.vocab_size: int | None = None
+        self.outcomes: list[Outcome] = []
+        self.episodes = Episodes()
+        self.changed = self.episodes.changed
+        self.failures = Failures(config.max_failure_rate)
+        self.admission = Admission(
+            max_concurrent=config.max_concurrent_rollouts or DEFAULT_CONCURRENCY,
+            max_head_offpolicyness=config.max_head_offpolicyness,
+        )
+        self._rows = RowStream()
+        self._clock = PauseClock()  # of the episodes that run here
+        self._held_since: float | None = None
+        self._last_progress = time.monotonic()
         self._batch_stats: dict[str, float] = {}
         self._failed_before = 0  # rollouts, by the end of the last batch that was trained
+        self._faults: list[BaseException] = []  # of this code, not of an episode
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # -- batches
 
     def submit(
         self,
-        data: dict[str, Any],
+        data: Row,
         workflow: RolloutWorkflow | None = None,
         workflow_builder: WorkflowBuilder | None = None,
         should_accept: ShouldAccept | None = None,
     ) -> None:
         """Queues one episode; it starts when capacity allows. Raises ValueError unless either a
         workflow or a builder is given."""
-        self.pipeline.enqueue(data, _workflow(workflow, workflow_builder), should_accept)
-        self.pipeline.start_soon()
+        flow = _workflow(workflow, workflow_builder)
+        episode = Episode(row=data, workflow=flow, should_accept=should_accept)
+        with self.changed:
+            self.episodes.add(episode)
+        self._start_soon()
 
     def wait(
         self, count: int, timeout: float | None = None, should_accept: ShouldAccept | None = None
@@ -75,22 +111,22 @@ class RolloutExecutor:
         s."""
         if count < 1:
             raise ValueError(f"wait({count}): wait for at least 1 episode")
-        pipe, begun = self.pipeline, time.monotonic()
+        begun = time.monotonic()
         deadline = None if timeout is None else begun + timeout
-        with pipe.changed:
-            pipe.last_progress = begun
+        with self.changed:
+            self._last_progress = begun
             while True:
                 if should_accept is not None:
-                    pipe.turn_down(count, should_accept)
-                if (episodes := pipe.take(count)) is not None:
+                    self._turn_down(count, should_accept)
+                if (batch := self._take(count)) is not None:
                     break
-                pipe.check_not_stuck(count)
-                pipe.sleep(deadline, f"{count} episodes")
-        return concat_padded(self._hand_out(episodes, begun))
+                self._check_not_stuck(count)
+                self._sleep(deadline, f"{count} episodes")
+        return concat_padded(self._hand_out(batch, begun))
 
     def prepare_parts(
         self,
-        dataloader: Iterable[list[dict[str, Any]]],
+        dataloader: Iterable[list[Row]],
         workflow: RolloutWorkflow | None = None,
         workflow_builder: WorkflowBuilder | None = None,
         should_accept: ShouldAccept | None = None,
@@ -101,39 +137,45 @@ class RolloutExecutor:
         replaced by the next rows, over the end of the epoch if need be. `meanwhile` is called about
         every second of the wait, and at its end. Raises RuntimeError where MAX_REJECTED_BATCHES
         batches in a row were rejected."""
-        flow = _workflow(workflow, workflow_builder)
-        feeder = self._feed_from(dataloader)
-        pipe, count, begun = self.pipeline, feeder.batch_size, time.monotonic()
-        with pipe.changed:
-            pipe.last_progress, pipe.rejected_in_a_row = begun, 0
+        flow, meanwhile = _workflow(workflow, workflow_builder), meanwhile or (lambda: None)
+        count, begun = self._serve(dataloader), time.monotonic()
+        with self.changed:
+            self._last_progress, self.failures.rejected_in_a_row = begun, 0
         while True:
-            with pipe.changed:
-                wanted = pipe.wanted()
+            with self.changed:
+                wanted = self._wanted()
             for _ in range(wanted):
-                pipe.enqueue(feeder.next_row(), flow, should_accept, drawn=True)
-            pipe.start_soon()
-            with pipe.changed:
-                if (episodes := pipe.take(count)) is not None:
+                episode = Episode(
+                    row=self._rows.next_row(),
+                    workflow=flow,
+                    should_accept=should_accept,
+                    drawn=True,
+                    may_fail=True,
+                )
+                with self.changed:
+                    self.episodes.add(episode)
+            self._start_soon()
+            with self.changed:
+                if (batch := self._take(count)) is not None:
                     break
-                if pipe.wanted() > 0:
+                if self._wanted() > 0:
                     continue  # a rejection just made room for another row
-                self._check_signal(count)
-                pipe.check_not_stuck(count)
-                pipe.sleep(None, f"a batch of {count} episodes")
-            if meanwhile is not None:
-                meanwhile()
-        if meanwhile is not None:
+                self.failures.check_signal(count)
+                self._check_not_stuck(count)
+                self._sleep(None, f"a batch of {count} episodes")
             meanwhile()
-        return self._hand_out(episodes, begun)
+        meanwhile()
+        return self._hand_out(batch, begun)
 
     def expect(self, batches: int) -> None:
         """Says how many batches prepare_batch will be asked for from now on: no episode begins that
         none of them can use. Without this call episodes begin without end."""
-        self.pipeline.expect(batches)
+        with self.changed:
+            self.admission.batches_left = batches
 
     def rollout_batch(
         self,
-        data: Sequence[dict[str, Any]],
+        data: Sequence[Row],
         workflow: RolloutWorkflow | None = None,
         workflow_builder: WorkflowBuilder | None = None,
         should_accept: ShouldAccept | None = None,
@@ -153,7 +195,7 @@ class RolloutExecutor:
 
     def answer(
         self,
-        data: Sequence[dict[str, Any]],
+        data: Sequence[Row],
         workflow: RolloutWorkflow,
         should_accept: ShouldAccept | None = None,
         *,
@@ -178,11 +220,8 @@ class RolloutExecutor:
         ]
         width = self.config.max_concurrent_rollouts or DEFAULT_CONCURRENCY
         waves = -(-len(data) // width)
-        self._loop.run(
-            self._run_all(episodes, width),
-            timeout=waves * self.config.episode_timeout + GRACE,
-            stoppable=True,
-        )
+        limit = waves * self.config.episode_timeout + GRACE
+        self._loop.run(run_all(episodes, width, self._bring), timeout=limit, stoppable=True)
         failed = [e.missing for e in episodes]
         accepted = [e for e in episodes if e.batch is not None]
         if not accepted:
@@ -191,129 +230,262 @@ class RolloutExecutor:
         del batch["episode_ids"]  # these episodes have no place in the order of submission
         return Answered(batch, failed)
 
+    # -- weights
+
+    def version_changed(self, version: int) -> None:
+        """Takes note of the weights' new `version`, under which more episodes may start. Raises
+        ValueError where no batch was handed out for it."""
+        with self.changed:
+            self.admission.check_version(version, self.episodes.counts)
+            self.episodes.version_changed()
+        self._start_soon()
+
+    def hold(self) -> None:
+        """Starts no further episodes (those running wait in the client)."""
+        with self.changed:
+            if self._held_since is None:
+                self._held_since = time.monotonic()
+        self._loop.call_soon(self._clock.hold)
+
+    def release(self) -> None:
+        """Starts episodes again after `hold`."""
+        with self.changed:
+            self._last_progress += self._held_for()  # a pause is not the episodes' time
+            self._held_since = None
+        self._loop.call_soon(self._clock.release)
+        self._start_soon()
+
+    def _held_for(self) -> float:
+        return 0.0 if self._held_since is None else time.monotonic() - self._held_since
+
+    # -- books
+
     def stats(self) -> dict[str, float]:
         """Returns counters of the run (submitted = running + accepted + rejected + failed +
-        dropped, which is checked) and metrics of the last batch: wait_time (s the trainer waited),
-        latency_mean and latency_max (s per episode), failed_in_batch (rollouts that failed until
-        it was trained since the one before was)."""
-        pipe = self.pipeline
-        with pipe.changed:
-            pipe.check()
-            counters = pipe.staleness.counters() | {
-                "handed_out": pipe.staleness.handed_out,
-                "max_concurrent": pipe.staleness.max_concurrent,
-                "pending": len(pipe.pending),
-            }
-        counters |= {
-            "trained": self.accounting.episodes,
-            "trained_samples": self.accounting.samples,
-            "skipped": self.accounting.skipped_episodes,
-            "skipped_samples": self.accounting.skipped_samples,
-        }
-        failed = pipe.failed_samples.stats()
+        dropped) and metrics of the last batch: wait_time (s the trainer waited), latency_mean and
+        latency_max (s per episode), failed_in_batch (rollouts that failed until it was trained
+        since the one before was)."""
+        with self.changed:
+            counters = self.episodes.stats() | {"max_concurrent": self.admission.max_concurrent}
+            failed = self.failures.stats()
         return {k: float(v) for k, v in counters.items()} | failed | self._batch_stats
 
+    def trained(self, episode_ids: torch.Tensor, skipped: torch.Tensor | None = None) -> None:
+        """Books the samples [B] of the last batch's episodes as trained, but those under `skipped`
+        [B] bool as skipped. Raises AccountingError unless all that was ever handed out is one or
+        the other."""
+        left_out = Counter([] if skipped is None else episode_ids[skipped].tolist())
+        with self.changed:
+            self.episodes.train(Counter(episode_ids.tolist()), left_out)
+            failed = self.failures.kinds.total()
+        self._batch_stats["failed_in_batch"] = failed - self._failed_before
+        self._failed_before = failed
+
     def failed(self, batch: Batch, mask: torch.Tensor, kind: str) -> None:
-        """Books samples of a batch that was handed out as failed: those under `mask` [B] bool, all
+        """Books samples of the last batch as failed: those under `mask` [B] bool, all
         rows of some rollouts, which batch.keep(~mask) leaves out. `kind` is one of
         api.inference.FAILURES."""
-        self.accounting.fail(batch["episode_ids"][mask])
         lengths: Counter[int] = Counter()
         for unit, n in zip(batch.rollout_ids[mask].tolist(), batch.lengths[mask].tolist()):
             lengths[unit] += n
-        with self.pipeline.changed:
-            self.pipeline.failed_samples.add([(kind, n) for n in lengths.values()])
+        with self.changed:
+            self.episodes.lose(Counter(batch["episode_ids"][mask].tolist()))
+            self.failures.add([(kind, n) for n in lengths.values()])
 
-    def received(self, episode_ids: torch.Tensor) -> None:
-        """Books the samples [B] of these episodes as handed out. Raises AccountingError for an
-        episode that was handed out before."""
-        with self.pipeline.changed:
-            first_due = self.pipeline.first_due()
-        self.accounting.receive(episode_ids, first_due)
-
-    def trained(self, episode_ids: torch.Tensor, skipped: torch.Tensor | None = None) -> None:
-        """Books the samples [B] of these episodes as trained, but those under `skipped` [B] bool as
-        skipped. Raises AccountingError unless all that was ever handed out is one or the other."""
-        self.accounting.train(episode_ids, skipped)
-        self.accounting.check()
-        with self.pipeline.changed:
-            failed = self.pipeline.failed_samples.samples.total()
-        self._batch_stats["failed_in_batch"] = failed - self._failed_before
-        self._failed_before = failed
-        done = self.accounting.episodes + self.accounting.skipped_episodes
-        if done != self.pipeline.staleness.handed_out:
-            raise AccountingError(
-                f"{self.pipeline.staleness.handed_out} episodes were handed out, but "
-                f"{self.accounting.episodes} trained and {self.accounting.skipped_episodes} skipped"
-            )
+    # -- resumes
 
     def state_dict(self) -> dict[str, Any]:
         """Returns, between two batches, the counters and the rows drawn from the dataloader but not
         yet handed out, in order; a resumed run submits them before it draws more. It is plain
         data."""
-        with self.pipeline.changed:
-            state = self.pipeline.state_dict()
-        state["rows"] += self._rows.buffered if self._rows else []
-        return state | {"accounting": self.accounting.state_dict()}
+        with self.changed:
+            state = self.episodes.state_dict() | {"failed_samples": self.failures.state_dict()}
+        state["rows"] += self._rows.buffered
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores `state_dict`, before the first batch."""
-        assert self._rows is None, "load_state_dict after the first batch"
-        self.pipeline.load_state_dict(state)
-        self.accounting.load_state_dict(state["accounting"])
-        self._failed_before = self.pipeline.failed_samples.samples.total()
+        assert not self._rows.batch_size, "load_state_dict after the first batch"
+        with self.changed:
+            self.episodes.load_state_dict(state)
+            self.failures.load_state_dict(state["failed_samples"])
+            self._failed_before = self.failures.kinds.total()
         self._rows = RowStream(first=state["rows"])
 
-    def _feed_from(self, dataloader: Iterable[list[dict[str, Any]]]) -> RowStream:
-        if self._rows is None:
-            self._rows = RowStream()
-        self._rows.attach(dataloader)
-        self.pipeline.serve(self._rows.batch_size)
-        return self._rows
+    # -- callers' side
 
-    def _hand_out(self, episodes: list[Episode], begun: float) -> list[Padded]:
-        with self.pipeline.changed:
-            self.outcomes = self.pipeline.outcomes.tell(max(e.number for e in episodes))
-        latencies = [e.latency for e in episodes]
+    def _serve(self, dataloader: Iterable[list[Row]]) -> int:
+        """Returns how many episodes a batch takes, of which each version gets one."""
+        self._rows.attach(dataloader)
+        size = self._rows.batch_size
+        with self.changed:
+            if self.admission.batch is None:
+                self.admission.serve(size, self._engine.get_version(), self.episodes.counts)
+                if self.config.max_concurrent_rollouts is None:
+                    self.admission.max_concurrent = size
+        return size
+
+    def _wanted(self) -> int:
+        """Returns how many episodes to submit. A resumed run submits all rows that were in flight
+        at once: one of them that becomes too stale is submitted again behind them, as it would have
+        been without the stop. *"""
+        wanted = self.admission.wanted(self._engine.get_version(), self.episodes.counts)
+        return max(wanted, len(self.episodes.reserved))
+
+    def _next(self, count: int) -> list[Episode]:
+        """Returns those accepted episodes that the next batch of `count` takes, as far as they are
+        known, in order of submission. *"""
+        if self.config.order == "submission":
+            return head(self.episodes.live.values(), count)
+        live = [e for e in self.episodes.live.values() if e.state is not State.BROKEN]
+        version, counts = self._engine.get_version(), self.episodes.counts
+        taken = self.admission.first_come(live, count, version, counts)
+        return sorted(taken, key=number_of)
+
+    def _take(self, count: int) -> list[Episode] | None:
+        """Returns the next `count` episodes by rollout.order in order of submission, once all are
+        accepted, else None. One that has become too stale is dropped and its row submitted again.
+        Raises the error of an episode that failed, RuntimeError where too many rollouts did. *"""
+        if self._faults:
+            raise self._faults.pop(0)
+        if self.episodes.counts[State.BROKEN]:
+            broken = next(e for e in self.episodes.live.values() if e.error is not None)
+            self.episodes.move(broken, State.FAILED)
+            assert broken.error is not None
+            raise broken.error
+        self.failures.check()
+        version, is_stale = self._engine.get_version(), self.admission.is_stale
+        while stale := [e for e in self._next(count) if is_stale(e.oldest, version)]:
+            for episode in stale:
+                fresh = episode.again(version, self.config.max_head_offpolicyness)
+                self.episodes.move(episode, State.DROPPED)
+                self.episodes.add(fresh)
+            self._start_soon()
+        batch = self._next(count)
+        if len(batch) < count:
+            return None
+        self.episodes.take(batch)
+        for episode in batch:
+            self.failures.add(episode.failed, episode.retried)
+            self.observer(episode)
+        if self.admission.batches_left is not None:
+            self.admission.batches_left -= 1
+        return batch
+
+    def _turn_down(self, count: int, should_accept: ShouldAccept) -> None:
+        """Rejects those of the next `count` accepted episodes that `should_accept` does not want;
+        it is asked about each once. *"""
+        while unknown := [e for e in self._next(count) if e.wanted_by is not should_accept]:
+            for episode in unknown:
+                assert episode.batch is not None
+                if should_accept(episode.batch):
+                    episode.wanted_by = should_accept
+                else:
+                    self._reject(episode)
+            self._start_soon()
+
+    def _reject(self, episode: Episode) -> None:
+        """Counts and shows an episode that is rejected. *"""
+        self.episodes.move(episode, State.REJECTED)
+        self.failures.add(episode.failed)
+        self.observer(episode)
+
+    def _hand_out(self, batch: Sequence[Episode], begun: float) -> list[Padded]:
+        with self.changed:
+            self.outcomes = self.episodes.tell(max(map(number_of, batch)))
+        latencies = [e.latency for e in batch]
         self._batch_stats = {
             "wait_time": time.monotonic() - begun,
             "latency_mean": sum(latencies) / len(latencies),
             "latency_max": max(latencies),
         }
-        return batch_parts(episodes, group_ids=range(len(episodes)))
+        return batch_parts(batch, group_ids=range(len(batch)))
 
-    def _check_signal(self, batch_size: int) -> None:
-        rejected = self.pipeline.rejected_in_a_row
-        if rejected >= MAX_REJECTED_BATCHES * batch_size:
-            found = self.pipeline.failed_samples.samples
-            kinds = ", ".join(f"{n} {kind}" for kind, n in found.items())
-            raise RuntimeError(
-                f"{rejected} groups in a row were rejected: nothing to train on; check the reward "
-                "and should_accept (actor.dynamic_sampling)"
-                + (f"; samples that failed in this run: {kinds}" if kinds else "")
+    def _check_not_stuck(self, count: int) -> None:
+        """Raises RuntimeError where waiting for `count` episodes cannot help. *"""
+        counts = self.episodes.counts
+        if not self._loop.alive:
+            raise RuntimeError("the rollout thread has ended")
+        if counts[State.RUNNING]:
+            return
+        version, waiting = self._engine.get_version(), counts[State.WAITING]
+        if self._held_since is not None and waiting:
+            raise RuntimeError("waiting for episodes while generation is paused: resume() first")
+        self.admission.check_room(version, counts)
+        if not waiting:
+            left = counts[State.READY]
+            raise RuntimeError(f"waiting for {count} episodes, but only {left} are left")
+
+    def _sleep(self, deadline: float | None, what: str) -> None:
+        """Waits for a change, until `deadline` or, as episodes end by themselves before, for
+        episode_timeout and GRACE without any; it may return without one. Raises TimeoutError at the
+        end of either, and StopRequested where a signal asks for it: nothing is half done here. *"""
+        quiet = self._last_progress + self._held_for() + self.config.episode_timeout + GRACE
+        until = quiet if deadline is None else min(deadline, quiet)
+        left = until - time.monotonic()
+        if left > 0:
+            self.changed.wait(min(left, LOOK_AROUND))
+            if stopping.wish():
+                raise stopping.StopRequested
+        else:
+            counters = ", ".join(f"{v} {k}" for k, v in self.episodes.counters().items())
+            why = "" if until < quiet else f"; none ended for rollout.episode_timeout + {GRACE:g} s"
+            raise TimeoutError(
+                f"timed out waiting for {what}: {counters}{why} {self._loop.blocked()}".rstrip()
             )
 
-    async def _run_all(self, episodes: Sequence[Episode], width: int) -> None:
-        slots = asyncio.Semaphore(width)
+    # -- loop's side
 
-        async def one(episode: Episode) -> None:
-            async with slots:
-                await self.pipeline.run(episode)
-            if episode.error is not None:
-                raise episode.error
+    def _start_soon(self) -> None:
+        self._loop.call_soon(self._start)
 
-        tasks = [asyncio.ensure_future(one(e)) for e in episodes]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+    def _start(self) -> None:
+        with self.changed:
+            while self.episodes.waiting and self._held_since is None:
+                version, counts = self._engine.get_version(), self.episodes.counts
+                if self.admission.capacity(version, counts) <= 0:
+                    return
+                episode = self.episodes.waiting[0]
+                self.episodes.move(episode, State.RUNNING)
+                episode.begin(version)
+                task = asyncio.get_running_loop().create_task(self._run(episode))
+                self._tasks.add(task)
+                task.add_done_callback(self._reap)
+
+    async def _run(self, episode: Episode) -> None:
+        await self._bring(episode)
+        with self.changed:
+            self.failures.watch(episode)
+            if episode.batch is not None:
+                self.episodes.move(episode, State.READY)
+            elif episode.error is None:
+                self._reject(episode)
+            else:
+                self.episodes.move(episode, State.BROKEN)
+            self._last_progress = time.monotonic()
+            self.changed.notify_all()
+        self._start()
+
+    async def _bring(self, episode: Episode) -> None:
+        """Brings an episode to its end, whatever that is; counts nothing."""
+        episode.vocab_size = self.vocab_size
+        await self.runner(episode)
+        conclude(episode)
+
+    async def _run_here(self, episode: Episode) -> None:
+        await run_episode(episode, self._engine, self.config, clock=self._clock)
+
+    def _reap(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            with self.changed:  # a fault of this code, yet a waiting trainer must hear of it
+                self._faults.append(error)
+                self.changed.notify_all()
 
 
 def _workflow(workflow: RolloutWorkflow | None, builder: WorkflowBuilder | None) -> RolloutWorkflow:
     if workflow is not None and builder is None:
         return workflow
-    if builder is not None and workflow is None:
-        return builder()
-    raise ValueError("pass either workflow or workflow_builder")
+    if builder is None or workflow is not None:
+        raise ValueError("pass either workflow or workflow_builder")
+    return builder()

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.config.rollout import RolloutConfig, WeightSyncConfig
 from megarl.observability.logging import get_logger
+from megarl.rollout.executor import RolloutExecutor
 from megarl.rollout.generation import SETTLE_TIMEOUT
 from megarl.rollout.loop_thread import LoopThread
-from megarl.rollout.pipeline import Pipeline
 from megarl.rollout.servers import (
     POLL_INTERVAL,
     PROBE_TIMEOUT,
@@ -52,12 +52,12 @@ class Pauses:
         sync: WeightSyncConfig,
         *,
         at: Connection,
-        pipeline: Pipeline,
+        executor: RolloutExecutor,
         workers: WorkerPool | None = None,
     ) -> None:
         self._config, self._sync = config, sync
         self._loop, self._pool, self._samples = at.loop, at.pool, at.samples
-        self._pipeline, self._workers = pipeline, workers
+        self._executor, self._workers = executor, workers
         self.memory = ServerMemory(at.pool, at.loop, timeout=sync.timeout)
         self._cut: Future[bool] | None = None  # of the answers, during a pause
 
@@ -68,13 +68,13 @@ class Pauses:
 
     def cut(self) -> bool:
         """Has every request under way come back with its tokens so far, and then go on, whatever
-        the mode: nothing changes but that the pipeline notes all answers as they are. Returns
+        the mode: nothing changes but that the executor notes all answers as they are. Returns
         whether it could."""
         self._begin("abort", None)
         return self.end()
 
     def _begin(self, mode: str, listed: list[str] | None) -> None:
-        self._pipeline.hold()
+        self._executor.hold()
         drains = self._sync.timeout if mode == "drain" else 0.0
         limit = self._sync.timeout + drains + 2 * PROBE_TIMEOUT
         self._loop.run(self._pause(mode, listed), timeout=limit)
@@ -107,11 +107,11 @@ class Pauses:
         )
 
     async def _take_cut(self) -> bool:
-        """Has the pipeline note all answers as they are, once what the pause cut short is here;
+        """Has the executor note all answers as they are, once what the pause cut short is here;
         returns whether it came in time."""
         if not await self._settled(SETTLE_TIMEOUT):
             return False
-        self._pipeline.cut()
+        self._executor.episodes.cut()
         return True
 
     async def _settled(self, timeout: float) -> bool:
@@ -138,7 +138,7 @@ class Pauses:
                 await self._workers.release()
 
         self._loop.run(work(), timeout=self._sync.timeout + PROBE_TIMEOUT)
-        self._pipeline.release()
+        self._executor.release()
 
 
 class ServerMemory:

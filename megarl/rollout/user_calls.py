@@ -8,13 +8,13 @@ a time-out measures the call and no queue.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
 import functools
 import inspect
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
@@ -26,8 +26,9 @@ MOST_STUCK = 256  # threads that go on unseen before the run ends
 CLOSE_TIMEOUT = 15.0  # seconds that an environment, an interaction or tools may take to close
 PATIENCE = 60.0  # seconds after which one whose call was given up counts among them
 
-_lock = threading.Lock()
-_given_up: dict[_Thread, float] = {}  # when, of those that go on
+Outcome = Future[tuple[Any, BaseException | None]]  # what a call returned, and what it raised
+
+_given_up: dict[Outcome, float] = {}  # when, of those that go on
 
 
 class CallTimeout(TimeoutError):
@@ -63,57 +64,42 @@ def stuck_threads() -> int:
     return len(_given_up)
 
 
-class _Thread:
-    """Is the thread of one call. outcome: what it returned and what it raised."""
+def _start(fn: Callable[[], Any]) -> Outcome:
+    """Starts a thread that calls `fn`."""
+    outcome, context = Outcome(), contextvars.copy_context()
+    outcome.set_running_or_notify_cancel()  # nothing can cancel it
 
-    def __init__(self, fn: Callable[[], Any]) -> None:
-        self._fn, self._loop = fn, asyncio.get_running_loop()
-        self._context, self._ended = contextvars.copy_context(), False
-        self.outcome: asyncio.Future[tuple[Any, BaseException | None]] = self._loop.create_future()
-        thread = threading.Thread(target=self._run, daemon=True, name=f"megarl {_name(fn)}")
+    def run() -> None:
         try:
-            thread.start()
-        except RuntimeError as e:
-            raise ThreadsExhausted(
-                f"{_name(fn)}: {e}; {threading.active_count()} threads run: lower "
-                "rollout.max_concurrent_rollouts, or make it an async function"
-            ) from e
+            outcome.set_result((context.run(fn), None))
+        except BaseException as e:  # a future would not raise all of them as they are
+            outcome.set_result((None, e))
 
-    def give_up(self) -> None:
-        """Counts it as stuck until it ends."""
-        with _lock:
-            if not self._ended:
-                _given_up[self] = time.monotonic()
-
-    def _run(self) -> None:
-        value, error = None, None
-        try:
-            value = self._context.run(self._fn)
-        except BaseException as e:
-            error = e
-        with _lock:
-            self._ended = True
-            _given_up.pop(self, None)
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self._deliver, value, error)
-
-    def _deliver(self, value: Any, error: BaseException | None) -> None:
-        if not self.outcome.done():
-            self.outcome.set_result((value, error))
+    try:
+        threading.Thread(target=run, daemon=True, name=f"megarl {_name(fn)}").start()
+    except RuntimeError as e:
+        raise ThreadsExhausted(
+            f"{_name(fn)}: {e}; {threading.active_count()} threads run: lower "
+            "rollout.max_concurrent_rollouts, or make it an async function"
+        ) from e
+    return outcome
 
 
 async def _in_thread(fn: Callable[[], Any], timeout: float | None) -> Any:
     _check_stuck(fn)
-    thread = _Thread(fn)
+    outcome = _start(fn)
+    ended = asyncio.wrap_future(outcome)
     try:
         # one that ends in time has ended here, too, if this loop was late
-        await asyncio.wait({thread.outcome}, timeout=timeout)
+        await asyncio.wait({ended}, timeout=timeout)
     finally:
-        if not thread.outcome.done():
-            thread.give_up()
-    if not thread.outcome.done():
+        if not ended.done():
+            _given_up[outcome] = time.monotonic()
+            outcome.add_done_callback(lambda ended: _given_up.pop(ended, None))
+            ended.cancel()
+    if ended.cancelled():
         raise CallTimeout(f"{_name(fn)} took longer than {timeout:g} s")
-    value, error = thread.outcome.result()
+    value, error = ended.result()
     if isinstance(error, GeneratorExit):
         raise RuntimeError(f"{_name(fn)} ended with {error!r}") from error
     if error is not None:
@@ -136,9 +122,7 @@ async def _bounded(
 
 
 def _check_stuck(fn: Callable[[], Any]) -> None:
-    with _lock:
-        given_up = list(_given_up.values())
-    late = sum(time.monotonic() - since > PATIENCE for since in given_up)
+    late = sum(time.monotonic() - since > PATIENCE for since in list(_given_up.values()))
     if late >= MOST_STUCK:
         raise ThreadsExhausted(
             f"{late} threads of plain agents, tools or environments hang, each for more than "

@@ -38,7 +38,7 @@ HEAR_TIMEOUT = 10.0  # seconds after which a coordinator hears that there is not
 GATHER = 0.005  # seconds in which what ends joins what has ended, so that messages are few
 MOST = 256  # reports of one message
 # of an episode, what its process is told, and what it finds out
-ABOUT = ("number", "row", "drawn", "may_fail", "routes", "admitted")
+ABOUT = ("number", "row", "drawn", "may_fail", "routes", "vocab_size", "admitted")
 RESULT = (
     *("batch", "failed", "lost", "good", "retried", "missing"),
     *("notes", "rewards", "latency", "oldest"),
@@ -138,17 +138,15 @@ class EpisodeWorker:
         workflow: int,
         about: Mapping[str, Any],
         kept: list[Answer] | None,
-        terms: Mapping[str, Any],
     ) -> None:
-        """Runs an episode. kept: its answers of before, None where none are kept; terms: arguments
-        of run_episode."""
+        """Runs an episode. kept: its answers of before, None where none are kept."""
         flow = self._workflows[workflow]
         if isinstance(flow, Exception):
             self._report("ended", ticket, {}, _portable(flow), None)
             return
         answers = None if kept is None else AnswerLog(kept)
         episode = Episode(workflow=flow, answers=answers, **about)
-        task = asyncio.ensure_future(self._run(ticket, episode, terms))
+        task = asyncio.ensure_future(self._run(ticket, episode))
         self._running[ticket] = task, episode
 
     def _do_cancel(self, ticket: int) -> None:
@@ -204,9 +202,10 @@ class EpisodeWorker:
             }
         )
 
-    async def _run(self, ticket: int, episode: Episode, terms: Mapping[str, Any]) -> None:
+    async def _run(self, ticket: int, episode: Episode) -> None:
         try:
-            await run_episode(episode, self._opened(), clock=self._clock, **terms)
+            client = self._opened()
+            await run_episode(episode, client, client.config, clock=self._clock)
         except Exception as e:  # a fault of ours
             episode.error = e
         if self._running.pop(ticket, None) is None:

@@ -1,4 +1,4 @@
-"""Has episodes run in worker processes (`rollout.workers`), for the one coordinator: the pipeline.
+"""Has episodes run in worker processes (`rollout.workers`), for the one coordinator.
 
 A worker runs what it is given (`worker.py`) and keeps no order and no books, so which one runs an
 episode changes no number. What a worker has to know goes to it in one list at a time, and what it
@@ -8,7 +8,6 @@ found out comes back in lists, so that the messages are few, however many the ep
 from __future__ import annotations
 
 import asyncio
-import time
 import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,7 @@ from megarl.api.inference import RolloutWorkflow
 from megarl.observability.logging import get_logger
 from megarl.rollout import tally
 from megarl.rollout.answers import AnswerLog, News
-from megarl.rollout.episode import Episode, judge, show
+from megarl.rollout.episode import Episode
 from megarl.rollout.generation import SETTLE_TIMEOUT
 from megarl.rollout.pickling import pickled_workflow
 from megarl.rollout.worker import (
@@ -92,7 +91,6 @@ class Job:
 
     ticket: int
     episode: Episode
-    terms: Mapping[str, Any]
     done: asyncio.Future[None]
     deaths: int = 0
 
@@ -276,20 +274,18 @@ class WorkerPool:
         with ThreadPoolExecutor() as threads:
             list(threads.map(lambda process: process.stop(), self._processes))
 
-    async def run(self, episode: Episode, terms: Mapping[str, Any]) -> None:
+    async def run(self, episode: Episode) -> None:
         """Runs an episode as run_episode does. Raises WorkersLost where workers die in a row."""
         if self._failed is not None:
             raise self._failed
         self._ticket += 1
-        job = Job(self._ticket, episode, terms, asyncio.get_running_loop().create_future())
+        job = Job(self._ticket, episode, asyncio.get_running_loop().create_future())
         self._assign(job)
         try:
             await job.done
         except asyncio.CancelledError:
             self._cancel(job)
             raise
-        judge(episode)
-        show(episode, time.time() - episode.latency)
 
     # the state of all clients, and pauses
 
@@ -366,7 +362,7 @@ class WorkerPool:
         about = {name: getattr(episode, name) for name in ABOUT}
         kept = None if episode.answers is None else episode.answers.kept
         worker.jobs[job.ticket] = job
-        worker.send("run", job.ticket, flow, about, kept, job.terms)
+        worker.send("run", job.ticket, flow, about, kept)
 
     def _cancel(self, job: Job) -> None:
         if job in self._waiting:

@@ -276,7 +276,7 @@ class AnswersFile:
         if not whole:
             log.warning("the answers so far are not saved: servers did not bring them in time")
             return
-        state = {"version": version, "answers": self._client.executor.pipeline.answers()}
+        state = {"version": version, "answers": self._client.executor.episodes.answers()}
         buffer = io.BytesIO()
         torch.save(state, buffer)
         try:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megarl.algos.rollouts import rollouts_of
@@ -24,7 +23,7 @@ from megarl.observability.logging import get_logger, warn_once_per_world
 from megarl.observability.stats_tracker import record_timing
 from megarl.parallel.rank_zero import RankZero
 from megarl.rollout.client import RemoteSGLangEngine
-from megarl.rollout.outcomes import Outcome
+from megarl.rollout.episodes import Outcome
 from megarl.trainer.context import HERE, Workers
 from megarl.trainer.episode_recorder import EpisodeRecorder, computed_part, computed_tokens
 from megarl.trainer.evaluation import HeldOut, evaluate_unless_stopped, make_pool, make_workflow
@@ -229,10 +228,10 @@ class RolloutDriver:
     def opened(self) -> None:
         """Has answers checked against the model's vocabulary, kept for a resume and, to be
         replayed, carry routes, and episodes recorded, from now on, as the client is open."""
-        pipeline = self.client.executor.pipeline
+        executor = self.client.executor
         model = read_hf_config(self.model, override=self.override)
-        pipeline.vocab_size = model.vocab_size
-        pipeline.keeps_answers = self.answers is not None
+        executor.vocab_size = model.vocab_size
+        executor.episodes.keeps_answers = self.answers is not None
         if self.replays_rollout and model.moe is not None:
             self.client.record_routes(
                 RouteShape(
@@ -242,7 +241,7 @@ class RolloutDriver:
                 )
             )
         if self.recorder is not None:
-            pipeline.observer = self.recorder.ended
+            executor.observer = self.recorder.ended
 
     def next_batch(self) -> list[Padded]:
         """Returns the samples of the next batch, by episode. Raises StopRequested where a signal
@@ -258,7 +257,6 @@ class RolloutDriver:
         if self.shows:
             self.shown["train"] = trained_completions(parts, self._tokenizer, self.shows)
         self.results.take(self.client.executor.outcomes)
-        self.client.executor.received(torch.cat([p["episode_ids"] for p in parts]))
         if self.recorder is not None:
             self.recorder.handed_out(self.client.get_version())
         return parts

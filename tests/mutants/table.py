@@ -214,13 +214,13 @@ MUTANTS = (
         ("tests/unit/test_timeline.py::test_steps_are_cut_out_of_every_rank",),
     ),
     Mutant(
-        "rollout/accounting.py",
-        "self.samples += count - left_out[episode]",
-        "self.samples += count",
+        "rollout/episodes.py",
+        'self._trained["trained_samples"] += count - left_out',
+        'self._trained["trained_samples"] += count',
         ("tests/unit/test_accounting.py::test_samples_whose_update_was_skipped_are_not_trained",),
     ),
     Mutant(
-        "rollout/accounting.py",
+        "rollout/episodes.py",
         "if seen < ENOUGH or len(failed) <= self._bound * seen:",
         "if len(failed) <= self._bound * seen:",
         (
@@ -246,19 +246,19 @@ MUTANTS = (
         ("tests/unit/test_answers.py::test_an_answer_is_for_the_same_request_only_and_once",),
     ),
     Mutant(
-        "rollout/order.py",
+        "rollout/staleness.py",
         "return [min(count, max(0, n - j * count)) for j, n in enumerate(alive)]",
         "return [min(count, max(0, n)) for j, n in enumerate(alive)]",
         ("tests/unit/test_order.py::test_a_batch_is_the_first_come_of_all_that_keep_the_rule",),
     ),
     Mutant(
-        "rollout/order.py",
+        "rollout/staleness.py",
         "due = left",
         "pass",
         ("tests/unit/test_order.py::test_a_batch_is_the_first_come_of_all_that_keep_the_rule",),
     ),
     Mutant(
-        "rollout/outcomes.py",
+        "rollout/episodes.py",
         "self._rejected.difference_update(numbers)",
         "pass",
         (

@@ -65,18 +65,17 @@ def record_requests(path: Path) -> None:
 
 
 def record_rows(path: Path) -> None:
-    from megarl.rollout.pipeline import Pipeline
+    from megarl.rollout.episodes import Episodes
 
     def make(real: Any) -> Any:
-        def take(self: Any, count: int) -> Any:
-            if (episodes := real(self, count)) is not None:
-                with path.open("a") as f:
-                    f.write(json.dumps([e.row["row_id"] for e in episodes]) + "\n")
-            return episodes
+        def take(self: Any, batch: Any) -> Any:
+            with path.open("a") as f:
+                f.write(json.dumps([e.row["row_id"] for e in batch]) + "\n")
+            return real(self, batch)
 
         return take
 
-    patch(Pipeline, "take", make)
+    patch(Episodes, "take", make)
 
 
 def die() -> None:

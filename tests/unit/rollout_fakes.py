@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -110,7 +109,6 @@ class FakeServer:
         self.written: int | None = None
         self.rids: set[str] = set()  # under way
         self.aborted: set[str] = set()
-        self.queue: Callable[[], int] | None = lambda: 0  # requests that wait
         self.hang = False  # no /model_info is answered
         self.busy = 0  # flushes that it refuses
         self.info: dict[str, Any] = {}
@@ -121,7 +119,6 @@ class FakeServer:
         app.router.add_post("/generate", self._generate)
         app.router.add_get("/health", self._health)
         app.router.add_get("/model_info", self._info)
-        app.router.add_get("/v1/loads", self._loads)
         app.router.add_post("/set_version", self._set_version)
         app.router.add_get("/server_info", self._server_info)
         app.router.add_post("/flush_cache", self._flush)
@@ -148,11 +145,6 @@ class FakeServer:
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response(status=200 if self.healthy else 503)
-
-    async def _loads(self, _: web.Request) -> web.Response:
-        if self.queue is None:
-            return web.json_response({"message": "no such path"}, status=404)
-        return web.json_response({"loads": [{"num_waiting_reqs": self.queue()}]})
 
     async def _info(self, _: web.Request) -> web.Response:
         while self.hang:

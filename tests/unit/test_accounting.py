@@ -19,10 +19,10 @@ from megarl.config.dataset import DatasetConfig
 from megarl.config.rollout import RolloutConfig
 from megarl.data.dataset import RowDataset
 from megarl.data.loader import build_dataloader
-from megarl.rollout.accounting import AccountingError, SampleAccounting
+from megarl.rollout.episode import Episode, State
+from megarl.rollout.episodes import AccountingError, Episodes
 from megarl.rollout.executor import RolloutExecutor
 from megarl.rollout.loop_thread import LoopThread
-from megarl.rollout.staleness import StalenessManager
 from megarl.utils import stopping
 from megarl.utils.stopping import StopRequested
 from tests.unit.rollout_fakes import FakeEngine, Scripted, prepare_batch, row_ids, trajectory
@@ -108,7 +108,6 @@ class Rig:
             self.failed.append(error.args[0])
             return
         ids = batch["episode_ids"]
-        self.ex.received(ids)
         self.check()
         self.handed += row_ids(batch)[::2]
         self.ids += ids.tolist()[::2]
@@ -119,7 +118,7 @@ class Rig:
     def bump(self):
         self.version += 1
         self.engine.version = self.version
-        self.ex.pipeline.version_changed(self.version)
+        self.ex.version_changed(self.version)
 
     def check(self):
         s = self.ex.stats()
@@ -141,7 +140,7 @@ class Rig:
         self.loader.load_state_dict(state["loader"])
         self.version, self.handed, self.failed, self.ids = book
         self.engine.version = self.version
-        self.ex.pipeline.version_changed(self.version)
+        self.ex.version_changed(self.version)
         self.check()
 
     def counters(self):
@@ -243,15 +242,12 @@ def test_a_resume_under_completion_keeps_the_numbers_of_those_in_flight(rig):
     r.step()
     assert 0 not in r.ids and len(r.ids) == 4
     saved = r.checkpoint()
-    assert saved[0]["executor"]["accounting"]["early"] == r.ids
     assert saved[0]["executor"]["numbers"][0] == 0
     r.kill_and_resume(saved)
     for _ in range(4):
         r.step()
         check_books(r)
     assert r.ids.count(0) == 1 and len(set(r.ids)) == 20
-    with pytest.raises(AccountingError, match="episode 0 was handed out twice"):
-        r.ex.received(ids(0))
 
 
 @pytest.mark.parametrize("eta", [0, 2])
@@ -311,8 +307,9 @@ def test_batch_size_may_change_over_a_resume(rig):
     before = len(r.handed)
     r.step()
     assert len(r.handed) - before == 6
-    staleness = r.ex.pipeline.staleness
-    assert staleness.room(FIRST + 3) + staleness.running + staleness.accepted == 12 + 12
+    counts = r.ex.episodes.counts
+    used = counts[State.RUNNING] + counts[State.READY] + counts[State.TAKEN]
+    assert r.ex.admission.room(FIRST + 3, counts) + used == 12 + 12
     for _ in range(5):
         r.step()
     assert r.handed == r.stream(12 + 36)
@@ -322,7 +319,7 @@ def test_what_failed_before_a_checkpoint_comes_again_after_it(rig):
     r = rig(flow=Chance(failing=[0, 1]), shuffle=False)
     r.step()
     assert len(r.failed) == 1
-    while r.ex.pipeline.staleness.running:  # the other one fails, too: nobody has been told yet
+    while r.ex.stats()["running"]:  # the other one fails, too: nobody has been told yet
         asyncio.run(asyncio.sleep(0.002))
     rows = [row["row_id"] for row in r.ex.state_dict()["rows"]]
     assert rows[:3] == [({0, 1} - set(r.failed)).pop(), 2, 3]
@@ -341,49 +338,74 @@ def ids(*episodes: int) -> torch.Tensor:
     return torch.tensor(episodes)
 
 
-def test_ledger_names_the_episode_at_fault():
-    accounting = SampleAccounting()
-    accounting.receive(ids(0, 0, 2, 2))
-    accounting.train(ids(0, 0))
-    with pytest.raises(AccountingError, match="episode 0 was trained twice"):
-        accounting.train(ids(0, 0))
-    with pytest.raises(AccountingError, match="episode 5 was trained, but never handed out"):
-        accounting.train(ids(5))
-    with pytest.raises(AccountingError, match="episodes 2 were handed out, but never trained"):
-        accounting.check()
-    with pytest.raises(AccountingError, match="never trained"):
-        accounting.state_dict()
-    with pytest.raises(AccountingError, match="episode 2: 1 samples trained, it has 2"):
-        accounting.train(ids(2))
-    with pytest.raises(AccountingError, match="episode 1 was handed out twice"):
-        accounting.receive(ids(1, 1))
+def a_batch(*numbers_of_samples: int) -> tuple[Episodes, torch.Tensor]:
+    """The books once a batch took an episode for each number; and the samples' ids."""
+    books, batch = Episodes(), []
+    for n in numbers_of_samples:
+        samples = trajectory([1], version=0, n=n)
+        batch.append(Episode(row={}, workflow=Scripted(), batch=samples))
+        books.add(batch[-1])
+        books.move(batch[-1], State.RUNNING)
+        books.move(batch[-1], State.READY)
+    books.take(batch)
+    return books, torch.repeat_interleave(ids(*(e.number for e in batch)), ids(*numbers_of_samples))
+
+
+@pytest.mark.parametrize(
+    ("trained", "fault"),
+    [
+        ([0, 0], r"\[\(1, 2\)\]"),
+        ([0, 0, 1], r"\[\(1, 1\), \(1, 2\)\]"),
+        ([0, 0, 1, 1, 5], r"\[\(5, 1\)\]"),
+        ([0, 0, 0, 1, 1], r"\[\(0, 2\), \(0, 3\)\]"),
+    ],
+)
+def test_books_name_the_episode_at_fault(trained, fault):
+    books, samples = a_batch(2, 2)
+    with pytest.raises(AccountingError, match=fault):
+        books.train(Counter(trained), {})
+    books.train(Counter(samples.tolist()), {})
+    with pytest.raises(AccountingError, match=r"\(0, 2\)"):
+        books.train(Counter(samples.tolist()), {})
+    assert books.stats()["trained_samples"] == 4
 
 
 def test_samples_whose_update_was_skipped_are_not_trained():
-    accounting = SampleAccounting()
-    accounting.receive(ids(0, 0, 1, 1))
-    accounting.train(ids(0, 0, 1, 1), torch.tensor([False, True, True, True]))
-    accounting.check()
-    assert (accounting.episodes, accounting.samples) == (1, 1)
-    assert (accounting.skipped_episodes, accounting.skipped_samples) == (1, 3)
-    again = SampleAccounting()
-    again.load_state_dict(accounting.state_dict())
-    assert again.state_dict() == accounting.state_dict()
+    books, samples = a_batch(2, 2)
+    books.train(Counter(samples.tolist()), Counter([0, 1, 1]))
+    stats = books.stats()
+    assert (stats["trained"], stats["trained_samples"]) == (1, 1)
+    assert (stats["skipped"], stats["skipped_samples"]) == (1, 3)
+    again = Episodes()
+    again.load_state_dict(books.state_dict())
+    assert again.state_dict() == books.state_dict() and again.stats() == stats
 
 
-def test_ledger_stays_small_and_survives_a_resume():
-    accounting = SampleAccounting()
-    for i in range(1000):
-        accounting.receive(ids(2 * i, 2 * i))
-        accounting.train(ids(2 * i, 2 * i))
-    state = accounting.state_dict()
-    want = {"mark": 1998, "early": [], "episodes": 1000, "samples": 2000}
-    assert state == want | {"skipped_episodes": 0, "skipped_samples": 0}
-    accounting.check()  # nothing is untrained
-    again = SampleAccounting()
-    again.load_state_dict(state)
-    with pytest.raises(AccountingError, match="episode 1998 was trained twice"):
-        again.train(ids(1998, 1998))
+def test_samples_that_failed_after_the_hand_out_are_not_trained():
+    books, _ = a_batch(3, 2)
+    books.lose({0: 1, 1: 2})
+    with pytest.raises(AccountingError, match="episode 0: 3 samples failed, it has fewer"):
+        books.lose({0: 3})
+    books.train({0: 2}, {})
+    assert (books.stats()["trained_samples"], books.stats()["skipped"]) == (2, 1)
+
+
+def test_books_stay_small_and_survive_a_resume():
+    books = Episodes()
+    for _ in range(1000):
+        episode = Episode(row={}, workflow=Scripted(), batch=trajectory([1], version=0, n=2))
+        books.add(episode)
+        for state in (State.RUNNING, State.READY):
+            books.move(episode, state)
+        books.take([episode])
+        books.train({episode.number: 2}, {})
+    state = books.state_dict()
+    assert len(json.dumps(state)) < 1000
+    again = Episodes()
+    again.load_state_dict(json.loads(json.dumps(state)))
+    assert again.stats() == books.stats() and again.stats()["trained_samples"] == 2000
+    with pytest.raises(AccountingError):
+        again.train({999: 2}, {})
     assert again.state_dict() == state
 
 
@@ -392,21 +414,78 @@ def test_an_untrained_batch_is_an_error_at_the_next(rig):
     prepare_batch(r.ex, r.loader, r.flow)  # and its trainer forgets it
     r.bump()
     batch = prepare_batch(r.ex, r.loader, r.flow)
-    r.ex.accounting.receive(batch["episode_ids"])
     with pytest.raises(AccountingError, match="8 episodes were handed out, but 4 trained"):
         r.ex.trained(batch["episode_ids"])
 
 
-@pytest.mark.parametrize("fault", ["submitted", "accepted", "handed_out"])
-def test_books_that_do_not_balance_are_an_error_with_all_counters(fault):
-    m = StalenessManager(max_concurrent=8, max_head_offpolicyness=0)
-    for outcome in ("accept", "accept", "reject", "fail"):
-        m.start()
-        getattr(m, outcome)()
-    m.hand_out(1)
-    m.check(in_flight=1)
-    with pytest.raises(AccountingError, match="2 in flight"):
-        m.check(in_flight=2)
-    setattr(m, fault, getattr(m, fault) + 1)
-    with pytest.raises(AccountingError, match=r"\d submitted, 0 running, \d accepted, 1 rejected"):
-        m.check(in_flight=1)
+def test_a_checkpoint_with_an_untrained_batch_is_an_error(rig):
+    r = rig()
+    r.step()
+    prepare_batch(r.ex, r.loader, r.flow)
+    with pytest.raises(AccountingError, match="8 episodes were handed out, but 4 trained"):
+        r.ex.state_dict()
+
+
+PATHS = {
+    State.WAITING: (),
+    State.RUNNING: (State.RUNNING,),
+    State.READY: (State.RUNNING, State.READY),
+    State.BROKEN: (State.RUNNING, State.BROKEN),
+    State.FAILED: (State.RUNNING, State.BROKEN, State.FAILED),
+    State.REJECTED: (State.RUNNING, State.REJECTED),
+    State.TAKEN: (State.RUNNING, State.READY, State.TAKEN),
+    State.DROPPED: (State.RUNNING, State.READY, State.DROPPED),
+}
+WAYS = {State.WAITING: 1, State.RUNNING: 3, State.READY: 3, State.BROKEN: 1}
+
+
+@pytest.mark.parametrize("state", PATHS)
+def test_an_episode_moves_on_or_an_error_names_it_and_nothing_is_counted(state):
+    books, ways = Episodes(), 0
+    for to in State:
+        episode = Episode(row={}, workflow=Scripted())
+        books.add(episode)
+        for step in PATHS[state]:
+            books.move(episode, step)
+        before = dict(books.counts)
+        try:
+            books.move(episode, to)
+            ways += 1
+        except AccountingError as error:
+            assert f"episode {episode.number} is " in str(error)
+            assert dict(books.counts) == before
+        assert books.counts.total() == episode.number + 1
+    assert ways == WAYS.get(state, 0)
+    with pytest.raises(AccountingError):
+        books.move(Episode(row={}, workflow=Scripted(), number=99), State.RUNNING)
+
+
+def test_a_checkpoint_of_before_is_continued(rig):
+    """As it was written when every part had books of its own."""
+    state = {
+        "rows": [{"row_id": 5}, {"row_id": 7}, {"row_id": 8}],
+        "numbers": [5, 9],
+        "answers": [],
+        "next_number": 10,
+        "failed_samples": {"samples": {"tool": 2}, "tokens": 9, "retried": 1},
+        "outcomes": [({"row_id": 3}, [0.0])],
+        "counters": {
+            "submitted": 9, "running": 0, "accepted": 4, "rejected": 2, "failed": 1, "dropped": 2
+        },
+        "accounting": {
+            "mark": 4, "episodes": 3, "samples": 6, "skipped_episodes": 1, "skipped_samples": 2,
+            "early": [6],
+        },
+    }  # fmt: skip
+    r = rig()
+    r.ex.load_state_dict(state)
+    stats = r.ex.stats()
+    assert [stats[name] for name in COUNTERS] == [9, 0, 4, 2, 1, 2, 4, 3, 6, 2]
+    assert (stats["skipped"], stats["skipped_samples"], stats["retried_samples"]) == (1, 2, 1)
+    r.bump()
+    batch = prepare_batch(r.ex, r.loader, r.flow)
+    assert row_ids(batch)[:6:2] == [5, 7, 8]
+    assert batch["episode_ids"].tolist()[::2] == [5, 9, 10, 11]
+    assert r.ex.outcomes[0].row == {"row_id": 3}
+    r.ex.trained(batch["episode_ids"])
+    assert r.ex.stats()["trained"] == 7

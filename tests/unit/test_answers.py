@@ -162,7 +162,7 @@ def test_a_workflow_goes_on_in_the_middle_of_its_second_turn(monkeypatch):
         client = RemoteSGLangEngine(RolloutConfig(addresses=[server.address]))
         clients.append(client)
         client.initialize()
-        client.executor.pipeline.keeps_answers = True
+        client.executor.episodes.keeps_answers = True
         return client
 
     try:
@@ -230,7 +230,7 @@ def test_a_seeded_answer_is_gone_on_with_a_version_later(monkeypatch, order):
     """Row 1 is rejected, and row 2 under way when the version changes: neither its seeds' version
     nor its number is another after the resume."""
     monkeypatch.setattr("megarl.rollout.generation.ABORT_DELAY", 60.0)
-    monkeypatch.setattr("megarl.rollout.pipeline.LOOK_AROUND", 0.05)
+    monkeypatch.setattr("megarl.rollout.executor.LOOK_AROUND", 0.05)
     server, clients = FakeServer(), []
     accept = dict(should_accept=lambda batch: 51 not in batch["input_ids"])
 
@@ -240,14 +240,13 @@ def test_a_seeded_answer_is_gone_on_with_a_version_later(monkeypatch, order):
         clients.append(client)
         client.initialize()
         client.set_version(version)
-        client.executor.pipeline.keeps_answers = True
+        client.executor.episodes.keeps_answers = True
         return client
 
     try:
         first, loader = connect(0), Prompts()
         server.abort_after = [None] * 5 + [1]  # of row 2's second turn there is a token
         (part,) = first.executor.prepare_parts(loader, Seeded(), **accept)
-        first.executor.received(part["episode_ids"])
         first.executor.trained(part["episode_ids"])
 
         def killed():
@@ -281,8 +280,7 @@ def test_a_cut_waits_for_no_answer_to_end(mode):
     client = RemoteSGLangEngine(config, weight_sync=WeightSyncConfig(pause_mode=mode))
     try:
         client.initialize()
-        pipeline = client.executor.pipeline
-        pipeline.keeps_answers = True
+        client.executor.episodes.keeps_answers = True
         server.delay, server.written = 600.0, 2
 
         def save():
@@ -292,7 +290,7 @@ def test_a_cut_waits_for_no_answer_to_end(mode):
 
         (batch,) = client.executor.prepare_parts(OneBatch(), TwoTurns(), meanwhile=save)
         assert batch["input_ids"].tolist() == [[9, 4, 102, 103, 104, 105, 106, 107]]
-        ((_, (answer,)),) = [kept for kept in pipeline.answers() if kept[1]]
+        ((_, (answer,)),) = [kept for kept in client.executor.episodes.answers() if kept[1]]
         assert answer["tokens"].tolist() == [102, 103]
         assert [path for path, _ in server.calls] == ["/pause_generation", "/continue_generation"]
     finally:
@@ -305,7 +303,7 @@ class Client:
 
     def __init__(self) -> None:
         self.version, self.calls = 3, []
-        self.executor = self.pipeline = self.pauses = self
+        self.executor = self.episodes = self.pauses = self
         self.whole = True
 
     def get_version(self):

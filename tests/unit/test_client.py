@@ -139,7 +139,7 @@ def test_servers_go_on_also_where_the_answers_cannot_be_noted(servers, connect, 
     def fails():
         raise OverflowError
 
-    monkeypatch.setattr(client.executor.pipeline, "cut", fails)
+    monkeypatch.setattr(client.executor.episodes, "cut", fails)
     client.pause()
     with pytest.raises(OverflowError):
         client.resume()

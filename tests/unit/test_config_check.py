@@ -557,9 +557,6 @@ def test_messages_about_numbers_name_value_and_range(model: Path) -> None:
 
 
 def test_ways_to_the_servers_that_do_not_go_together_are_named(model: Path) -> None:
-    both = ("rollout.max_queue=4", "rollout.max_concurrent_rollouts=8")
-    (found,) = problems(grpo(model, *both))
-    assert "needs rollout.max_concurrent_rollouts=null (it is 8)" in found
     (found,) = problems(grpo(model, "rollout.gateway.port=65534", "rollout.workers=2"))
     assert "the rollout.workers=2 workers take the ports behind it" in found
     (found,) = problems(grpo(model, "rollout.workers=-1"))

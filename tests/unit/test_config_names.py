@@ -375,6 +375,7 @@ def written(folder: Path, files: list[str]) -> Path | None:
         ("evaluator.max_samples=4", "valid_dataset.size"),
         ("tokenizer.chat_template=a.jinja", "chat_template"),
         ("actor.value_head_bias=true", "leave it out"),
+        ("rollout.max_queue=8", "max_concurrent_rollouts"),
         ("record.steps=[1]", "record.keep"),
         ("cluster.reward_pool.restarts=1", "leave it out"),
     ],

@@ -31,7 +31,7 @@ from megarl.algos.estimators import (
 from megarl.algos.preferences import DPO
 from megarl.algos.ratios import token_ratio
 from megarl.algos.surrogates import CISPO, GMPO, SAPO, Clip
-from megarl.rollout.pipeline import has_signal
+from megarl.rollout.episode import has_signal
 from tests.unit.bigram import prepared
 from tests.unit.presets import preset
 

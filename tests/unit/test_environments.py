@@ -20,7 +20,7 @@ import torch
 
 from megarl.api.records import ModelRequest, ModelResponse
 from megarl.config.dataset import DatasetConfig
-from megarl.config.rollout import GenerationHyperparameters
+from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
 from megarl.rollout.environments import client
 from megarl.rollout.environments.client import (
     EnvironmentConfig,
@@ -120,7 +120,8 @@ def rollouts(
             workflow = VerifiersWorkflow(None, GCONFIG.new(n_samples=n), tokenizer)  # type: ignore[arg-type]
             episode = Episode(number=0, row=row, workflow=workflow)
             try:
-                await run_episode(episode, engine, timeout=60, retries=retries)  # type: ignore[arg-type]
+                config = RolloutConfig(episode_timeout=60, failure_retries=retries)
+                await run_episode(episode, engine, config)  # type: ignore[arg-type]
                 return episode, engine
             finally:
                 await shared_workers(EnvironmentConfig.read(options)).close()

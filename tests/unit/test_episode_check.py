@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.rollout.episode_check import ROUNDING, check_episode
+from megarl.rollout.rollouts import ROUNDING, check_episode
 
 VERSION, VOCAB = 3, 20
 
@@ -112,7 +112,7 @@ FAULTS = {
     **{
         f"{key} of another width": (
             good() | {key: good()[key][:, :4]},
-            rf"{key} of shape \(2, 4\): input_ids has \(2, 5\), make both \[n,S\]",
+            rf"{key} of torch.* and shape \(2, 4\): use \[n=2,S=5\]",
         )
         for key in ("attention_mask", "loss_mask", "logprobs", "versions")
     },
@@ -123,16 +123,19 @@ FAULTS = {
     "no sample": ({k: v[:0] for k, v in good().items()}, r"input_ids of shape \(0, 5\): use"),
     "rewards of another number": (
         good() | {"rewards": torch.ones(3)},
-        r"rewards of shape \(3,\): its first dimension is n=2 samples",
+        r"rewards of torch.float32 and shape \(3,\): use \[n=2\] numbers",
     ),
-    "one reward": (good() | {"rewards": torch.tensor(1.0)}, r"rewards of shape \(\): its first"),
+    "one reward": (
+        good() | {"rewards": torch.tensor(1.0)},
+        r"rewards of torch.float32 and shape \(\): use",
+    ),
     "rewards of tokens": (
         good() | {"rewards": torch.ones(2, 5)},
-        r"rewards of shape \(2, 5\): use \[n\]",
+        r"rewards of torch.float32 and shape \(2, 5\): use \[n=2\]",
     ),
     "a key of one's own": (
         good() | {"turns": torch.ones(1)},
-        r"turns of shape \(1,\): its first dimension is n=2",
+        r"turns of torch.float32 and shape \(1,\): use \[n=2,...\]",
     ),
     "several numbers of a sample": (
         good() | {"scores": torch.ones(2, 3)},
@@ -140,19 +143,19 @@ FAULTS = {
     ),
     "ids as floats": (
         good() | {"input_ids": good()["input_ids"].float()},
-        "input_ids of dtype torch.float32: it must hold integers",
+        "input_ids of torch.float32 and .* integers",
     ),
     "a mask of integers": (
         good() | {"loss_mask": good()["loss_mask"].long()},
-        "loss_mask of dtype torch.int64: it must hold booleans",
+        "loss_mask of torch.int64 and .* booleans",
     ),
     "logprobs as integers": (
         good() | {"logprobs": good()["versions"].long()},
-        "logprobs of dtype torch.int64: it must hold floating-point numbers",
+        "logprobs of torch.int64 and .* floating-point numbers",
     ),
     "versions as floats": (
         good() | {"versions": good()["versions"].float()},
-        "versions of dtype torch.float32: it must hold integers",
+        "versions of torch.float32 and .* integers",
     ),
 }
 

@@ -8,11 +8,11 @@ import pytest
 
 from megarl.api.inference import RolloutFailed
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
-from megarl.rollout.executor import MAX_REJECTED_BATCHES, RolloutExecutor
+from megarl.rollout.episode import MAX_DROPS, State
+from megarl.rollout.episodes import MAX_REJECTED_BATCHES, RowStream
+from megarl.rollout.executor import RolloutExecutor
 from megarl.rollout.loop_thread import LoopThread
-from megarl.rollout.pipeline import MAX_DROPS
 from megarl.rollout.rewards import RewardError
-from megarl.rollout.row_stream import RowStream
 from tests.unit.rollout_fakes import FakeEngine, Scripted, prepare_batch, row_ids, rows, trajectory
 
 
@@ -40,7 +40,7 @@ def make():
 
         def bump(v):
             engine.version = v
-            executor.pipeline.version_changed(v)
+            executor.version_changed(v)
 
         executor.bump, executor.version = bump, engine.get_version
         return executor
@@ -53,11 +53,11 @@ def make():
 def settle(executor, timeout=5.0):
     """Until nothing runs and nothing can start."""
     deadline = time.monotonic() + timeout
-    pipe = executor.pipeline
     while time.monotonic() < deadline:
-        with pipe.changed:
-            startable = pipe.pending and pipe.staleness.capacity(executor.version()) > 0
-            if not pipe.staleness.running and not startable:
+        with executor.changed:
+            counts = executor.episodes.counts
+            capacity = executor.admission.capacity(executor.version(), counts)
+            if not counts[State.RUNNING] and not (counts[State.WAITING] and capacity > 0):
                 return
         time.sleep(0.005)
     raise AssertionError("did not settle")
@@ -75,7 +75,7 @@ def test_results_come_in_order_of_submission(make):
 
 def test_who_waits_may_reject_what_was_accepted(make):
     ex, flow, asked, seen = make(), Scripted(), [], []
-    ex.pipeline.observer = lambda episode: seen.append(episode.row["row_id"])
+    ex.observer = lambda episode: seen.append(episode.row["row_id"])
 
     def odd(batch):
         asked.extend(row_ids(batch))
@@ -149,7 +149,7 @@ def test_episode_timeout_names_the_row(make):
 
 def test_an_episode_of_a_batch_that_takes_too_long_is_a_failure_of_its_length(make):
     ex = make(episode_timeout=0.2)
-    ex.pipeline.keeps_answers = True
+    ex.episodes.keeps_answers = True
     batch = prepare_batch(ex, Loader(rows(4, r1={"sleep": 30.0}), 2), Scripted())
     assert row_ids(batch) == [0, 2]
     stats = ex.stats()
@@ -167,7 +167,7 @@ def test_a_workflow_that_never_ends_stops_the_run(make):
 
 def test_a_workflow_that_blocks_the_loop_is_an_error_with_its_line(make, monkeypatch):
     monkeypatch.setattr("megarl.rollout.loop_thread.BLOCKED_AFTER", 0.2)
-    monkeypatch.setattr("megarl.rollout.pipeline.GRACE", 1.0)
+    monkeypatch.setattr("megarl.rollout.executor.GRACE", 1.0)
     end = threading.Event()
 
     class Blocking(Scripted):
@@ -216,7 +216,7 @@ def test_a_batch_that_breaks_a_rule_is_an_error_that_names_workflow_and_row(make
     with pytest.raises(ValueError, match=words.replace("row 4", "row 9")):
         make().rollout_batch([{"row_id": 9}], Wrong(bad))
     ex = make()
-    ex.pipeline.vocab_size = 9
+    ex.vocab_size = 9
     with pytest.raises(ValueError, match=r"input_ids of sample 0, position 0 is 9: .*9 tokens"):
         ex.rollout_batch(rows(1), Scripted())
 
@@ -465,12 +465,12 @@ class Stubborn(Scripted):
 
 def test_held_executor_starts_nothing(make):
     ex, flow = make(), Scripted()
-    ex.pipeline.hold()
+    ex.hold()
     ex.submit({"row_id": 0}, flow)
     with pytest.raises(RuntimeError, match="paused: resume"):
         ex.wait(1, timeout=10)
     assert flow.started == []
-    ex.pipeline.release()
+    ex.release()
     assert row_ids(ex.wait(1, timeout=10)) == [0]
 
 
@@ -482,7 +482,7 @@ def test_a_pause_is_not_the_episodes_time(make):
         ex.submit(row, flow)
     while len(flow.started) < 3:
         time.sleep(0.01)
-    ex.pipeline.hold()
+    ex.hold()
     with pytest.raises(ValueError, match="in the pause"):
         ex.wait(1, timeout=30)
     answers = []  # rows that are asked for in a pause begin to count at its end
@@ -493,8 +493,8 @@ def test_a_pause_is_not_the_episodes_time(make):
     )
     asking.start()
     time.sleep(2.0)
-    ex.pipeline.hold()  # once more is once
-    ex.pipeline.release()
+    ex.hold()  # once more is once
+    ex.release()
     with pytest.raises(TimeoutError, match="row 1"):
         ex.wait(2, timeout=30)
     assert row_ids(ex.wait(1, timeout=30)) == [0]

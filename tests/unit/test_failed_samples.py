@@ -20,13 +20,13 @@ from megarl.config.base import SeamConfig
 from megarl.config.recipes import GRPOConfig
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
 from megarl.config.run import EpisodesConfig
-from megarl.rollout.accounting import AccountingError
-from megarl.rollout.episode import Episode, batch_parts, without_failed
-from megarl.rollout.episode_check import check_valid
+from megarl.rollout.episode import Episode, batch_parts
 from megarl.rollout.episode_context import attempt_key
+from megarl.rollout.episodes import AccountingError
 from megarl.rollout.executor import RolloutExecutor
 from megarl.rollout.loop_thread import LoopThread
 from megarl.rollout.rewards.results import RewardUnavailable
+from megarl.rollout.rollouts import without_failed
 from megarl.trainer.rl import RLTrainer
 from megarl.trainer.rollout_metrics import rollout_metrics
 from megarl.trainer.session import RolloutDriver, RolloutSession
@@ -201,7 +201,6 @@ def test_failed_samples_are_counted_and_an_episode_without_others_is_replaced():
         assert stats["failed_samples"] == 8 and stats["rejected"] == 1 and stats["failed"] == 0
         assert stats["failed_samples/tool"] == stats["failed_samples/server"] == 4
         assert stats["failed_samples/len_mean"] == 2
-        ex.accounting.receive(batch["episode_ids"])
         whole = Batch.from_local(batch)  # a reward model finds two more, all of the first row's
         scores = torch.tensor([math.nan, math.inf, *range(6)])
         kept = scoring_trainer(ex, scores).score(whole)
@@ -215,8 +214,8 @@ def test_failed_samples_are_counted_and_an_episode_without_others_is_replaced():
         assert booked["rollout/failed_in_batch"] == 10
         assert booked["reward/mean_failed_as_zero"] == 15 / (6 + 10)
         assert ex.stats()["failed_samples/reward"] == 2 and ex.stats()["skipped"] == 1
-        with pytest.raises(AccountingError, match="episode 0: 1 samples failed"):
-            ex.accounting.fail(torch.tensor([0]))
+        with pytest.raises(AccountingError, match="1 samples failed, it has fewer"):
+            ex.failed(kept, torch.arange(len(kept)) == 0, "reward")
         again = RolloutExecutor(RolloutConfig(), engine=FakeEngine(), loop=loop)
         again.load_state_dict(ex.state_dict())
         assert again.stats()["failed_samples/tool"] == 4
@@ -275,7 +274,7 @@ def test_units_are_numbered_through_all_episodes():
 def test_a_wrong_valid_is_named(change, words):
     batch = trajectory([1], version=0, n=4) | {"valid": torch.ones(4).bool()}
     with pytest.raises(ValueError, match=words):
-        check_valid(batch | change)
+        without_failed(batch | change)
 
 
 class Flaky(Scripted):
@@ -310,7 +309,6 @@ def batch_under(config: RolloutConfig, data: Any, flow: Any, size: int = 2) -> A
     try:
         ex = RolloutExecutor(config, engine=FakeEngine(), loop=loop)
         batch = prepare_batch(ex, Loader(data, size), flow)
-        ex.accounting.receive(batch["episode_ids"])
         ex.trained(batch["episode_ids"])
         return batch, ex.stats()
     finally:

@@ -261,7 +261,7 @@ def test_the_judges_words_are_kept_with_the_episode(judge, pool) -> None:
     flow = Answers(made(judge, prompt="{completion}", system=""), g, Letters(), reward_pool=pool)
     episode = Episode(number=0, row={"prompt": "p", "prompt_ids": [9]}, workflow=flow)
     engine: Any = FakeEngine()
-    asyncio.run(run_episode(episode, engine, timeout=30.0))
+    asyncio.run(run_episode(episode, engine, RolloutConfig(failure_retries=0)))
     assert episode.error is None and episode.failed == [("reward", 3)]
     assert episode.notes == [{"rollout": 0, "judge": "Score: 5"}]
 

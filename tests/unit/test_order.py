@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.rollout.order import dues, first_come, head
+from megarl.rollout.episode import State
+from megarl.rollout.staleness import dues, first_come, head
 from tests.unit import order_simulator as simulator
 
 VERSION = 10
@@ -104,8 +105,9 @@ def test_the_bound_holds_nothing_is_dropped_and_no_run_gets_stuck(
     """With rejections and failures, whatever generation's pace beside the trainer's. The run itself
     is stopped by an episode too old for its next batch, and by books that do not balance."""
 
-    def outcome(rng: random.Random) -> str:
-        return rng.choice(["reject", "fail"]) if rng.random() < bad else "accept"
+    def outcome(rng: random.Random) -> State:
+        bad_ends = [State.REJECTED, State.BROKEN]
+        return rng.choice(bad_ends) if rng.random() < bad else State.READY
 
     prompts = simulator.Prompts(rng=random.Random(seed), outcome=outcome)
     run = simulator.Run(
@@ -113,10 +115,11 @@ def test_the_bound_holds_nothing_is_dropped_and_no_run_gets_stuck(
     )
     result = run.finish()
     assert max(result.staleness) <= eta and [len(b) for b in result.batches] == [batch] * 15
-    counters = result.counters
-    assert counters["accepted"] == 15 * batch and counters["dropped"] == counters["running"] == 0
-    assert counters["submitted"] == prompts.drawn
-    assert bad or counters["submitted"] == 15 * batch
+    counts = result.counts
+    assert counts[State.TAKEN] == 15 * batch
+    assert counts[State.DROPPED] == counts[State.RUNNING] == counts[State.READY] == 0
+    assert sum(counts.values()) == prompts.drawn
+    assert bad or prompts.drawn == 15 * batch
 
 
 def test_episodes_are_really_taken_out_of_order() -> None:

@@ -11,9 +11,9 @@ from megarl.config.dataset import DatasetConfig, PartConfig
 from megarl.config.rollout import RolloutConfig
 from megarl.data.dataset import RowDataset
 from megarl.data.loader import build_dataloader, go_on
+from megarl.rollout.episodes import Outcome
 from megarl.rollout.executor import RolloutExecutor
 from megarl.rollout.loop_thread import LoopThread
-from megarl.rollout.outcomes import Outcome
 from megarl.rollout.workflows.mixed import MixedWorkflow
 from megarl.trainer.session import Results
 from tests.unit.rollout_fakes import FakeEngine, Scripted, prepare_batch, row_ids, trajectory
@@ -45,7 +45,7 @@ class Run:
         self.flow = Graded()
         if state is not None:
             self.engine.version = state["version"]
-            self.executor.pipeline.version_changed(state["version"])
+            self.executor.version_changed(state["version"])
             go_on(self.loader, state["loader"])
             self.executor.load_state_dict(state["rollout"])
 
@@ -53,10 +53,9 @@ class Run:
         batch = prepare_batch(self.executor, self.loader, self.flow, should_accept=accept)
         told = [(o.row["row_id"], list(o.rewards)) for o in self.executor.outcomes]
         self.loader.sampler.observe((row, rewards[0]) for row, rewards in told)
-        self.executor.received(batch["episode_ids"])
         self.executor.trained(batch["episode_ids"])
         self.engine.version += 1
-        self.executor.pipeline.version_changed(self.engine.version)
+        self.executor.version_changed(self.engine.version)
         return row_ids(batch), told
 
     def state(self):
@@ -106,7 +105,7 @@ def test_a_rejected_episode_is_told_with_the_batch_that_passes_it_and_kept_until
     ids, told = first.step(some)
     assert sorted(row for row, rewards in told if 0 < rewards[0] < 1) == sorted(ids)
     deadline = time.monotonic() + 10.0
-    while any(e.batch is None for e in first.executor.pipeline.live.values()):
+    while any(e.batch is None for e in first.executor.episodes.live.values()):
         assert time.monotonic() < deadline  # until all has ended
         time.sleep(0.01)
     state = first.state()

@@ -185,7 +185,6 @@ def train(client, flow, *, steps=3, meanwhile=None, versions=0):
             loader, flow, should_accept=wanted, meanwhile=meanwhile
         )
         batch = concat_padded(parts)
-        client.executor.received(batch["episode_ids"])
         client.executor.trained(batch["episode_ids"])
         told = [(o.row["row_id"], list(o.rewards)) for o in client.executor.outcomes]
         found.append((batch, told))
@@ -251,11 +250,11 @@ def test_samples_are_the_same_however_many_processes_run_episodes(
 
 def test_a_run_goes_on_in_the_middle_of_an_answer(connect, server, monkeypatch):
     monkeypatch.setattr("megarl.rollout.generation.ABORT_DELAY", 60.0)
-    monkeypatch.setattr("megarl.rollout.pipeline.LOOK_AROUND", 0.05)
+    monkeypatch.setattr("megarl.rollout.executor.LOOK_AROUND", 0.05)
 
     def interrupted(workers):
         client = connect(workers)
-        client.executor.pipeline.keeps_answers = True
+        client.executor.episodes.keeps_answers = True
         before = len(server.requests)
         server.abort_after = [1] * 8  # one token of every sample
 
@@ -267,13 +266,13 @@ def test_a_run_goes_on_in_the_middle_of_an_answer(connect, server, monkeypatch):
 
         with pytest.raises(InterruptedError):
             client.executor.prepare_parts(Loader(), Varied(), meanwhile=stop)
-        state, answers = client.executor.state_dict(), client.executor.pipeline.answers()
+        state, answers = client.executor.state_dict(), client.executor.episodes.answers()
         client.destroy()
         return state, answers
 
     def resumed(state, workers):
         client = connect(workers)
-        client.executor.pipeline.keeps_answers = True
+        client.executor.episodes.keeps_answers = True
         client.executor.load_state_dict(state)
         return concat_padded(client.executor.prepare_parts(Loader(), Varied()))
 
@@ -289,9 +288,9 @@ def test_a_run_goes_on_in_the_middle_of_an_answer(connect, server, monkeypatch):
 
 def test_answers_of_workers_that_died_are_gone_on_with(connect, server, monkeypatch):
     monkeypatch.setattr("megarl.rollout.generation.ABORT_DELAY", 60.0)
-    monkeypatch.setattr("megarl.rollout.pipeline.LOOK_AROUND", 0.05)
+    monkeypatch.setattr("megarl.rollout.executor.LOOK_AROUND", 0.05)
     client = connect(2)
-    client.executor.pipeline.keeps_answers = True
+    client.executor.episodes.keeps_answers = True
     server.abort_after = [2] * 8
     seen = []
 
@@ -299,7 +298,7 @@ def test_answers_of_workers_that_died_are_gone_on_with(connect, server, monkeypa
         if len(server.requests) == 4 and not seen:
             client.pause()
             client.resume()
-            seen.append(client.executor.pipeline.answers())
+            seen.append(client.executor.episodes.answers())
             for process in made[:2]:
                 client.opened().loop.call_soon(process.dead.set)
 
@@ -358,7 +357,6 @@ def test_workers_that_die_at_the_same_time_cost_no_prompt_in_an_asynchronous_run
     loader, trained, server.delay = Loader(), [], 0.05
     for version in range(3):
         batch = concat_padded(client.executor.prepare_parts(loader, Varied(), meanwhile=die))
-        client.executor.received(batch["episode_ids"])
         client.executor.trained(batch["episode_ids"])
         trained += batch["input_ids"][:, 2].unique().sub(1).tolist()
         assert batch["versions"][batch["loss_mask"]].min() >= version - 1

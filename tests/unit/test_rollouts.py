@@ -16,9 +16,8 @@ from megarl.algos.rollouts import rollouts_of
 from megarl.api.batch import Batch
 from megarl.config.algo import PPOActorConfig
 from megarl.config.base import SeamConfig
-from megarl.rollout.accounting import SampleAccounting
-from megarl.rollout.episode import Episode, batch_parts, without_failed
-from megarl.rollout.episode_check import check_episode, check_valid
+from megarl.rollout.episode import Episode, batch_parts
+from megarl.rollout.rollouts import check_episode, without_failed
 from megarl.rollout.trajectory import Trajectory, to_batch
 from megarl.trainer.rollout_metrics import rollout_metrics
 from megarl.trainer.session import RolloutSession
@@ -225,7 +224,7 @@ def test_rows_of_a_rollout_share_its_reward_and_its_unit():
     with pytest.raises(ValueError, match=r"rollout_ids of torch.float32 .*use \[n=3\] integers"):
         check_episode(batch | {"rollout_ids": torch.zeros(3)}, version=0)
     with pytest.raises(ValueError, match=r"valid \[True, False, True\] .* fails as a whole"):
-        check_valid(batch | {"valid": torch.tensor([True, False, True])})
+        without_failed(batch | {"valid": torch.tensor([True, False, True])})
 
 
 def test_a_rollout_fails_and_is_dropped_as_a_whole():
@@ -242,9 +241,5 @@ def test_a_rollout_fails_and_is_dropped_as_a_whole():
     session.client, session.driver = cast(Any, client), None
     left = session.drop(whole, torch.tensor([False, True, False, False, False]), "reward")
     assert len(left) == 2 and booked[0].tolist() == [True] * 3 + [False] * 2
-    books = SampleAccounting()
-    books.receive(whole["episode_ids"])
-    books.fail(whole["episode_ids"][booked[0]])
-    books.train(left["episode_ids"])
-    books.check()
-    assert books.samples == 2
+    lost = whole["episode_ids"][booked[0]]
+    assert sorted([*lost.tolist(), *left["episode_ids"].tolist()]) == [0] * 5

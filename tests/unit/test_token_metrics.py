@@ -13,7 +13,7 @@ from megarl.algos import derived_policy_stats, policy_stats
 from megarl.algos.token_metrics import OLDEST, advantage_spread, gap_by_age, staleness
 from megarl.api.batch import Batch, Padded
 from megarl.config.dataset import DatasetConfig
-from megarl.rollout.outcomes import Outcome
+from megarl.rollout.episodes import Outcome
 from megarl.trainer import session
 
 VERSION = 12

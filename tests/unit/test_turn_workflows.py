@@ -20,9 +20,8 @@ from megarl.config.loader import load_config
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.data.sources import load_rows
 from megarl.rollout import tally
-from megarl.rollout.episode import without_failed
-from megarl.rollout.episode_check import check_episode
 from megarl.rollout.rewards import RewardPool, get_reward_fn
+from megarl.rollout.rollouts import check_episode, without_failed
 from megarl.rollout.tools.tooling import LocalToolingEnv, ToolFailure, ToolingEnv
 from megarl.rollout.workflows.env import EnvWorkflow
 from megarl.rollout.workflows.multi_turn import Interaction, MultiTurnWorkflow, Reply
