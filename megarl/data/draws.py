@@ -32,7 +32,7 @@ class Curriculum:
     low: Annotated[float, Field(ge=0, le=1)] = 0.1
     high: Annotated[float, Field(ge=0, le=1)] = 0.9
     explore: Annotated[float, Field(gt=0, le=1)] = 0.25
-    passes_at: float = 1.0
+    passes_at: Annotated[float, Field(allow_inf_nan=False)] = 1.0
 
     def __post_init__(self) -> None:
         if self.low > self.high:

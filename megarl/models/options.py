@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from megarl.parallel.layout import Layout
+
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +46,9 @@ class EngineOptions:
     cp_comm_type: Literal["auto", "p2p", "all_gather", "a2a"] = "auto"
     lm_head_chunk_tokens: PositiveInt = 4096
     lm_head_keep_mb: NonNegativeInt = 1024
-    moe_aux_loss_coeff: NonNegativeFloat = 0.0
-    moe_z_loss_coeff: NonNegativeFloat | None = None
-    moe_router_bias_update_rate: NonNegativeFloat = 0.0
+    moe_aux_loss_coeff: NotNegative = 0.0
+    moe_z_loss_coeff: NotNegative | None = None
+    moe_router_bias_update_rate: NotNegative = 0.0
     moe_token_dispatcher_type: Literal["alltoall", "flex"] = "alltoall"
     load_per_layer: bool = False
 

@@ -395,6 +395,8 @@ def test_a_key_that_went_is_answered_with_what_takes_its_place(gone: str, succes
         ("actor.correction.weight_cap=.inf", "must be a finite number"),
         ("actor.correction.mask_low=.inf", "must be a finite number"),
         ("actor.kl_controller.horizon=.inf", "must be a finite number"),
+        ("actor.options.moe_z_loss_coeff=.inf", "must be a finite number"),
+        ("train_dataset.curriculum.passes_at=.nan", "must be a finite number"),
         (
             "train_dataset.curriculum.explor=0.5",
             "Curriculum has no such option; did you mean explore?",
