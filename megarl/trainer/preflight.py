@@ -380,10 +380,10 @@ def _check_answers(data: SourceConfig, rows: Sequence[dict[str, Any]], cfg: Base
     """Has a reward of megarl's own look at every row. Other rewards look when the run begins, for
     their code is not imported here."""
     name = data.reward.type or data.type
-    if not is_registered(name):
+    if not is_registered(name) or name == "weighted":  # whose parts may be the user's
         return
-    # made without what is of another machine or of the user: judges' addresses, and parts
-    plain = inspect.isfunction(load_reward(name)) and name != "weighted"
+    # made without what is of another machine: judges' addresses
+    plain = inspect.isfunction(load_reward(name))
     reward_fn = get_reward_fn(name, data.reward.options if plain else {})
     numbered = ({"row_id": i} | row for i, row in enumerate(rows))
     generates: Any = cfg if isinstance(cfg, GRPOConfig) else getattr(cfg, "generation", None)

@@ -164,7 +164,7 @@ def summary_lines(summary: Summary) -> list[tuple[str, str]]:
     if "weight_syncs" in summary:
         sync = summary["weight_syncs"]
         lines.append(("weight syncs", f"{sync['count']}, {number(sync['bytes'])}B in all"))
-    if summary["seconds_by_phase"]:
+    if {*summary["seconds_by_phase"]} - {"other"}:
         lines.append(("time, whole run", _time_split(summary["seconds_by_phase"])))
     return lines
 
