@@ -77,7 +77,7 @@ def build_dataset(
     """
     if purpose not in PURPOSES:
         raise ValueError(f"build_dataset: purpose={purpose!r}: use one of {list(PURPOSES)}")
-    made: list[Row] = []
+    encoded: list[Row] = []
     parts: dict[str, range] = {}
     prompts: set[int] = set()
     first_id = 0
@@ -87,9 +87,9 @@ def build_dataset(
             sources = apart(sources, part, apart_from.prompts, overlap)
         prompts.update(prompt_key(row, part) for row in sources)
         rows = _with_tokens(sources, part, tokenizer, purpose, first_id, name)
-        parts[name] = range(len(made), len(made) + len(rows))
-        made, first_id = made + rows, first_id + len(sources)
-    return RowDataset(made, prompts=frozenset(prompts), parts=parts)
+        parts[name] = range(len(encoded), len(encoded) + len(rows))
+        encoded, first_id = encoded + rows, first_id + len(sources)
+    return RowDataset(encoded, prompts=frozenset(prompts), parts=parts)
 
 
 def _with_tokens(

@@ -62,15 +62,15 @@ class InTurn:
 
     def __init__(self, size: int, order: Callable[[int], list[int]]) -> None:
         self._size, self._order = size, order
-        self._made = 0  # picks so far
+        self._picks = 0  # picks so far
         self._pass: tuple[int, list[int]] = (-1, [])  # its number, its rows
 
     def pick(self) -> int:
         """Returns the index of the next row."""
-        number, place = divmod(self._made, self._size)
+        number, place = divmod(self._picks, self._size)
         if self._pass[0] != number:
             self._pass = number, self._order(number)
-        self._made += 1
+        self._picks += 1
         return self._pass[1][place]
 
     def observe(self, row: int, rate: float | None) -> None:
@@ -78,11 +78,11 @@ class InTurn:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns how many picks were made."""
-        return {"made": self._made}
+        return {"made": self._picks}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues after as many picks."""
-        self._made = state["made"]
+        self._picks = state["made"]
 
 
 class ByPassRate:
@@ -96,7 +96,7 @@ class ByPassRate:
 
     def __init__(self, config: Curriculum, size: int, in_turn: InTurn) -> None:
         self._config, self._size, self._in_turn = config, size, in_turn
-        self._made = 0
+        self._picks = 0
         self.explored = 0
         self.rates: dict[int, float] = {}  # of rows that have been answered
         self._band: dict[int, None] = {}  # rows to prefer, those that wait longest first
@@ -109,8 +109,8 @@ class ByPassRate:
 
     def pick(self) -> int:
         """Returns the index of the next row."""
-        share, self._made = self._config.explore, self._made + 1
-        if not self._band or int(self._made * share) > int((self._made - 1) * share):
+        share, self._picks = self._config.explore, self._picks + 1
+        if not self._band or int(self._picks * share) > int((self._picks - 1) * share):
             self.explored += 1
             row = self._next_in_turn()
         else:
@@ -142,7 +142,7 @@ class ByPassRate:
     def state_dict(self) -> dict[str, Any]:
         """Returns the pass rates, the order of the band and the counts."""
         return {
-            "made": self._made,
+            "made": self._picks,
             "explored": self.explored,
             "in_turn": self._in_turn.state_dict(),
             "rates": list(self.rates.items()),
@@ -152,7 +152,7 @@ class ByPassRate:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from what `state_dict` returned."""
-        self._made, self.explored = state["made"], state["explored"]
+        self._picks, self.explored = state["made"], state["explored"]
         self._in_turn.load_state_dict(state["in_turn"])
         self.rates = dict(state["rates"])
         self._band = dict.fromkeys(state["band"])
@@ -185,9 +185,9 @@ class Shares:
         # a source is owed a draw while it has fewer than its share of n; of these, the one whose
         # share is the largest for what it would have
         owed = [name for name, share in self._shares.items() if self.counts[name] < share * n]
-        found = max(owed, key=lambda name: self._shares[name] / (self.counts[name] + 1))
-        self.counts[found] += 1
-        return found
+        source = max(owed, key=lambda name: self._shares[name] / (self.counts[name] + 1))
+        self.counts[source] += 1
+        return source
 
 
 class Draws:
@@ -230,13 +230,13 @@ class Draws:
     def stats(self) -> dict[str, float]:
         """Returns, of a curriculum, curriculum/in_band and curriculum/answered (rows) and
         curriculum/explored (draws so far); {} without one."""
-        found = [p for p in self._pickers.values() if isinstance(p, ByPassRate)]
-        if not found:
+        by_rate = [p for p in self._pickers.values() if isinstance(p, ByPassRate)]
+        if not by_rate:
             return {}
         return {
-            "curriculum/in_band": float(sum(p.in_band for p in found)),
-            "curriculum/answered": float(sum(len(p.rates) for p in found)),
-            "curriculum/explored": float(sum(p.explored for p in found)),
+            "curriculum/in_band": float(sum(p.in_band for p in by_rate)),
+            "curriculum/answered": float(sum(len(p.rates) for p in by_rate)),
+            "curriculum/explored": float(sum(p.explored for p in by_rate)),
         }
 
     def state_dict(self) -> dict[str, Any]:

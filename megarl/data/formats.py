@@ -81,7 +81,7 @@ def chat(
 
 def renamed(source: Row, columns: dict[str, str], place: str) -> Row:
     """Returns the row with the names of `columns`; a renamed column keeps no second name."""
-    found = {}
+    columns_of_row = {}
     for name, column in columns.items():
         value: Any = source
         for part in str(column).split("."):
@@ -91,9 +91,9 @@ def renamed(source: Row, columns: dict[str, str], place: str) -> Row:
                     f"{sorted(source)}"
                 )
             value = value[part]
-        found[name] = value
+        columns_of_row[name] = value
     taken = set(columns.values())
-    return {k: v for k, v in source.items() if k not in taken} | found
+    return {k: v for k, v in source.items() if k not in taken} | columns_of_row
 
 
 def messages_of(value: Any, place: str) -> list[Message]:
@@ -125,8 +125,8 @@ def instructed(messages: list[Message], instruction: str, place: str) -> list[Me
     last = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=None)
     if last is None:
         raise ValueError(f"{place}: no message of a user to append options.instruction to")
-    told = messages[last] | {"content": messages[last]["content"] + instruction}
-    return [*messages[:last], told, *messages[last + 1 :]]
+    instructed_message = messages[last] | {"content": messages[last]["content"] + instruction}
+    return [*messages[:last], instructed_message, *messages[last + 1 :]]
 
 
 def preference(
@@ -162,8 +162,8 @@ def check_margins(rows: Sequence[Row]) -> None:
     for i, row in enumerate(rows):
         margin = row.get("margin")
         if isinstance(margin, bool) or not isinstance(margin, int | float):
-            said = f"is {margin!r}" if "margin" in row else f"is missing; it has {sorted(row)}"
-            raise ValueError(f"row {i}: margin {said}; name the column in options.columns.margin")
+            why = f"is {margin!r}" if "margin" in row else f"is missing; it has {sorted(row)}"
+            raise ValueError(f"row {i}: margin {why}; name the column in options.columns.margin")
         if not math.isfinite(margin):
             raise ValueError(f"row {i}: margin is {margin}, not a finite number")
 
@@ -217,8 +217,8 @@ def _conversation(value: Any, side: str, place: str) -> list[Message]:
             'begins with "Human:"; name the prompt in options.columns.prompt'
         )
     return [
-        {"role": _ROLES[who], "content": said.strip()}
-        for who, said in zip(turns[::2], turns[1::2], strict=True)
+        {"role": _ROLES[who], "content": words.strip()}
+        for who, words in zip(turns[::2], turns[1::2], strict=True)
     ]
 
 

@@ -178,11 +178,11 @@ def reasoning_gym(
         raise ValueError("reasoning_gym: options.task={}: name a task at least")
     shares = Shares({name: own.pop("weight", 1.0) for name, own in tasks.items()})
     order = [shares.next() for _ in range(count)]
-    made = {
+    problems = {
         name: _problems(cfg, seed, name, n, tasks[name], tasks[name].pop("curriculum_level", None))
         for name, n in Counter(order).items()
     }
-    return [next(made[name]) for name in order]
+    return [next(problems[name]) for name in order]
 
 
 def _own(name: str, own: Any) -> dict[str, Any]:
@@ -244,8 +244,8 @@ def _at_level(task: str, level: int) -> dict[str, Any]:
             f"reasoning_gym: curriculum_level={level}: task {task} has levels 0 to {top}"
         )
     curriculum.set_global_level(level)
-    made = vars(curriculum.generate_configuration())
-    return {k: v for k, v in made.items() if k not in ("seed", "size")}
+    options = vars(curriculum.generate_configuration())
+    return {k: v for k, v in options.items() if k not in ("seed", "size")}
 
 
 def _task(entry: dict[str, Any], task: str, items: Any, *, check: bool) -> Problem:

@@ -38,8 +38,8 @@ class Problem:
         messages = [{"role": "user", "content": self.question}]
         if purpose == "pairs" and self.wrong is not None:
             sides = {"chosen": self.answer, "rejected": self.wrong}
-            said = {k: [{"role": "assistant", "content": text}] for k, text in sides.items()}
-            return {"messages": messages, **said}
+            answers = {k: [{"role": "assistant", "content": text}] for k, text in sides.items()}
+            return {"messages": messages, **answers}
         if purpose == "sft":
             text = self.answer if self.response is None else self.response
             return {"messages": messages, "response": text}

@@ -79,7 +79,9 @@ def _load(cfg: SourceConfig, seed: int, purpose: str) -> list[Row]:
         raise ValueError(f"dataset type {cfg.type}: {found}")
     if problem := call_problem(make, ("cfg",), ("seed", *options)):
         raise ValueError(f"dataset type {cfg.type}: {problem}; it is called as (cfg, seed=...)")
-    rows = [_row(i, row, cfg, purpose) for i, row in enumerate(_made(make, cfg, seed, options))]
+    rows = [
+        _row(i, row, cfg, purpose) for i, row in enumerate(_source_rows(make, cfg, seed, options))
+    ]
     if not rows:
         raise ValueError(f"{describe(cfg)} is empty: its source has 0 rows")
     rows = rows if cfg.size is None or not is_import_path(cfg.type) else rows[: cfg.size]
@@ -110,7 +112,9 @@ def _source(cfg: SourceConfig) -> Callable[..., Any]:
     return make
 
 
-def _made(make: Callable[..., Any], cfg: SourceConfig, seed: int, options: Row) -> Iterator[Any]:
+def _source_rows(
+    make: Callable[..., Any], cfg: SourceConfig, seed: int, options: Row
+) -> Iterator[Any]:
     """The rows of a source. What a function of the user's raises is a ValueError that names it."""
     try:
         yield from _all(make(cfg, seed=seed, **options))
@@ -120,13 +124,13 @@ def _made(make: Callable[..., Any], cfg: SourceConfig, seed: int, options: Row) 
         raise ValueError(f"dataset type {cfg.type}: failed: {in_one_line(e)}") from e
 
 
-def _all(made: Any) -> Iterable[Any]:
+def _all(source: Any) -> Iterable[Any]:
     """Returns the rows of a list, a generator, a HF or a torch data set."""
-    if hasattr(type(made), "__iter__"):
-        return made
-    if hasattr(type(made), "__len__") and hasattr(type(made), "__getitem__"):
-        return (made[i] for i in range(len(made)))
-    raise ValueError(f"it gave a {type(made).__name__}, not rows")
+    if hasattr(type(source), "__iter__"):
+        return source
+    if hasattr(type(source), "__len__") and hasattr(type(source), "__getitem__"):
+        return (source[i] for i in range(len(source)))
+    raise ValueError(f"it gave a {type(source).__name__}, not rows")
 
 
 def _row(index: int, row: Any, cfg: SourceConfig, purpose: str) -> Row:
@@ -145,9 +149,9 @@ def _row(index: int, row: Any, cfg: SourceConfig, purpose: str) -> Row:
     if is_import_path(cfg.type):
         row["messages"] = messages_of(row["messages"], what)
         if purpose in ("pairs", "unpaired"):
-            row |= {k: _said(row[k], f"{what}: {k}") for k in _ANSWERS if k in row}
+            row |= {k: _as_messages(row[k], f"{what}: {k}") for k in _ANSWERS if k in row}
     if purpose == "prompts":
-        row = _asked(row)
+        row = _without_answer(row)
     _check_answers(row, purpose, what)
     if purpose == "sft":
         _check_written(row, what)
@@ -163,10 +167,10 @@ def _row(index: int, row: Any, cfg: SourceConfig, purpose: str) -> Row:
     return row
 
 
-def _said(answer: Any, place: str) -> list[Row]:
+def _as_messages(answer: Any, place: str) -> list[Row]:
     """Returns an answer, which may be a text, as the assistant's messages."""
-    said = {"role": "assistant", "content": answer}
-    return [said] if isinstance(answer, str) else messages_of(answer, place)
+    message = {"role": "assistant", "content": answer}
+    return [message] if isinstance(answer, str) else messages_of(answer, place)
 
 
 def _check_answers(row: Row, purpose: str, what: str) -> None:
@@ -193,14 +197,14 @@ def _check_written(row: Row, what: str) -> None:
         raise ValueError(f"{what} has an assistant's message without text; leave the row out")
 
 
-def _asked(row: Row) -> Row:
+def _without_answer(row: Row) -> Row:
     """Returns a row for SFT as one for RL: without the answer that it ends with, which `answer` has
     where the row has none of that name."""
-    *asked, last = row["messages"]
-    found = {"answer": row["response"]} if row.get("response") is not None else {}
+    *prompt, last = row["messages"]
+    answer = {"answer": row["response"]} if row.get("response") is not None else {}
     if last["role"] == "assistant":
-        row, found = row | {"messages": asked}, {"answer": last["content"]}
-    return found | row
+        row, answer = row | {"messages": prompt}, {"answer": last["content"]}
+    return answer | row
 
 
 def check_batches(rows: int, cfg: DatasetConfig) -> None:
@@ -224,11 +228,11 @@ def prompt_key(row: Row, cfg: SourceConfig) -> int:
     user's makes every column counts, since an environment may begin all tasks with the same words.
     """
     messages = row["messages"]
-    asked = messages[:-1] if messages[-1]["role"] == "assistant" else messages
-    said = [[m["role"], *m["content"].split()] for m in asked if m["role"] != "system"]
+    prompt = messages[:-1] if messages[-1]["role"] == "assistant" else messages
+    words = [[m["role"], *m["content"].split()] for m in prompt if m["role"] != "system"]
     others = {k: v for k, v in row.items() if k not in ("messages", DATASET)}
     whole = is_import_path(cfg.type)
-    return stable_hash(json.dumps([said, others] if whole else said, sort_keys=True, default=str))
+    return stable_hash(json.dumps([words, others] if whole else words, sort_keys=True, default=str))
 
 
 def apart(
@@ -251,15 +255,15 @@ def apart(
     if not seen:
         return rows
     shown = ", ".join(map(str, seen[:_SHOWN])) + (", ..." if len(seen) > _SHOWN else "")
-    found = (
+    overlap = (
         f"{describe(cfg)} has {len(seen)} of {len(rows)} prompts that the training data has, too"
     )
     if policy == "refuse" or len(seen) == len(rows):
         raise ValueError(
-            f"{found} (rows {shown}); take them out of one of the two, or set "
+            f"{overlap} (rows {shown}); take them out of one of the two, or set "
             f"evaluator.overlap={'keep' if len(seen) == len(rows) else 'drop'}"
         )
     if not quiet:
-        log.warning("%s (rows %s): these are left out of the evaluation", found, shown)
+        log.warning("%s (rows %s): these are left out of the evaluation", overlap, shown)
     left = set(range(len(rows))).difference(seen)
     return [rows[i] for i in sorted(left)]

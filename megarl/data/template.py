@@ -72,12 +72,12 @@ class Template(ChatTemplate):
         that drops earlier thoughts does, and for messages without an assistant's.
         """
         turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-        told = sum(i < start for i in turns)
-        if len(turns) == told:
+        skipped = sum(i < start for i in turns)
+        if len(turns) == skipped:
             raise ValueError("the messages have no assistant's among them to train on")
         if _MARKED.search(self.tokenizer.chat_template):
-            return self._marked(messages, tools, told)
-        turns = turns[told:]
+            return self._marked(messages, tools, skipped)
+        turns = turns[skipped:]
         turns = turns[-1:] if self._train_on == "last" else turns
         ids: list[int] = []
         mask: list[bool] = []
@@ -122,19 +122,19 @@ class Template(ChatTemplate):
         return text.endswith(self._special)
 
     def _marked(
-        self, messages: Sequence[Message], tools: Sequence[Row], told: int
+        self, messages: Sequence[Message], tools: Sequence[Row], skipped: int
     ) -> tuple[list[int], list[bool]]:
-        """Returns tokens and mask by the template's marks, without the first `told` turns."""
-        found = self.apply(
+        """Returns tokens and mask by the template's marks, without the first `skipped` turns."""
+        encoded = self.apply(
             messages, tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
-        mask = [bool(m) for m in found["assistant_masks"]]
+        mask = [bool(m) for m in encoded["assistant_masks"]]
         if not any(mask):
             raise ValueError(
                 f"the chat template of tokenizer {self.name} marks no token of the assistant's; "
                 "put its text between {% generation %} and {% endgeneration %}"
             )
-        for _ in range(told):
+        for _ in range(skipped):
             begin = mask.index(True)
             end = mask.index(False, begin)
             mask[begin:end] = [False] * (end - begin)
@@ -142,7 +142,7 @@ class Template(ChatTemplate):
             end = max(i for i, m in enumerate(mask) if m) + 1
             begin = next((i for i in range(end - 1, -1, -1) if not mask[i]), -1) + 1
             mask = [begin <= i < end for i in range(len(mask))]
-        return list(found["input_ids"]), mask
+        return list(encoded["input_ids"]), mask
 
 
 def encode_rows(

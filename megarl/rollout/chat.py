@@ -91,8 +91,8 @@ class ChatWorkflow(RolloutWorkflow):
         note_read(cfg, *REWARD_KEYS, "rollout.workflow", "gconfig", "train_dataset.reward.options")
         options, taken = cfg.rollout.workflow.options, ("reward_pool",)
         key = "rollout.workflow.options"
-        if found := list(option_problems(cls, options, key=key, positional=3, by_name=taken)):
-            raise ValueError("; ".join(found))
+        if problems := list(option_problems(cls, options, key=key, positional=3, by_name=taken)):
+            raise ValueError("; ".join(problems))
         return cls(
             reward_fn or reward_of(cfg.train_dataset),
             gconfig or cfg.gconfig,
@@ -162,19 +162,19 @@ class ChatWorkflow(RolloutWorkflow):
     def tell_all(
         self,
         sample: Trajectory,
-        told: Sequence[dict[str, Any]],
+        news: Sequence[dict[str, Any]],
         *,
         tools: Sequence[dict[str, Any]] = (),
     ) -> None:
         """Has the sample read several messages in a row, such as the results of its tool calls.
         tools: those that the chat template was given at the beginning, as begin's rows hold them.
         Raises ValueError where the template does not show the policy's answer as it was given."""
-        tally.add({"special_in_content": self._chat.special_in(told)})
+        tally.add({"special_in_content": self._chat.special_in(news)})
         answer = self.text(sample.answers[-1]) if sample.answers else ""
-        said = {"role": "assistant", "content": answer}
+        answered = {"role": "assistant", "content": answer}
         end = sample.tokens[-1] if sample.tokens else None
-        sample.read(self._chat.after([*sample.messages, said], told, tools, last_token=end))
-        sample.messages += [said, *told]
+        sample.read(self._chat.after([*sample.messages, answered], news, tools, last_token=end))
+        sample.messages += [answered, *news]
 
     async def score(self, samples: Sequence[Trajectory], data: dict[str, Any]) -> list[float]:
         """Returns the rewards of the samples' last answers. Where a reward fails and the run goes

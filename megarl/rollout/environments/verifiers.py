@@ -40,10 +40,10 @@ def tasks(cfg: DatasetConfig, *, seed: int, **options: Any) -> list[Row]:
     config = EnvironmentConfig.read(options)
     with ThreadPoolExecutor(1) as thread:  # the caller may be inside of a loop, as a notebook is
         try:
-            found = thread.submit(asyncio.run, _tasks(config, cfg.size)).result()
+            loaded = thread.submit(asyncio.run, _tasks(config, cfg.size)).result()
         except WorkerError as e:
             raise ValueError(str(e)) from e
-    return [{"messages": _messages(t), "environment": options, "task_data": t} for t in found]
+    return [{"messages": _messages(t), "environment": options, "task_data": t} for t in loaded]
 
 
 async def _tasks(config: EnvironmentConfig, count: int | None) -> list[Row]:
@@ -52,8 +52,8 @@ async def _tasks(config: EnvironmentConfig, count: int | None) -> list[Row]:
         answer = await workers.ask("tasks", timeout=config.start_timeout, count=count)
     finally:
         await workers.close()
-    found: list[Row] = answer["tasks"]
-    return found
+    loaded: list[Row] = answer["tasks"]
+    return loaded
 
 
 def _messages(task: Mapping[str, Any]) -> list[Row]:
@@ -61,10 +61,10 @@ def _messages(task: Mapping[str, Any]) -> list[Row]:
     system, prompt = task.get("system_prompt"), task.get("prompt")
     messages = [{"role": "system", "content": system}] if system else []
     if isinstance(prompt, list):
-        said = [(m.get("role", "user"), m.get("content")) for m in prompt]
+        turns = [(m.get("role", "user"), m.get("content")) for m in prompt]
     else:
-        said = [("user", prompt or task.get("name") or "")]
-    return messages + [{"role": r, "content": c if isinstance(c, str) else ""} for r, c in said]
+        turns = [("user", prompt or task.get("name") or "")]
+    return messages + [{"role": r, "content": c if isinstance(c, str) else ""} for r, c in turns]
 
 
 class VerifiersWorkflow(RolloutWorkflow):
@@ -156,7 +156,7 @@ def _absolute(name: str) -> str:
 
 def _rollouts(session: Session, episode: Mapping[str, Any]) -> list[Trajectory]:
     """Returns a rollout for each trace that trains something."""
-    found = []
+    rollouts = []
     for trace in episode["traces"]:
         if not trace["samples"]:
             continue
@@ -167,8 +167,8 @@ def _rollouts(session: Session, episode: Mapping[str, Any]) -> list[Trajectory]:
         if not math.isfinite(trace["reward"]):
             raise WorkerError(f"trace {trace['id']} has a reward of {trace['reward']}")
         rollout.score(float(trace["reward"]))
-        found.append(rollout)
-    return found
+        rollouts.append(rollout)
+    return rollouts
 
 
 def _failed(session: Session) -> Trajectory:
@@ -199,28 +199,28 @@ def trained_part(recorded: Trajectory, trace: Mapping[str, Any]) -> tuple[Trajec
     """
     paths, trained = [], set()
     for number, sample in enumerate(trace["samples"]):
-        found = _find(recorded, sample["token_ids"], sample["mask"], sample["logprobs"])
-        if found is None:
+        match = _find(recorded, sample["token_ids"], sample["mask"], sample["logprobs"])
+        if match is None:
             raise NotRecorded(
                 f"trace {trace['id']}: sample {number} trains tokens that the policy did not "
                 "sample in it, or with other logprobs: the environment changed them on the way"
             )
-        path, masked = found
+        path, masked = match
         paths.append(path)
         trained |= masked
-    kept = Trajectory(index=recorded.index)
-    copies = {recorded.root.number: kept.root}
+    part = Trajectory(index=recorded.index)
+    copies = {recorded.root.number: part.root}
     for path in paths:
         for before, turn in pairwise(path):
             if turn.number in copies:
                 continue
             at = copies[before.number]
             if turn.response is not None and turn.number in trained:
-                copies[turn.number] = kept.wrote(turn.response, after=at)
+                copies[turn.number] = part.wrote(turn.response, after=at)
             else:
-                copies[turn.number] = kept.read(turn.tokens, after=at)
+                copies[turn.number] = part.read(turn.tokens, after=at)
     answers = sum(t.response is not None and len(t.tokens) > 0 for t in recorded.turns)
-    return kept, answers - len(trained)
+    return part, answers - len(trained)
 
 
 def _find(

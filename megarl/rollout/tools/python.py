@@ -40,7 +40,7 @@ class PythonEnv(LocalToolingEnv):
                 ran = await run_program(code, limits=self._limits, show_last=True)
         except SandboxError as e:
             raise ToolFailure(str(e)) from e
-        return said(ran)
+        return shown(ran)
 
 
 def _turn() -> asyncio.Semaphore:
@@ -48,7 +48,7 @@ def _turn() -> asyncio.Semaphore:
     return _turns.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(os.cpu_count() or 1))
 
 
-def said(ran: Ran) -> str:
+def shown(ran: Ran) -> str:
     """Returns a program's output for the model."""
     parts = [ran.stdout, ran.stderr, _SAID.get(ran.ended, "")]
     return "\n".join(part.rstrip("\n") for part in parts if part.strip()) or "(no output)"

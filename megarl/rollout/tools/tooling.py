@@ -226,17 +226,17 @@ class ToolList:
             raise ValueError(f"tool {entry!r}: {_FORMS}")
 
     def _add_named(self, target: str, options: dict[str, Any]) -> None:
-        found = load_object(target, what="tool")
-        if inspect.isclass(found) and issubclass(found, ToolingEnv):
-            if problems := "; ".join(option_problems(found, options, key="options")):
+        tool = load_object(target, what="tool")
+        if inspect.isclass(tool) and issubclass(tool, ToolingEnv):
+            if problems := "; ".join(option_problems(tool, options, key="options")):
                 raise ValueError(f"tool {target}: {problems}")
-            self._makers.append(lambda: found(**options))
+            self._makers.append(lambda: tool(**options))
         elif options:
             raise ValueError(f"tool {target}: a function takes no options; write a ToolingEnv")
-        elif callable(found):
-            self._functions.append(_Function(found))
+        elif callable(tool):
+            self._functions.append(_Function(tool))
         else:
-            raise ValueError(f"tool {target}: a {type(found).__name__}; {_FORMS}")
+            raise ValueError(f"tool {target}: a {type(tool).__name__}; {_FORMS}")
 
 
 class ToolExecutor:

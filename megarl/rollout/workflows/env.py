@@ -75,10 +75,10 @@ class EnvWorkflow(TurnsWorkflow):
         return _EnvPartner(self._make())
 
 
-def _check_shape(env: str, made: type) -> None:
+def _check_shape(env: str, env_class: type) -> None:
     """Raises ValueError where a class is not of an Env's shape."""
     for name, given, named in (("reset", ("self",), ("seed", "options")), ("step", "sa", ())):
-        method = getattr(made, name, None)
+        method = getattr(env_class, name, None)
         why = call_problem(method, given, named) if method else f"has no method {name}"
         if why:
             raise ValueError(f"env {env}: {why}; see {__name__}.Env")
