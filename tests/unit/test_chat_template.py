@@ -179,6 +179,12 @@ def test_an_answer_of_null_is_no_reward_of_zero(tmp_path: Path, model: Path) -> 
     assert problem.startswith("train_dataset: row 1: ") and "answer" in problem
 
 
+def test_rows_of_a_weighted_reward_are_read_before_the_start(model: Path) -> None:
+    parts = "{right: {type: arithmetic, weight: 2}, text: exact}"
+    words = ["reward.type=weighted", f"reward.options={{parts: {parts}}}"]
+    check_data(recipe(model, *(f"train_dataset.{word}" for word in words)))
+
+
 def test_the_template_is_read_where_megarl_is_not(tmp_path: Path) -> None:
     """Workers of environments load the file in an interpreter of their own."""
     save_tokenizer(tmp_path)
