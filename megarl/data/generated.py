@@ -12,8 +12,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from megarl.config.dataset import SourceConfig
-from megarl.data.draws import Shares
-from megarl.data.rows import Problem, stable_hash
+from megarl.data.rows import Problem, Shares, stable_hash
 
 DEFAULT_COUNT = 1000
 _OPS = {"+": operator.add, "-": operator.sub, "*": operator.mul}

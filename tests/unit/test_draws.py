@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from megarl.config.dataset import DatasetConfig, PartConfig, SourceConfig
 from megarl.data.dataset import RowDataset, build_dataset
-from megarl.data.draws import ByPassRate, Curriculum, InTurn, Shares, pass_rate
+from megarl.data.draws import ByPassRate, Curriculum, InTurn, pass_rate
 from megarl.data.loader import build_dataloader, go_on
+from megarl.data.rows import Shares
 
 
 def rows_of(sizes: dict[str, int]) -> RowDataset:
