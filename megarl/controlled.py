@@ -105,8 +105,8 @@ class ControllerContext(RunContext):
         self.trainers.ctx.appear(TRAINER, first=1, count=n + 2)
         self.rollout.ctx.appear(DRIVER, first=n + 1, count=n + 2)
         super().appear(kind, count=n + 2)
-        if self.cfg.profiler.start_step is not None:
-            self.profiler = ProfiledWorkers(self.trainers, self.cfg.profiler.phases)
+        if self.cfg.profiler.get("start_step"):
+            self.profiler = ProfiledWorkers(self.trainers, self.cfg.profiler.get("phases", ()))
             stats_tracker.watch(self.profiler.phase)
         threading.Thread(target=self._pass_on_signals, name="megarl-signals", daemon=True).start()
 

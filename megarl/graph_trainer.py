@@ -175,7 +175,7 @@ class GraphTrainer(RLTrainer):
 
     def _speed(self, state: StepState) -> dict[str, float]:
         begun, ended = state.worked[self.plan.trained["actor"].name]
-        peak = self.cfg.profiler.peak_tflops
+        peak = self.cfg.profiler.get("peak_tflops")
         return self.trainers.run(
             update_speed, self.actor, state.batch, seconds=ended - begun, peak_tflops=peak
         )

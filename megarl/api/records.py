@@ -123,10 +123,9 @@ class WeightUpdateMeta(SyncOptions):
         if needs.directory and not self.path:
             raise ValueError(f"WeightUpdateMeta.type={self.type!r} needs a path on shared storage")
         raise_if_any(option_problems(WeightUpdateMeta, vars(self), key="WeightUpdateMeta"))
-        if isinstance(self.verify, bool):
-            object.__setattr__(self, "verify", "full" if self.verify else "off")
-        if isinstance(self.sharded, bool):
-            object.__setattr__(self, "sharded", "on" if self.sharded else "off")
+        for name, word in (("verify", "full"), ("sharded", "on")):
+            if isinstance(value := getattr(self, name), bool):
+                object.__setattr__(self, name, word if value else "off")
         if self.delta and self.quantization != "none":
             raise ValueError("WeightUpdateMeta.delta: changes of quantized weights are not sent")
         if not needs.less and (self.delta or self.quantization != "none"):

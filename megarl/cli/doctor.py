@@ -341,7 +341,7 @@ def services(host: Host) -> Iterator[Finding]:
             addresses = server_addresses(host.rl.rollout)
     for address in addresses:
         yield from _tried(f"server {address}", "is healthy", _ask, address, fix=fix)
-    if host.cfg.stats_logger.wandb.mode == "online":
+    if host.cfg.stats_logger.wandb.get("mode") == "online":
         try:
             login = netrc.netrc().authenticators("api.wandb.ai")
         except (OSError, netrc.NetrcParseError):

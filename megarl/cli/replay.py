@@ -19,7 +19,7 @@ from megarl.config.earlier_run import CONFIG_FILE, RECOVER_DIR, Checkpoint, chec
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
 from megarl.config.recipes import GRPOConfig
-from megarl.config.run import ROLLOUT, TRAIN, WHOLE, batch_path, recorded_steps
+from megarl.config.run import TRAIN, batch_path, recorded_steps
 
 GRAPH_TRAINER = "megarl.graph_trainer:GraphTrainer"
 # of a replay, which leaves nothing behind but fingerprints
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run, step = args.run, args.step
     if args.train_only and args.rollout_only:
         parser.error("--train-only, --rollout-only: give one of them, or none for both")
-    what = TRAIN if args.train_only else ROLLOUT if args.rollout_only else WHOLE
+    what = TRAIN if args.train_only else "rollout" if args.rollout_only else "whole"
     if not (run / CONFIG_FILE).is_file():
         raise ConfigError([f"{run}: no {CONFIG_FILE}, so it is no run directory"])
     cfg = load_config(run / CONFIG_FILE, args.keys)

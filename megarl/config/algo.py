@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated
 
-from megarl.config.base import NOT_NEGATIVE, POSITIVE, Bounds, Choices, OptionsOf, SeamConfig
+from annotated_types import Ge, Gt, Le
+
+from megarl.config.base import (
+    LARGEST_FLOAT,
+    NOT_NEGATIVE,
+    POSITIVE,
+    Bounds,
+    Choices,
+    Options,
+    OptionsOf,
+    SeamConfig,
+    free,
+)
 from megarl.config.engine import TrainEngineConfig
 
 # values of actor.advantages that are 0 where all rewards of a prompt's samples are equal
@@ -57,9 +69,7 @@ class PPOActorConfig(TrainEngineConfig):
     """weight of the KL to the reference added to the loss"""
     kl_estimator: Annotated[str, Choices("k1", "k2", "k3", "k1+", "k3+", "k3-weighted")] = "k3"
     """KL estimator of the loss; k1+ and k3+ report k1 or k3, and differentiate k2"""
-    kl_controller: Annotated[
-        dict[str, Any] | None, OptionsOf("megarl.algos.kl_control:KLTarget")
-    ] = None
+    kl_controller: Annotated[Options | None, OptionsOf("megarl.algos.kl_control:KLTarget")] = None
     """adapts kl_coef and the recipe's kl_ctl from their first values toward a KL, by its
     options: target (nats), horizon (rollouts), per (token or rollout); null keeps them"""
     entropy_coef: Annotated[float, NOT_NEGATIVE] = 0.0
@@ -68,9 +78,7 @@ class PPOActorConfig(TrainEngineConfig):
     """old logprobs of the ratio (prox_logp): true: a pass with the trainer's weights before the
     update; auto: skips that pass when the update computes the same numbers; interpolate: between
     the server's and the update's, by each token's version (A-3PO); false: the server's"""
-    correction: Annotated[
-        dict[str, Any] | None, OptionsOf("megarl.algos.correction:Correction")
-    ] = None
+    correction: Annotated[Options | None, OptionsOf("megarl.algos.correction:Correction")] = None
     """weights and masks for the gap between the policy that wrote a token and the trainer, by the
     options weight, weight_cap, mask, mask_low, mask_high, veto; {} weighs tokens, null
     is none. AReaL's use_decoupled_loss=true is {weight: token}, with behav_imp_weight_cap=C {mask:
@@ -177,6 +185,22 @@ class PPOCriticConfig(ValueModelConfig):
     """mean over trained tokens, or over sequences of their token means"""
 
 
+@dataclass(kw_only=True)
+class GAEConfig:
+    """Configures more of GAE (`gae`), as `compute_gae` of megarl.algos.actor takes it.
+
+    length_alpha: lambda of an answer of l trained tokens is 1 - 1 / (length_alpha * l), instead of
+        gae_lambda (VAPO: 0.05); None is off.
+    critic_lambda: lambda of the critic's returns; None is the advantages'.
+    bootstrap: an answer cut at max_new_tokens ends with the critic's value of its last state, not
+        with 0.
+    """
+
+    length_alpha: Annotated[float, Gt(0), Le(LARGEST_FLOAT)] | None = None
+    critic_lambda: Annotated[float, Ge(0), Le(1)] | None = None
+    bootstrap: bool = False
+
+
 PREFERENCE_LOSSES = ("dpo", "cdpo", "robust", "ipo", "hinge", "simpo", "orpo", "kto")
 WITHOUT_REFERENCE = ("simpo", "orpo")  # losses that measure against no frozen model
 UNPAIRED = ("kto",)  # losses of single answers, each with a label
@@ -189,7 +213,7 @@ class PreferenceConfig:
     loss: Annotated[str, Choices(*PREFERENCE_LOSSES)] = "dpo"
     """dpo; cdpo and robust: DPO where some preferences are flipped; ipo; hinge; simpo and orpo,
     without a reference; kto, of answers with a label (docs/algorithms.md)"""
-    options: dict[str, Any] = field(default_factory=dict)
+    options: Options = free()
     """numbers of the loss: beta (all), length_normalized and sft_coef (dpo, cdpo, robust, ipo,
     hinge), label_smoothing (cdpo, robust), gamma (simpo), desirable_weight and undesirable_weight
     (kto)"""

@@ -12,22 +12,9 @@ from difflib import get_close_matches
 ROLES = ("actor", "model")  # the trained model of a recipe: the first it has
 _SAME_ROLE = {"policy": "actor", "reference": "ref", "ref_model": "ref", "value_model": "critic"}
 
-# options by their own names
-_OPTIONS = {
-    "*.options": "cp_comm_type recompute_method recompute_num_layers offload_activations "
-    "lm_head_chunk_tokens lm_head_keep_mb",
-    "*.optimizer.options": "exp_avg_dtype exp_avg_sq_dtype main_params_dtype initial_loss_scale "
-    "min_loss_scale loss_scale_window use_precision_aware_optimizer optimizer_cpu_offload "
-    "optimizer_offload_fraction",
-    "weight_sync.options": "weight_sync.delta weight_sync.sharded weight_sync.flattened "
-    "weight_sync.senders weight_sync.quantization",
-    "preference.options": "preference.beta preference.label_smoothing preference.gamma "
-    "preference.length_normalized preference.sft_coef preference.desirable_weight "
-    "preference.undesirable_weight",
-}
 _MEMORY = "server.options.mem_fraction_static=0.8"
 # our key -> their names for it; `*` is the role that the name mentions, else the trained one;
-# `=...` is a value to give the key
+# `=...` is a value to give the key; behind a dot the last part of their name comes
 _THEIRS: Mapping[str, str] = {
     # models
     "*.path": "model_path model_name model_name_or_path model.path hf_checkpoint pretrain",
@@ -66,6 +53,17 @@ _THEIRS: Mapping[str, str] = {
     "*.optimizer.distributed": "use_distributed_optimizer",
     "*.optimizer.options.optimizer_cpu_offload": "cpu_offload optimizer_offload",
     "*.optimizer.options.optimizer_offload_fraction": "cpu_offload_fraction",
+    # options by their own names
+    "*.options.": "cp_comm_type recompute_method recompute_num_layers offload_activations "
+    "lm_head_chunk_tokens lm_head_keep_mb value_head_init",
+    "*.optimizer.options.": "exp_avg_dtype exp_avg_sq_dtype main_params_dtype initial_loss_scale "
+    "min_loss_scale loss_scale_window use_precision_aware_optimizer optimizer_cpu_offload "
+    "optimizer_offload_fraction",
+    "weight_sync.options.": "weight_sync.delta weight_sync.sharded weight_sync.flattened "
+    "weight_sync.senders weight_sync.quantization",
+    "preference.options.": "preference.beta preference.label_smoothing preference.gamma "
+    "preference.length_normalized preference.sft_coef preference.desirable_weight "
+    "preference.undesirable_weight",
     # the loss
     "actor.kl_coef": "kl_ctl kl_loss_coef kl_beta init_kl_coef beta reference_policy_kl_penalty",
     "actor.kl_estimator": "kl_loss_type kl_penalty",
@@ -83,6 +81,9 @@ _THEIRS: Mapping[str, str] = {
     "*.ppo_n_minibatches": "num_mini_batches",
     "critic.value_clip": "cliprange_value value_eps_clip",
     "discount": "gamma",
+    "gae.length_alpha": "gae_length_alpha",
+    "gae.critic_lambda": "gae_lambda_critic",
+    "gae.bootstrap": "bootstrap_truncated",
     "gae_lambda": "lam lambd",
     # micro-batches and layout
     "*.mb_spec.max_tokens_per_mb": "gradient_accumulation_steps micro_batch_size "
@@ -152,15 +153,12 @@ _THEIRS: Mapping[str, str] = {
     "evaluator.freq_steps": "eval_steps test_freq eval_interval val_period",
     "evaluator.at_start": "val_before_train val_at_start",
     "stats_logger.wandb.mode": "report_to use_wandb",
-    "stats_logger.wandb.options.project": "wandb_project wandb.project",
-    "stats_logger.wandb.options.entity": "wandb_entity wandb.entity",
-    "profiler.options.profile_memory": "profiler.memory",
-    "profiler.options.with_stack": "profiler.stacks",
+    "stats_logger.wandb.options": "wandb_project wandb_entity",
 }
-ALIASES = {name: ours for ours, theirs in _THEIRS.items() for name in theirs.split()} | {
-    name: f"{free}.{name.rpartition('.')[2]}"
-    for free, names in _OPTIONS.items()
-    for name in names.split()
+ALIASES = {
+    name: ours + name.rpartition(".")[2] if ours.endswith(".") else ours
+    for ours, theirs in _THEIRS.items()
+    for name in theirs.split()
 }
 # of supervised fine-tuning, where the names above mean something else or nothing
 _LENGTHS = "max_seq_len max_seq_length max_model_len max_length"
@@ -184,13 +182,9 @@ NEEDLESS = {
     "slurm.minutes": f"{_SBATCH}: --time=MINUTES",
     "slurm.save_before": f"{_SBATCH}: --signal=B:USR1@SECONDS",
     "slurm.requeue": f"{_SBATCH}: --no-requeue",
+    "saver.mode": "write saver.metric=-NAME where a smaller one is better",
     "poll_seconds": "leave it out: the launcher asks Slurm every 2 s",
-    "profiler.output_dir": "leave it out: traces are in <run>/profile",
-    "timeline": "leave it out: <run>/timeline is always written",
     "value_head_bias": "leave it out: a reward model's head has no bias, a critic's has one",
-    "record.steps": "set record.keep to the steps that matter, or to null for all batches",
-    "reward_pool.restarts": "leave it out: a reward worker is started again three times",
-    "weights_every": "leave it out: weights have their fingerprints after every step",
     "delta_on_host": "leave it out: the copy is in host memory",
     "max_queue": "set rollout.max_concurrent_rollouts, the number of episodes in flight; servers "
     "queue what is more than they can run",
@@ -212,7 +206,7 @@ def aliased(keys: Mapping[str, object], name: str) -> str | None:
         for candidate in dict.fromkeys((role, main_role(keys))):
             ours = target.replace("*", candidate)
             key = ours.partition("=")[0]
-            if key in keys or key.rpartition(".options.")[0] + ".options" in keys:
+            if key in keys or getattr(keys.get(key.rpartition(".")[0]), "free_form", False):
                 return ours
     for theirs, free in _SECTIONS.items():
         rest = name.removeprefix(theirs + ".")

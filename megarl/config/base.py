@@ -69,6 +69,14 @@ class Choices:
         return alike[0] if alike and isinstance(truth, bool) else None
 
 
+Options = dict[str, Any]  # of a free section
+
+
+def free() -> Any:
+    """Returns the default of a free section: a dict that is empty."""
+    return field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class OptionsOf:
     """Says what takes the entries of a free section as its keyword arguments: `target`, the
@@ -101,5 +109,5 @@ class SeamConfig:
 
     type: str = ""
     """pkg.module:name, file.py:name or a name of megarl's own"""
-    options: dict[str, Any] = field(default_factory=dict)
+    options: Options = free()
     """keyword arguments for it; checked against its signature at the start"""

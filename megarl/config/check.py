@@ -47,7 +47,6 @@ from megarl.config.recipes import (
 )
 from megarl.config.rollout import built_in_transport
 from megarl.config.rules import rule_problems
-from megarl.config.run import ProfilerConfig
 from megarl.config.schema import value_problems
 from megarl.config.secrets import leaves
 from megarl.utils.importing import is_import_path, meant
@@ -65,7 +64,7 @@ def check_config(
     """
     problems = [*value_problems(cfg), *_run_problems(cfg)]
     if not own_script and not runs_own_code(cfg):
-        problems += [*metric_problems(cfg), *phase_problems(cfg.profiler)]
+        problems += [*metric_problems(cfg), *phase_problems(cfg.profiler.get("phases", ()))]
     problems += _allocation_problems(cfg, world_size)
     for name, engine in engines(cfg).items():
         problems += _engine_problems(cfg, name, engine, world_size)
@@ -305,7 +304,7 @@ _SEVERAL = re.compile(r"(pass|maj)_at_\d+")
 
 def metric_problems(cfg: BaseConfig) -> Iterator[str]:
     """Yields a line where saver.keep_best goes by a metric that the run does not have."""
-    metric = cfg.saver.metric
+    metric = cfg.saver.metric.removeprefix("-")
     if not cfg.saver.keep_best:
         return
     first, _, rest = metric.partition("/")
@@ -328,11 +327,10 @@ def metric_problems(cfg: BaseConfig) -> Iterator[str]:
         yield f"saver.metric={metric}: no figure of an evaluation; {meant(figure, figures)}"
 
 
-def phase_problems(cfg: ProfilerConfig) -> Iterator[str]:
-    """Yields a line for the phases that no step has."""
-    unknown = [phase for phase in cfg.phases if phase not in PHASES]
-    if unknown:
-        yield f"profiler.phases={cfg.phases}: {unknown[0]} is none; {meant(unknown[0], PHASES)}"
+def phase_problems(phases: Sequence[str]) -> Iterator[str]:
+    """Yields a line for the first of the phases that no step has."""
+    for unknown in [phase for phase in phases if phase not in PHASES][:1]:
+        yield f"profiler.phases={phases}: {unknown} is none; {meant(unknown, PHASES)}"
 
 
 def _figures(cfg: BaseConfig) -> Sequence[str]:

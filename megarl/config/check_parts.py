@@ -20,7 +20,7 @@ from megarl.config import rules
 from megarl.config.algo import PPOActorConfig, PPOCriticConfig
 from megarl.config.dataset import GENERATED, MIX, WITH_REWARD, DatasetConfig, SourceConfig
 from megarl.config.engine import ALL_LINEAR, LoRAConfig, OptimizerConfig, ParallelConfig
-from megarl.config.errors import raise_if_any
+from megarl.config.errors import ConfigError, raise_if_any
 from megarl.config.recipe_engines import addresses_in, turn_problems
 from megarl.config.recipes import (
     BaseConfig,
@@ -103,7 +103,7 @@ def lora_problems(key: str, cfg: LoRAConfig) -> Iterator[str]:
 def optimizer_problems(key: str, cfg: OptimizerConfig) -> Iterator[str]:
     """Yields optimizer options that need another option, and options that megatron-core lacks."""
     yield from rule_problems(rules.OPTIMIZER, cfg, f"{key}.")
-    declared, precise = _fields_of_megatron(), cfg.options.get(_PRECISE)
+    declared = _fields_of_megatron()
     for name, value in cfg.options.items():
         option = f"{key}.options.{name}={show(value)}"
         if name in _SET_BY_KEYS:
@@ -114,7 +114,7 @@ def optimizer_problems(key: str, cfg: OptimizerConfig) -> Iterator[str]:
             yield f"{option}: megatron-core's OptimizerConfig has no such field{meant}"
         elif name in _STATE_DTYPES and value not in ("float32", "bfloat16", "float16"):
             yield f"{option}: not one of float32, bfloat16, float16"
-        elif name in _STATE_DTYPES and value != "float32" and not precise:
+        elif name in _STATE_DTYPES and value != "float32" and not cfg.options.get(_PRECISE):
             yield f"{option}: needs {key}.options.{_PRECISE}=true"
         elif isinstance(value, str) and declared.get(name) in ("float", "int", "bool"):
             yield f"{option}: not of type {declared[name]}"
@@ -166,7 +166,13 @@ def free_problems(cfg: Any, key: str = "") -> Iterator[str]:
     for free in all_keys(type(cfg), parent=cfg):
         if free.options_of is not None and free.default:
             target = load_object(free.options_of.target, what=free.name)
-            yield from option_problems(target, free.default, key=key + free.name)
+            problems = list(option_problems(target, free.default, key=key + free.name))
+            try:
+                if not problems:
+                    target(**free.default)
+            except ConfigError as e:
+                problems = list(e.problems)
+            yield from problems
 
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -309,9 +315,9 @@ def rollout_problems(cfg: GRPOConfig, world_size: int | None = None) -> Iterator
     options = cfg.weight_sync.options
     if (built_in := built_in_transport(cfg.weight_sync.type)) is not None:
         yield from transport_problems(cfg, built_in.requirements)
-        less = {} if built_in.requirements.less else _LESS
-        for name in (name for name, value in less.items() if options.get(name) == value):
-            yield f"weight_sync.options.{name}={show(options[name])}: needs type=distributed"
+        for name, value in _LESS.items():
+            if not built_in.requirements.less and options.get(name) == value:
+                yield f"weight_sync.options.{name}={show(value)}: needs type=distributed"
     senders = options.get("senders")
     if isinstance(senders, int) and world_size and not 0 < senders <= world_size:
         yield (

@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated
 
-from megarl.config.base import (
-    NOT_NEGATIVE,
-    POSITIVE,
-    Choices,
-    OptionsOf,
-    SeamConfig,
-)
+from megarl.config.base import NOT_NEGATIVE, POSITIVE, Choices, Options, OptionsOf, SeamConfig, free
 
 GENERATED = ("arithmetic", "reasoning_gym")  # types that make their rows and read no file
 WITH_REWARD = ("arithmetic", "gsm8k", "reasoning_gym")  # types that have a reward of their own
@@ -40,7 +34,7 @@ class SourceConfig:
     """drop prompts (RL) or sequences (SFT, pairs) longer than this many tokens"""
     reward: SeamConfig = field(default_factory=SeamConfig)
     """reward function (RL); empty is the dataset type's own; none: 0 for every answer"""
-    options: dict[str, Any] = field(default_factory=dict)
+    options: Options = free()
     """the type's own options (arithmetic: level; chat: columns; ...), and for every type system,
     chat_template_kwargs and train_on"""
 
@@ -59,7 +53,7 @@ class PartConfig(SourceConfig):
 class DatasetConfig(SourceConfig):
     """Configures one data set: where rows come from, how they are batched, and their reward."""
 
-    parts: dict[str, PartConfig] = field(default_factory=dict)
+    parts: dict[str, PartConfig] = free()
     """type=mix: data sets by name, each with a weight; rows keep the name"""
     batch_size: Annotated[int, POSITIVE] = 8
     """prompts (RL), sequences (SFT) or pairs per training step, all ranks"""
@@ -73,7 +67,7 @@ class DatasetConfig(SourceConfig):
     """makes a batch of rows; empty: a list of rows (RL), padded tensors (SFT)"""
     sampler: SeamConfig = field(default_factory=SeamConfig)
     """made with (dataset, seed=...), gives the order of rows; empty is `shuffle`"""
-    curriculum: Annotated[dict[str, Any] | None, OptionsOf("megarl.data.draws:Curriculum")] = None
+    curriculum: Annotated[Options | None, OptionsOf("megarl.data.draws:Curriculum")] = None
     """RL: prefer rows of a middling pass rate of their latest answers: low, high, explore (share of
     rows drawn in turn), passes_at (a reward that passes); {} is from 0.1 to 0.9, null draws all
     alike"""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated
 
 from megarl.config.base import (
     FRACTION,
@@ -12,7 +12,9 @@ from megarl.config.base import (
     POSITIVE,
     Bounds,
     Choices,
+    Options,
     OptionsOf,
+    free,
 )
 
 Degree = Annotated[int, POSITIVE]
@@ -84,7 +86,7 @@ class OptimizerConfig:
     overlap_param_gather: bool = False
     """gather the updated weights over dp during the next forward pass; needs distributed and
     overlap_grad_reduce"""
-    options: dict[str, Any] = field(default_factory=dict)
+    options: Options = free()
     """more fields of megatron-core's OptimizerConfig by name: use_precision_aware_optimizer
     (Transformer Engine's FusedAdam keeps main weights and moments in exp_avg_dtype,
     exp_avg_sq_dtype, main_params_dtype; needs distributed), optimizer_cpu_offload (keep and update
@@ -137,13 +139,11 @@ class TrainEngineConfig:
 
     path: str = ""
     """HF model directory (config.json, *.safetensors, tokenizer) or hub name"""
-    override_config: dict[str, Any] = field(default_factory=dict)
+    override_config: Options = free()
     """keys of the model's config.json with another value here, such as rope_theta; servers that the
     launcher starts get the actor's"""
     head: Annotated[str, Choices("lm", "value")] = "lm"
     """output for each token: logits (lm), or one value (critic, reward model)"""
-    value_head_init: Annotated[str, Choices("zero", "random")] = "zero"
-    """a new value head starts with zeros, or random by `seed`"""
     init_from_scratch: bool = False
     """random weights by `seed` instead of the HF ones"""
     dtype: Annotated[str, Choices("auto", "float32", "bfloat16", "float16")] = "auto"
@@ -172,13 +172,12 @@ class TrainEngineConfig:
     decide"""
     lora: LoRAConfig | None = None
     """train low-rank adapters on frozen weights; null trains the weights"""
-    options: Annotated[dict[str, Any], OptionsOf("megarl.models.options:EngineOptions")] = field(
-        default_factory=dict
-    )
+    options: Annotated[Options, OptionsOf("megarl.models.options:EngineOptions")] = free()
     """more of the engine (docs/engine.md): recompute_method (uniform, block), recompute_num_layers,
     offload_activations, cp_comm_type (auto, p2p, all_gather, a2a), lm_head_chunk_tokens,
-    lm_head_keep_mb; of mixtures of experts moe_aux_loss_coeff, moe_z_loss_coeff,
-    moe_router_bias_update_rate, moe_token_dispatcher_type (alltoall, flex), load_per_layer"""
+    lm_head_keep_mb, value_head_init (zero, random); of mixtures of experts moe_aux_loss_coeff,
+    moe_z_loss_coeff, moe_router_bias_update_rate, moe_token_dispatcher_type (alltoall, flex),
+    load_per_layer"""
 
     @property
     def replays(self) -> bool:

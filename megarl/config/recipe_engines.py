@@ -121,7 +121,7 @@ JUDGES_ENV = "MEGARL_JUDGE_ADDRS"
 
 def needs_servers(cfg: GRPOConfig) -> bool:
     """Returns whether a run generates: a replay of training alone does not."""
-    return cfg.replay is None or cfg.replay.what != TRAIN
+    return cfg.replay is None or cfg.replay.get("what") != TRAIN
 
 
 def server_addresses(config: RolloutConfig) -> list[str]:

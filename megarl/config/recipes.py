@@ -24,7 +24,10 @@ from megarl.config.base import (
     TIMEOUT,
     Bounds,
     Choices,
+    Options,
+    OptionsOf,
     SeamConfig,
+    free,
 )
 from megarl.config.dataset import DatasetConfig, SourceConfig
 from megarl.config.engine import TrainEngineConfig
@@ -39,14 +42,9 @@ from megarl.config.rollout import (
 )
 from megarl.config.run import (
     ClusterConfig,
-    EpisodesConfig,
     EvaluatorConfig,
-    ProfilerConfig,
-    RecordConfig,
     RecoverConfig,
-    ReplayConfig,
     SaverConfig,
-    SelfCheckConfig,
     StatsLoggerConfig,
     TrainerConfig,
 )
@@ -97,21 +95,26 @@ class BaseConfig:
     """training data"""
     valid_dataset: DatasetConfig | None = None
     """held-out data; null is no evaluation"""
-    valid_datasets: dict[str, DatasetConfig] = field(default_factory=dict)
+    valid_datasets: dict[str, DatasetConfig] = free()
     """more held-out data by name, each with the keys of valid_dataset; metrics are
     eval/<name>/..."""
     saver: SaverConfig = field(default_factory=SaverConfig)
     """HF saves"""
     recover: RecoverConfig = field(default_factory=RecoverConfig)
     """checkpoints to continue from"""
-    self_check: SelfCheckConfig = field(default_factory=SelfCheckConfig)
-    """what the run checks about itself"""
+    self_check: Annotated[Options, OptionsOf("megarl.config.run:SelfCheckConfig")] = free()
+    """what the run checks about itself: on_failure of a check of the first step after a start
+    (stop, warn, off), on_nonfinite loss or gradient (skip the update and save its batch, or stop),
+    max_skips (5; stop after so many in a row)"""
     evaluator: EvaluatorConfig = field(default_factory=EvaluatorConfig)
     """when to evaluate"""
     stats_logger: StatsLoggerConfig = field(default_factory=StatsLoggerConfig)
     """where metrics go"""
-    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
-    """traces and hardware utilisation"""
+    profiler: Annotated[Options, OptionsOf("megarl.config.run:ProfilerConfig")] = free()
+    """traces by torch's profiler: start_step (the first, null is never), steps (1), ranks ([0]),
+    phases ([] is whole steps, else each in its own file: logp, ref, values, train, ... of
+    timing/<phase>_s), options of torch.profiler.profile (profile_memory, with_stack, ...); and
+    peak_tflops of a device, for perf/mfu"""
 
 
 @dataclass(kw_only=True)
@@ -183,11 +186,15 @@ class GRPOConfig(BaseConfig):
     """sampling during evaluation"""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     """generation client"""
-    episodes: EpisodesConfig = field(default_factory=EpisodesConfig)
-    """record for megarl view"""
-    record: RecordConfig = field(default_factory=RecordConfig)
-    """record for megarl diff and replay"""
-    replay: ReplayConfig | None = None
+    episodes: Annotated[Options, OptionsOf("megarl.config.run:EpisodesConfig")] = free()
+    """record for megarl view: keep (16; the first n groups of every step, token by token, and as
+    many that were rejected because something failed; 0 is off, null all), entropy (of every token,
+    too)"""
+    record: Annotated[Options, OptionsOf("megarl.config.run:RecordConfig")] = free()
+    """record for megarl diff: fingerprints (true; a hash and a norm of every tensor of a step),
+    servers (of their weights, too, which costs a pass over them); for megarl replay: keep (the
+    batches of the newest n steps, 0 is off, null all)"""
+    replay: Annotated[Options | None, OptionsOf("megarl.config.run:ReplayConfig")] = None
     """run a step of an earlier run again; megarl replay sets it"""
     server: ServerConfig = field(default_factory=ServerConfig)
     """servers the launcher starts"""
@@ -210,13 +217,10 @@ class PPOConfig(GRPOConfig):
     """GAE: discount per trained token"""
     gae_lambda: Annotated[float, FRACTION] = 1.0
     """GAE: 1 is the whole return, 0 one step ahead"""
-    gae_length_alpha: Annotated[float, POSITIVE] | None = None
-    """GAE: lambda of an answer of l trained tokens is 1 - 1 / (this * l), instead of gae_lambda
-    (VAPO: 0.05); null is off"""
-    gae_lambda_critic: Annotated[float, FRACTION] | None = None
-    """GAE: lambda of the critic's returns; null is the advantages'"""
-    bootstrap_truncated: bool = False
-    """an answer cut at max_new_tokens ends with the critic's value of its last state, not with 0"""
+    gae: Annotated[Options, OptionsOf("megarl.config.algo:GAEConfig")] = free()
+    """more of GAE: length_alpha (lambda of an answer of l trained tokens is 1 - 1 / (this * l);
+    VAPO: 0.05), critic_lambda (of the critic's returns), bootstrap (an answer cut at max_new_tokens
+    ends with the critic's value of its last state, not with 0)"""
 
 
 def _student() -> PPOActorConfig:

@@ -22,8 +22,10 @@ from megarl.config.base import (
     TIMEOUT,
     Bounds,
     Choices,
+    Options,
     OptionsOf,
     SeamConfig,
+    free,
 )
 from megarl.utils.importing import load_object
 
@@ -109,7 +111,7 @@ class WeightSyncConfig:
     """distributed: buckets over NCCL or gloo; disk: a shared HF directory; colocated: servers on
     the trainers' GPUs read the trainers' memory; adapter: with actor.lora, adapters alone through a
     shared PEFT directory"""
-    options: dict[str, Any] = field(default_factory=dict)
+    options: Options = free()
     """options of the transport, such as one of your own; of distributed: senders (trainer ranks
     that gather and send buckets in turn; null is one on each pipeline stage), sharded (each server
     rank gets only the slices that it stores: auto, true, false), delta (send only numbers that
@@ -257,7 +259,7 @@ class ServerConfig:
     run with the trainers"""
     python: str = ""
     """interpreter that runs the sglang server; empty is this one"""
-    options: dict[str, Any] = field(default_factory=dict)
+    options: Options = free()
     """options of the server by their names: server.options.attention_backend=triton is
     --attention-backend triton; true is the bare flag; false and null leave it out"""
     restarts: Annotated[int, NOT_NEGATIVE] = 0
@@ -304,9 +306,7 @@ class RolloutConfig:
         default_factory=lambda: SeamConfig(type="megarl.rollout.client:RemoteSGLangEngine")
     )
     """class of the generation client, made with (rollout, weight_sync=..., seed=...)"""
-    gateway: Annotated[dict[str, Any], OptionsOf("megarl.rollout.gateway.prompt:GatewayConfig")] = (
-        field(default_factory=dict)
-    )
+    gateway: Annotated[Options, OptionsOf("megarl.rollout.gateway.prompt:GatewayConfig")] = free()
     """HTTP gateway through which agents reach the policy: host (127.0.0.1), port (0 takes a free
     one), advertise (host name in agents' URLs), reuse (a chat keeps the policy's own tokens),
     rewards (auto, always or never: whether agents may send them), call_format (how the policy

@@ -23,11 +23,11 @@ saver.keep_best>0                | saver.keep_last>0 | which keeps all otherwise
 recover.restarts>0               | recover.mode=auto | a checkpoint to continue from
 train_dataset.curriculum!=null   | train_dataset.num_workers=0 | else rows are drawn too early
 trainer.workers                  | trainer.mode=controller
-profiler.start_step              | profiler.ranks | name ranks from 0
+profiler.start_step & profiler.ranks=[] | | traces nothing; name ranks from 0
 """
 OFFLINE = """
 trainer.mode=controller          | | is for recipes with rollouts; set trainer.mode=spmd
-cluster.reward_pool              | | this recipe computes no rewards; leave it null
+cluster.reward_pool!=null        | | this recipe computes no rewards; leave it null
 train_dataset.curriculum!=null   | | goes by rewards, which this recipe has none of; leave it out
 """
 RL = """

@@ -3,24 +3,33 @@ and the machines of a job."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le
 
 from megarl.config.base import (
     FRACTION,
+    LARGEST_FLOAT,
     NOT_NEGATIVE,
-    OFF_AT_ZERO,
     POSITIVE,
     TIMEOUT,
     Bounds,
     Choices,
+    Options,
     OptionsOf,
     SeamConfig,
+    free,
 )
+from megarl.config.errors import raise_if_any
+from megarl.utils.importing import load_object, option_problems
 
 RECORD_DIR = "record"
-TRAIN, ROLLOUT, WHOLE = "train", "rollout", "whole"  # what a replay runs
+Positive = Annotated[int, Gt(0)]
+NotNegative = Annotated[int, Ge(0)]
+TRAIN = "train"  # what a replay without servers runs
 
 
 @dataclass(kw_only=True)
@@ -58,9 +67,8 @@ class SaverConfig(FrequencyConfig):
     keep_best: Annotated[int, NOT_NEGATIVE] = 0
     """more saves to keep: the best by `metric`"""
     metric: str = "eval/accuracy"
-    """the metric of stats.jsonl for keep_best"""
-    mode: Annotated[str, Choices("max", "min")] = "max"
-    """whether a larger or a smaller `metric` is better"""
+    """the metric of stats.jsonl for keep_best; with a minus before it, as in -eval/loss, a smaller
+    one is better"""
     final: bool = True
     """save the final model as <run>/final"""
 
@@ -90,39 +98,48 @@ class RecoverConfig(FrequencyConfig):
 
 @dataclass(kw_only=True)
 class SelfCheckConfig:
-    """Says what follows when one of the run's self checks fails."""
+    """Says what follows when one of the run's self checks fails (`self_check`).
 
-    on_failure: Annotated[str, Choices("stop", "warn", "off")] = "stop"
-    """if a check of the first step after a start fails (ratio not 1, KL not 0, actor and reference
-    differ): stop, or only warn; off checks nothing"""
-    on_nonfinite: Annotated[str, Choices("stop", "skip")] = "skip"
-    """if loss or gradient is NaN or Inf: stop the run, or skip the update; saves the batch"""
-    max_skips: Annotated[int, POSITIVE] = 5
-    """with on_nonfinite=skip: stop after this many skips in a row"""
+    on_failure: if a check of the first step after a start fails (ratio not 1, KL not 0, actor and
+        reference differ): "stop", or only "warn"; "off" (or False) checks nothing.
+    on_nonfinite: if loss or gradient is NaN or Inf: "stop" the run, or "skip" the update; saves the
+        batch.
+    max_skips: with on_nonfinite="skip", stops after this many skips in a row.
+    """
+
+    # YAML reads off as False
+    on_failure: Literal["stop", "warn", "off", False] = "stop"
+    on_nonfinite: Literal["stop", "skip"] = "skip"
+    max_skips: Positive = 5
 
 
 @dataclass(kw_only=True)
 class ProfilerConfig:
-    """Configures traces of some steps, and the peak of hardware utilisation."""
+    """Configures traces of some steps, and the peak of hardware utilisation (`profiler`).
 
-    start_step: Annotated[int, Bounds(ge=1, note="steps count from 1")] | None = None
-    """first step of the run to trace with torch's profiler; a start beyond it traces its own
-    first steps; null is never"""
-    steps: Annotated[int, POSITIVE] = 1
-    """trace so many steps"""
-    ranks: list[Annotated[int, NOT_NEGATIVE]] = field(default_factory=lambda: [0])
-    """trace these trainer processes"""
-    phases: list[str] = field(default_factory=list)
-    """trace only these phases of a step, each in its own file: logp, ref, values, train, ... (as in
-    timing/<phase>_s); [] is whole steps"""
-    options: Annotated[dict[str, Any], OptionsOf("torch.profiler:profile")] = field(
-        default_factory=dict
-    )
-    """more options of torch.profiler.profile: profile_memory (allocations, too), with_stack (Python
-    call stacks, which make files several times larger), ..."""
-    peak_tflops: Annotated[float, POSITIVE] | None = None
-    """peak TFLOP/s of a device, for perf/mfu; null takes that of common GPUs at 16 bits; other
-    devices have no perf/mfu"""
+    start_step: first step of the run to trace with torch's profiler; a start beyond it traces its
+        own first steps; None is never.
+    steps: traces so many steps.
+    ranks: traces these trainer processes.
+    phases: traces only these phases of a step, each in its own file: logp, ref, values, train, ...
+        (as in timing/<phase>_s); [] is whole steps.
+    options: more options of torch.profiler.profile: profile_memory (allocations, too), with_stack
+        (Python call stacks, which make files several times larger), ...
+    peak_tflops: peak TFLOP/s of a device, for perf/mfu; None takes that of common GPUs at 16 bits;
+        other devices have no perf/mfu.
+    """
+
+    start_step: Annotated[int, Ge(1)] | None = None
+    steps: Positive = 1
+    ranks: Sequence[NotNegative] = (0,)
+    phases: Sequence[str] = ()
+    options: Mapping[str, Any] = free()
+    peak_tflops: Annotated[float, Gt(0), Le(LARGEST_FLOAT)] | None = None
+
+    def __post_init__(self) -> None:
+        if self.options:
+            profile = load_object("torch.profiler:profile", what="profiler.options")
+            raise_if_any(option_problems(profile, self.options, key="profiler.options"))
 
 
 @dataclass(kw_only=True)
@@ -143,23 +160,28 @@ class EvaluatorConfig(FrequencyConfig):
 
 @dataclass(kw_only=True)
 class WandbConfig:
-    """Configures logging to Weights & Biases."""
+    """Configures logging to Weights & Biases (`stats_logger.wandb`).
 
-    mode: Annotated[str, Choices("disabled", "offline", "online")] = "disabled"
-    """wandb mode"""
-    options: dict[str, Any] = field(default_factory=dict)
-    """more options of wandb.init: entity, group, tags, ..., and project, else experiment_name"""
-    completions: Annotated[int, NOT_NEGATIVE] = 0
-    """show so many completions of every training batch and every evaluation, one for a prompt,
-    as tables completions/train and completions/eval"""
+    mode: wandb's mode.
+    options: more options of wandb.init: entity, group, tags, ..., and project, else
+        experiment_name.
+    completions: shows so many completions of every training batch and every evaluation, one for a
+        prompt, as tables completions/train and completions/eval.
+    """
+
+    mode: Literal["disabled", "offline", "online"] = "disabled"
+    options: Mapping[str, Any] = free()
+    completions: NotNegative = 0
 
 
 @dataclass(kw_only=True)
 class StatsLoggerConfig:
     """Says where metrics go besides stats.jsonl, which is always written."""
 
-    wandb: WandbConfig = field(default_factory=WandbConfig)
-    """Weights & Biases"""
+    wandb: Annotated[Options, OptionsOf("megarl.config.run:WandbConfig")] = free()
+    """Weights & Biases: mode (disabled, offline, online), options of wandb.init (entity, group,
+    tags, ..., and project, else experiment_name), completions (show so many of every training batch
+    and every evaluation)"""
     tensorboard: bool = False
     """write tensorboard events into <run>/tensorboard"""
     table: bool = False
@@ -179,19 +201,21 @@ class PoolConfig:
     --time and --no-requeue from cluster.sbatch_args. Without others the job saves 300 seconds
     before its time limit (--signal=B:USR1@300), is queued again (--requeue), and has whole nodes
     (--exclusive, --mem=0)"""
-    ray_resources: dict[str, float] = field(default_factory=dict)
+    ray_resources: dict[str, float] = free()
     """what to request from Ray on each node besides GPUs and CPUs, by name, like
     {accelerator_type:H100: 0.001}"""
 
 
 @dataclass(kw_only=True)
 class RewardPoolConfig:
-    """Describes nodes without GPUs that compute rewards."""
+    """Describes nodes without GPUs that compute rewards (`cluster.reward_pool`).
 
-    n_nodes: Annotated[int, POSITIVE] = 1
-    """nodes, each with rollout.reward_workers processes"""
-    sbatch_args: list[str] = field(default_factory=list)
-    """as cluster.sbatch_args, for these nodes"""
+    n_nodes: nodes, each with rollout.reward_workers processes.
+    sbatch_args: as cluster.sbatch_args, for these nodes.
+    """
+
+    n_nodes: Positive = 1
+    sbatch_args: Sequence[str] = ()
 
 
 @dataclass(kw_only=True)
@@ -203,8 +227,9 @@ class ClusterConfig(PoolConfig):
     """nodes of the job; null is as many as its processes need"""
     server_pool: PoolConfig | None = None
     """nodes of another kind for the servers; null puts them on nodes like the others"""
-    reward_pool: RewardPoolConfig | None = None
-    """nodes without GPUs for rewards; null computes them beside rank 0"""
+    reward_pool: Annotated[Options | None, OptionsOf("megarl.config.run:RewardPoolConfig")] = None
+    """nodes without GPUs for rewards: n_nodes (1, each with rollout.reward_workers processes),
+    sbatch_args; null computes them beside rank 0"""
     interface: str = ""
     """network interface of the nodes that processes meet on; empty is that of the node's host
     name"""
@@ -222,39 +247,46 @@ class ClusterConfig(PoolConfig):
 
 @dataclass(kw_only=True)
 class EpisodesConfig:
-    """Says which episodes of training are kept in <run>/episodes."""
+    """Says which episodes of training are kept in <run>/episodes (`episodes`).
 
-    keep: Annotated[int, OFF_AT_ZERO] | None = 16
-    """record the first n groups of every step, token by token, and as many that were rejected
-    because something failed; 0 is off, null all"""
+    keep: records the first n groups of every step, token by token, and as many that were rejected
+        because something failed; 0 is off, None all.
+    entropy: records the entropy of every token, too: actor.recompute_logprob's pass computes it.
+    """
+
+    keep: NotNegative | None = 16
     entropy: bool = False
-    """record the entropy of every token, too: actor.recompute_logprob's pass computes it"""
 
 
 @dataclass(kw_only=True)
 class RecordConfig:
-    """Says what is kept of every step in <run>/record."""
+    """Says what is kept of every step in <run>/record (`record`).
+
+    fingerprints: records a hash and a norm of every tensor of each phase of a step, for megarl
+        diff.
+    servers: with fingerprints, also of the servers' weights, which costs each server a pass over
+        its weights.
+    keep: keeps the batches of the newest n steps, for megarl replay; 0 is off, None all.
+    """
 
     fingerprints: bool = True
-    """record a hash and a norm of every tensor of each phase of a step, for megarl diff"""
     servers: bool = False
-    """with fingerprints: also of the servers' weights, which costs each server a pass over its
-    weights"""
-    keep: Annotated[int, OFF_AT_ZERO] | None = 0
-    """keep the batches of the newest n steps, for megarl replay; 0 is off, null all"""
+    keep: NotNegative | None = 0
 
 
 @dataclass(kw_only=True)
 class ReplayConfig:
-    """Says which step of an earlier run is run again."""
+    """Says which step of an earlier run is run again (`replay`, which megarl replay sets).
 
-    run: str = ""
-    """directory of the recorded run"""
-    step: Annotated[int, POSITIVE] = 1
-    """the last step to run, counted from 1"""
-    what: Annotated[str, Choices(TRAIN, ROLLOUT, WHOLE)] = WHOLE
-    """train: on the recorded batches, without servers; rollout: generate the batch of the step
-    and stop; whole: both, for every step"""
+    run: directory of the recorded run.
+    step: the last step to run, counted from 1.
+    what: "train": on the recorded batches, without servers; "rollout": generates the batch of the
+        step and stops; "whole": both, for every step.
+    """
+
+    run: str
+    step: Positive = 1
+    what: Literal["train", "rollout", "whole"] = "whole"
 
 
 def batch_path(run_dir: Path, step: int) -> Path:

@@ -251,7 +251,7 @@ def load_base(
 
 def head_seed(cfg: TrainEngineConfig, seed: int) -> int | None:
     """Returns the seed of a value head that the files do not have; None if they must have one."""
-    return seed if cfg.value_head_init == "random" else None
+    return seed if cfg.options.get("value_head_init") == "random" else None
 
 
 def release(state: EngineState) -> None:

@@ -177,7 +177,7 @@ class _Maker:
                 env={"PYTHONPATH": _path(*path), "CUDA_VISIBLE_DEVICES": ""},
                 ports=(name,),
                 log=str(self.run / f"rewards_{index}.log"),
-                restarts=REWARD_RESTARTS if cfg.cluster.reward_pool else 0,
+                restarts=REWARD_RESTARTS if cfg.cluster.reward_pool is not None else 0,
             )
 
     def trainers(self) -> Iterable[Task]:

@@ -20,6 +20,7 @@ from megarl.config.loader import config_yaml, own_class
 from megarl.config.recipe_engines import needs_servers, settle_turns, takes_turns, trainer_processes
 from megarl.config.recipes import BaseConfig, GRPOConfig
 from megarl.config.rollout import Requirements, ServerConfig
+from megarl.config.run import RewardPoolConfig
 from megarl.config.script import fetch_hub_models
 from megarl.config.secrets import masked_override
 from megarl.launcher.job import JUDGE, PACKAGE, SERVER
@@ -73,7 +74,7 @@ class Plan:
             or self.cfg.rollout.reward_addresses
         ):
             return 0
-        return pool.n_nodes
+        return RewardPoolConfig(**pool).n_nodes
 
 
 def plan_here(command: CommandLine) -> Plan:

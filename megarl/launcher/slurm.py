@@ -37,7 +37,7 @@ from pathlib import Path
 from megarl.config.command_line import CommandLine
 from megarl.config.earlier_run import RECOVER_DIR
 from megarl.config.errors import EXIT_CODE, ConfigError
-from megarl.config.run import ClusterConfig
+from megarl.config.run import ClusterConfig, RewardPoolConfig
 from megarl.launcher.command import Launcher, run_launcher
 from megarl.launcher.job import PACKAGE, Job, JobFiles
 from megarl.launcher.names import LOOK_INTERVAL
@@ -298,8 +298,9 @@ def _directives(job: Job, cluster: ClusterConfig, files: Files) -> Iterator[str]
         yield "--requeue"
         yield f"--nodes={job.pools.count(pool)}"
         yield "--ntasks-per-node=1"
-        other = {SERVER_POOL: cluster.server_pool, REWARD_POOL: cluster.reward_pool}.get(pool)
-        arguments = common + other.sbatch_args if other else cluster.sbatch_args
+        rewards = RewardPoolConfig(**(cluster.reward_pool or {}))
+        other = {SERVER_POOL: cluster.server_pool, REWARD_POOL: rewards}.get(pool)
+        arguments = [*common, *other.sbatch_args] if other else cluster.sbatch_args
         if not any(argument.startswith(_SHARING) for argument in arguments):
             yield from ("--exclusive", "--mem=0")
         if gpus := job.gpus_per_node[job.pools.index(pool)]:

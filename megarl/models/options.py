@@ -13,7 +13,7 @@ from megarl.parallel.layout import Layout
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class EngineOptions:
     """Gives an engine's options. Those of megatron-core have its names.
 
@@ -27,6 +27,7 @@ class EngineOptions:
     lm_head_chunk_tokens: tokens per LM-head chunk; logits of one chunk are the peak memory.
     lm_head_keep_mb: a micro-batch's logits are kept for backward if they take at most this many MiB
         in fp32 on one device; otherwise backward recomputes them.
+    value_head_init: a new value head starts with zeros, or random by `seed`.
     moe_aux_loss_coeff: load-balancing loss, per layer and micro-batch; 0 is off, as usual in RL.
     moe_z_loss_coeff: loss on the router's squared logsumexp; None is off.
     moe_router_bias_update_rate: step of the bias that balances loads without a loss (DeepSeek-V3);
@@ -46,6 +47,7 @@ class EngineOptions:
     cp_comm_type: Literal["auto", "p2p", "all_gather", "a2a"] = "auto"
     lm_head_chunk_tokens: PositiveInt = 4096
     lm_head_keep_mb: NonNegativeInt = 1024
+    value_head_init: Literal["zero", "random"] = "zero"
     moe_aux_loss_coeff: NotNegative = 0.0
     moe_z_loss_coeff: NotNegative | None = None
     moe_router_bias_update_rate: NotNegative = 0.0

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from megarl.config.errors import raise_if_any
 from megarl.config.loader import run_dir
 from megarl.config.recipes import BaseConfig
-from megarl.config.run import StatsLoggerConfig
+from megarl.config.run import StatsLoggerConfig, WandbConfig
 from megarl.config.script import note_read, warn_of_unread
 from megarl.config.secrets import public_tree
 from megarl.observability.console import ConsoleSink
@@ -75,10 +75,11 @@ class StatsLogger:
         self._sinks.append(ConsoleSink(table=config.table))
         if config.tensorboard:
             self._sinks.append(TensorBoardSink(self._run_dir / "tensorboard", from_step))
-        if config.wandb.mode != "disabled":
+        wandb = WandbConfig(**config.wandb)
+        if wandb.mode != "disabled":
             self._wandb = WandbSink(
-                mode=config.wandb.mode,
-                options={"project": experiment_name} | config.wandb.options,
+                mode=wandb.mode,
+                options={"project": experiment_name, **wandb.options},
                 name=f"{experiment_name}/{trial_name}",
                 run_dir=self._run_dir,
                 run_config=run_config,

@@ -22,6 +22,7 @@ from megarl.config.earlier_run import Checkpoint
 from megarl.config.loader import run_dir
 from megarl.config.recipe_engines import server_addresses
 from megarl.config.recipes import BaseConfig, GRPOConfig
+from megarl.config.run import ProfilerConfig
 from megarl.data.tokenizer import run_tokenizer
 from megarl.observability import stats_tracker
 from megarl.observability.logging import get_logger
@@ -118,7 +119,7 @@ class ProcessContext:
             name=f"{kind} {rank}" if kind == TRAINER else kind,
             servers=servers,
         )
-        self.profiler = Profiler(cfg.profiler, run_dir=self.run_dir, rank=rank)
+        self.profiler = Profiler(ProfilerConfig(**cfg.profiler), run_dir=self.run_dir, rank=rank)
         stats_tracker.watch(self.profiler.phase)
 
     def leave(self, error: BaseException | None) -> None:

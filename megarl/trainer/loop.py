@@ -171,7 +171,7 @@ class Trainer:
             self.main_role,
             batch,
             seconds=stats_tracker.seconds("train"),
-            peak_tflops=self.cfg.profiler.peak_tflops,
+            peak_tflops=self.cfg.profiler.get("peak_tflops"),
         )
 
     def _evaluate(self, *, step: int, **where: Any) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megarl.algos import Role
+from megarl.config.algo import GAEConfig
 from megarl.config.recipes import PPOConfig
 from megarl.observability.stats_tracker import record_timing
 from megarl.trainer import rl
@@ -67,8 +68,6 @@ def gae_settings(cfg: PPOConfig) -> dict[str, Any]:
     return dict(
         discount=cfg.discount,
         gae_lambda=cfg.gae_lambda,
-        length_alpha=cfg.gae_length_alpha,
-        critic_lambda=cfg.gae_lambda_critic,
         kl_ctl=cfg.kl_ctl,
-        bootstrap=cfg.bootstrap_truncated,
+        **vars(GAEConfig(**cfg.gae)),
     )

@@ -12,7 +12,7 @@ from typing import Any
 from megarl.api.batch import Batch, Padded
 from megarl.config.errors import ConfigError
 from megarl.config.recipes import GRPOConfig
-from megarl.config.run import ROLLOUT, TRAIN, ReplayConfig, batch_path, recorded_steps
+from megarl.config.run import TRAIN, EpisodesConfig, ReplayConfig, batch_path, recorded_steps
 from megarl.observability.logging import get_logger
 from megarl.parallel.rank_zero import RankZero
 from megarl.trainer.publisher import Uploads, WeightPublisher
@@ -40,7 +40,7 @@ class Replaying(RLTrainer):
         """Returns which step is run again."""
         if self.cfg.replay is None:
             raise ValueError("replay is not set: megarl replay sets it")
-        return self.cfg.replay
+        return ReplayConfig(**self.cfg.replay)
 
     def make_session(self) -> RolloutSession:
         """Returns a session that hands out recorded batches, unless rollouts are replayed."""
@@ -61,7 +61,7 @@ class Replaying(RLTrainer):
         self.session.expect(replay.step - self.steps_done)
         self.publisher.publish(self.actor.get_version())
         for step in range(self.steps_done, replay.step):
-            if replay.what == ROLLOUT and step + 1 == replay.step:
+            if replay.what == "rollout" and step + 1 == replay.step:
                 self.step_recorder.begin_step(step + 1)
                 self.session.prepare_batch()
             else:
@@ -75,7 +75,7 @@ class RecordedSession(RolloutSession):
     def __init__(self, cfg: GRPOConfig, run: Path, on_rank_zero: RankZero) -> None:
         """Reads how long the data set was. Raises ConfigError where no batch was recorded."""
         self._run, self._on_rank_zero = run, on_rank_zero
-        self._episodes = cfg.episodes
+        self._episodes = EpisodesConfig(**cfg.episodes)
         self.client: Any = _NoClient()
         self.driver = self.step_recorder = None
         self.dataset_size = on_rank_zero(_dataset_size, run)

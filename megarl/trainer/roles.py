@@ -118,7 +118,7 @@ def make_actor(cfg: GRPOConfig, tokenizer: Any) -> MegatronActor:
     actor = MegatronActor(
         cfg.actor, temperature=cfg.gconfig.temperature, seed=cfg.seed, decode=tokenizer.decode
     )
-    if cfg.episodes.entropy and cfg.episodes.keep != 0:
+    if cfg.episodes.get("entropy") and cfg.episodes.get("keep") != 0:
         actor.also = ("entropy",)
     return actor
 

@@ -148,9 +148,10 @@ class Saver:
         """Returns the config.keep_best directories of `older` whose steps have the best
         config.metric; a step without that metric is none of them."""
         c = self.config
+        metric = c.metric.removeprefix("-")
         if not c.keep_best or not older:
             return []
-        metrics = _metrics(self.models[0].home / STATS_FILE, c.metric)
+        metrics = _metrics(self.models[0].home / STATS_FILE, metric)
         scores = {o: metrics.get(int(o.name.removeprefix("step_"))) for o in older}
         scored = {o: s for o, s in scores.items() if s is not None and not math.isnan(s)}
         if not scored:
@@ -158,9 +159,9 @@ class Saver:
                 "saver.keep_best: %s has no %r for a step that was saved; name a metric that is "
                 "there, and evaluate at the steps of the saver",
                 STATS_FILE,
-                c.metric,
+                metric,
             )
-        return sorted(scored, key=lambda o: scored[o], reverse=c.mode == "max")[: c.keep_best]
+        return sorted(scored, key=lambda o: scored[o], reverse=metric == c.metric)[: c.keep_best]
 
     def save_final(self) -> Path | None:
         """Saves every model to <home>/final; returns the first one's directory, or None where

@@ -34,6 +34,7 @@ from megarl.api.batch import Batch
 from megarl.api.engine import LossFn, Metrics
 from megarl.config.engine import TrainEngineConfig
 from megarl.config.recipes import BaseConfig, GRPOConfig
+from megarl.config.run import SelfCheckConfig
 from megarl.config.secrets import public_tree
 from megarl.engine import MegatronEngine
 from megarl.observability.logging import get_logger, warn_once_per_world
@@ -70,7 +71,8 @@ class SelfCheck:
     configuration says. Every rank makes the same calls."""
 
     def __init__(self, cfg: BaseConfig, ctx: ProcessContext) -> None:
-        self.config = cfg.self_check
+        self.config = SelfCheckConfig(**cfg.self_check)
+        self._checks = self.config.on_failure not in ("off", False)
         self._run_config = public_tree(cfg)
         self._dir = ctx.run_dir / "nonfinite"
         self._on_rank_zero, self._decode = ctx.on_rank_zero, ctx.tokenizer.decode
@@ -99,7 +101,7 @@ class SelfCheck:
         1; None leaves that check out. Where the batch lacks it, `look_before_update` can put the
         same numbers beside.
         """
-        if first_ratio_to is not None and self.config.on_failure != "off":
+        if first_ratio_to is not None and self._checks:
             self._unchecked = first_ratio_to
         self._updates[id(role.engine)] = _Updates(type(role).__name__)
         role.update_check = self
@@ -150,7 +152,7 @@ class SelfCheck:
         weights the reference has. Raises SelfCheckError, or warns by self_check.on_failure, where
         they do not."""
         ours = next((name for name in (PROX, CHECK) if name in data), None)
-        if self.config.on_failure == "off" or ours is None:
+        if not self._checks or ours is None:
             return
         if actor.get_version() > 0 or not same_weights(actor.config, ref.config):
             return

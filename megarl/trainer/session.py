@@ -15,6 +15,7 @@ from megarl.config.earlier_run import RECOVER_DIR
 from megarl.config.loader import run_dir
 from megarl.config.recipe_engines import model_path
 from megarl.config.recipes import GRPOConfig
+from megarl.config.run import EpisodesConfig, WandbConfig
 from megarl.data.dataset import build_dataset, check_context
 from megarl.data.draws import Curriculum, Draws, pass_rate
 from megarl.data.loader import build_dataloader, go_on
@@ -60,7 +61,7 @@ class RolloutSession:
         self._workers = workers
         self.client = workers.make(RemoteSGLangEngine.for_run, cfg)
         self.driver: RolloutDriver | None = None  # on rank 0
-        self._episodes = cfg.episodes
+        self._episodes = EpisodesConfig(**cfg.episodes)
         self.turns = Turns(self.client)
 
         def make() -> int:
@@ -197,9 +198,9 @@ class RolloutDriver:
             path = run_dir(cfg) / RECOVER_DIR / "answers.pt"
             self.answers = AnswersFile(path, client, cfg.recover.answers_secs)
         self.recorder: EpisodeRecorder | None = None
-        if cfg.episodes.keep != 0:
-            self.recorder = EpisodeRecorder(run_dir(cfg), tokenizer, cfg.episodes.keep)
-        wandb = cfg.stats_logger.wandb
+        if (keep := EpisodesConfig(**cfg.episodes).keep) != 0:
+            self.recorder = EpisodeRecorder(run_dir(cfg), tokenizer, keep)
+        wandb = WandbConfig(**cfg.stats_logger.wandb)
         self.shows = wandb.completions if wandb.mode != "disabled" else 0
         self.shown: dict[str, list[dict[str, Any]]] = {}
         self._tokenizer = tokenizer

@@ -40,7 +40,7 @@ from megarl.config.engine import ParallelConfig
 from megarl.config.errors import ConfigError
 from megarl.config.recipe_engines import engines
 from megarl.config.recipes import GRPOConfig
-from megarl.config.run import batch_path, recorded_steps
+from megarl.config.run import RecordConfig, batch_path, recorded_steps
 from megarl.observability import fingerprints as fp
 from megarl.observability.fingerprints import FingerprintFile, Tensors, phase_of
 from megarl.observability.logging import get_logger
@@ -75,7 +75,7 @@ class StepRecorder:
     """Records fingerprints of every phase of a step, and the batches that are to be kept."""
 
     def __init__(self, cfg: GRPOConfig, ctx: ProcessContext, *, dataset_size: int) -> None:
-        self._cfg, self._config, self._ctx = cfg, cfg.record, ctx
+        self._cfg, self._config, self._ctx = cfg, RecordConfig(**cfg.record), ctx
         self._file = FingerprintFile(ctx.run_dir)
         self._broken = False  # nothing more is written
         self._disk = DiskThread("megarl record", waiting=1)

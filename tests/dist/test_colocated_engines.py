@@ -24,7 +24,12 @@ from tests.tiny import save_tiny
 OUT = dict(outputs=("logprobs", "entropy"))
 ACTOR = dict(parallel=dict(tp=2, pp=2))
 REF = dict(parallel={}, trained=False, offload=True)
-CRITIC = dict(parallel=dict(tp=2, sequence_parallel=True), head="value", value_head_init="random")
+RANDOM = dict(value_head_init="random")
+CRITIC = dict(
+    parallel=dict(tp=2, sequence_parallel=True),
+    head="value",
+    options=RANDOM,
+)
 
 
 LORA = LoRAConfig(r=4, alpha=8.0)
@@ -427,7 +432,7 @@ def late(path: str, root: str, parallel: dict[str, Any], over: dict[str, Any], l
         pytest.param(
             "qwen2",
             dict(pp=2),
-            dict(head="value", value_head_init="random"),
+            dict(head="value", options=RANDOM),
             marks=pytest.mark.full,
         ),
     ],

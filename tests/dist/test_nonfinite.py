@@ -19,7 +19,6 @@ from megarl.api.records import FinetuneSpec
 from megarl.config.algo import PPOActorConfig
 from megarl.config.engine import MicroBatchSpec, OptimizerConfig, ParallelConfig, TrainEngineConfig
 from megarl.config.recipes import GRPOConfig
-from megarl.config.run import SelfCheckConfig
 from megarl.parallel.placement import split_minibatches
 from tests.dist.engine_jobs import save_model
 from tests.tiny import random_batch
@@ -66,7 +65,7 @@ class Run:
         ctx: Any = SimpleNamespace(
             run_dir=Path(out), on_rank_zero=RankZero(60.0), tokenizer=tokenizer
         )
-        self.check = SelfCheck(GRPOConfig(self_check=SelfCheckConfig(**check)), ctx)
+        self.check = SelfCheck(GRPOConfig(self_check=check), ctx)
         self.check.watch(self.actor, first_ratio_to="prox_logp")
         self.check.begin_step(3)
 

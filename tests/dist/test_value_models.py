@@ -107,7 +107,7 @@ def new_head(source: str, target: str, init: str) -> dict[str, Any]:
     """Makes a value model from a language model, trains it, saves both formats and loads them."""
     from megarl.engine import MegatronEngine
 
-    engine = make_engine(source, SP, value_head_init=init)
+    engine = make_engine(source, SP, options=dict(value_head_init=init))
     result = {"before": state(engine), "values": engine.forward(batch(), outputs=("values",))}
     engine.train_batch(batch(), critic_loss, token_weight, outputs=("values",))
     result["after"], result["trained"] = state(engine), engine.forward(batch(), outputs=("values",))

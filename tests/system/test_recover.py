@@ -278,7 +278,7 @@ def test_ppo_killed_and_started_again(model, reward_model, uninterrupted, tmp_pa
     """
     ppo = [
         "recipe=ppo", *LAYOUTS["tp2"], "actor.adv_norm=batch", "kl_ctl=0.01", "gae_lambda=0.9",
-        "bootstrap_truncated=true", "critic.parallel.pp=2", "critic.ppo_n_minibatches=2",
+        "gae.bootstrap=true", "critic.parallel.pp=2", "critic.ppo_n_minibatches=2",
         *(f"critic.optimizer.{o}" for o in OPTIMIZER), "ref.parallel.pp=2",
         f"reward_model.path={reward_model}", "reward_model.parallel.tp=2",
         "reward_model.parallel.sequence_parallel=true",

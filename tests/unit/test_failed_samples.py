@@ -19,7 +19,6 @@ from megarl.config.algo import PPOActorConfig, PPOCriticConfig
 from megarl.config.base import SeamConfig
 from megarl.config.recipes import GRPOConfig
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
-from megarl.config.run import EpisodesConfig
 from megarl.rollout.episode import Episode, batch_parts
 from megarl.rollout.episode_context import attempt_key
 from megarl.rollout.episodes import AccountingError
@@ -228,7 +227,7 @@ def scoring_trainer(ex: RolloutExecutor, scores: torch.Tensor) -> RLTrainer:
     """A trainer after set_up, as far as `score` needs it; on one rank."""
     client: Any = SimpleNamespace(executor=ex, on_driver=lambda fn, *args: fn(*args))
     make = lambda kind, *args: Driver(client) if kind is RolloutDriver else client  # noqa: E731
-    cfg = GRPOConfig(episodes=EpisodesConfig(keep=0))
+    cfg = GRPOConfig(episodes={"keep": 0})
     trainer = RLTrainer.__new__(RLTrainer)
     trainer.session = RolloutSession(
         cfg, None, cast(Any, lambda fn: fn()), cast(Any, SimpleNamespace(make=make))

@@ -17,7 +17,6 @@ from megarl.config.algo import PPOActorConfig
 from megarl.config.base import SeamConfig
 from megarl.config.loader import load_config
 from megarl.config.recipes import PPOConfig
-from megarl.config.run import SelfCheckConfig
 from megarl.trainer import rl
 from megarl.trainer.context import Here
 from megarl.trainer.ppo import PPOTrainer
@@ -182,7 +181,7 @@ def log() -> Any:
 def a_trainer(
     cls: Any, tmp_path: Path, engine: Any = None, on_failure: str = "stop", **config: Any
 ) -> Any:
-    cfg: Any = PPOConfig(self_check=SelfCheckConfig(on_failure=on_failure))
+    cfg: Any = PPOConfig(self_check={"on_failure": on_failure})
     cfg.actor = PPOActorConfig(**config)
     ctx: Any = SimpleNamespace(tokenizer=None, on_rank_zero=None)
     ctx.trainers = ctx.rollout = Here(ctx)

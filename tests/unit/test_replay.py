@@ -54,7 +54,7 @@ def test_what_is_run(run, capsys):
     words = capsys.readouterr().out.split()
     assert words[:4] == ["--config", str(run / "config.yaml"), "--nproc", "2"]
     cfg: Any = load_config(words[1], words[4:])
-    assert (cfg.replay.run, cfg.replay.step, cfg.replay.what) == (str(run), 4, "train")
+    assert cfg.replay == {"run": str(run), "step": 4, "what": "train"}
     assert cfg.seed == 3 and cfg.recover.mode == "auto"
     out = Path(cfg.fileroot, cfg.experiment_name, cfg.trial_name)
     assert out == run / "replay" / "step_000004"

@@ -13,7 +13,7 @@ from megarl.config.earlier_run import config_changes
 from megarl.config.errors import ConfigError
 from megarl.config.loader import config_yaml, load_config, save_config
 from megarl.config.recipes import RECIPES
-from megarl.config.run import StatsLoggerConfig, WandbConfig
+from megarl.config.run import StatsLoggerConfig
 from megarl.config.schema import key_table
 from megarl.config.secrets import (
     is_secret,
@@ -155,7 +155,7 @@ def test_no_file_of_a_run_and_no_line_holds_a_secret(cfg, tmp_path, monkeypatch,
     newest_checkpoint(cfg, lambda fn, *args: fn(*args))
     run = tmp_path / "e" / cfg.trial_name
     logger = StatsLogger(
-        StatsLoggerConfig(wandb=WandbConfig(mode="offline")), run_dir=run, experiment_name="e",
+        StatsLoggerConfig(wandb={"mode": "offline"}), run_dir=run, experiment_name="e",
         trial_name=cfg.trial_name, run_config=public_tree(cfg),
     )  # fmt: skip
     logger.log(1, {"loss": 1.0})

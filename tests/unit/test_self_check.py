@@ -19,7 +19,6 @@ from megarl.config.engine import ParallelConfig, TrainEngineConfig
 from megarl.config.loader import load_config
 from megarl.config.recipes import GRPOConfig, PPOConfig
 from megarl.config.rollout import RolloutConfig, WeightSyncConfig
-from megarl.config.run import SelfCheckConfig
 from megarl.trainer import self_check
 from megarl.trainer.publisher import WeightPublisher
 from megarl.trainer.roles import MegatronActor, MegatronRef
@@ -54,7 +53,7 @@ class Zero:
 def a_check(
     tmp_path, cfg: GRPOConfig | None = None, at: int = 12, zero: bool = True, **config: Any
 ) -> Any:
-    cfg = cfg or GRPOConfig(self_check=SelfCheckConfig(**config))
+    cfg = cfg or GRPOConfig(self_check=dict(**config))
     tokenizer = SimpleNamespace(decode=decode)
     ctx: Any = SimpleNamespace(run_dir=tmp_path, on_rank_zero=Zero(), tokenizer=tokenizer)
     ctx.on_rank_zero.is_zero = zero
@@ -287,7 +286,7 @@ def test_a_loss_that_is_not_finite_is_skipped_saved_and_traced_to_its_rows(tmp_p
     record = torch.load(file)
     assert torch.equal(record["batch"]["input_ids"], batch["input_ids"])
     assert record["step"] == 12 and math.isnan(record["stats"]["loss"])
-    assert record["config"]["self_check"]["max_skips"] == 5 and "rows" in record["finding"]
+    assert record["config"]["recipe"] == "grpo" and "rows" in record["finding"]
 
 
 def test_a_disk_that_is_full_costs_the_saved_mini_batch_alone(tmp_path, said):

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from megarl.config.errors import ConfigError
-from megarl.config.run import StatsLoggerConfig, WandbConfig
+from megarl.config.run import StatsLoggerConfig
 from megarl.observability.console import (
     ConsoleSink,
     duration,
@@ -142,7 +142,7 @@ def test_wandb_offline_keeps_one_id_over_resume_and_says_one_line(tmp_path, monk
     monkeypatch.setenv("WANDB_CONSOLE", "off")
     ids = []
     for step in (1, 2):
-        logger = open_logger(tmp_path, wandb=WandbConfig(mode="offline"))
+        logger = open_logger(tmp_path, wandb={"mode": "offline"})
         shown = {
             "train": [{"prompt": "1+1=", "reward": 0.5, "turns": [{"who": "model"}]}],
             "eval": [],
@@ -174,7 +174,7 @@ def test_wandb_offline_keeps_one_id_over_resume_and_says_one_line(tmp_path, monk
 def test_an_option_of_wandbs_that_does_not_go_is_refused(tmp_path, monkeypatch, option, words):
     monkeypatch.setenv("WANDB_CONSOLE", "off")
     with pytest.raises(ConfigError) as caught:
-        open_logger(tmp_path, wandb=WandbConfig(mode="offline", options=option))
+        open_logger(tmp_path, wandb={"mode": "offline", "options": option})
     (problem,) = caught.value.problems
     assert problem.startswith(f"stats_logger.wandb.options.{words}")
 
@@ -182,7 +182,7 @@ def test_an_option_of_wandbs_that_does_not_go_is_refused(tmp_path, monkeypatch, 
 @pytest.mark.parametrize(
     ("module", "config", "extra"),
     [
-        ("wandb", {"wandb": WandbConfig(mode="offline")}, r"megarl\[wandb\]"),
+        ("wandb", {"wandb": {"mode": "offline"}}, r"megarl\[wandb\]"),
         ("torch.utils.tensorboard", {"tensorboard": True}, r"megarl\[tensorboard\]"),
     ],
 )
