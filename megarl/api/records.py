@@ -11,7 +11,7 @@ from typing import Any, Literal, TypedDict
 
 from torch import Tensor
 
-from megarl.config.errors import raise_if_any
+from megarl.config.errors import ConfigError
 from megarl.config.loader import run_dir
 from megarl.config.recipe_engines import listed_addresses
 from megarl.config.recipes import BaseConfig
@@ -122,7 +122,8 @@ class WeightUpdateMeta(SyncOptions):
             raise ValueError(f"WeightUpdateMeta.type={e}") from e
         if needs.directory and not self.path:
             raise ValueError(f"WeightUpdateMeta.type={self.type!r} needs a path on shared storage")
-        raise_if_any(option_problems(WeightUpdateMeta, vars(self), key="WeightUpdateMeta"))
+        if problems := [*option_problems(WeightUpdateMeta, vars(self), key="WeightUpdateMeta")]:
+            raise ConfigError(problems)
         for name, word in (("verify", "full"), ("sharded", "on")):
             if isinstance(value := getattr(self, name), bool):
                 object.__setattr__(self, name, word if value else "off")

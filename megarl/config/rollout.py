@@ -12,6 +12,7 @@ import inspect
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -299,11 +300,11 @@ class RolloutConfig:
     """file with a line host:port for each further server, read at every weight update: added
     servers join the run, removed ones leave it"""
     workflow: SeamConfig = field(
-        default_factory=lambda: SeamConfig(type="megarl.rollout.workflows.rlvr:RLVRWorkflow")
+        default_factory=partial(SeamConfig, type="megarl.rollout.workflows.rlvr:RLVRWorkflow")
     )
     """class that turns a row into samples"""
     backend: SeamConfig = field(
-        default_factory=lambda: SeamConfig(type="megarl.rollout.client:RemoteSGLangEngine")
+        default_factory=partial(SeamConfig, type="megarl.rollout.client:RemoteSGLangEngine")
     )
     """class of the generation client, made with (rollout, weight_sync=..., seed=...)"""
     gateway: Annotated[Options, OptionsOf("megarl.rollout.gateway.prompt:GatewayConfig")] = free()
@@ -369,12 +370,12 @@ class GenerationConfig:
     loss: bool = True
     """evaluate by the loss on the validation sets' own answers, too"""
     gconfig: GenerationHyperparameters = field(
-        default_factory=lambda: GenerationHyperparameters(greedy=True)
+        default_factory=partial(GenerationHyperparameters, greedy=True)
     )
     """sampling during evaluation"""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     """generation client"""
     server: ServerConfig = field(default_factory=ServerConfig)
     """servers that rank 0 starts"""
-    weight_sync: WeightSyncConfig = field(default_factory=lambda: WeightSyncConfig(type="disk"))
+    weight_sync: WeightSyncConfig = field(default_factory=partial(WeightSyncConfig, type="disk"))
     """weights to the servers"""

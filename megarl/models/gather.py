@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -271,7 +272,7 @@ class BucketGatherer:
     def _local(self, parts: Sequence[Part]) -> Iterator[tuple[Part, Tensor]]:
         """Yields each part with its numbers. A parameter may be made on demand (merged adapters),
         so it is asked for once for all of its parts, which follow each other."""
-        for name, group in groupby(parts, key=lambda part: part.piece.param):
+        for name, group in groupby(parts, key=attrgetter("piece.param")):
             param = self.params[name]
             for part in group:
                 yield part, local_view(param, part.piece)

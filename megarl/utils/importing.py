@@ -29,6 +29,7 @@ from megarl.utils.child import end_with_parent, signal_group
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
+_UNIONS = (types.UnionType, typing.Union)
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 # pydantic's names of errors of a value whose type is right
 _BOUNDS = (
@@ -284,7 +285,11 @@ def _misfit(value: Any, annotation: Any) -> str:
     """Says why an annotation does not take a value of Python or of YAML, where a list may stand for
     a tuple: by its type, or by its bounds (pydantic's Field) and choices (Literal). Empty where it
     does, or where pydantic cannot read the annotation."""
-    if type(value) in (typing.get_args(annotation) if _is_union(annotation) else (annotation,)):
+    takes = (
+        typing.get_args(annotation) if typing.get_origin(annotation) in _UNIONS else (annotation,)
+    )
+    choices = [c for one in takes if typing.get_origin(one) is typing.Literal for c in one.__args__]
+    if type(value) in takes or any(type(value) is type(c) and value == c for c in choices):
         return ""
     from pydantic import TypeAdapter, ValidationError  # here: its import is long, and seldom needed
 
@@ -306,16 +311,12 @@ def _misfit(value: Any, annotation: Any) -> str:
     return f"not of type {type_name(annotation)}"
 
 
-def _is_union(annotation: Any) -> bool:
-    return typing.get_origin(annotation) in (types.UnionType, typing.Union)
-
-
 def type_name(annotation: Any) -> str:
     """Returns an annotation as messages spell it: "float | None", "dict[str, SourceConfig]"."""
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
         return type_name(inner[0])
-    if _is_union(annotation):
+    if origin in _UNIONS:
         return " | ".join(map(type_name, inner))
     if inner and isinstance(origin, type):
         return f"{origin.__name__}[{', '.join(map(type_name, inner))}]"

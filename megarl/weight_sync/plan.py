@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, zip_longest
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -134,7 +135,7 @@ def _by_sender(
 ) -> dict[int, tuple[HfTensor, ...]]:
     """Returns the tensors of each sender that has any, larger items first, else in HF order but for
     those that go together (senders.load_unit)."""
-    together = units(table.tensors, lambda t: t.name)
+    together = units(table.tensors, attrgetter("name"))
     itemsizes = [max(export_dtype(t, dtype).itemsize for t in unit) for unit in together]
     parts = (
         (
@@ -144,7 +145,7 @@ def _by_sender(
         for unit in together
     )
     chosen = assign(parts, table.layout, senders)
-    order = sorted(range(len(chosen)), key=lambda i: -itemsizes[i])
+    order = sorted(range(len(chosen)), key=itemsizes.__getitem__, reverse=True)
     own = {s: tuple(t for i in order if chosen[i] == s for t in together[i]) for s in senders}
     return {sender: tensors for sender, tensors in own.items() if tensors}
 

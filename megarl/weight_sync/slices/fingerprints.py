@@ -267,7 +267,8 @@ class Fingerprints:
         sums = [0] * len(parts)
         read: dict[str, torch.Tensor] = {}
         # in HF order, so that a parameter is read once: adapters are merged as it is read
-        for i in sorted(range(len(parts)), key=lambda i: order[parts[i].tensor]):
+        places = [order[part.tensor] for part in parts]
+        for i in sorted(range(len(parts)), key=places.__getitem__):
             part = parts[i]
             if part.tensor not in mine:
                 mine[part.tensor] = list(own(part.tensor))
