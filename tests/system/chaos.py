@@ -223,9 +223,9 @@ class Chaos:
         return {row["version"]: row["episodes"] for row in rows}
 
     def stats(self) -> list[dict[str, Any]]:
-        return [
-            json.loads(line) for line in (self.run_dir / "stats.jsonl").read_text().splitlines()
-        ]
+        path = self.run_dir / "stats.jsonl"  # which is there with the first step
+        text = path.read_text() if path.exists() else ""
+        return [json.loads(line) for line in text.splitlines()]
 
     def close(self) -> None:
         self.mark.kill()
