@@ -51,7 +51,8 @@ def arithmetic(
         raise _too_few(cfg, level, ops, most, wanted)
     rng = random.Random(seed)
     draws = _sums(rng, levels, ops, _DRAWS * wanted + 10_000)
-    problems = list(_distinct(draws, wanted, cfg.split, test_percent=_SUMS_FOR_TEST))
+    distinct = _distinct(draws, wanted, cfg.split, test_percent=_SUMS_FOR_TEST)
+    problems = [_problem(*sum_) for sum_ in distinct]
     if len(problems) < wanted:
         raise _too_few(cfg, level, ops, len(problems), wanted)
     return [  # every problem `demos` times; each time the teacher is careless by chance
@@ -96,25 +97,26 @@ def _check_settings(ops: list[str], count: int, demos: int, careless: float) -> 
 
 def _sums(
     rng: random.Random, levels: list[int], ops: list[str], count: int
-) -> Iterator[tuple[str, str, Problem]]:
-    """Yields sums with their questions, and a key that a sum has in common with its mirror."""
+) -> Iterator[tuple[str, str, tuple[int, str, int, int]]]:
+    """Yields the questions of sums, a key that a sum has in common with its mirror, and what
+    `_problem` takes."""
     for _ in range(count):
         digits, op = rng.choice(levels), rng.choice(ops)
-        least = 10 ** (digits - 1) if digits > 1 else 0
-        a, b = (rng.randrange(least, 10**digits) for _ in range(2))
-        question, answer = f"{a}{op}{b}", str(_OPS[op](a, b))
-        smaller, larger = sorted((a, b)) if op in _COMMUTATIVE else (a, b)
-        yield (
-            question,
-            f"{smaller}{op}{larger}",
-            Problem(
-                question=question,
-                answer=answer,
-                task=f"arithmetic{op}{digits}",
-                wrong=_wrong(question, op, answer),
-                extra={"difficulty": digits},
-            ),
-        )
+        least, end = 10 ** (digits - 1) if digits > 1 else 0, 10**digits
+        a, b = rng.randrange(least, end), rng.randrange(least, end)
+        smaller, larger = (b, a) if op in _COMMUTATIVE and b < a else (a, b)
+        yield f"{a}{op}{b}", f"{smaller}{op}{larger}", (a, op, b, digits)
+
+
+def _problem(a: int, op: str, b: int, digits: int) -> Problem:
+    question, answer = f"{a}{op}{b}", str(_OPS[op](a, b))
+    return Problem(
+        question=question,
+        answer=answer,
+        task=f"arithmetic{op}{digits}",
+        wrong=_wrong(question, op, answer),
+        extra={"difficulty": digits},
+    )
 
 
 def _too_few(
