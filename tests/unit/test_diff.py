@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -85,8 +86,16 @@ class Run:
     def go(self, steps: int = STEPS) -> Run:
         for step in range(1, steps + 1):
             self.step(step)
+            if self.cfg.record.get("keep"):
+                self.written(step)
         self.record.close()
         return self
+
+    def written(self, step: int) -> None:
+        """Waits for a step's batch, as the disk may be one batch behind, no more."""
+        deadline = time.monotonic() + 30
+        while not batch_path(self.dir, step).exists() and time.monotonic() < deadline:
+            time.sleep(0.005)
 
     def bug(self, where: str, step: int, value: Any = None) -> Any:
         if step == BROKEN and where in self.bugs:

@@ -113,11 +113,11 @@ def test_saver_keeps_the_newest_of_every_model(tmp_path):
     assert (tmp_path / "critic" / "final").exists()
 
 
-@pytest.mark.parametrize("mode, kept", [("max", [4, 10, 12]), ("min", [2, 8, 12])])
-def test_saver_keeps_the_best(tmp_path, mode, kept):
+@pytest.mark.parametrize("metric, kept", [("eval/x", [4, 10, 12]), ("-eval/x", [2, 8, 12])])
+def test_saver_keeps_the_best(tmp_path, metric, kept):
     """By the figure of the step, which is logged after the save; step 6 was not evaluated."""
     scores = {2: 0.1, 3: 9.0, 4: 0.7, 8: 0.2, 10: 0.9, 12: 0.0}
-    config = SaverConfig(freq_steps=2, keep_last=1, keep_best=2, metric="eval/x", mode=mode)
+    config = SaverConfig(freq_steps=2, keep_last=1, keep_best=2, metric=metric)
     for step in range(1, 13):
         saver = a_saver(config, tmp_path, "critic")  # also over starts
         saver.maybe_save(step=step, epoch=1, epoch_ended=False)
