@@ -65,7 +65,9 @@ async def _exchange(
     session: aiohttp.ClientSession, method: str, url: str, body: dict[str, Any] | None
 ) -> tuple[int, bytes, str | None]:
     limit = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT)
-    async with session.request(method, url, json=body, timeout=limit) as response:
+    async with session.request(
+        method, url, json=body, timeout=limit, allow_redirects=False
+    ) as response:
         return response.status, await response.read(), response.headers.get("Retry-After")
 
 

@@ -240,9 +240,12 @@ def conclude(episode: Episode) -> None:
     try:
         if accept is not None and episode.batch is not None and not accept(episode.batch):
             episode.batch = None
-    except Exception as error:
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:  # user code, in the loop that runs all episodes
         episode.batch = None
-        _failed(episode, error)
+        ended = RuntimeError(f"should_accept ended with {error!r}")
+        _failed(episode, error if isinstance(error, Exception) else ended)
     if timeline.recording:
         about = {"number": episode.number} | _outcome(episode)
         start = time.time() - episode.latency

@@ -327,7 +327,7 @@ class RowStream:
     def __init__(self, *, first: Sequence[Row] = ()) -> None:
         self._rows: deque[Row] = deque(first)
         self._loader: Iterable[list[Row]] | None = None
-        self._batches: Iterator[list[Row]] = iter(())
+        self._epoch: Iterator[list[Row]] = iter(())
         self.batch_size = 0
 
     @property
@@ -345,10 +345,10 @@ class RowStream:
                 "prepare_batch was called with another dataloader: its rows in flight would mix; "
                 "use one client per dataloader, and rollout_batch for evaluation"
             )
-        self._loader, self._batches = loader, _epochs(loader)
+        self._loader = loader
         size = getattr(loader, "batch_size", None)
         if size is None:
-            rows = next(self._batches)
+            rows = self._next_batch()
             self._rows.extend(rows)
             size = len(rows)
         self.batch_size = int(size)
@@ -357,23 +357,22 @@ class RowStream:
         """Returns the next row. Raises ValueError where the dataloader yields no batch, or no lists
         of rows."""
         if not self._rows:
-            self._rows.extend(next(self._batches))
+            self._rows.extend(self._next_batch())
         return self._rows.popleft()
 
-
-def _epochs(loader: Iterable[list[Row]]) -> Iterator[list[Row]]:
-    """Yields the dataloader's batches without end."""
-    empty = 0  # a resumed run may begin at the end of an epoch
-    while empty < 2:
-        empty += 1
-        for rows in loader:
-            if isinstance(rows, Mapping):
-                raise ValueError(
-                    "prepare_batch: the dataloader yields single rows, and a batch of rows is "
-                    "needed: give it batch_size and collate_fn=list; a list of rows is for "
-                    "rollout_batch"
-                )
-            if rows:
-                empty = 0
-                yield rows
-    raise ValueError("the dataloader yields no batch: fewer rows than batch_size?")
+    def _next_batch(self) -> list[Row]:
+        """Returns the dataloader's next batch, epoch after epoch. After an error of the dataloader
+        it goes on where that does."""
+        assert self._loader is not None, "next_row comes after attach"
+        for _ in range(3):  # what is left of an epoch, then two whole ones
+            for rows in self._epoch:
+                if isinstance(rows, Mapping):
+                    raise ValueError(
+                        "prepare_batch: the dataloader yields single rows, and a batch of rows is "
+                        "needed: give it batch_size and collate_fn=list; a list of rows is for "
+                        "rollout_batch"
+                    )
+                if rows:
+                    return rows
+            self._epoch = iter(self._loader)
+        raise ValueError("the dataloader yields no batch: fewer rows than batch_size?")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import math
+import socket
 import sys
 import threading
 import time
@@ -20,6 +21,7 @@ from typing import Any, TypeVar
 
 from megarl.observability.logging import get_logger
 from megarl.utils import stopping
+from megarl.utils.http import in_thread
 
 log = get_logger(__name__)
 
@@ -31,12 +33,19 @@ BLOCKED_AFTER = 10.0  # seconds without one before the loop counts as blocked
 CLOSE_TIMEOUT = 30.0
 
 
+class _Loop(asyncio.SelectorEventLoop):
+    """Looks names up in threads of its own: those of asyncio.to_thread are the users'."""
+
+    async def getaddrinfo(self, *args: Any, **kw: Any) -> Any:
+        return await asyncio.wrap_future(in_thread(socket.getaddrinfo, *args, **kw))
+
+
 class LoopThread:
     """Starts the loop at construction; `close` cancels what is left, ends the loop and joins the
     threads."""
 
     def __init__(self, name: str = "megarl-rollout") -> None:
-        self._loop = asyncio.new_event_loop()
+        self._loop = _Loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
         self._last_beat, self._closed = time.monotonic(), threading.Event()

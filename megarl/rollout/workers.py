@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -35,6 +34,7 @@ from megarl.rollout.worker import (
 )
 from megarl.rpc.errors import RemoteError, RpcError
 from megarl.rpc.group import GroupSpec, LocalScheduler, WorkerSpec
+from megarl.utils.http import in_thread
 
 if TYPE_CHECKING:
     from megarl.rollout.client import RemoteSGLangEngine
@@ -271,8 +271,8 @@ class WorkerPool:
     def stop(self) -> None:
         """Ends all workers, and starts no others. May be called twice."""
         self._stopped = True
-        with ThreadPoolExecutor() as threads:
-            list(threads.map(lambda process: process.stop(), self._processes))
+        for end in [in_thread(process.stop) for process in self._processes]:  # also at exit
+            end.result()
 
     async def run(self, episode: Episode) -> None:
         """Runs an episode as run_episode does. Raises WorkersLost where workers die in a row."""

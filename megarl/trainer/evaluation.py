@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -96,7 +97,8 @@ class SetEvaluator:
         )
         if batch is not None:
             written = rollouts_of(batch).sums(batch["loss_mask"].sum(1))
-            measured["response_len"] = written.float().mean().item()
+            enough = measured["failed"] <= self.config.max_failed
+            measured["response_len"] = written.float().mean().item() if enough else math.nan
         return measured, samples, batch
 
     def _samples(self, batch: Padded) -> list[Sample]:

@@ -115,11 +115,12 @@ class Trainer:
                 with record_timing("save"):
                     self.saver.maybe_save(**where)
                 over = step >= total or self._out_of_time()
-                stats |= self._evaluate(**where, last=over)
+                evaluated = self._evaluate(**where, last=over)
+                stats |= evaluated
+                over = over or (bool(evaluated) and self.good_enough())
             self._log(step, stats | self.ctx.gathered())
             if stop:
                 return self._stop(step)
-            over = over or self.good_enough()
             if over:
                 self.check.end()
             with record_timing("recover"):

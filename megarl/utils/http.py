@@ -104,9 +104,9 @@ def authorization(key: str | None = None) -> dict[str, str]:
 def accepted(
     address: str, path: str, status: int, answer: Any, *, retry_after: float | None = None
 ) -> Any:
-    """Returns the answer. Raises HttpError with the server's own message on a status >= 400 and on
-    `"success": false`."""
-    if status < 400 and not (isinstance(answer, dict) and answer.get("success") is False):
+    """Returns the answer. Raises HttpError with the server's own message on a status >= 300, as no
+    redirection is followed, and on `"success": false`."""
+    if status < 300 and not (isinstance(answer, dict) and answer.get("success") is False):
         return answer
     reason = error_message(answer)
     if status == 401 and "://" not in address:  # a server of the job's

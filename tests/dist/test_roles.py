@@ -66,7 +66,8 @@ def whole(batch: Batch, name: str) -> torch.Tensor:
 
 
 def make_actor(path: str, parallel: dict[str, Any], **config: Any) -> Any:
-    engine = make_engine(path, parallel, **({"moe": config["moe"]} if "moe" in config else {}))
+    replay = {k: v for k, v in config.items() if k == "router_replay"}
+    engine = make_engine(path, parallel, **replay)
     return Actor(PPOActorConfig(**config), engine, temperature=1.0)
 
 
@@ -210,7 +211,7 @@ def with_and_without_pass(path: str, parallel: dict[str, Any], **config: Any) ->
         for _ in range(3):
             b = samples()
             del b["prox_logp"]
-            if "moe" in config:  # a server that chose other experts, and does not tell all
+            if "router_replay" in config:  # a server that chose other experts, and does not tell all
                 names = ("input_ids", "attention_mask")
                 asked = ("logprobs", "routed_experts")
                 found = actor.engine.forward({k: b[k] for k in names}, outputs=asked)

@@ -105,6 +105,7 @@ def score(path: str, b: Tensors, parallel: dict[str, Any]) -> torch.Tensor:
 
 def new_head(source: str, target: str, init: str) -> dict[str, Any]:
     """Makes a value model from a language model, trains it, saves both formats and loads them."""
+    from megarl.config.engine import TrainEngineConfig
     from megarl.engine import MegatronEngine
 
     engine = make_engine(source, SP, options=dict(value_head_init=init))
@@ -128,7 +129,7 @@ def new_head(source: str, target: str, init: str) -> dict[str, Any]:
         again.forward(batch())
     again.destroy()
     with pytest.raises(ValueError, match=r"Qwen3ForTokenClassification.*not supported"):
-        MegatronEngine(type(engine.config)(path=target, head="lm")).initialize()
+        MegatronEngine(TrainEngineConfig(path=target, head="lm")).initialize()
     return result
 
 

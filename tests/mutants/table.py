@@ -107,7 +107,7 @@ MUTANTS = (
     ),
     Mutant(
         "utils/http.py",
-        'if status < 400 and not (isinstance(answer, dict) and answer.get("success") is False):',
+        'if status < 300 and not (isinstance(answer, dict) and answer.get("success") is False):',
         "if status < 400:",
         (
             "tests/unit/test_liveness.py::test_an_answer_that_says_it_failed_is_an_error_whatever_its_status",

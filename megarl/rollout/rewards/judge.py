@@ -187,7 +187,7 @@ class JudgeReward:
                     )
                     return _text(url, answer)
                 except HttpError as e:
-                    if e.status in _CONFIGURED_WRONG:
+                    if e.status in _CONFIGURED_WRONG or 300 <= (e.status or 0) < 400:
                         raise RewardError(f"{e}; correct base_url, api_key or model") from e
                     if is_final(e) and e.status not in _LATER:
                         raise RewardUnavailable(str(e)) from e

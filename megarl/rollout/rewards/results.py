@@ -124,11 +124,13 @@ class WeightedReward:
 
     @property
     def functions(self) -> list[RewardFn]:
-        """Returns the rewards of the parts."""
-        return [fn for fn, _ in self._parts.values()]
+        """Returns the rewards of the parts, and of a part that is a sum those of its own."""
+        parts = [fn for fn, _ in self._parts.values()]
+        return [one for fn in parts for one in getattr(fn, "functions", [fn])]
 
     def __call__(
         self,
+        /,  # a row may have a column of any name
         prompt: str,
         completion: str,
         prompt_ids: list[int],
@@ -147,6 +149,7 @@ class WeightedReward:
     async def score(
         self,
         score: Callable[[RewardFn, tuple[Any, ...], dict[str, Any]], Awaitable[float]],
+        /,
         prompt: str,
         completion: str,
         prompt_ids: list[int],
@@ -156,12 +159,15 @@ class WeightedReward:
         """Returns the sum. score: RewardPool.score, which computes a part."""
         own = prompt, completion, prompt_ids, completion_ids
 
-        async def part(fn: RewardFn) -> float:
-            return await score(fn, (), reward_arguments(fn, own, row))
+        async def part(name: str, fn: RewardFn) -> float:
+            try:
+                return await score(fn, (), reward_arguments(fn, own, row))
+            except RewardError as e:
+                raise type(e)(f"parts.{name}: {e}") from e
 
         try:
             async with asyncio.TaskGroup() as group:  # a part that raises ends the others
-                tasks = {n: group.create_task(part(fn)) for n, (fn, _) in self._parts.items()}
+                tasks = {n: group.create_task(part(n, fn)) for n, (fn, _) in self._parts.items()}
         except ExceptionGroup as e:
             raise e.exceptions[0] from None
         return self._sum({name: task.result() for name, task in tasks.items()})

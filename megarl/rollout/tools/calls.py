@@ -166,7 +166,9 @@ def _typed(schema: dict[str, Any] | None, pairs: list[tuple[str, str]]) -> dict[
     for key, value in pairs:
         key = key.strip()
         arguments[key] = value
-        if properties.get(key, {}).get("type") != "string":
+        takes = properties.get(key, {})
+        absent = takes.get("nullable") and value.strip() == "null"
+        if takes.get("type") != "string" or absent:
             try:
                 arguments[key] = json.loads(value)
             except ValueError:

@@ -67,9 +67,10 @@ class Reply:
     reward: float = 0.0
 
 
-class Interaction(Partner):
+class Interaction(ABC):
     """Answers the policy in the user's place. An instance belongs to one sample. What a method
-    raises fails the sample ("environment"), and so does one that takes too long."""
+    raises fails the sample ("environment"), and so does one that takes too long. All names but
+    those of its methods are the subclass's."""
 
     async def start(self, row: Row) -> str | None:
         """Begins a conversation about a row of the data. Returns the first message to the policy,
@@ -80,17 +81,30 @@ class Interaction(Partner):
     async def respond(self, messages: list[Message], row: Row) -> Reply:
         """Returns the reply to the last of `messages`, the policy's."""
 
+    async def aclose(self) -> None:
+        """Releases everything (Partner.aclose)."""
+        return
+
+
+class _Speaker(Partner):
+    """Is an interaction as the loop of turns knows it: its methods, within the workflow's time."""
+
+    def __init__(self, interaction: Interaction) -> None:
+        self._interaction = interaction
+
     async def first_message(self, flow: TurnsWorkflow, row: Row) -> str | None:
-        """Returns what `start` does within the workflow's time."""
-        first: str | None = await call(partial(self.start, row), timeout=flow.timeout)
+        start = partial(self._interaction.start, row)
+        first: str | None = await call(start, timeout=flow.timeout)
         return first
 
     async def next_messages(
         self, flow: TurnsWorkflow, sample: Trajectory, row: Row
     ) -> Sequence[Message]:
-        """Returns the reply as a user's message, and notes what it brings."""
-        respond = partial(self.respond, flow.conversation(sample), row)
+        respond = partial(self._interaction.respond, flow.conversation(sample), row)
         return flow.heard(sample, await call(respond, timeout=flow.timeout))
+
+    async def aclose(self) -> None:
+        await self._interaction.aclose()
 
 
 class TurnOptions(ChatOptions, total=False):
@@ -159,17 +173,22 @@ class TurnsWorkflow(ChatWorkflow):
                     self.failed(sample, partner.kind, error, data)
             going = [(s, p) for s, p in zip(samples, partners, strict=True) if s.failure is None]
             await self.generate(engine, [sample for sample, _ in going], data)
-            for _, partner in going:  # each is closed at the end of its sample
-                unclosed.remove(partner)
-            await all_of(self._converse(engine, sample, partner, data) for sample, partner in going)
+            await all_of(self._converse(engine, s, p, data, unclosed) for s, p in going)
         unscored = [s for s, p in going if s.failure is None and not p.scores]
         await all_of(self.score_one(sample, data) for sample in unscored)
         return to_batch(samples)
 
     async def _converse(
-        self, engine: InferenceEngine, sample: Trajectory, partner: Partner, data: Row
+        self,
+        engine: InferenceEngine,
+        sample: Trajectory,
+        partner: Partner,
+        data: Row,
+        unclosed: list[Partner],
     ) -> None:
-        """Brings a sample to its last answer, and closes its partner."""
+        """Brings a sample to its last answer, and closes its partner, which it takes off those that
+        the episode closes: a task that is cancelled before it begins has none of its own."""
+        unclosed.remove(partner)
         async with closing([partner]):
             while True:
                 news = await _guarded(partner, partner.next_messages(self, sample, data))
@@ -250,14 +269,14 @@ class MultiTurnWorkflow(TurnsWorkflow):
     ) -> None:
         super().__init__(reward_fn, gconfig, tokenizer, **common)
         self.feedback, self.solved, self.timeout = feedback, solved, interaction_timeout
-        self._make: Callable[[], Partner] = partial(_Feedback, self)
+        self._make: Callable[[], Interaction] | None = None
         if interaction:
             options = interaction_options or {}
             self._make = maker(interaction, options, what="interaction", base=Interaction)
 
     def partner(self, row: Row) -> Partner:
         """Returns the interaction, or who says that an answer was wrong."""
-        return self._make()
+        return _Feedback(self) if self._make is None else _Speaker(self._make())
 
 
 class _Feedback(Partner):
