@@ -64,7 +64,7 @@ def check_config(
     """
     problems = [*value_problems(cfg), *_run_problems(cfg)]
     if not own_script and not runs_own_code(cfg):
-        problems += [*metric_problems(cfg), *phase_problems(cfg.profiler.get("phases", ()))]
+        problems += [*metric_problems(cfg), *phase_problems(cfg.profiler.get("phases") or ())]
     problems += _allocation_problems(cfg, world_size)
     for name, engine in engines(cfg).items():
         problems += _engine_problems(cfg, name, engine, world_size)

@@ -42,7 +42,6 @@ kl_ctl>0                         | ref | set ref.path, or ref={}
 actor.kl_controller!=null & !actor.kl_coef & !kl_ctl |
     | adapts actor.kl_coef and kl_ctl, which are 0; set the first value of one of them
 episodes.entropy                 | actor.recompute_logprob=true,auto | it comes of that pass
-actor.router_replay=rollout  | !rollout.router | which passes no request for routes on
 server.restarts>0                | server.count>1 | the run goes on with the others meanwhile
 server.count=0 & !rollout.addresses & !rollout.addresses_file |
     | name running servers in one of these, or have one started by server.count=1

@@ -38,9 +38,10 @@ class RunLog:
         """Goes on from step `after`, from nothing where it is negative: moves lines of later steps,
         and lines that are cut short, to the end of NAME.superseded.jsonl beside it. Raises
         ConfigError for a file of an older megarl, which says otherwise what counts."""
-        lines = self._text().splitlines()
+        text = self._text()
+        lines = text.splitlines()
         stay = [self._stays(line, after) for line in lines]
-        if not all(stay):
+        if not all(stay) or (text and not text.endswith("\n")):
             moved = (f"{line}\n" for line, stays in zip(lines, stay, strict=True) if not stays)
             with self.path.with_suffix(".superseded.jsonl").open("a", encoding="utf-8") as file:
                 file.writelines(moved)

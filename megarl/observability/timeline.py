@@ -19,13 +19,12 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
 from megarl.config.run import ProfilerConfig
 from megarl.observability.logging import get_logger
-from megarl.observability.run_log import RunLog
 
 log = get_logger(__name__)
 
@@ -107,7 +106,10 @@ class Timeline:
 def read_spans(path: Path) -> Iterator[dict[str, Any]]:
     """Yields the spans of a process's file and of its older part, but for a line cut short."""
     for part in (path.with_suffix(".older.jsonl"), path):
-        yield from RunLog(part).read()
+        text = part.read_text(encoding="utf-8", errors="replace") if part.exists() else ""
+        for line in text.splitlines():
+            with suppress(json.JSONDecodeError):  # a later start appends behind it
+                yield json.loads(line)
 
 
 timeline = Timeline()

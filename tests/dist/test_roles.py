@@ -211,7 +211,7 @@ def with_and_without_pass(path: str, parallel: dict[str, Any], **config: Any) ->
         for _ in range(3):
             b = samples()
             del b["prox_logp"]
-            if "router_replay" in config:  # a server that chose other experts, and does not tell all
+            if "router_replay" in config:  # a server chose other experts, and does not tell all
                 names = ("input_ids", "attention_mask")
                 asked = ("logprobs", "routed_experts")
                 found = actor.engine.forward({k: b[k] for k in names}, outputs=asked)
