@@ -257,8 +257,8 @@ def _with_neighbours(value: Any, key: str, folder: Path) -> Any:
 
 def merged(below: Any, above: Any) -> Any:
     """Returns `above` over `below`, section by section. A section that names another `type` than
-    the one below it names drops the `options` below, which were the other type's. One with a correction
-    takes AReaL's keys below as the correction that they mean."""
+    the one below it names drops the `options` below, which were the other type's. One with a
+    correction takes AReaL's keys below as the correction that they mean."""
     if isinstance(untyped(below), str) and isinstance(above, dict) and below:
         below = {"type": below}  # a seam in its short form
     if not isinstance(below, dict) or not isinstance(above, dict):
