@@ -493,3 +493,10 @@ def test_problems_travel_between_processes() -> None:
 def test_a_section_that_is_null_is_named_beside_what_an_allocation_sets_in_it() -> None:
     (problem,) = problems("server=null", "allocation_mode=sglang.d2+megatron.d1")
     assert problem.startswith("server=null: ")
+
+
+def test_a_file_that_repeats_the_default_type_keeps_the_options_below(tmp_path: Path) -> None:
+    below, above = tmp_path / "below.yaml", tmp_path / "above.yaml"
+    below.write_text("weight_sync: {options: {senders: 2}}\n")
+    above.write_text("defaults: [below]\nrecipe: grpo\nweight_sync: {type: distributed}\n")
+    assert load_config(above, ["actor.path=m"]).weight_sync.options == {"senders": 2}

@@ -647,3 +647,9 @@ def test_a_sandbox_that_somebody_kills_is_no_verdict(monkeypatch, tmp_path):
         test = {"input": "", "output": "1"}
         score("code", "import time\ntime.sleep(60)", tests=[test], seconds=50)
     thread.join()
+
+
+def test_a_row_of_a_weighted_reward_may_have_columns_of_any_name(pool) -> None:
+    fn = get_reward_fn("weighted", {"parts": {"a": "exact"}})
+    own = {"prompt": "1+1=", "completion": " 2", "prompt_ids": [1], "completion_ids": [2]}
+    assert run(pool, fn, **own, answer="2", score=5.0, self="me") == 1.0

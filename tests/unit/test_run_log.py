@@ -67,3 +67,11 @@ def test_a_thread_that_is_behind_leaves_out_and_ends(caplog: pytest.LogCaptureFi
     assert done[0] == "first" and len(done) < 4
     thread.do("late", lambda: done.append("late"))
     assert "late" not in done
+
+
+def test_a_line_that_lacks_its_end_is_not_joined_with_the_next(tmp_path: Path) -> None:
+    log = RunLog(tmp_path / "x.jsonl")
+    log.path.write_text('{"step":1}\n{"step":2}')
+    log.begin(2)
+    log.append(3, {})
+    assert [line["step"] for line in log.read()] == [1, 2, 3]
