@@ -46,7 +46,8 @@ from megarl.utils.http import split_address
 from megarl.utils.importing import is_import_path, load_object, option_problems
 
 # options of weight_sync that send less than whole weights
-_LESS = {"delta": True, "sharded": True, "quantization": "fp8_block"}
+_LESS = {"delta": (True,), "sharded": (True, "on"), "quantization": ("fp8_block",)}
+_TAKES = {"bool": (bool,), "int": (int,), "float": (int, float)}  # by the type in a source
 _PRECISE = "use_precision_aware_optimizer"
 _STATE_DTYPES = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 # fields of megatron-core's OptimizerConfig that keys of ours, the engine's dtype or megarl set
@@ -116,7 +117,7 @@ def optimizer_problems(key: str, cfg: OptimizerConfig) -> Iterator[str]:
             yield f"{option}: not one of float32, bfloat16, float16"
         elif name in _STATE_DTYPES and value != "float32" and not cfg.options.get(_PRECISE):
             yield f"{option}: needs {key}.options.{_PRECISE}=true"
-        elif isinstance(value, str) and declared.get(name) in ("float", "int", "bool"):
+        elif type(value) not in _TAKES.get(declared.get(name, ""), (type(value),)):
             yield f"{option}: not of type {declared[name]}"
 
 
@@ -315,9 +316,9 @@ def rollout_problems(cfg: GRPOConfig, world_size: int | None = None) -> Iterator
     options = cfg.weight_sync.options
     if (built_in := built_in_transport(cfg.weight_sync.type)) is not None:
         yield from transport_problems(cfg, built_in.requirements)
-        for name, value in _LESS.items():
-            if not built_in.requirements.less and options.get(name) == value:
-                yield f"weight_sync.options.{name}={show(value)}: needs type=distributed"
+        for name, values in _LESS.items():
+            if not built_in.requirements.less and options.get(name) in values:
+                yield f"weight_sync.options.{name}={options[name]}: needs type=distributed"
     senders = options.get("senders")
     if isinstance(senders, int) and world_size and not 0 < senders <= world_size:
         yield (

@@ -30,6 +30,7 @@ import yaml
 
 from megarl.config import presets
 from megarl.config.errors import ConfigError
+from megarl.config.rollout import ALIASES
 from megarl.config.schema import show
 
 Tree = dict[str, Any]
@@ -255,16 +256,24 @@ def _with_neighbours(value: Any, key: str, folder: Path) -> Any:
     return f"{there}{colon}{name}" if not exists(file) and exists(there) else value
 
 
+def is_same_type(one: Any, other: Any) -> bool:
+    """Returns whether two words for a section's `type` mean the same."""
+    return bool(ALIASES.get(str(one), one) == ALIASES.get(str(other), other))
+
+
 def merged(below: Any, above: Any) -> Any:
     """Returns `above` over `below`, section by section. A section that names another `type` than
     the one below it names drops the `options` below, which were the other type's. One with a
     correction takes AReaL's keys below as the correction that they mean."""
     if isinstance(untyped(below), str) and isinstance(above, dict) and below:
         below = {"type": below}  # a seam in its short form
+    is_seam = isinstance(below, dict) and "options" in below and below.keys() <= {"type", "options"}
+    if is_seam and isinstance(untyped(above), str) and not is_interpolation(above):
+        above = {"type": above}
     if not isinstance(below, dict) or not isinstance(above, dict):
         return above
     kept = dict(below)
-    if "type" in above and above["type"] != below.get("type", above["type"]):
+    if "type" in above and not is_same_type(above["type"], below.get("type", above["type"])):
         kept.pop("options", None)
     if "correction" in above:
         as_correction(kept)

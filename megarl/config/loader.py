@@ -35,6 +35,7 @@ from megarl.config.compose import (
     as_correction,
     compose,
     is_interpolation,
+    is_same_type,
     merged,
     parse_overrides,
     put,
@@ -193,7 +194,7 @@ def _override(
         if key is not None and name.endswith(".type"):
             with contextlib.suppress(LookupError, TypeError, AttributeError):  # not in the file
                 section = at(tree, name.split(".")[:-1])
-                if section.get("type", key.default) != value:
+                if not is_same_type(section.get("type", key.default), value):
                     section.pop("options", None)
     for name, value in changes:
         try:

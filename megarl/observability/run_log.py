@@ -41,7 +41,7 @@ class RunLog:
         text = self._text()
         lines = text.splitlines()
         stay = [self._stays(line, after) for line in lines]
-        if not all(stay) or (text and not text.endswith("\n")):
+        if not all(stay) or text[-1:] not in ("", "\n"):
             moved = (f"{line}\n" for line, stays in zip(lines, stay, strict=True) if not stays)
             with self.path.with_suffix(".superseded.jsonl").open("a", encoding="utf-8") as file:
                 file.writelines(moved)

@@ -244,8 +244,9 @@ def conclude(episode: Episode) -> None:
         raise
     except BaseException as error:  # user code, in the loop that runs all episodes
         episode.batch = None
-        ended = RuntimeError(f"should_accept ended with {error!r}")
-        _failed(episode, error if isinstance(error, Exception) else ended)
+        if not isinstance(error, Exception):
+            error = RuntimeError(f"should_accept ended with {error!r}")
+        _failed(episode, error)
     if timeline.recording:
         about = {"number": episode.number} | _outcome(episode)
         start = time.time() - episode.latency

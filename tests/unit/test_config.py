@@ -500,3 +500,16 @@ def test_a_file_that_repeats_the_default_type_keeps_the_options_below(tmp_path: 
     below.write_text("weight_sync: {options: {senders: 2}}\n")
     above.write_text("defaults: [below]\nrecipe: grpo\nweight_sync: {type: distributed}\n")
     assert load_config(above, ["actor.path=m"]).weight_sync.options == {"senders": 2}
+    named = load_config(above, ["actor.path=m", "weight_sync.type=nccl"])  # another word for it
+    assert named.weight_sync.options == {"senders": 2}
+    above.write_text("defaults: [below]\nrecipe: grpo\nweight_sync: {type: nccl}\n")
+    assert load_config(above, ["actor.path=m"]).weight_sync.options == {"senders": 2}
+    other = load_config(above, ["actor.path=m", "weight_sync.type=disk"])
+    assert other.weight_sync.options == {}
+
+
+def test_a_preset_that_names_the_type_there_is_keeps_its_options(tmp_path: Path) -> None:
+    file = tmp_path / "x.yaml"
+    file.write_text("recipe: grpo\nactor: {advantages: {options: {kind: population}}}\n")
+    cfg = load_config(file, ["actor.path=m", "algorithm=grpo"])
+    assert isinstance(cfg, GRPOConfig) and cfg.actor.advantages.options == {"kind": "population"}

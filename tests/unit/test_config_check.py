@@ -192,6 +192,15 @@ def test_sound_configs_pass(model: Path) -> None:
             ["actor.options.offload_activations", "actor.recompute_granularity=full"],
         ),
         (["+actor.optimizer.options.adam_eps=1e-6"], ["options.adam_eps=1e-06", "leave it out"]),
+        (["actor.optimizer.options.optimizer_cpu_offload=2"], ["offload=2", "not of type bool"]),
+        (
+            ["actor.optimizer.options.optimizer_offload_fraction=true"],
+            ["fraction=true", "not of type float"],
+        ),
+        (
+            ["weight_sync.type=disk", "weight_sync.options.sharded='on'"],
+            ["weight_sync.options.sharded", "needs type=distributed"],
+        ),
         (
             ["actor.fp8=delayed", "actor.dtype=float16"],
             ["actor.fp8=delayed", "dtype=auto or bfloat16"],

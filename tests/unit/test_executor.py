@@ -565,3 +565,38 @@ def test_rows_in_place_of_batches_of_rows_are_an_error_that_names_the_fix():
     stream = RowStream()
     with pytest.raises(ValueError, match="yields single rows, and a batch of rows is needed"):
         stream.attach([{"row_id": 0}, {"row_id": 1}])
+
+
+@pytest.mark.parametrize("ends", [asyncio.CancelledError(), SystemExit(3)])
+def test_what_ends_should_accept_is_an_error_of_its_row(make, ends):
+    def accept(batch):
+        raise ends
+
+    ex = make()
+    ex.submit(*rows(1), Scripted(), should_accept=accept)
+    with pytest.raises(RuntimeError, match=f"should_accept ended with {type(ends).__name__}"):
+        ex.wait(1, timeout=10)
+
+
+def test_a_stream_goes_on_behind_an_error_of_the_dataloader():
+    class Loader:
+        batch_size = 1
+
+        def __init__(self):
+            self.drawn = 0
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            self.drawn += 1
+            if self.drawn == 2:
+                raise OSError("for a moment")
+            return [{"row_id": self.drawn}]
+
+    stream = RowStream()
+    stream.attach(Loader())
+    assert stream.next_row() == {"row_id": 1}
+    with pytest.raises(OSError, match="for a moment"):
+        stream.next_row()
+    assert stream.next_row() == {"row_id": 3}

@@ -59,7 +59,9 @@ class Judge:
         if isinstance(said, tuple):
             status, wait = said
             error = {"error": {"message": "not now"}}
-            return web.json_response(error, status=status, headers={"Retry-After": wait})
+            more = {"Location": "/login"} if status == 302 else {}
+            headers = {"Retry-After": wait} | more
+            return web.json_response(error, status=status, headers=headers)
         message = {"role": "assistant", "content": said}
         return web.json_response({"choices": [{"message": message}]})
 
@@ -148,6 +150,7 @@ def test_failures_of_the_moment_are_tried_again(judge, pool) -> None:
         ((500, ""), RewardUnavailable, "gave no answer in 2 tries: .*500: not now"),
         ((400, ""), RewardUnavailable, "answered 400: not now"),
         ((401, ""), RewardError, r"answered 401: not now; correct .*api_key"),
+        ((302, ""), RewardError, r"answered 302: not now; correct base_url"),
     ],
 )
 def test_no_verdict_is_an_error_and_no_zero(judge, pool, say, kind, words) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -78,3 +79,20 @@ def test_tasks_that_ignore_cancellation_do_not_hold_up_the_end(loop: LoopThread,
     assert not loop.alive and last.is_set()
     assert "ignored their cancellation" in capfd.readouterr().err
     loop.close()
+
+
+def test_a_name_is_looked_up_while_users_threads_are_all_busy(loop: LoopThread) -> None:
+    end = threading.Event()
+
+    async def lookup() -> object:
+        threads = min(32, (os.cpu_count() or 1) + 4)
+        busy = [asyncio.ensure_future(asyncio.to_thread(end.wait, 60)) for _ in range(threads)]
+        await asyncio.sleep(0)
+        try:
+            look = asyncio.get_running_loop().getaddrinfo("localhost", 80)
+            return await asyncio.wait_for(look, 10)
+        finally:
+            end.set()
+            await asyncio.gather(*busy)
+
+    assert loop.run(lookup(), timeout=30)

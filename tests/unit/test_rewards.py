@@ -476,11 +476,12 @@ def test_a_reward_that_returns_no_number_is_named_with_what_it_returned(pool, fn
     with pytest.raises(RewardError) as e:
         run(pool, fn, row_id=4, **kw)
     assert fn.__name__ in str(e.value) and "row 4" in str(e.value) and kind in str(e.value)
-    with pytest.raises(TypeError, match=rf"parts\.mine.*{kind}"):
-        part = f"{__name__}:{fn.__name__}"
-        if fn is a_later_list:
-            raise TypeError(f"parts.mine: {kind}")
-        get_reward_fn("weighted", {"parts": {"mine": part}})(*own, answer="2")
+    weighted = get_reward_fn("weighted", {"parts": {"mine": f"{__name__}:{fn.__name__}"}})
+    with pytest.raises(RewardError, match=rf"parts\.mine: .*{fn.__name__} on row 4 .*{kind}"):
+        run(pool, weighted, row_id=4, **reward_arguments(weighted, own, {"answer": "2"}))
+    if fn is not a_later_list:  # without a pool parts are not awaited
+        with pytest.raises(TypeError, match=rf"parts\.mine.*{kind}"):
+            weighted(*own, answer="2")
 
 
 # completions that math-verify would compute for minutes, or for ever
@@ -653,3 +654,10 @@ def test_a_row_of_a_weighted_reward_may_have_columns_of_any_name(pool) -> None:
     fn = get_reward_fn("weighted", {"parts": {"a": "exact"}})
     own = {"prompt": "1+1=", "completion": " 2", "prompt_ids": [1], "completion_ids": [2]}
     assert run(pool, fn, **own, answer="2", score=5.0, self="me") == 1.0
+
+
+def test_rows_of_a_sum_within_a_sum_are_checked() -> None:
+    inner = {"type": "weighted", "options": {"parts": {"maths": "gsm8k"}}}
+    fn = get_reward_fn("weighted", {"parts": {"inner": inner}})
+    with pytest.raises(ValueError, match="row 0"):
+        check_rows(fn, [{"row_id": 0, "answer": "no number at all ="}])

@@ -349,3 +349,14 @@ def test_an_executor_answers_the_calls_in_a_text() -> None:
         asyncio.run(executor.aexecute_tool(answer))
     answer.completion, answer.raw_completion = "3", WRITTEN["hermes"]
     assert asyncio.run(executor.aexecute_tool(answer))[0]["content"] == "3"
+
+
+@pytest.mark.parametrize("value, want", [("null", None), ("nullify", "nullify"), ("7", "7")])
+def test_an_optional_text_may_be_absent(value: str, want: str | None) -> None:
+    schema = {"name": "find", "parameters": {"properties": {}}}
+    properties = {"where": {"type": "string", "nullable": True}}
+    schema["parameters"] = {"type": "object", "properties": properties}
+    text = f"<tool_call>\n<function=find>\n<parameter=where>\n{value}\n</parameter>\n"
+    text += "</function>\n</tool_call>"
+    (found,) = parse_calls(text, "qwen3_coder", [{"type": "function", "function": schema}])
+    assert found.arguments == {"where": want}

@@ -384,6 +384,44 @@ def test_an_interaction_that_breaks_is_a_failure(fault: str, tokenizer, pool) ->
     assert FAILURES[int(batch["failure"][0])] == "environment"
 
 
+class Noted(Interaction):
+    """Has attributes whose names a Partner has, too."""
+
+    def __init__(self) -> None:
+        self.scores, self.tools, self.kind, self.breaks = [0.5], ["hammer"], "kind", "breaks"
+
+    async def respond(self, messages: list[dict[str, Any]], row: dict[str, Any]) -> Reply:
+        return Reply(done=True)
+
+
+def test_an_interactions_attributes_are_its_own(tokenizer, pool) -> None:
+    flow = multi(tokenizer, pool, reward=right, interaction=f"{HERE}:Noted")
+    batch = run_episode(flow, ScriptedEngine(tokenizer, lambda i, k, text: "42"), ROW)
+    assert batch["rewards"].tolist() == [1.0]
+
+
+def test_partners_of_an_episode_that_ends_before_they_speak_are_closed(tokenizer, pool) -> None:
+    """The limit comes in the turn of the loop in which the first answers are there."""
+    Guess.closed = 0
+    flow = multi(tokenizer, pool, n=2, max_turns=5, interaction=f"{HERE}:Guess")
+
+    async def episode() -> None:
+        task = asyncio.ensure_future(flow.arun_episode(engine, ROW))
+        generate = flow.generate
+
+        async def then_cancelled(*args: Any) -> None:
+            await generate(*args)
+            asyncio.get_running_loop().call_soon(task.cancel)
+
+        flow.generate = then_cancelled
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    engine = ScriptedEngine(tokenizer, lambda i, k, text: "1")
+    asyncio.run(episode())
+    assert Guess.closed == 2
+
+
 # options
 
 

@@ -36,7 +36,7 @@ then end with a line of this form:
 Score: <number>"""
 VERDICT = r"(?im)^\W*score\W*?(-?\d+(?:\.\d+)?)"
 # no other answer of ours will change these: the address, the key or the model's name is wrong
-_CONFIGURED_WRONG = (401, 403, 404, 405)
+_CONFIGURED_WRONG = (*range(300, 400), 401, 403, 404, 405)
 _LATER = (408, 409, 425)
 _PLACE = re.compile(r"\{(\w+)\}")
 
@@ -187,7 +187,7 @@ class JudgeReward:
                     )
                     return _text(url, answer)
                 except HttpError as e:
-                    if e.status in _CONFIGURED_WRONG or 300 <= (e.status or 0) < 400:
+                    if e.status in _CONFIGURED_WRONG:
                         raise RewardError(f"{e}; correct base_url, api_key or model") from e
                     if is_final(e) and e.status not in _LATER:
                         raise RewardUnavailable(str(e)) from e

@@ -125,8 +125,7 @@ class WeightedReward:
     @property
     def functions(self) -> list[RewardFn]:
         """Returns the rewards of the parts, and of a part that is a sum those of its own."""
-        parts = [fn for fn, _ in self._parts.values()]
-        return [one for fn in parts for one in getattr(fn, "functions", [fn])]
+        return [f for fn, _ in self._parts.values() for f in getattr(fn, "functions", [fn])]
 
     def __call__(
         self,

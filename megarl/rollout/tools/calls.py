@@ -172,7 +172,7 @@ def _typed(schema: dict[str, Any] | None, pairs: list[tuple[str, str]]) -> dict[
             try:
                 arguments[key] = json.loads(value)
             except ValueError:
-                arguments[key] = value
+                continue  # it stays text
     return arguments
 
 
