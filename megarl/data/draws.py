@@ -98,7 +98,7 @@ class ByPassRate:
         self._picks = 0
         self.explored = 0
         self.rates: dict[int, float] = {}  # of rows that have been answered
-        self._band: dict[int, None] = {}  # rows to prefer, those that wait longest first
+        self._band: dict[int, None] = {}  # preferred rows, longest waiting first
         self._out: set[int] = set()  # picked, and not observed since
 
     @property

@@ -109,7 +109,7 @@ def messages_of(value: Any, place: str) -> list[Message]:
 def _message(message: Any, place: str) -> Message:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ValueError(f'{place} is {shown(message)}; write {{"role": ..., "content": ...}}')
-    # parquet has every field of any message in each: those that are null are none
+    # parquet gives each message the fields of all messages; null means absent
     message = {k: v for k, v in message.items() if v is not None}
     content = message.get("content", "" if message.get("tool_calls") else None)
     if not isinstance(content, str):
@@ -172,8 +172,8 @@ def _pair(row: Row, place: str) -> Row:
     """Returns the row with its messages, chosen and rejected as lists of messages."""
     if missing := set(_SIDES) - set(row):
         raise ValueError(
-            f"{place} lacks the columns {sorted(missing)}; it has {sorted(row)}: name those that "
-            "have them in options.columns"
+            f"{place} lacks the columns {sorted(missing)}; it has {sorted(row)}; name those to "
+            "use in options.columns"
         )
     prompt = row.pop("prompt", None)
     if prompt is None:

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from megarl.config.recipes import BaseConfig
 from megarl.utils.http import shown
 
-# transformers' classes whose tokens are those that tokenizer.json makes
+# transformers' classes that make the same tokens as tokenizer.json
 _PLAIN = ("PreTrainedTokenizerFast", "Qwen2Tokenizer", "Qwen2TokenizerFast", "TokenizersBackend")
 
 
@@ -109,8 +109,8 @@ class PlainTokenizer:
         """Returns the text of the messages. Raises NotImplementedError to make tokens."""
         if tokenize:
             raise NotImplementedError("only transformers tells which tokens a template marks")
-        known = {"messages": messages, "add_generation_prompt": add_generation_prompt}
-        return self._template.render(**{"tools": None, **self._named, **kwargs, **known})
+        variables = {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        return self._template.render(**{"tools": None, **self._named, **kwargs, **variables})
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

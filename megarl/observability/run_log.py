@@ -63,7 +63,7 @@ class RunLog:
             append(file, f"{text}\n".encode())
 
     def read(self) -> list[Line]:
-        """Returns the lines, but for those that a crash cut short; none where there is no file.
+        """Returns all whole lines (a crash may have cut one short), none where there is no file.
         Raises ValueError for a line that is no JSON object, ConfigError for a file of an older
         megarl."""
         lines = []

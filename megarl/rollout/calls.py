@@ -25,9 +25,9 @@ CONNECT_TIMEOUT = 30.0  # of one connection
 def open_session(
     *, keeps_connections: bool = False, key: str | None = None
 ) -> aiohttp.ClientSession:
-    """Returns a session for `call_server`. A kept connection may end just when a call begins on
-    it, which then fails: a control call has a connection of its own. key: shown to servers ("" for
-    none), in place of the job's token."""
+    """Returns a session for `call_server`. Control calls do not keep connections: a server may end
+    a kept one just as a call begins, which then fails. key: what servers are shown in place of the
+    job's token, "" for nothing."""
     connector = aiohttp.TCPConnector(limit=0, force_close=not keeps_connections)
     return aiohttp.ClientSession(connector=connector, headers=authorization(key))
 

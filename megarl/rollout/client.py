@@ -60,9 +60,9 @@ class RemoteSGLangEngine(InferenceEngine):
     thread with its own event loop; the synchronous methods may be called from any other thread.
 
     `seed` keys requests that carry none while gconfig.seed is set; `tokenizer` is for requests by
-    text and for the text of responses. `should_accept`: what prepare_batch takes where it is given
-    none; for_run sets it where actor.dynamic_sampling is on. `routes`: the shape of those that
-    answers are to have, None for none.
+    text and for the text of responses. `should_accept`: the default of prepare_batch's
+    argument; for_run sets it if actor.dynamic_sampling is on. `routes`: the shape of the routes
+    that answers must have, None if they need none.
     """
 
     should_accept: ShouldAccept | None = None

@@ -231,8 +231,8 @@ class Episodes:
         self.reserved = deque(state["numbers"][: len(state["rows"])])  # no rows of other data
         self._kept = KeptAnswers(state["answers"])
         # they are told first; episodes that are made again take numbers that these had, too
-        told = state.get("outcomes", ())
-        self._outcomes = {i - len(told): Outcome(*outcome) for i, outcome in enumerate(told)}
+        earlier = state.get("outcomes", ())
+        self._outcomes = {i - len(earlier): Outcome(*one) for i, one in enumerate(earlier)}
         self._rejected = set(self._outcomes)
 
 

@@ -190,7 +190,7 @@ def _metrics(runs: list[Run]) -> tuple[list[str], list[tuple[str, str]]]:
 
 
 def _group(runs: list[Run], name: str, keys: Iterable[str]) -> Markup:
-    """Draws the metrics of a group without a place of its own, of which the reader chooses one."""
+    """Draws one chart of a group's metrics that no other chart has; the reader picks the metric."""
     title = name.replace("_", " ").capitalize()
     return one_of([_lines(runs, Curves(title=title, keys=key), {key: key}) for key in sorted(keys)])
 
