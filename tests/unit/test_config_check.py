@@ -192,11 +192,6 @@ def test_sound_configs_pass(model: Path) -> None:
             ["actor.options.offload_activations", "actor.recompute_granularity=full"],
         ),
         (["+actor.optimizer.options.adam_eps=1e-6"], ["options.adam_eps=1e-06", "leave it out"]),
-        (["actor.optimizer.options.optimizer_cpu_offload=2"], ["offload=2", "not of type bool"]),
-        (
-            ["actor.optimizer.options.optimizer_offload_fraction=true"],
-            ["fraction=true", "not of type float"],
-        ),
         (
             ["weight_sync.type=disk", "weight_sync.options.sharded='on'"],
             ["weight_sync.options.sharded", "needs type=distributed"],
@@ -616,6 +611,12 @@ def test_an_option_that_the_optimizer_lacks_is_named(model: Path) -> None:
     (problem,) = problems(grpo(model, "+actor.optimizer.options.initial_loss_scale=big"))
     assert problem == "actor.optimizer.options.initial_loss_scale=big: not of type float"
     check_config(grpo(model, "+actor.optimizer.options.initial_loss_scale=1024"), 1)
+    for option, type_name in {
+        "optimizer_cpu_offload=2": "bool",
+        "optimizer_offload_fraction=true": "float",
+    }.items():
+        (problem,) = problems(grpo(model, f"actor.optimizer.options.{option}"))
+        assert problem == f"actor.optimizer.options.{option}: not of type {type_name}"
 
 
 @pytest.mark.parametrize(
