@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.observability.timeline import timeline
-from megarl.utils.files import write_whole
+from megarl.utils.files import clean_up, write_whole
 
 FOLDER = "processes"
 BEAT = 5.0  # seconds
@@ -52,6 +52,7 @@ class Presence:
             "servers": [],
         }
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        clean_up(self._path.parent, self._path.name)
         self._over = threading.Event()
         self._write(RUNNING)
         self._thread = threading.Thread(target=self._beat, name="megarl-presence", daemon=True)
@@ -94,6 +95,7 @@ class LauncherPresence:
         earlier = read_launcher(run_dir, node) or {}
         same = all(earlier.get(name) == value for name, value in process.items())
         self._about = process | {"before": earlier["error"] if same else None}
+        clean_up(self._path.parent, self._path.name)
         self._write(RUNNING)
 
     def failed(self, why: str) -> None:

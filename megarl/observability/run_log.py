@@ -12,7 +12,7 @@ import json
 import os
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import compress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,6 +25,7 @@ log = get_logger(__name__)
 
 Line = dict[str, Any]
 PATIENCE = 30.0  # seconds that the end of a run waits for the disk
+_BEGINNINGS = ("", "{", '{"')  # of lines that may be ours, but cut short
 
 
 class RunLog:
@@ -38,10 +39,9 @@ class RunLog:
         """Goes on from step `after`, from nothing where it is negative: moves lines of later steps,
         and lines that are cut short, to the end of NAME.superseded.jsonl beside it. Raises
         ConfigError for a file of an older megarl, which says otherwise what counts."""
-        text = self._text()
-        lines = text.splitlines()
+        lines = _text(self.path).splitlines()
         stay = [self._stays(line, after) for line in lines]
-        if not all(stay) or text[-1:] not in ("", "\n"):
+        if not all(stay):
             moved = (f"{line}\n" for line, stays in zip(lines, stay, strict=True) if not stays)
             with self.path.with_suffix(".superseded.jsonl").open("a", encoding="utf-8") as file:
                 file.writelines(moved)
@@ -57,33 +57,15 @@ class RunLog:
 
     def append(self, step: int, line: Mapping[str, Any]) -> None:
         """Appends a line of a step. Raises OSError where there is no room, and leaves no half."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"step": step} | dict(line) | {"step": step}, separators=(",", ":"))
-        with self.path.open("ab", buffering=0) as file:
-            append(file, f"{text}\n".encode())
+        append_line(self.path, {"step": step} | dict(line) | {"step": step})
 
     def read(self) -> list[Line]:
-        """Returns all whole lines (a crash may have cut one short), none where there is no file.
-        Raises ValueError for a line that is no JSON object, ConfigError for a file of an older
+        """Returns all whole lines, see `read_lines`. Raises ConfigError for a file of an older
         megarl."""
-        lines = []
-        for number, text in enumerate(self._text().split("\n"), 1):
-            try:
-                line = json.loads(text)
-            except (ValueError, RecursionError) as e:
-                if text.endswith("}"):  # whole, yet not JSON: somebody else's file
-                    raise ValueError(f"{self.path}:{number}: not a JSON object: {e}") from e
-                continue
-            if not isinstance(line, dict):
-                raise ValueError(f"{self.path}:{number}: not a JSON object")
+        lines = list(read_lines(self.path))
+        for line in lines:
             self._check_age(line)
-            lines.append(line)
         return lines
-
-    def _text(self) -> str:
-        if not self.path.is_file():
-            return ""
-        return self.path.read_text(encoding="utf-8", errors="replace")
 
     def _check_age(self, line: Any) -> None:
         if isinstance(line, dict) and "after" in line and "step" not in line:
@@ -93,6 +75,37 @@ class RunLog:
                     "goes on from its checkpoint with a new one"
                 ]
             )
+
+
+def read_lines(path: Path) -> Iterator[Line]:
+    """Yields the JSON objects on the lines of a file, none where there is no file. A line that a
+    kill cut short is left out. Raises ValueError for another that is no object."""
+    for number, text in enumerate(_text(path).split("\n"), 1):
+        try:
+            line = json.loads(text)
+        except (ValueError, RecursionError) as e:
+            if text[:2] not in _BEGINNINGS:  # somebody else's file
+                raise ValueError(f"{path}:{number}: not a JSON object: {e}") from e
+            continue
+        if not isinstance(line, dict):
+            raise ValueError(f"{path}:{number}: not a JSON object")
+        yield line
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+
+def append_line(path: Path, line: Mapping[str, Any]) -> int:
+    """Appends a line and returns how long the file is then. It does not join one that lacks its
+    end, as a kill leaves it. Raises OSError where there is no room, and leaves no half."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = f"{json.dumps(line, separators=(',', ':'))}\n".encode()
+    with path.open("a+b", buffering=0) as file:
+        if end := file.seek(0, os.SEEK_END):
+            file.seek(end - 1)
+            data = data if file.read(1) == b"\n" else b"\n" + data
+        return append(file, data) + len(data)
 
 
 def append(file: BinaryIO, data: bytes) -> int:

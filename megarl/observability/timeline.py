@@ -14,17 +14,16 @@ A launcher, which has no torch, records here, too: it is imported where somethin
 
 from __future__ import annotations
 
-import contextlib
-import json
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from megarl.config.run import ProfilerConfig
 from megarl.observability.logging import get_logger
+from megarl.observability.run_log import append_line, read_lines
 
 log = get_logger(__name__)
 
@@ -34,48 +33,35 @@ PHASES, SYNCS, EPISODES, CALLS, MEMORY = "phases", "syncs", "episodes", "calls",
 
 
 class Timeline:
-    """Holds the file of one process, and the phases that its main thread is in."""
+    """Names the file of one process, and the phases that its main thread is in."""
 
     def __init__(self) -> None:
-        self._file: TextIO | None = None
-        self._path = Path()
+        self._path: Path | None = None
         self._lock = threading.Lock()
         self._phases: list[tuple[str, float]] = []
 
     def open(self, run_dir: Path, rank: int) -> None:
         """Begins to record in the run's directory, behind what an earlier start recorded."""
         self._path = run_dir / FOLDER / f"rank_{rank}.jsonl"
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._path.open("a", encoding="utf-8")
 
     def close(self) -> None:
         """Ends recording."""
-        with self._lock:
-            file, self._file = self._file, None
-            if file is not None:
-                with contextlib.suppress(OSError):  # a disk that is full, as in `record`
-                    file.close()
+        self._path = None
 
     @property
     def recording(self) -> bool:
         """Returns whether spans are written."""
-        return self._file is not None
+        return self._path is not None
 
     def record(self, track: str, name: str, start: float, seconds: float, **about: Any) -> None:
         """Writes a span. start: Unix seconds. A disk that is full costs the span, not the run."""
-        if self._file is None:
+        path = self._path
+        if path is None:
             return
         span = {"track": track, "name": name, "start": round(start, 6), "seconds": seconds}
-        line = json.dumps(span | ({"about": about} if about else {})) + "\n"
-        with self._lock, contextlib.suppress(OSError, ValueError):
-            if self._file is None:
-                return
-            self._file.write(line)
-            self._file.flush()
-            if self._file.tell() > LIMIT:
-                self._file.close()
-                self._path.replace(self._path.with_suffix(".older.jsonl"))
-                self._file = self._path.open("a", encoding="utf-8")
+        with self._lock, suppress(OSError):
+            if append_line(path, span | ({"about": about} if about else {})) > LIMIT:
+                path.replace(path.with_suffix(".older.jsonl"))
 
     @contextmanager
     def span(self, track: str, name: str) -> Iterator[dict[str, Any]]:
@@ -104,12 +90,9 @@ class Timeline:
 
 
 def read_spans(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the spans of a process's file and of its older part, but for a line cut short."""
+    """Yields the spans of a process's file and of its older part, see `run_log.read_lines`."""
     for part in (path.with_suffix(".older.jsonl"), path):
-        text = part.read_text(encoding="utf-8", errors="replace") if part.exists() else ""
-        for line in text.splitlines():
-            with suppress(json.JSONDecodeError):  # a later start appends behind it
-                yield json.loads(line)
+        yield from read_lines(part)
 
 
 timeline = Timeline()

@@ -31,7 +31,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.loader import run_dir, save_config
 from megarl.config.recipe_engines import trained_engines
 from megarl.config.recipes import BaseConfig
-from megarl.config.run import RECORD_DIR
+from megarl.config.run import RECORD_DIR, batch_path
 from megarl.observability import episodes, fingerprints
 from megarl.observability.logging import get_logger
 from megarl.observability.report.runs import EVAL_REWARDS_FILE
@@ -67,8 +67,9 @@ def claim(cfg: BaseConfig) -> TextIO:
     lock = _lock(directory)
     check_run_dir(cfg)
     homes = (directory, *(directory / name for name in trained_engines(cfg)[1:]))
-    places = (RECOVER_DIR, "weights")
-    for place in (*homes, *(h / "hf" for h in homes), *(directory / name for name in places)):
+    written = (directory / RECOVER_DIR, directory / "weights", batch_path(directory, 0).parent)
+    logs = {(directory / name).parent for name in LOGS}
+    for place in {*homes, *(h / "hf" for h in homes), *written, *logs}:
         for path in clean_up(place):
             log.info("%s: left by a process that was killed, cleaned up", path)
     return lock

@@ -78,15 +78,15 @@ def remove(directory: Path) -> None:
     shutil.rmtree(doomed)
 
 
-def clean_up(parent: Path) -> list[Path]:
-    """Ends what killed processes left in `parent`, and returns what it found. Only the process that
-    writes there may call it."""
-    found = []
+def clean_up(parent: Path, name: str | None = None) -> list[Path]:
+    """Ends what killed processes left in `parent`, of what was to be `name` (None: of all), and
+    returns the leftovers. Only the process that writes there may call it."""
+    leftovers = []
     for path in sorted(parent.iterdir()) if parent.is_dir() else []:
         match = _LEFTOVER.fullmatch(path.name)
-        if match is None:
+        if match is None or match["name"] != (name or match["name"]):
             continue
-        found.append(path)
+        leftovers.append(path)
         target = parent / match["name"]
         if match["kind"] == "old" and not target.exists():
             path.rename(target)
@@ -94,7 +94,7 @@ def clean_up(parent: Path) -> list[Path]:
             shutil.rmtree(path)
         else:
             path.unlink()
-    return found
+    return leftovers
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

@@ -337,9 +337,17 @@ def test_every_trained_model_continues(tmp_path, model):
         check_run_dir(ppo(tmp_path, model, f"critic.path={write_stub(tmp_path / 'other')}"))
     (run / "recover" / "step_000002" / "critic" / "weights").write_text("")
     (run / "critic" / ".final.tmp-0123abcd").mkdir()
+    for name in (
+        ".stats.jsonl",
+        "episodes/.index.jsonl",
+        "record/batches/.step_000001.safetensors",
+    ):
+        half = run / f"{name}.tmp-0123abcd"
+        half.parent.mkdir(parents=True, exist_ok=True)
+        half.touch()
     start = Start(cfg)
     assert start.step == 1 and [m.value for m in start.models.values()] == [1, 6]
-    assert not list((run / "critic").glob(".final*"))
+    assert not list(run.rglob(".*.tmp-*"))
 
 
 def test_a_reference_that_follows_the_policy_continues(tmp_path, model):

@@ -97,6 +97,18 @@ def test_presence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (said["state"], said["error"]) == ("failed", "ValueError: no luck")
 
 
+def test_what_a_killed_process_left_amid_a_write_goes_with_its_next_start(tmp_path: Path) -> None:
+    folder = tmp_path / FOLDER
+    folder.mkdir()
+    half = [f".rank_{n}.json.tmp-0123abcd" for n in (1, 11)] + [".launcher_0.json.tmp-89abcdef"]
+    for name in half:
+        (folder / name).write_text("{")
+    Presence(tmp_path, rank=1, world_size=2).end(None)
+    assert {p.name for p in folder.iterdir()} == {"rank_1.json", *half[1:]}  # others write theirs
+    LauncherPresence(tmp_path, 0)
+    assert {p.name for p in folder.iterdir()} == {"rank_1.json", half[1], "launcher_0.json"}
+
+
 def write_run(folder: Path, *people: dict[str, Any], rows: int = 0) -> None:
     (folder / FOLDER).mkdir(parents=True)
     for rank, person in enumerate(people):
