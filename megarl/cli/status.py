@@ -22,7 +22,7 @@ from megarl.cli import RUN, CommandParser
 from megarl.config.errors import ConfigError
 from megarl.observability.console import duration
 from megarl.observability.presence import BEAT, ENDED, FAILED, RUNNING, read_launcher, read_presence
-from megarl.observability.report.runs import Run, load_run
+from megarl.observability.report.runs import load_run
 from megarl.utils.env import is_loopback
 from megarl.utils.http import HttpError, call_json
 from megarl.utils.stacks import state as letter_of
@@ -74,11 +74,9 @@ def status(directory: Path) -> dict[str, Any]:
     records = read_presence(directory)
     try:
         run = load_run(directory)
-    except FileNotFoundError:  # before the first step
-        if not records:
-            why = "no run has begun there; name <fileroot>/.../<trial_name>"
-            raise ConfigError([f"{directory}: {why}"]) from None
-        run = Run(label="", rows=[])
+    except FileNotFoundError:
+        why = "no run has begun there; name <fileroot>/.../<trial_name>"
+        raise ConfigError([f"{directory}: {why}"]) from None
     rows = [row for row in run.rows if row["step"] > 0]
     last = rows[-1] if rows else {}
     processes = [_process(record) for record in records]

@@ -180,10 +180,11 @@ class StatsLogger:
             final=final,
             error=error,
         )
+        summary["paths"] = report.artifacts(self._run_dir)
         if self._report:
             run.summary = summary
-            write_report(self._run_dir / "report.html", [run])
-        summary["paths"] = report.artifacts(self._run_dir)
+            path = write_report(self._run_dir / "report.html", [run])
+            summary["paths"] = {"report": str(path)} | summary["paths"]
         write_whole(self._run_dir / report.SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
         report.print_summary(summary)
 

@@ -9,6 +9,7 @@ import time
 import pytest
 from rich.console import Console
 
+from megarl.cli.status import status
 from megarl.config.run import StatsLoggerConfig
 from megarl.observability.report import Run
 from megarl.observability.report.curves import end_window
@@ -178,6 +179,18 @@ def test_written_printed_and_in_the_report_with_totals_over_a_resume(tmp_path, c
     assert "39 submitted = " in out and f"checkpoints:   {run / 'recover'}" in out
     page = (run / "report.html").read_text()
     assert "<h2>Summary</h2>" in page and "39 submitted = 2 running" in page
+
+
+def test_a_run_that_failed_in_its_first_step_says_why_and_where_its_log_is(tmp_path, capsys):
+    """Before anything is in stats.jsonl."""
+    (tmp_path / "config.yaml").write_text("seed: 1\n")
+    (tmp_path / "logs").mkdir()
+    log(tmp_path, [], final=counters(0, failed=3), error=RuntimeError("no server is left"))
+    page = (tmp_path / "report.html").read_text()
+    for text in (capsys.readouterr().out, page):
+        assert "failed: RuntimeError: no server is left" in text
+        assert str(tmp_path / "logs") in text and "each once" not in text
+    assert status(tmp_path)["last_error"] == "RuntimeError: no server is left"
 
 
 def test_a_run_that_did_nothing_says_nothing(tmp_path, capsys):

@@ -77,7 +77,7 @@ def _render(runs: list[Run], title: str, subtitle: str, max_samples: int) -> str
         measure=measure.name.capitalize(),
         compared=[_compared(i, r, measure) for i, r in enumerate(runs)] if runs[1:] else [],
         drawn=all_charts(runs),
-        summary=summary_lines(run.summary) if run.summary else [],
+        summary=[*summary_lines(run.summary), *run.summary["paths"].items()] if run.summary else [],
         samples=pairs,
         shown=[w for w in ("before", "after") if any(p[w] for p in pairs)],
         config=masked_yaml(run.config) if run.config.strip() else "",

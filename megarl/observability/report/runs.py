@@ -14,6 +14,7 @@ Points = list[tuple[float, float]]
 # one object per evaluation: {"step", "rewards": {prompt: the rewards of its samples}}, and the
 # "dataset" where it is one of valid_datasets
 EVAL_REWARDS_FILE = "eval_rewards.jsonl"
+_FIRST = ("config.yaml", "processes", "episodes")  # are there before the first step has ended
 
 
 @dataclass(kw_only=True)
@@ -60,15 +61,16 @@ def load_run(source: str | Path) -> Run:
     """Reads a run. `source` is its directory, or "label=directory"; the label defaults to its last
     two names (<experiment>/<trial>).
 
-    A summary.json that is damaged counts as none. Raises FileNotFoundError naming a missing
-    stats.jsonl, ValueError for another file that is not JSON.
+    A run before the end of its first step has no rows, a summary.json that is damaged counts as
+    none. Raises FileNotFoundError for a directory without a run, ValueError for another file that
+    is not JSON.
     """
     label, directory = "", Path(source)
     if "=" in str(source) and not directory.exists():
         label, _, name = str(source).partition("=")
         directory = Path(name)
     stats = directory / "stats.jsonl"
-    if not stats.is_file():
+    if not any((directory / name).exists() for name in (stats.name, *_FIRST)):
         raise FileNotFoundError(f"{stats} does not exist: is {directory} a run directory?")
     by_step = {  # a step twice: the later line
         row["step"]: row for row in RunLog(stats).read() if isinstance(row.get("step"), int)

@@ -30,11 +30,11 @@ COUNTERS = ("submitted", "running", "accepted", "rejected", "failed", "dropped")
 _FAILED = "rollout/failed_samples/"  # begins the names of counts by kind
 # what a run may leave behind, by the name the summary gives it
 _PATHS = {
-    "report": "report.html",
     "final model": "final",
     "saved models": "hf",
     "checkpoints": "recover",
     "logs": "logs",
+    "episodes (megarl view)": "episodes",
 }
 # name in the summary -> what evaluations measure
 _MEASURES = {"accuracy": ACCURACY, "pairs_ranked_right": PAIRS, "eval_reward": REWARD}

@@ -60,7 +60,7 @@ def write_viewer(
     lines = [line for line in read_index(run_dir) if first <= line["step"] <= last][-LISTED:]
     if not lines:
         return None
-    run = _run(run_dir)
+    run = load_run(run_dir)
     details = dict(_details(run_dir, _chosen(lines, groups, max_bytes)))
     page = _page(lines, run, details)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -171,13 +171,6 @@ def _mean(values: Sequence[float]) -> float | None:
 def _spread(rewards: Sequence[float]) -> float | None:
     """Returns the standard deviation of a group's rewards."""
     return statistics.pstdev(rewards) if rewards else None
-
-
-def _run(run_dir: Path) -> Run:
-    try:
-        return load_run(run_dir)
-    except FileNotFoundError:  # before the end of the first step
-        return Run(label="/".join(run_dir.resolve().parts[-2:]), rows=[])
 
 
 def _inert(about: Mapping[str, Any]) -> Markup:
