@@ -21,7 +21,7 @@ class ServerArgs:
     """HF model directory"""
     host: str = "127.0.0.1"
     """address to bind"""
-    port: int = 30000
+    port: Annotated[int, Bounds(ge=0, le=65535)] = 30000
     """port to bind"""
     dtype: Annotated[str, Choices("auto", "float32", "bfloat16", "float16")] = "auto"
     """auto is the checkpoint's"""
@@ -41,7 +41,7 @@ class ServerArgs:
     """answers to requests with return_routed_experts say what the routers chose"""
     enable_weights_cpu_backup: bool = False
     """weights whose memory is released rest in host memory, and come back whole"""
-    threads: int = 0
+    threads: Annotated[int, Bounds(ge=0)] = 0
     """CPU threads; 0 leaves torch's default"""
     random_seed: int | None = None
     """seeds requests that bring no sampling_seed"""

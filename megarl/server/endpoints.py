@@ -6,12 +6,12 @@ import asyncio
 from dataclasses import asdict
 from typing import Any
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 
 from megarl.server.core import ServerCore
 from megarl.server.errors import ServerError
-from megarl.server.replies import answer, read_json
+from megarl.server.replies import answer, is_waited_for, read_json
 from megarl.server.scheduler import PAUSE_MODES
 from megarl.server.sequence import GenerateCall
 from megarl.server.text import chat_answer, read_chat, render
@@ -94,28 +94,21 @@ class Endpoints:
     async def generate(self, request: Request) -> Response:
         """Answers with what was generated: one object, or a list for a list of prompts. A client
         that goes away aborts its sequences."""
-        answered = await self._answered(request, await read_json(request))
-        if answered is None:
-            return Response(status_code=499)  # the client is gone
-        call, batched = answered
+        call, batched = await self._answered(request, await read_json(request))
         answers = [render(s, self.core.text) for s in call.sequences]
         return answer(answers if batched else answers[0])
 
     async def chat_completions(self, request: Request) -> Response:
         """Answers a chat as OpenAI's API does, with the text of one message."""
         body = await read_json(request)
-        answered = await self._answered(request, read_chat(body, self.core.text))
-        if answered is None:
-            return Response(status_code=499)  # the client is gone
-        (sequence,) = answered[0].sequences
+        call, _ = await self._answered(request, read_chat(body, self.core.text))
+        (sequence,) = call.sequences
         name = body.get("model") or self.core.model_path
         return answer(chat_answer(sequence, self.core.text, name))
 
-    async def _answered(
-        self, request: Request, body: dict[str, Any]
-    ) -> tuple[GenerateCall, bool] | None:
+    async def _answered(self, request: Request, body: dict[str, Any]) -> tuple[GenerateCall, bool]:
         """Returns the call of a body of /generate once it has ended, and whether it has a list of
-        prompts; None where the client goes away, which aborts it."""
+        prompts. A client that goes away aborts it."""
         self.core.check_alive()
         call, batched = self.core.parser.parse(body)
         self.core.updates.adapters.check_named(body.get("lora_path"))
@@ -124,23 +117,16 @@ class Endpoints:
             raise ServerError(f"Duplicate request ID: of {rids}, one is under way")
         self._rids.update(rids)
         try:
-            return (call, batched) if await self._has_ended(request, call) else None
+            self.core.scheduler.submit(call.sequences)
+            if not await is_waited_for(request, call.done):
+                self.core.scheduler.abort_sequences(call.sequences)
+                raise ClientDisconnect
         finally:
             self._rids.difference_update(rids)
-
-    async def _has_ended(self, request: Request, call: GenerateCall) -> bool:
-        """Waits for a call; returns False where the client goes away, which aborts it."""
-        self.core.scheduler.submit(call.sequences)
-        gone = asyncio.ensure_future(_disconnected(request))
-        await asyncio.wait({call.done, gone}, return_when=asyncio.FIRST_COMPLETED)
-        gone.cancel()
-        if not call.done.done():
-            self.core.scheduler.abort_sequences(call.sequences)
-            return False
         for s in call.sequences:
             if s.error:
                 raise ServerError(s.error, status=500)
-        return True
+        return call, batched
 
     async def abort_request(self, request: Request) -> Response:
         """Aborts the sequences whose rid begins with `rid`, or all."""
@@ -170,9 +156,3 @@ class Endpoints:
         if await self.core.run(self.core.scheduler.flush_cache):
             return PlainTextResponse(_FLUSHED)
         return PlainTextResponse("Flush cache failed.\n", status_code=400)
-
-
-async def _disconnected(request: Request) -> None:
-    """Returns when the client has closed its connection (its body is read already)."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

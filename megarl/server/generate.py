@@ -148,7 +148,7 @@ class RequestParser:
             seed=int(self.rng.integers(2**63)) if seed is None else seed,
             wants_logprobs=bool(wants_logprobs),
             routes_from=routes_from,
-            prompt_top=prompt_top,
+            prompt_top=prompt_top if wants_logprobs else None,
             call=call,
             extra_key=extra_key,
         )

@@ -22,12 +22,6 @@ from megarl.server.joined import Rotary
 
 ATTENTION = "megarl_slots"
 _POSITIONS_STEP = 64
-# a decode step splits rows by length when padding would more than double the work ...
-_WASTE = 2.0
-# ... and there is enough work for the extra calls to pay
-_SPLIT_FROM = 16384
-# rows of the batch (None: all), the keys that are read, and a mask over them
-_Part = tuple[torch.Tensor | None, slice, torch.Tensor | None]
 
 
 def kv_shape(config: Any) -> tuple[int, int, int, int]:
@@ -179,31 +173,23 @@ class Decode(Rotary):
         self.rows = torch.arange(first, first + len(lengths), device=device)
         self.positions = torch.tensor(lengths, device=device)
         self._all = slice(first, first + len(lengths))
-        self._shortest, self._equal = min(lengths), min(lengths) == max(lengths)
-        self._classes = _split(lengths, device)
-        self._parts: dict[int | None, list[_Part]] = {}
+        self._shortest, self._longest = min(lengths), max(lengths)
+        self._read: dict[int | None, tuple[slice, torch.Tensor | None]] = {}
 
-    def _parts_of(self, window: int | None) -> list[_Part]:
-        """Returns the batch's parts, made once for all layers of a window."""
-        if window not in self._parts:
+    def _keys(self, window: int | None) -> tuple[slice, torch.Tensor | None]:
+        """Returns the positions of keys that are read, and a mask [B,1,1,n] over them: 0 for keys
+        in a row's window, its new key included, -inf elsewhere; None where all rows have all."""
+        if window not in self._read:
             # keys before every row's window are not read
             first = 0 if window is None else max(0, self._shortest + 1 - window)
-            self._parts[window] = [
-                (index, slice(first, width), self._mask(index, first, width, window))
-                for index, width in self._classes
-            ]
-        return self._parts[window]
+            self._read[window] = slice(first, self._longest + 1), self._mask(first, window)
+        return self._read[window]
 
-    def _mask(
-        self, index: torch.Tensor | None, first: int, width: int, window: int | None
-    ) -> torch.Tensor | None:
-        """Returns the mask [b,1,1,width - first]: 0 for keys in a row's window, its new key
-        included, -inf elsewhere. None where all rows have all keys.
-        """
-        if self.exact or (index is None and self._equal):
+    def _mask(self, first: int, window: int | None) -> torch.Tensor | None:
+        if self.exact or self._shortest == self._longest:
             return None
-        last = (self.positions if index is None else self.positions[index])[:, None]
-        keys = torch.arange(first, width, device=last.device)
+        last = self.positions[:, None]
+        keys = torch.arange(first, self._longest + 1, device=last.device)
         hidden = keys > last
         if window is not None:
             hidden |= keys <= last - window
@@ -226,27 +212,14 @@ class Decode(Rotary):
         batch, heads, _, dim = q.shape
         # the G queries that share a key/value head stand in for query positions: no repeated heads
         q = q.reshape(batch, k.shape[1], heads // k.shape[1], dim)
-        parts = self._parts_of(window)
-        if len(parts) == 1:
-            _, seen, mask = parts[0]
-            key, value = keys[self._all, :, seen], values[self._all, :, seen]
-            if self.exact:  # fresh memory: kernels may treat unaligned views differently
-                key, value = key.contiguous(), value.contiguous()
-            if key.device.type == "cpu" and key.dtype == torch.float32 and not self.exact:
-                out = _attend_cpu(q, key, value, mask, scale)
-            else:
-                out = F.scaled_dot_product_attention(q, key, value, attn_mask=mask, scale=scale)
+        seen, mask = self._keys(window)
+        key, value = keys[self._all, :, seen], values[self._all, :, seen]
+        if self.exact:  # fresh memory: kernels may treat unaligned views differently
+            key, value = key.contiguous(), value.contiguous()
+        if key.device.type == "cpu" and key.dtype == torch.float32 and not self.exact:
+            out = _attend_cpu(q, key, value, mask, scale)
         else:
-            out = q.new_empty(*q.shape[:-1], v.shape[-1])
-            for index, seen, mask in parts:
-                rows = self.rows[index]
-                out[index] = F.scaled_dot_product_attention(
-                    q[index],
-                    keys[rows, :, seen],
-                    values[rows, :, seen],
-                    attn_mask=mask,
-                    scale=scale,
-                )
+            out = F.scaled_dot_product_attention(q, key, value, attn_mask=mask, scale=scale)
         return out.reshape(batch, 1, heads, v.shape[-1])
 
 
@@ -263,22 +236,6 @@ def _attend_cpu(
     else:
         scores = torch.baddbmm(mask.expand(shape).flatten(0, 1), q, k, alpha=scale)
     return torch.bmm(scores.softmax(-1), v).view(*shape[:3], -1)
-
-
-def _split(lengths: Sequence[int], device: torch.device) -> list[tuple[torch.Tensor | None, int]]:
-    """Returns [(rows of the batch, keys to read)]: one part for all (None), or parts of similar
-    lengths."""
-    width = max(lengths) + 1
-    padded, real = width * len(lengths), sum(lengths) + len(lengths)
-    if padded <= _WASTE * real or padded < _SPLIT_FROM:
-        return [(None, width)]
-    classes: dict[int, list[int]] = {}
-    for i, n in enumerate(lengths):
-        classes.setdefault((n + 1).bit_length(), []).append(i)
-    return [
-        (torch.tensor(rows, device=device), max(lengths[i] for i in rows) + 1)
-        for rows in classes.values()
-    ]
 
 
 def _attend(

@@ -50,6 +50,20 @@ async def _body(request: Request) -> bytearray:
     raise ServerError(f"the body has more than {MAX_BODY >> 20} MiB; send less at once", status=413)
 
 
+async def is_waited_for(request: Request, result: asyncio.Future[Any]) -> bool:
+    """Returns True once there is a result, False where the client, whose body is read, closes its
+    connection before."""
+    gone = asyncio.ensure_future(_disconnected(request))
+    await asyncio.wait({result, gone}, return_when=asyncio.FIRST_COMPLETED)
+    gone.cancel()
+    return result.done()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
 def guarded(handler: Handler, check: Callable[[Request], None]) -> Handler:
     """Makes a handler that calls `check` first. It answers refusals with their status and body, and
     every other error with 500, so that a failure ends only its own request.

@@ -43,7 +43,6 @@ class RunningSequences:
             self._batch = None
             self.runner.cache.scrub(range(first, self.runner.cache.rows))
             raise
-        self.drop_finished()
 
     def decode(self) -> None:
         """Writes one more token to every sequence."""
@@ -56,7 +55,6 @@ class RunningSequences:
             if self._batch is None:
                 self._batch = self._sampling(self.sequences)
             self._append(self.sequences, logits, self._batch)
-        self.drop_finished()
 
     def finish(
         self, s: ServedSequence, reason: dict[str, Any] | None, *, error: str | None = None

@@ -270,8 +270,10 @@ class Scheduler:
             return
         if admitted := self._admit():
             self._prefill(admitted)
+            self._rows.drop_finished()
         if self.running:
             self._rows.decode()
+            self._rows.drop_finished()
 
     def _admit(self) -> list[ServedSequence]:
         """Takes waiting sequences while rows and cache last, up to the first exclusive job."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable
 from typing import Any
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from megarl.server.core import ServerCore
 from megarl.server.errors import MAX_VERSION_LENGTH, ControlError
-from megarl.server.replies import answer, read_json
+from megarl.server.replies import answer, is_waited_for, read_json
 from megarl.server.updates import group_name
 from megarl.utils.http import in_thread
 
@@ -52,24 +53,24 @@ class WeightEndpoints:
     async def update_weights_from_distributed(self, request: Request) -> Response:
         """Loads one bucket that rank 0 of a group broadcasts."""
         body = await read_json(request)
-        updates = self.core.updates
-        suffix = await self._update(body, lambda check: updates.from_distributed(body, check))
+        load = functools.partial(self.core.updates.from_distributed, body)
+        suffix = await self._update(request, body, load)
         return answer(_success("Succeeded to update parameter online." + suffix))
 
     async def update_weights_from_tensor(self, request: Request) -> Response:
         """Loads one bucket that lies in the sender's memory on this machine."""
         body = await read_json(request)
-        updates = self.core.updates
-        suffix = await self._update(body, lambda check: updates.from_tensor(body, check))
+        load = functools.partial(self.core.updates.from_tensor, body)
+        suffix = await self._update(request, body, load)
         return answer(_success("Success" + suffix))
 
     async def update_weights_from_disk(self, request: Request) -> Response:
         """Loads a whole HF directory."""
         body = await read_json(request)
-        updates = self.core.updates
         try:
             path = _disk_path(body)
-            suffix = await self._update(body, lambda check: updates.from_disk(path, check))
+            load = functools.partial(self.core.updates.from_disk, path)
+            suffix = await self._update(request, body, load)
         except ControlError as e:
             e.extra.setdefault("num_paused_requests", 0)
             raise
@@ -82,14 +83,14 @@ class WeightEndpoints:
         body = await read_json(request)
         name, path = _text(body, "lora_name"), _text(body, "lora_path")
         updates = self.core.updates
-        await self._update({}, lambda check: updates.load_adapter(name, path, check))
+        await self._update(request, {}, lambda check: updates.load_adapter(name, path, check))
         return answer(self._loaded_adapters())
 
     async def unload_lora_adapter(self, request: Request) -> Response:
         """Unloads an adapter."""
         name = _text(await read_json(request), "lora_name")
         updates = self.core.updates
-        await self._update({}, lambda check: updates.unload_adapter(name, check))
+        await self._update(request, {}, lambda check: updates.unload_adapter(name, check))
         return answer(self._loaded_adapters())
 
     def _loaded_adapters(self) -> dict[str, Any]:
@@ -97,10 +98,11 @@ class WeightEndpoints:
         return {"success": True, "error_message": None, "loaded_adapters": paths}
 
     async def _update(
-        self, body: dict[str, Any], load: Callable[[Callable[[], None]], None]
+        self, request: Request, body: dict[str, Any], load: Callable[[Callable[[], None]], None]
     ) -> str:
         """Runs `load` between requests, then sets the version; returns the end of the answer's
-        text. `load` gets a check to call before it changes anything."""
+        text. `load` gets a check to call before it changes anything. A client that goes away before
+        takes its update with it, for whose tensors the server would wait."""
         scheduler = self.core.scheduler
         version, flush = _version(body, "weight_version"), body.get("flush_cache", True)
 
@@ -120,7 +122,10 @@ class WeightEndpoints:
                 scheduler.drop_cache()
 
         job = scheduler.call_exclusive(run, abort_all=bool(body.get("abort_all_requests")))
-        await asyncio.wrap_future(job)
+        done = asyncio.wrap_future(job)
+        if not await is_waited_for(request, done) and job.cancel():
+            raise ClientDisconnect
+        await done
         return "" if version is None else f" Weight version updated to {version}."
 
     async def release_memory_occupation(self, request: Request) -> Response:
@@ -158,9 +163,12 @@ class WeightEndpoints:
             isinstance(name, str) for name in names or ()
         ):
             raise ControlError("names must be a list of strings")
-        self.core.occupation.check_weights()
-        sums = await self.core.run(self.core.updates.store.checksums, names)
+        sums = await self.core.run(self._checksums, names)
         return answer(_success("Success.") | {"ranks": [{"checksums": sums}]})
+
+    def _checksums(self, names: list[str] | None) -> dict[str, str]:
+        self.core.occupation.check_weights()
+        return self.core.updates.store.checksums(names)
 
 
 def _success(message: str) -> dict[str, Any]:

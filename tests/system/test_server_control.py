@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
+import json
 import threading
 import time
 
@@ -15,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from megarl.api.records import ModelRequest, WeightUpdateMeta
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig, WeightSyncConfig
 from megarl.rollout.client import RemoteSGLangEngine
+from megarl.utils.http import authorization, in_thread
 from megarl.wire.checksums import tensor_checksum
 from megarl.wire.process_group import destroy_update_group, init_update_group
 from tests.dist.world import free_port
@@ -362,6 +365,27 @@ def test_nothing_is_generated_with_memory_that_is_away(server, dirs):
     assert server.post("/generate", request)[0] == 200
 
 
+def test_no_checksums_are_made_of_memory_that_is_away_by_then(server, dirs, weights):
+    """A release and a check wait for the same job, here an update that is given up."""
+    Sender(server, name="left")
+    server.ok("/begin_weight_update")
+    name = "model.norm.weight"
+    body = {"names": [name], "dtypes": ["float32"], "shapes": [[*weights[0][name].shape]]}
+    calls = []
+    for path, sent in (
+        ("/update_weights_from_distributed", body | {"group_name": "left"}),
+        ("/release_memory_occupation", {"tags": ["weights"]}),
+        ("/weights_checker", {"action": "checksum"}),
+    ):
+        calls.append(in_thread(server.post, path, sent))
+        time.sleep(0.2)
+    server.ok("/destroy_weights_update_group", {"group_name": "left"})
+    assert [c.result(10)[0] for c in calls] == [400, 200, 400]
+    assert "released" in calls[2].result()[1]["message"]
+    server.ok("/end_weight_update")
+    server.ok("/resume_memory_occupation", {"tags": ["weights"]})
+
+
 def test_versions_and_what_is_not_supported(server):
     answer = server.ok("/update_weight_version", {"new_version": "zz"})
     assert answer["new_version"] == "zz" and answer["success"]
@@ -382,6 +406,20 @@ def test_an_unpaused_update_waits_for_requests_in_flight(server, sender, weights
     sender.send(weights[0], weight_version="10", abort_all_requests=True)
     meta = running.result(20)["meta_info"]
     assert meta["finish_reason"]["type"] == "abort" and meta["completion_tokens"] < 900
+
+
+def test_an_update_whose_caller_leaves_while_it_waits_is_not_run(server, dirs, weights):
+    running = server.start(PROMPT, **LONG)
+    server.wait_running()
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    body = {"model_path": str(dirs[1]), "weight_version": "gone"}
+    headers = {"Content-Type": "application/json"} | authorization()
+    connection.request("POST", "/update_weights_from_disk", json.dumps(body), headers)
+    server.wait_waiting()
+    connection.close()
+    assert len(running.result(60)["output_ids"]) == 900
+    meta = greedy(server)["meta_info"]
+    assert meta["weight_version"] == "0" and checksums(server) == sums_of(weights[0])
 
 
 def test_requests_behind_a_waiting_update_run_after_it(server, dirs):

@@ -243,6 +243,12 @@ def test_more_requests_than_rows(exact):
     assert [len(a["output_ids"]) for a in answers] == [6] * 40
 
 
+def test_logprobs_of_prompts_are_answered_where_they_were_asked_for(server):
+    body = {"return_logprob": [True, False], "logprob_start_len": 0}
+    answers = server.generate([[5, 6], [7, 8]], body=body, max_new_tokens=1)
+    assert ["input_token_logprobs" in a["meta_info"] for a in answers] == [True, False]
+
+
 def refused(server, body, status=400):
     got, data = server.post("/generate", body)
     assert got == status, (got, data)

@@ -68,7 +68,7 @@ def reference(model, prompt, steps):
         return model(ids).logits[0, len(prompt) - 1 :]
 
 
-# of which rows of like lengths attend together: padding them all to one length is too much
+# most of what is read is padding
 APART = [200, *[5] * 55, *[17] * 30, *[40] * 4]
 
 
@@ -328,6 +328,7 @@ def test_checksum_is_of_the_bits_in_row_major_order():
 def test_command_line(capsys):
     args = parse_args(["--model-path", "m", "--port", "7", "--deterministic", "--threads", "2"])
     assert args == ServerArgs(model_path="m", port=7, deterministic=True, threads=2)
-    with pytest.raises(SystemExit):
-        parse_args(["--model-path", "m", "--max-running-requests", "0"])
-    assert "--max-running-requests=0" in capsys.readouterr().err
+    for flag, value in (("max-running-requests", "0"), ("threads", "-1"), ("port", "70000")):
+        with pytest.raises(SystemExit):
+            parse_args(["--model-path", "m", f"--{flag}", value])
+        assert f"--{flag}={value}" in capsys.readouterr().err

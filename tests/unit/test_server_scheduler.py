@@ -20,13 +20,15 @@ class _Cache:
     rows = 4
 
     def __init__(self):
-        self.cleared, self.scrubbed = 0, []
+        self.cleared, self.scrubbed, self.full = 0, [], False
 
     def clear(self):
         self.cleared += 1
 
     def copy_rows(self, source, target, positions):
-        pass
+        if self.full:
+            self.full = False
+            raise RuntimeError("out of memory")
 
     def scrub(self, rows):
         self.scrubbed += rows
@@ -186,6 +188,18 @@ def test_a_prefill_that_fails_is_tried_one_by_one(world):
     assert ["out of memory" in (s.error or "") for s in ends] == [False, True, False]
     assert [len(s.output) for s in ends] == [5, 0, 5]
     assert runner.cache.cleared == 0 and runner.cache.scrubbed  # other rows keep what they had
+
+
+def test_rows_that_cannot_move_end_what_runs_once(world):
+    """Of two new sequences the first is done with its first token, and the other moves."""
+    scheduler, runner, submit, finish = world
+    scheduler.pause("in_place").result(10)
+    (short,), (long,) = submit(tokens=1), submit(tokens=6)
+    runner.cache.full = True
+    scheduler.resume().result(10)
+    assert finish(short).error is None and len(finish(short).output) == 1
+    assert "out of memory" in finish(long).error
+    assert [len(finish(s).output) for s in submit(2, tokens=3)] == [3, 3] and scheduler.alive
 
 
 def test_an_answer_that_cannot_be_searched_for_stops_fails_alone(world):
