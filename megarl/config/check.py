@@ -26,6 +26,7 @@ from megarl.config.check_parts import (
     parallel_problems,
     reward_problems,
     rollout_problems,
+    sync_problems,
 )
 from megarl.config.engine import TrainEngineConfig
 from megarl.config.errors import ConfigError, raise_if_any
@@ -71,7 +72,7 @@ def check_config(
     if isinstance(cfg, OfflineConfig):
         problems += rule_problems(rules.OFFLINE, cfg)
     if isinstance(cfg, SFTConfig):
-        problems += _sft_problems(cfg)
+        problems += _sft_problems(cfg, world_size)
     if isinstance(cfg, DPOConfig):
         problems += rule_problems(rules.DPO, cfg)
     if isinstance(cfg, DPOConfig | RMConfig):
@@ -188,13 +189,15 @@ def _allocation_problems(cfg: BaseConfig, world_size: int | None) -> Iterator[st
 # recipes without rollouts
 
 
-def _sft_problems(cfg: SFTConfig) -> Iterator[str]:
+def _sft_problems(cfg: SFTConfig, world_size: int | None) -> Iterator[str]:
     yield from rule_problems(rules.SFT, cfg)
     if not held_out_sets(cfg) and (cfg.stop_at_exact_match is not None or cfg.generation):
         key = "generation" if cfg.generation else f"stop_at_exact_match={cfg.stop_at_exact_match}"
         yield f"{key}: needs held-out data; set valid_dataset.type"
     if cfg.generation is not None:
         yield from generation_problems("generation.gconfig", cfg.generation.gconfig)
+        sync = cfg.generation.weight_sync
+        yield from sync_problems(sync, world_size, "generation.weight_sync")
         for name, data in held_out_sets(cfg).items():
             yield from reward_problems(held_out_key(name), data)
 

@@ -313,17 +313,25 @@ def rollout_problems(cfg: GRPOConfig, world_size: int | None = None) -> Iterator
     yield from _server_problems(cfg.server, "server")
     yield from _context_problems(cfg)
     yield from _judge_problems(cfg)
-    options = cfg.weight_sync.options
     if (built_in := built_in_transport(cfg.weight_sync.type)) is not None:
         yield from transport_problems(cfg, built_in.requirements)
-        for name, values in _LESS.items():
-            if not built_in.requirements.less and options.get(name) in values:
-                yield f"weight_sync.options.{name}={options[name]}: needs type=distributed"
+    yield from sync_problems(cfg.weight_sync, world_size)
+
+
+def sync_problems(
+    sync: WeightSyncConfig, world_size: int | None, key: str = "weight_sync"
+) -> Iterator[str]:
+    """Yields the options of a sync that its transport, or the number of trainers, has no use for;
+    `key` is its section."""
+    built_in, options = built_in_transport(sync.type), sync.options
+    for name, values in _LESS.items():
+        if built_in and not built_in.requirements.less and options.get(name) in values:
+            yield f"{key}.options.{name}={options[name]}: needs type=distributed"
     senders = options.get("senders")
     if isinstance(senders, int) and world_size and not 0 < senders <= world_size:
         yield (
-            f"weight_sync.options.senders={senders}: there are {world_size} trainer processes; use "
-            "at most that many, or null for one on each pipeline stage"
+            f"{key}.options.senders={senders}: there are {world_size} trainer processes; use at "
+            "most that many, or null for one on each pipeline stage"
         )
 
 

@@ -17,13 +17,21 @@ from itertools import compress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megarl.config.errors import ConfigError
+from megarl.config.errors import ConfigError, raise_if_any
 from megarl.observability.logging import get_logger
 from megarl.utils.files import write_whole
 
 log = get_logger(__name__)
 
 Line = dict[str, Any]
+# the run logs of a run directory
+LOGS = (
+    "stats.jsonl",
+    "samples.jsonl",
+    "eval_rewards.jsonl",
+    "record/fingerprints.jsonl",
+    "episodes/index.jsonl",
+)
 PATIENCE = 30.0  # seconds that the end of a run waits for the disk
 _BEGINNINGS = ("", "{", '{"')  # of lines that may be ours, but cut short
 
@@ -38,7 +46,8 @@ class RunLog:
     def begin(self, after: int) -> None:
         """Goes on from step `after`, from nothing where it is negative: moves lines of later steps,
         and lines that are cut short, to the end of NAME.superseded.jsonl beside it. Raises
-        ConfigError for a file of an older megarl, which says otherwise what counts."""
+        ConfigError as check_age does."""
+        self.check_age()
         lines = _text(self.path).splitlines()
         stay = [self._stays(line, after) for line in lines]
         if not all(stay):
@@ -52,7 +61,6 @@ class RunLog:
             line = json.loads(text)
         except ValueError:
             return False
-        self._check_age(line)
         return isinstance(line, dict) and bool(line.get("step", 0) <= after)
 
     def append(self, step: int, line: Mapping[str, Any]) -> None:
@@ -60,21 +68,36 @@ class RunLog:
         append_line(self.path, {"step": step} | dict(line) | {"step": step})
 
     def read(self) -> list[Line]:
-        """Returns all whole lines, see `read_lines`. Raises ConfigError for a file of an older
-        megarl."""
-        lines = list(read_lines(self.path))
-        for line in lines:
-            self._check_age(line)
-        return lines
+        """Returns all whole lines, see `read_lines`. Raises ConfigError as check_age does."""
+        self.check_age()
+        return list(read_lines(self.path))
 
-    def _check_age(self, line: Any) -> None:
-        if isinstance(line, dict) and "after" in line and "step" not in line:
-            raise ConfigError(
-                [
-                    f"{self.path}: written by an older megarl; move the file away, and the run "
-                    "goes on from its checkpoint with a new one"
-                ]
-            )
+    def check_age(self) -> None:
+        """Raises ConfigError for a file of an older megarl, which says otherwise what counts."""
+        for text in _text(self.path).splitlines():
+            try:
+                line = json.loads(text) if '"after"' in text else None
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(line, dict) and "after" in line and "step" not in line:
+                raise ConfigError(
+                    [
+                        f"{self.path}: written by an older megarl; move the file away, and the run "
+                        "goes on from its checkpoint with a new one"
+                    ]
+                )
+
+
+def check_logs(directory: Path) -> None:
+    """Raises ConfigError with a line for each of LOGS in a run directory that an older megarl
+    wrote."""
+    problems: list[str] = []
+    for name in LOGS:
+        try:
+            RunLog(directory / name).check_age()
+        except ConfigError as e:
+            problems += e.problems
+    raise_if_any(problems)
 
 
 def read_lines(path: Path) -> Iterator[Line]:

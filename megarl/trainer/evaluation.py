@@ -95,10 +95,10 @@ class SetEvaluator:
             seed=self.seed,
             name=metric(self.name, "accuracy"),
         )
-        if batch is not None:
+        measured["response_len"] = math.nan
+        if batch is not None and measured["failed"] <= self.config.max_failed:
             written = rollouts_of(batch).sums(batch["loss_mask"].sum(1))
-            enough = measured["failed"] <= self.config.max_failed
-            measured["response_len"] = written.float().mean().item() if enough else math.nan
+            measured["response_len"] = written.float().mean().item()
         return measured, samples, batch
 
     def _samples(self, batch: Padded) -> list[Sample]:

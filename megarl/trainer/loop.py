@@ -4,7 +4,7 @@ ends."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from megarl.algos import Role
 from megarl.api.records import FinetuneSpec
@@ -51,6 +51,14 @@ class Trainer:
     cfg: Any  # a recipe's; a subclass knows which
     spec: FinetuneSpec
     check: SelfCheck
+    renamed: ClassVar[dict[str, str]] = {}  # what was called once: what to write now
+
+    def __init_subclass__(cls, **kw: Any) -> None:
+        """Raises TypeError for a class that overrides what is not called any more."""
+        super().__init_subclass__(**kw)
+        for name, instead in cls.renamed.items():
+            if hasattr(cls, name):
+                raise TypeError(f"{cls.__qualname__}.{name} is not called any more: {instead}")
 
     def __init__(self, cfg: Any, ctx: RunContext) -> None:
         self.cfg, self.ctx = cfg, ctx

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from megarl.api.records import FinetuneSpec
 from megarl.api.tokens import Padded
@@ -54,6 +54,11 @@ class OfflineTrainer(Trainer):
     """
 
     joined: tuple[str, ...] = ("loss", "accuracy")  # figures that have a mean over validation sets
+    renamed: ClassVar[dict[str, str]] = {
+        "state": "name it state_dict",
+        "load_state": "name it load_state_dict",
+        "evaluated": "override evaluate, and take the metrics that super().evaluate returns",
+    }
 
     def __init__(self, cfg: OfflineConfig, ctx: RunContext) -> None:
         super().__init__(cfg, ctx)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from megarl.algos import Role
 from megarl.algos.proximal import PROX
@@ -50,6 +50,10 @@ class RLTrainer(Trainer):
     with."""
 
     cfg: GRPOConfig
+    renamed: ClassVar[dict[str, str]] = {
+        "reads_prox_logp": "leave it out; a step that reads prox_logp before its update calls "
+        "compute_prox_logp(batch)"
+    }
 
     def __init__(self, cfg: GRPOConfig, ctx: RunContext) -> None:
         super().__init__(cfg, ctx)

@@ -27,15 +27,12 @@ from megarl.config.earlier_run import (
     checkpoints,
     config_changes,
 )
-from megarl.config.errors import ConfigError
 from megarl.config.loader import run_dir, save_config
 from megarl.config.recipe_engines import trained_engines
 from megarl.config.recipes import BaseConfig
-from megarl.config.run import RECORD_DIR, batch_path
-from megarl.observability import episodes, fingerprints
+from megarl.config.run import batch_path
 from megarl.observability.logging import get_logger
-from megarl.observability.report.runs import EVAL_REWARDS_FILE
-from megarl.observability.run_log import RunLog
+from megarl.observability.run_log import LOGS, RunLog, check_logs
 from megarl.utils.files import Digest, clean_up, file_digest, remove
 
 log = get_logger(__name__)
@@ -43,14 +40,6 @@ log = get_logger(__name__)
 STATE_FILE = "trainer.pt"
 CHECKSUM = "trainer.pt xxh3_128"  # key of trainer.json
 State = dict[str, Any]
-
-# files of a run that go on from its checkpoint, beside those of its StatsLogger
-LOGS = (
-    "samples.jsonl",
-    EVAL_REWARDS_FILE,
-    f"{RECORD_DIR}/{fingerprints.FILE}",
-    f"{episodes.FOLDER}/{episodes.INDEX}",
-)
 LOCK_FILE = ".lock"
 LOCK_TIMEOUT = 60.0  # seconds; the processes of a run that was killed may take a while to end
 LOCK_POLL = 2.0
@@ -98,14 +87,9 @@ def newest_checkpoint(
 
 
 def _begin(cfg: BaseConfig, directory: Path, newest: Checkpoint | None) -> None:
-    problems: list[str] = []
+    check_logs(directory)
     for name in LOGS:
-        try:
-            RunLog(directory / name).begin(-1 if newest is None else newest.step)
-        except ConfigError as e:
-            problems += e.problems
-    if problems:
-        raise ConfigError(problems)
+        RunLog(directory / name).begin(-1 if newest is None else newest.step)
     if newest is None and cfg.recover.mode == "auto" and (directory / STATS_FILE).exists():
         log.warning(
             "%s holds a run but no whole checkpoint of it: starting from the beginning, its "

@@ -11,11 +11,9 @@ import contextlib
 import inspect
 import os
 import pickle
-import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
-from types import FrameType
 from typing import Any, TypeVar
 
 from megarl.config.algo import PreferenceConfig
@@ -53,15 +51,17 @@ from megarl.rollout.rewards.results import (
     reward_arguments,
 )
 from megarl.utils.importing import (
+    FASTER,
     call_isolated,
     call_problem,
     in_one_line,
     load_object,
     option_problems,
+    within,
 )
 
 T = TypeVar("T")
-IMPORT_TIMEOUT = 300.0  # seconds the import of a user's modules may take
+IMPORT_TIMEOUT = 300  # seconds the import of a user's modules may take
 MAKE_TIMEOUT = 60  # seconds that one of a user's classes may take to be made
 REWARD = f"reward({', '.join(OWN_ARGUMENTS)}, **row)"
 EPISODE = "async def arun_episode(self, engine, data)"
@@ -101,8 +101,8 @@ class Named:
 
     kind: "reward", "transport", "options" of a free section, or a key of CALLS. row: what a reward
     gets by keyword, None where a workflow of the user's decides that. config: the section that a
-    loss or an advantage is made of; all of the configuration for a transport and a workflow. data:
-    the source whose rows a workflow answers."""
+    loss or an advantage is made of; all of an RL configuration for a transport and a workflow.
+    data: the source whose rows a workflow answers."""
 
     key: str
     target: str
@@ -167,13 +167,21 @@ def _needs_of(type_: str) -> Requirements:
         raise ConfigError([f"weight_sync.type: {e}"]) from e
 
 
-def isolated(fn: Callable[..., T], *args: Any, what: Sequence[str], path: Sequence[str] = ()) -> T:
+def isolated(
+    fn: Callable[..., T],
+    *args: Any,
+    what: Sequence[str],
+    path: Sequence[str] = (),
+    timeout: float = IMPORT_TIMEOUT,
+) -> T:
     """Returns fn(*args), called in a process of its own with `path` in front of the import path.
-    Raises its ConfigError, and one that names `what` where the process ends or does not answer."""
+    Raises its ConfigError, and one that names `what` where the process ends or does not answer
+    within `timeout` seconds."""
     try:
-        return call_isolated(fn, *args, timeout=IMPORT_TIMEOUT, path=path, answers=ConfigError)
+        return call_isolated(fn, *args, timeout=timeout, path=path, answers=ConfigError)
     except (TimeoutError, ChildProcessError) as e:
-        raise ConfigError([f"{', '.join(what)}: cannot be imported: {e}"]) from e
+        fix = f"; {FASTER}" if isinstance(e, TimeoutError) else ""
+        raise ConfigError([f"{', '.join(what)}: cannot be imported: {e}{fix}"]) from e
 
 
 def check_code(
@@ -198,13 +206,14 @@ def check_code(
     named = [c for c in named if not c.target.startswith("__main__:")]  # a script finds its own
     if named:
         what = [f"{code.key}={code.target}" for code in named]
-        raise_if_any(isolated(_in_child, named, makes, path=path, what=what))
+        longest = IMPORT_TIMEOUT + len(named) * (IMPORT_TIMEOUT + MAKE_TIMEOUT)
+        raise_if_any(isolated(_in_child, named, makes, path=path, what=what, timeout=longest))
 
 
 def _in_child(named: Sequence[Named], makes: bool) -> list[str]:
     """Returns the problems, without a GPU: those are the run's."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    return code_problems(named, makes=makes)
+    return code_problems(named, makes=makes, import_timeout=IMPORT_TIMEOUT)
 
 
 def _named_code(cfg: BaseConfig, row_keys: Mapping[str, tuple[str, ...]]) -> Iterator[Named]:
@@ -232,12 +241,16 @@ def _named_code(cfg: BaseConfig, row_keys: Mapping[str, tuple[str, ...]]) -> Ite
             yield _named("rollout.workflow", cfg.rollout.workflow, "workflow", **about)
         if cfg.rollout.backend != ours.rollout.backend:
             yield _named("rollout.backend", cfg.rollout.backend, "backend")
-        if built_in_transport(cfg.weight_sync.type) is None or cfg.weight_sync.options:
-            sync = SeamConfig(type=cfg.weight_sync.type, options=cfg.weight_sync.options)
-            yield _named("weight_sync.type", sync, "transport", config=cfg)
         for kind in ALGORITHMS:
             if (seam := getattr(cfg.actor, kind)) != getattr(ours.actor, kind):
                 yield _named(f"actor.{kind}", seam, kind, config=cfg.actor)
+    if rewards_answers(cfg):
+        whole = cfg if isinstance(cfg, GRPOConfig) else None
+        key = "weight_sync.type" if whole else "generation.weight_sync.type"
+        sync = (whole or vars(cfg)["generation"]).weight_sync
+        if built_in_transport(sync.type) is None or sync.options:
+            seam = SeamConfig(type=sync.type, options=sync.options)
+            yield _named(key, seam, "transport", config=whole)
     for key, source in sources(cfg).items():
         if not (rewards_answers(cfg) and (isinstance(cfg, GRPOConfig) or "valid" in key)):
             continue
@@ -260,20 +273,23 @@ def _named(key: str, seam: SeamConfig, kind: str, **more: Any) -> Named:
     return Named(key=key, target=seam.type, kind=kind, options=seam.options, **more)
 
 
-def code_problems(named: Sequence[Named], *, makes: bool = False) -> list[str]:
-    """Returns a line for each problem. makes: what the user's code defines is made, too; megarl's
-    own always is."""
-    return [problem for code in named for problem in _problems(code, makes)]
+def code_problems(
+    named: Sequence[Named], *, makes: bool = False, import_timeout: int | None = None
+) -> list[str]:
+    """Returns a line for each problem. makes: what the user's code defines is made, too, within
+    MAKE_TIMEOUT; megarl's own always is. import_timeout: seconds each import may take."""
+    return [problem for code in named for problem in _problems(code, makes, import_timeout)]
 
 
-def _problems(code: Named, makes: bool) -> Iterator[str]:
+def _problems(code: Named, makes: bool, import_timeout: int | None) -> Iterator[str]:
     what = f"{code.key}={code.target}: "
     try:
-        fn = _loaded(code)
+        with within(import_timeout, "imported"):
+            fn = _loaded(code)
         problems = list(_CHECKS.get(code.kind, _of_call)(code, fn, what))
         yield from problems
         if not problems and (makes or code.is_ours):
-            with _within(MAKE_TIMEOUT) if makes else contextlib.nullcontext():
+            with within(MAKE_TIMEOUT if makes else None, "made"):
                 _make(code, fn)
     except ConfigError as e:
         yield from e.problems
@@ -317,22 +333,6 @@ def _make(code: Named, fn: Any) -> None:
         fn(reward, code.config.gconfig, tokenizer, reward_pool=pool, **code.options)
 
 
-@contextlib.contextmanager
-def _within(seconds: int) -> Iterator[None]:
-    """Raises TimeoutError in what takes longer, in a process's main thread."""
-
-    def late(number: int, frame: FrameType | None) -> None:
-        raise TimeoutError(f"it is not made after {seconds} s; leave slow work to its first use")
-
-    before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-
-
 def _of_reward(code: Named, fn: Any, what: str) -> Iterator[str]:
     if not callable(fn):
         yield f"{what}a {type(fn).__name__}, not a function; expected {REWARD}"
@@ -374,19 +374,21 @@ def _of_options(code: Named, fn: Any, what: str) -> Iterator[str]:
 
 
 def _of_transport(code: Named, fn: Any, what: str) -> Iterator[str]:
-    """Asks the class what is wrong with the job, too; `code.config` is all of it."""
+    """Asks the class what is wrong with an RL job, too; `code.config` is all of it."""
     from megarl.weight_sync.transports import Transport
 
     if not issubclass(fn, Transport):
         yield f"{what}no subclass of megarl.weight_sync.transports.Transport; make it one"
         return
     takes, placed = (SyncOptions, 0) if built_in_transport(code.target) else (fn, 1)
-    yield from option_problems(takes, code.options, key="weight_sync.options", positional=placed)
+    key = f"{code.key.removesuffix('type')}options"
+    yield from option_problems(takes, code.options, key=key, positional=placed)
     if missing := sorted(getattr(fn, "__abstractmethods__", ())):
         yield f"{what}has no method {', '.join(missing)}; write a subclass of Transport"
         return
-    yield from transport_problems(code.config, fn.requirements)
-    yield from (f"{what}{problem}" for problem in fn.validate(code.config))
+    if code.config is not None:
+        yield from transport_problems(code.config, fn.requirements)
+        yield from (f"{what}{problem}" for problem in fn.validate(code.config))
 
 
 def _of_call(code: Named, fn: Any, what: str) -> Iterator[str]:

@@ -385,6 +385,17 @@ def test_sft_problems(model: Path) -> None:
     assert "stop_at_exact_match=2" in problem
 
 
+def test_the_options_of_sfts_sync_are_those_of_its_transport(model: Path) -> None:
+    reward = "valid_dataset.reward=gsm8k"
+    base = ["valid_dataset.type=arithmetic", reward, "generation.weight_sync.options.delta=true"]
+    (problem,) = problems(sft(model, *base))
+    assert problem.startswith("generation.weight_sync.options.delta=True")
+    base += ["generation.weight_sync.type=distributed"]
+    check_config(sft(model, *base), 1)
+    (problem,) = problems(sft(model, *base, "generation.weight_sync.options.senders=3"), 2)
+    assert problem.startswith("generation.weight_sync.options.senders=3")
+
+
 def test_model_without_weights_needs_init_from_scratch(model: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((model / "config.json").read_text())
     (problem,) = problems(grpo(model, f"actor.path={tmp_path}"))

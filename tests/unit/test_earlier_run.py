@@ -17,7 +17,11 @@ from megarl.config.earlier_run import (
 )
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config, run_dir, save_config
+from megarl.config.run import RECORD_DIR
 from megarl.launcher import local
+from megarl.observability.episodes import FOLDER, INDEX
+from megarl.observability.fingerprints import FILE
+from megarl.observability.report.runs import EVAL_REWARDS_FILE
 from megarl.utils.files import seal
 from tests.hf_stub import write_stub
 
@@ -42,6 +46,28 @@ def test_a_run_goes_on_without_a_variable_that_its_start_had(
     cfg.model.path = str(write_stub(tmp_path / "other"))
     with pytest.raises(ConfigError, match="it was"):
         check_run_dir(cfg)
+
+
+@pytest.mark.parametrize("ends", [["--check"], []])
+def test_files_of_an_older_megarl_are_refused_before_anything_starts(
+    tmp_path: Path, ends: list[str], capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(local, "launch", lambda *_: pytest.fail("something was started"))
+    command = [
+        "recipe=sft", f"model.path={write_stub(tmp_path / 'model')}", f"fileroot={tmp_path}/runs",
+        "model.optimizer.lr=1e-5", "train_dataset.type=arithmetic",
+    ]  # fmt: skip
+    run = run_dir(load_config(None, command))
+    for name in (f"{FOLDER}/{INDEX}", f"{RECORD_DIR}/{FILE}"):
+        (run / name).parent.mkdir(parents=True)
+        (run / name).write_text('{"step": 1}\n{"kind": "start", "after": 0}\n{"step": 1}\n')
+    (run / EVAL_REWARDS_FILE).write_text('{"step": 1, "rewards": {"after": [1.0]}}\n')
+    assert local.main([*command, *ends]) == 2
+    _, *errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 2 and all("goes on from its checkpoint" in line for line in errors)
+    assert str(run / FOLDER / INDEX) in errors[1] and str(run / RECORD_DIR / FILE) in errors[0]
+    assert not (run / "config.yaml").exists()
 
 
 def test_a_start_of_a_run_that_has_ended_starts_nothing(

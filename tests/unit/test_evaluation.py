@@ -134,7 +134,8 @@ def test_where_too_much_failed_the_accuracy_is_nan_and_neither_high_nor_zero(tmp
     client = Client(batch, failed=[0] * left + [2] * (10 - left))
     figures = held_out(10).evaluate(client, tmp_path / "s.jsonl", "after")
     assert figures["eval/failed"] == (10 - left) / 10 and figures["eval/samples"] == 2 * left
-    for name in ("accuracy", "accuracy_lo", "accuracy_hi", "reward", "reward_lo", "reward_hi"):
+    bounds = ("accuracy_lo", "accuracy_hi", "reward_lo", "reward_hi")
+    for name in ("accuracy", "reward", "response_len", *bounds):
         assert math.isnan(figures[f"eval/{name}"])
     assert all(math.isnan(v) for name, v in figures.items() if "_at_" in name)
     lenient = held_out(10, EvaluatorConfig(max_failed=1.0)).evaluate(

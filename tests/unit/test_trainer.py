@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from megarl.config.run import FrequencyConfig, SaverConfig
+from megarl.api.records import FinetuneSpec
+from megarl.config.recipes import SFTConfig
+from megarl.config.run import EvaluatorConfig, FrequencyConfig, SaverConfig
+from megarl.trainer.evaluation import EvaluationTimes
+from megarl.trainer.offline import DPOTrainer, OfflineTrainer, SFTTrainer
+from megarl.trainer.ppo import PPOTrainer
 from megarl.trainer.rollout_metrics import completions, rollout_metrics
 from megarl.trainer.saver import Frequency, Saved, Saver
 
@@ -131,3 +139,70 @@ def test_saver_keeps_the_best(tmp_path, metric, kept):
 def test_saver_without_final(tmp_path):
     assert a_saver(SaverConfig(final=False), tmp_path).save_final() is None
     assert not (tmp_path / "final").exists()
+
+
+@pytest.mark.parametrize(
+    ("cls", "old", "new"),
+    [
+        (OfflineTrainer, "state", "state_dict"),
+        (SFTTrainer, "load_state", "load_state_dict"),
+        (DPOTrainer, "evaluated", "evaluate"),
+        (PPOTrainer, "reads_prox_logp", "compute_prox_logp"),
+    ],
+)
+def test_a_trainer_that_overrides_an_old_name_is_refused_with_the_new_one(cls, old, new):
+    with pytest.raises(TypeError, match=rf"Mine\.{old} .*{new}"):
+        type("Mine", (cls,), {old: lambda self: {}})
+    type("Mine", (cls,), {"step": lambda self, step: {}})
+
+
+class Learns(SFTTrainer):
+    """Is right about one row more of four with every two steps; its roles are fakes."""
+
+    def __init__(self, cfg: Any, home: Path, *, state: dict[str, Any] | None = None) -> None:
+        self.cfg, self.generation, self.exact_match = cfg, None, 0.0
+        self.spec = FinetuneSpec(total_train_epochs=1, dataset_size=20, train_batch_size=2)
+        self.held_out = {"": {"input_ids": [[1]] * 4}}
+        self.check = SimpleNamespace(begin_step=lambda step: None, end=lambda: None)
+        self.rows: dict[int, dict[str, float]] = {}
+        self.checkpoints: list[tuple[int, bool]] = []
+        self.ctx = SimpleNamespace(
+            run_dir=home, elapsed=lambda: 0.0,
+            profiler=SimpleNamespace(step=lambda n: nullcontext()),
+            wish_to_stop=lambda: False, gathered=dict,
+            log_stats=lambda step, stats, **more: self.rows.update({step: stats}),
+        )  # fmt: skip
+        self.saver = a_saver(cfg.saver, home)
+        self.eval_times = EvaluationTimes(cfg.evaluator, lambda: 0.0)
+        self.recovery = SimpleNamespace(
+            ended_already=lambda saver, *, total, over: over,
+            maybe_save=lambda state, *, step, last, **more: self.checkpoints.append((step, last)),
+        )
+        self.steps_done = 0 if state is None else 4
+        self.exact_match = state["exact_match"] if state else 0.0
+
+    def step(self, step: int) -> dict[str, float]:
+        self.done = step + 1
+        return {"loss": 1.0 / self.done}
+
+    def by_loss(self, held_out: Any) -> dict[str, float]:
+        return {"exact_match": min(1.0, self.done / 8)}
+
+
+@pytest.mark.parametrize(("bound", "last"), [(0.5, 4), (0.6, 6), (None, 10)])
+def test_sft_ends_at_the_evaluation_that_is_good_enough(tmp_path, bound, last):
+    cfg = SFTConfig(
+        stop_at_exact_match=bound,
+        evaluator=EvaluatorConfig(freq_steps=2, at_start=False),
+        saver=SaverConfig(freq_steps=4),
+    )
+    trainer = Learns(cfg, tmp_path)
+    trainer.fit()
+    assert list(trainer.rows) == list(range(1, last + 1))
+    assert trainer.rows[last]["eval/exact_match"] == min(1.0, last / 8)
+    assert [step for step, end in trainer.checkpoints if end] == [last] == [trainer.done]
+    assert (tmp_path / "final").exists() and (tmp_path / "hf" / "step_000004").exists()
+    if bound == 0.5:  # a start that goes on from there makes no further step
+        again = Learns(cfg, tmp_path, state={"exact_match": trainer.exact_match})
+        again.fit()
+        assert not again.rows and not again.checkpoints

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -243,6 +244,40 @@ def test_what_is_slow_to_be_made_is_named_and_what_needs_a_gpu_is_left_to_the_ru
     assert problem.startswith(f"{key}={target}") and "1 s" in problem
     gpu = Named(key=key, target=f"{__name__}:OfAGpu", kind="reward")
     assert code_problems([gpu], makes=True) == []
+
+
+def test_what_is_slow_to_be_imported_is_named(home: Path) -> None:
+    (home / "lazy.py").write_text(f"import time\ntime.sleep(20)\n{MODULE}")
+    (home / "mine.py").rename(home / "quick.py")
+    named = [
+        Named(key=f"valid_datasets.{name}.reward", target=f"{home}/{name}.py:good", kind="reward")
+        for name in ("lazy", "quick")
+    ]
+    (problem,) = code_problems(named, import_timeout=1)
+    assert problem.startswith("valid_datasets.lazy.reward") and "1 s" in problem
+    assert "first use" in problem and "lazy.py, line 2" in problem
+
+
+def test_a_supervised_run_names_the_options_of_its_sync(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before its servers start, which come after the model."""
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    (home / "rows.jsonl").write_text(8 * f"{json.dumps({'messages': turns})}\n")
+    words = [
+        "recipe=sft", "model.path=model", "model.optimizer.lr=1e-5", "fileroot=runs",
+        "train_dataset.type=chat", "train_dataset.path=rows.jsonl", "train_dataset.batch_size=8",
+        "valid_dataset.type=arithmetic", "generation.weight_sync.type=distributed",
+        "generation.server.context_length=64", "generation.gconfig.max_new_tokens=8",
+    ]  # fmt: skip
+    for more, named in (
+        ("+generation.weight_sync.options.deltas=true", "generation.weight_sync.options.deltas"),
+        ("generation.weight_sync.type=mine:Judge", "generation.weight_sync.type"),
+    ):
+        assert main([*words, more, "--check"]) == 2
+        error = capsys.readouterr().err
+        assert f"config error: {named}" in error and error.count("\n") == 1, error
+    assert main([*words, "--check"]) == 0
 
 
 def test_code_that_ends_the_process_does_not_end_the_launcher(
