@@ -70,10 +70,9 @@ from megarl.rollout.workflows.multi_turn import MultiTurnWorkflow as MultiTurnWo
 from megarl.rollout.workflows.rlvr import RLVRWorkflow as RLVRWorkflow
 from megarl.rollout.workflows.tool import ToolWorkflow as ToolWorkflow
 from megarl.rpc.group import LocalScheduler as LocalScheduler
-from megarl.trainer.distill import DistillTrainer as DistillTrainer
 from megarl.trainer.evaluation import Evaluator as Evaluator
-from megarl.trainer.ppo import PPOTrainer as PPOTrainer
-from megarl.trainer.publisher import WeightPublisher as WeightPublisher
+from megarl.trainer.rl import DistillTrainer as DistillTrainer
+from megarl.trainer.rl import PPOTrainer as PPOTrainer
 from megarl.trainer.rl import RLTrainer as RLTrainer
 from megarl.trainer.roles import MegatronActor as MegatronActor
 from megarl.trainer.roles import MegatronCritic as MegatronCritic
@@ -87,3 +86,4 @@ from megarl.trainer.roles import MegatronTeacher as MegatronTeacher
 from megarl.trainer.saver import Frequency as Frequency
 from megarl.trainer.saver import Saver as Saver
 from megarl.trainer.session import RolloutSession as RolloutSession
+from megarl.trainer.turns import WeightPublisher as WeightPublisher

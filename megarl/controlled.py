@@ -26,7 +26,7 @@ from megarl.observability import stats_tracker
 from megarl.observability.timeline import Profiler
 from megarl.parallel.rank_zero import RankZero
 from megarl.rpc.group import Scheduler
-from megarl.trainer.context import TRAINER, ProcessContext, RunContext
+from megarl.trainer.context import TRAINER, ProcessContext, RunContext, Workers
 from megarl.trainer.rollout_metrics import gathered
 from megarl.utils import stopping
 from megarl.utils.importing import load_object
@@ -40,20 +40,19 @@ LEAVE_TIMEOUT = 5.0  # seconds in which workers of a run that failed say so
 LISTEN = 0.5  # seconds between looks for a wish to stop
 
 
-class RemoteWorkers:
-    """Makes the parts of a run on the workers of a group (trainer.context.Workers)."""
+class RemoteWorkers(Workers):
+    """Makes the parts of a run on the workers of a group."""
 
     def __init__(self, group: WorkerGroup, cfg: BaseConfig, model_path: str) -> None:
         """Has every worker join the group's process group."""
         self.group = group
-        self.ctx: Any = self.make(ProcessContext, cfg, model_path=model_path)
-        self.tokenizer: Any = self.make(getattr, self.ctx, "tokenizer")
+        super().__init__(self.make(ProcessContext, cfg, model_path=model_path))
         self.ctx.join()
 
     def make(self, fn: Callable[P, T], /, *args: P.args, **kw: P.kwargs) -> T:
         """Returns a Remote of what `fn(*args, **kw)` makes on every worker."""
-        made: T = self.group.submit(fn, args, kw, keep=True).result()
-        return made
+        remote: T = self.group.submit(fn, args, kw, keep=True).result()
+        return remote
 
     def leave(self, error: BaseException | None) -> None:
         """Has the workers end what they have begun; those of a run that failed may not answer."""
@@ -66,8 +65,8 @@ class RemoteWorkers:
 
     def run(self, fn: Callable[P, T], /, *args: P.args, **kw: P.kwargs) -> T:
         """Returns the first worker's `fn(*args, **kw)`; all run it."""
-        found: T = self.group.call(fn, *args, **kw)
-        return found
+        result: T = self.group.call(fn, *args, **kw)
+        return result
 
 
 class ControllerContext(RunContext):

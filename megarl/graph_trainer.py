@@ -26,8 +26,7 @@ from megarl.dataflow.graphs import recipe_graph
 from megarl.dataflow.mesh import Devices, Mesh
 from megarl.observability.stats_tracker import record_timing
 from megarl.trainer.context import RunContext
-from megarl.trainer.ppo import gae_settings
-from megarl.trainer.rl import RLTrainer
+from megarl.trainer.rl import RLTrainer, gae_settings
 from megarl.trainer.roles import (
     MegatronRewardModel,
     make_actor,

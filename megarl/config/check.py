@@ -196,8 +196,7 @@ def _sft_problems(cfg: SFTConfig, world_size: int | None) -> Iterator[str]:
         yield f"{key}: needs held-out data; set valid_dataset.type"
     if cfg.generation is not None:
         yield from generation_problems("generation.gconfig", cfg.generation.gconfig)
-        sync = cfg.generation.weight_sync
-        yield from sync_problems(sync, world_size, "generation.weight_sync")
+        yield from sync_problems(cfg.generation.weight_sync, world_size, "generation.weight_sync")
         for name, data in held_out_sets(cfg).items():
             yield from reward_problems(held_out_key(name), data)
 

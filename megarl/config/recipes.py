@@ -297,8 +297,8 @@ RECIPES: dict[str, type[BaseConfig]] = {
 TRAINERS: dict[type[BaseConfig], str] = {
     DPOConfig: "megarl.trainer.offline:DPOTrainer",
     RMConfig: "megarl.trainer.offline:RMTrainer",
-    PPOConfig: "megarl.trainer.ppo:PPOTrainer",
-    DistillConfig: "megarl.trainer.distill:DistillTrainer",
+    PPOConfig: "megarl.trainer.rl:PPOTrainer",
+    DistillConfig: "megarl.trainer.rl:DistillTrainer",
     GRPOConfig: "megarl.trainer.rl:RLTrainer",
     OfflineConfig: "megarl.trainer.offline:SFTTrainer",
 }

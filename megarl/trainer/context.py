@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ParamSpec, Protocol, TextIO, TypeVar
+from typing import Any, ParamSpec, TextIO, TypeVar
 
 import torch
 
@@ -42,44 +42,31 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 
-class Workers(Protocol):
+class Workers:
     """Makes objects and runs functions in the processes of one kind: the trainers, or the one that
-    drives rollouts. Arguments that stand for objects there arrive as these objects."""
+    drives rollouts. Arguments that stand for objects there arrive as these objects. This class does
+    so in this process, as every rank of torchrun does for itself.
 
-    @property
-    def ctx(self) -> Any:
-        """Returns the ProcessContext there."""
-
-    @property
-    def tokenizer(self) -> Any:
-        """Returns the tokenizer there."""
-
-    def make(self, fn: Callable[P, T], /, *args: P.args, **kw: P.kwargs) -> T:
-        """Returns what `fn(*args, **kw)` makes there, or what stands for it."""
-
-    def run(self, fn: Callable[P, T], /, *args: P.args, **kw: P.kwargs) -> T:
-        """Returns the result of `fn(*args, **kw)` there, which is plain data."""
-
-
-class Here:
-    """Makes and runs everything in this process, as every rank of torchrun does for itself."""
+    ctx: the ProcessContext there."""
 
     def __init__(self, ctx: Any = None) -> None:
         self.ctx = ctx
 
     @property
     def tokenizer(self) -> Any:
-        """Returns the context's tokenizer."""
-        return self.ctx.tokenizer
+        """Returns the tokenizer there."""
+        return self.make(getattr, self.ctx, "tokenizer")
 
     def make(self, fn: Callable[P, T], /, *args: P.args, **kw: P.kwargs) -> T:
-        """Returns fn(*args, **kw)."""
+        """Returns what `fn(*args, **kw)` makes there, or what stands for it."""
         return fn(*args, **kw)
 
-    run = make
+    def run(self, fn: Callable[P, T], /, *args: P.args, **kw: P.kwargs) -> T:
+        """Returns the result of `fn(*args, **kw)` there, which is plain data."""
+        return fn(*args, **kw)
 
 
-HERE = Here()
+HERE = Workers()
 
 
 class ProcessContext:
@@ -154,8 +141,7 @@ class RunContext(ProcessContext):
 
     def __init__(self, cfg: BaseConfig, *, model_path: str) -> None:
         super().__init__(cfg, model_path=model_path)
-        self.trainers: Workers = Here(self)
-        self.rollout: Workers = Here(self)
+        self.trainers = self.rollout = Workers(self)
         self.final_counters: dict[str, float] = {}  # rank 0's, as the run ends; for its summary
         self._logger: StatsLogger | None = None
         self._lock: TextIO | None = None

@@ -19,7 +19,7 @@ from megarl.rollout.local import SGLangEngine
 from megarl.rollout.rewards import RewardPool
 from megarl.trainer.context import RunContext
 from megarl.trainer.evaluation import HeldOut, Sample, evaluate_unless_stopped, make_pool
-from megarl.trainer.publisher import WeightPublisher
+from megarl.trainer.turns import WeightPublisher
 
 
 def evaluate_model(

@@ -9,16 +9,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from megarl.algos import Role
 from megarl.api.batch import Batch, Padded
 from megarl.config.errors import ConfigError
 from megarl.config.recipes import GRPOConfig
 from megarl.config.run import TRAIN, EpisodesConfig, ReplayConfig, batch_path, recorded_steps
 from megarl.observability.logging import get_logger
 from megarl.parallel.rank_zero import RankZero
-from megarl.trainer.publisher import Uploads, WeightPublisher
 from megarl.trainer.rl import RLTrainer
 from megarl.trainer.session import RolloutSession
 from megarl.trainer.step_recorder import read_batch
+from megarl.trainer.turns import WeightPublisher
 
 log = get_logger(__name__)
 
@@ -127,7 +128,7 @@ class _NoClient:
 class _Unpublished(WeightPublisher):
     """Counts versions as a publisher does, and sends nothing."""
 
-    def __init__(self, model: Uploads) -> None:
+    def __init__(self, model: Role) -> None:
         self._model = model
 
     def publish(self, version: int | None = None) -> dict[str, float]:

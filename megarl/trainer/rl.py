@@ -1,4 +1,4 @@
-"""The RL recipe. `step` below is the algorithm; everything above it is set-up."""
+"""The recipes with rollouts. `step` of each is the algorithm; everything above it is set-up."""
 
 from __future__ import annotations
 
@@ -6,28 +6,35 @@ from typing import Any, ClassVar
 
 from megarl.algos import Role
 from megarl.algos.proximal import PROX
+from megarl.algos.specs import loss_of
 from megarl.api.batch import Batch
 from megarl.api.records import FinetuneSpec
+from megarl.config.algo import GAEConfig
 from megarl.config.recipe_engines import saved_engines
-from megarl.config.recipes import GRPOConfig
+from megarl.config.recipes import DistillConfig, GRPOConfig, PPOConfig
+from megarl.models.hf_config import read_hf_config
 from megarl.observability.logging import get_logger
 from megarl.observability.stats_tracker import record_timing
+from megarl.rollout.teacher import ServerTeacher
 from megarl.trainer.context import RunContext
 from megarl.trainer.evaluation import SAMPLES_FILE
 from megarl.trainer.loop import Trainer
-from megarl.trainer.publisher import WeightPublisher
+from megarl.trainer.preflight import check_teacher_servers
 from megarl.trainer.roles import (
     MegatronLoRARef,
     MegatronRef,
     MegatronRewardModel,
+    MegatronTeacher,
     make_actor,
+    make_critic,
     make_ref,
+    make_teacher,
 )
 from megarl.trainer.rollout_metrics import rollout_metrics, trained_metrics
 from megarl.trainer.self_check import SelfCheck
 from megarl.trainer.session import RolloutSession
 from megarl.trainer.step_recorder import StepRecorder
-from megarl.trainer.turns import make_turns
+from megarl.trainer.turns import WeightPublisher, make_turns
 
 log = get_logger(__name__)
 
@@ -241,3 +248,137 @@ class RLTrainer(Trainer):
         for role in (self.reward_model, self.ref, self.actor):
             if role is not None:
                 role.destroy()
+
+
+class PPOTrainer(RLTrainer):
+    """Trains a policy by PPO (arXiv 1707.06347): an RLTrainer with a critic as its second trained
+    role."""
+
+    cfg: PPOConfig
+
+    def set_up_others(self) -> dict[str, Role]:
+        """Makes the critic and the settings of its advantages; returns {"critic": the critic}.
+        Collective."""
+        cfg = self.cfg
+        self.critic = self.ctx.trainers.make(make_critic, cfg)
+        self.critic.initialize(None, self.spec)
+        self.check.watch(self.critic)
+        self.gae = gae_settings(cfg)
+        return {"critic": self.critic}
+
+    def step(self, step: int) -> dict[str, float]:
+        """Makes step `step` (from 0) of PPO; returns its metrics."""
+        with record_timing("rollout"):
+            batch = self.session.prepare_batch()
+        batch = self.score(batch)
+        self.check.has_trained_tokens(batch)
+        version = self.actor.get_version()
+        stats = rollout_metrics(batch, version=version)
+        self.check.rewards_differ(stats)
+        with record_timing("logp"):
+            self.compute_prox_logp(batch, read=False)
+        self.compare_with_ref(batch)
+        with record_timing("values"):
+            self.critic.compute_values(batch)
+        self.actor.compute_gae(batch, **self.gae)
+        with record_timing("train_critic"):
+            critic_stats = self.critic.ppo_update(batch)
+            self.critic.step_lr_scheduler()
+        stats |= {f"critic/{name}": value for name, value in critic_stats.items()}
+        with record_timing("train"):
+            stats |= self.actor.ppo_update(batch)
+            self.actor.step_lr_scheduler()
+        stats |= trained_metrics(batch, version=version)
+        stats |= self.session.account(batch)
+        with record_timing("update_weights"):
+            stats |= self.publisher.publish(step + 1)
+        self.critic.set_version(step + 1)
+        return stats | self.speed(batch)
+
+    def destroy(self) -> None:
+        """Destroys the critic, then the other roles. Collective."""
+        self.critic.destroy()
+        super().destroy()
+
+
+def gae_settings(cfg: PPOConfig) -> dict[str, Any]:
+    """Returns what a recipe's actor.compute_gae takes beside the batch."""
+    return dict(
+        discount=cfg.discount,
+        gae_lambda=cfg.gae_lambda,
+        kl_ctl=cfg.kl_ctl,
+        **vars(GAEConfig(**cfg.gae)),
+    )
+
+
+class DistillTrainer(RLTrainer):
+    """Draws a student to its teacher (GKD, arXiv 2306.13649): an RLTrainer with a teacher as a
+    further frozen role."""
+
+    cfg: DistillConfig
+
+    def set_up_others(self) -> dict[str, Role]:
+        """Makes the teacher, or finds its servers; returns {}, for it is not trained. Raises
+        ConfigError, on every rank, where a server does not answer or has another tokenizer.
+        Collective."""
+        # a MegatronTeacher or a ServerTeacher
+        self.teacher: Any = self._servers() if self.cfg.teacher.addresses else self._engine()
+        needs = loss_of(self.cfg.actor).needs
+        self.wants_top, self.wants_advantages = "given_ids" in needs, "advantages" in needs
+        return {}
+
+    def _engine(self) -> MegatronTeacher:
+        teacher = self.ctx.trainers.make(make_teacher, self.cfg)
+        teacher.initialize(None, None)
+        return teacher
+
+    def _servers(self) -> ServerTeacher:
+        teacher, actor = self.cfg.teacher, self.cfg.actor
+        self.ctx.on_rank_zero(lambda: check_teacher_servers(self.cfg))
+        return self.ctx.trainers.make(
+            ServerTeacher,
+            teacher.addresses,
+            top=teacher.lm_head_topk,
+            vocab_size=read_hf_config(actor.path, override=actor.override_config).vocab_size,
+            timeout=self.cfg.rollout.request_timeout,
+            retry_timeout=self.cfg.rollout.retry_timeout,
+        )
+
+    def step(self, step: int) -> dict[str, float]:
+        """Makes step `step` (from 0) of distillation; returns its metrics."""
+        with record_timing("rollout"):
+            batch = self.session.prepare_batch()
+        with record_timing("teacher"):
+            batch = self.ask_teacher(batch)
+        batch = self.score(batch)
+        self.check.has_trained_tokens(batch)
+        version = self.actor.get_version()
+        stats = rollout_metrics(batch, version=version)
+        with record_timing("logp"):
+            self.compute_prox_logp(batch, read=False)
+        self.compare_with_ref(batch)
+        if self.wants_advantages:
+            self.actor.compute_advantages(batch, kl_ctl=self.cfg.kl_ctl)
+        with record_timing("train"):
+            stats |= self.actor.ppo_update(batch)
+            self.actor.step_lr_scheduler()
+        stats |= trained_metrics(batch, version=version)
+        stats |= self.session.account(batch)
+        with record_timing("update_weights"):
+            stats |= self.publisher.publish(step + 1)
+        return stats | self.speed(batch)
+
+    def ask_teacher(self, batch: Batch) -> Batch:
+        """Returns the batch with what the teacher says of it, as far as the actor's loss reads it,
+        and without the samples that no server answered for."""
+        if self.cfg.teacher.addresses:
+            return self.session.drop(batch, self.teacher.teach(batch, top=self.wants_top), "server")
+        self.actor.place(batch)  # else it would lie as the teacher's layout wants it
+        self.teacher.teach(batch, top=self.wants_top)
+        return batch
+
+    def destroy(self) -> None:
+        """Destroys the teacher, then the other roles. Collective."""
+        if not self.cfg.teacher.addresses:
+            self.teacher.destroy()
+        super().destroy()

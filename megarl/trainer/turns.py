@@ -1,4 +1,5 @@
-"""Gives the devices to the servers and to the trainers in turn, where both are on the same ones.
+"""Brings a model's new weights to every generation server, and gives the devices to the servers
+and to the trainers in turn, where both are on the same ones.
 
 | turn | servers hold | trained models hold | what is done |
 | --- | --- | --- | --- |
@@ -17,31 +18,20 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
 
-from megarl.api.engine import PARTS
-from megarl.api.records import SaveLoadMeta
+from megarl.algos import Role
+from megarl.api.engine import PARTS, TrainEngine
+from megarl.api.records import SaveLoadMeta, ServersLost, WeightUpdateMeta
 from megarl.config.recipe_engines import FROZEN, engines, takes_turns
 from megarl.config.recipes import GRPOConfig
+from megarl.config.rollout import WeightSyncConfig
 from megarl.engine.offload import other_bytes_in_use
 from megarl.observability import stats_tracker
-from megarl.observability.timeline import MEMORY, timeline
+from megarl.observability.timeline import MEMORY, SYNCS, timeline
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.rollout.pausing import KV_CACHE, WEIGHTS
 from megarl.trainer.saver import Saves
-
-
-class Held(Protocol):
-    """Has parts of its memory moved off the device and back: a role or an engine."""
-
-    def offload(self, parts: Sequence[str] = ...) -> dict[str, int]:
-        """Moves those of `parts` that are on the device to host memory. Collective."""
-
-    def onload(self, parts: Sequence[str] = ..., *, behind: bool = False) -> dict[str, int]:
-        """Brings back those of `parts` that are away, with `behind` while the next pass runs."""
-
-    def occupied(self) -> dict[str, int]:
-        """Returns the bytes of each part on the device."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +54,7 @@ class Turns:
 
     def __init__(self, client: RemoteSGLangEngine) -> None:
         self.client = client
-        self.models: list[Held] = []
+        self.models: list[Role | TrainEngine] = []
 
     def generate(self) -> None:
         """Has the servers be able to generate."""
@@ -193,6 +183,72 @@ def make_turns(cfg: GRPOConfig, client: RemoteSGLangEngine) -> Turns:
     return AlternateTurns(client)
 
 
+class WeightPublisher:
+    """Sends the weights of `model` to the servers of `client`; every rank makes one.
+
+    path: a directory on shared storage, for transports that write files. turns: those of servers
+    and trainers on the same devices; None lets both keep their memory.
+    """
+
+    def __init__(
+        self,
+        model: Role | TrainEngine,
+        client: RemoteSGLangEngine,
+        config: WeightSyncConfig,
+        *,
+        path: str | Path,
+        turns: Turns | None = None,
+    ) -> None:
+        self._model, self._client, self._config, self._path = model, client, config, path
+        self._turns = turns or Turns(client)
+        self._published = False
+
+    def publish(self, version: int | None = None) -> dict[str, float]:
+        """Pauses generation, uploads, waits until every server has the weights, and resumes; where
+        devices are used in turn, generation goes on in its own turn.
+
+        version: the number of these weights, from then on the model's and the client's; None is the
+        next. Returns phases (s) and bytes as weight_sync/... Collective. Where servers are lost on
+        the way, all of it is sent again to the others: they hold a mixture until then, and are
+        paused.
+        """
+        client, turns = self._client, self._turns
+        version = self._model.get_version() + 1 if version is None else version
+        begun = time.monotonic()
+        with timeline.span(SYNCS, "pause"):
+            turns.sync()
+            addresses = client.on_driver(_addresses, client)
+        seconds = {"weight_sync/pause_s": time.monotonic() - begun}
+        while True:
+            meta = self._meta(version, addresses)
+            try:
+                with timeline.span(SYNCS, "upload") as about:
+                    stats = self._model.upload_weights(meta)
+                    about |= {"version": version, **stats}
+                break
+            except ServersLost as e:  # the same on every rank
+                addresses = client.on_driver(_go_on_without, client, e.servers)
+        begun = time.monotonic()
+        with timeline.span(SYNCS, "resume"):
+            # the arrival's own bound, meta.timeout, comes first
+            client.update_weights(meta).result(timeout=2 * meta.timeout)
+            turns.synced()
+        seconds["weight_sync/resume_s"] = time.monotonic() - begun
+        self._model.set_version(version)
+        self._published = True
+        return stats | seconds
+
+    def _meta(self, version: int, addresses: list[str]) -> WeightUpdateMeta:
+        return WeightUpdateMeta.from_config(
+            self._config,
+            path=self._path,
+            addresses=addresses,
+            version=version,
+            first=not self._published,
+            flush_cache=self._client.config.kv_after_sync == "flush",
+        )
+
+
 # on the driver
 
 
@@ -214,3 +270,14 @@ def _take(client: RemoteSGLangEngine, parts: Sequence[str]) -> None:
 
 def _usage(client: RemoteSGLangEngine) -> dict[str, int]:
     return client.pauses.memory.usage()
+
+
+def _addresses(client: RemoteSGLangEngine) -> list[str]:
+    """Returns the servers that paused; the others have been dropped."""
+    return client.addresses
+
+
+def _go_on_without(client: RemoteSGLangEngine, lost: dict[str, str]) -> list[str]:
+    """Drops the lost servers and returns those that are left."""
+    client.drop_servers(lost)
+    return client.addresses

@@ -11,9 +11,11 @@ import contextlib
 import inspect
 import os
 import pickle
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
+from types import FrameType
 from typing import Any, TypeVar
 
 from megarl.config.algo import PreferenceConfig
@@ -51,18 +53,17 @@ from megarl.rollout.rewards.results import (
     reward_arguments,
 )
 from megarl.utils.importing import (
-    FASTER,
     call_isolated,
     call_problem,
     in_one_line,
     load_object,
     option_problems,
-    within,
 )
 
 T = TypeVar("T")
 IMPORT_TIMEOUT = 300  # seconds the import of a user's modules may take
 MAKE_TIMEOUT = 60  # seconds that one of a user's classes may take to be made
+_FASTER = "leave slow work to its first use"
 REWARD = f"reward({', '.join(OWN_ARGUMENTS)}, **row)"
 EPISODE = "async def arun_episode(self, engine, data)"
 
@@ -180,7 +181,7 @@ def isolated(
     try:
         return call_isolated(fn, *args, timeout=timeout, path=path, answers=ConfigError)
     except (TimeoutError, ChildProcessError) as e:
-        fix = f"; {FASTER}" if isinstance(e, TimeoutError) else ""
+        fix = f"; {_FASTER}" if isinstance(e, TimeoutError) else ""
         raise ConfigError([f"{', '.join(what)}: cannot be imported: {e}{fix}"]) from e
 
 
@@ -284,12 +285,12 @@ def code_problems(
 def _problems(code: Named, makes: bool, import_timeout: int | None) -> Iterator[str]:
     what = f"{code.key}={code.target}: "
     try:
-        with within(import_timeout, "imported"):
+        with _within(import_timeout, "imported"):
             fn = _loaded(code)
         problems = list(_CHECKS.get(code.kind, _of_call)(code, fn, what))
         yield from problems
         if not problems and (makes or code.is_ours):
-            with within(MAKE_TIMEOUT if makes else None, "made"):
+            with _within(MAKE_TIMEOUT if makes else None, "made"):
                 _make(code, fn)
     except ConfigError as e:
         yield from e.problems
@@ -331,6 +332,25 @@ def _make(code: Named, fn: Any) -> None:
         reward = reward_of(next(iter(sources_of(code.data).values())))
         pool = shared_pool(code.config.rollout)
         fn(reward, code.config.gconfig, tokenizer, reward_pool=pool, **code.options)
+
+
+@contextlib.contextmanager
+def _within(seconds: int | None, done: str) -> Iterator[None]:
+    """Raises TimeoutError in what takes longer, in a process's main thread; None: no bound."""
+    if seconds is None:
+        yield
+        return
+
+    def late(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError(f"it is not {done} after {seconds} s; {_FASTER}")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _of_reward(code: Named, fn: Any, what: str) -> Iterator[str]:

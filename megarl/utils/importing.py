@@ -5,7 +5,6 @@ their signatures, and shows their errors by the user's own lines.
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import importlib
 import importlib.util
@@ -29,7 +28,6 @@ from megarl.utils.child import end_with_parent, signal_group
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-FASTER = "leave slow work to its first use"  # what to do where user code takes too long
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 _UNIONS = (types.UnionType, typing.Union)
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
@@ -115,7 +113,7 @@ def in_one_line(error: BaseException) -> str:
     that raised it, which a SyntaxError's message has."""
     message = " ".join(f"{type(error).__name__}: {error}".split())
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if "importlib" not in f.filename and f.filename != __file__]
+    own = [f for f in frames if "importlib" not in f.filename and _PACKAGE not in f.filename]
     if isinstance(error, SyntaxError) or not own:
         return message
     return f"{message} ({own[-1].filename}, line {own[-1].lineno})"
@@ -164,26 +162,6 @@ def call_isolated(
             process.join()
             ours.close()
     raise AssertionError
-
-
-@contextlib.contextmanager
-def within(seconds: int | None, done: str) -> Iterator[None]:
-    """Raises TimeoutError in what takes longer, in a process's main thread; None: no bound. done:
-    what it is not by then, as "imported"."""
-    if seconds is None:
-        yield
-        return
-
-    def late(number: int, frame: types.FrameType | None) -> None:
-        raise TimeoutError(f"it is not {done} after {seconds} s; {FASTER}")
-
-    before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def _answer(

@@ -18,9 +18,8 @@ from megarl.config.base import SeamConfig
 from megarl.config.loader import load_config
 from megarl.config.recipes import PPOConfig
 from megarl.trainer import rl
-from megarl.trainer.context import Here
-from megarl.trainer.ppo import PPOTrainer
-from megarl.trainer.rl import RLTrainer
+from megarl.trainer.context import Workers
+from megarl.trainer.rl import PPOTrainer, RLTrainer
 from megarl.trainer.self_check import SelfCheckError
 from tests.unit.bigram import BigramEngine, rollout
 from tests.unit.test_self_check import Dropout, a_check
@@ -184,7 +183,7 @@ def a_trainer(
     cfg: Any = PPOConfig(self_check={"on_failure": on_failure})
     cfg.actor = PPOActorConfig(**config)
     ctx: Any = SimpleNamespace(tokenizer=None, on_rank_zero=None)
-    ctx.trainers = ctx.rollout = Here(ctx)
+    ctx.trainers = ctx.rollout = Workers(ctx)
     trainer = cls(cfg, ctx)
     trainer.actor = Actor(cfg.actor, engine or Passes(), temperature=1.0)
     trainer.check = a_check(tmp_path, cfg)

@@ -19,9 +19,8 @@ from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config, save_config
 from megarl.config.run import batch_path
 from megarl.observability.fingerprints import FingerprintFile
-from megarl.trainer.ppo import PPOTrainer
 from megarl.trainer.replay import RecordedSession, Replaying, replaying
-from megarl.trainer.rl import RLTrainer
+from megarl.trainer.rl import PPOTrainer, RLTrainer
 from megarl.trainer.step_recorder import as_tensors, write_batch
 from megarl.utils.files import seal
 from tests.unit.bigram import BigramEngine, rollout

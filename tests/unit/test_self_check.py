@@ -20,9 +20,9 @@ from megarl.config.loader import load_config
 from megarl.config.recipes import GRPOConfig, PPOConfig
 from megarl.config.rollout import RolloutConfig, WeightSyncConfig
 from megarl.trainer import self_check
-from megarl.trainer.publisher import WeightPublisher
 from megarl.trainer.roles import MegatronActor, MegatronRef
 from megarl.trainer.self_check import SelfCheck, SelfCheckError, same_weights
+from megarl.trainer.turns import WeightPublisher
 from tests.full_disk import files_below
 from tests.unit.bigram import BigramEngine, rollout, whole
 

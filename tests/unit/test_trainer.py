@@ -17,7 +17,7 @@ from megarl.config.recipes import SFTConfig
 from megarl.config.run import EvaluatorConfig, FrequencyConfig, SaverConfig
 from megarl.trainer.evaluation import EvaluationTimes
 from megarl.trainer.offline import DPOTrainer, OfflineTrainer, SFTTrainer
-from megarl.trainer.ppo import PPOTrainer
+from megarl.trainer.rl import PPOTrainer
 from megarl.trainer.rollout_metrics import completions, rollout_metrics
 from megarl.trainer.saver import Frequency, Saved, Saver
 

@@ -11,8 +11,7 @@ from megarl.api.engine import PARTS
 from megarl.api.records import SaveLoadMeta, ServersLost
 from megarl.config.rollout import WeightSyncConfig
 from megarl.observability import stats_tracker
-from megarl.trainer.publisher import WeightPublisher
-from megarl.trainer.turns import AlternateTurns, Turns
+from megarl.trainer.turns import AlternateTurns, Turns, WeightPublisher
 
 
 class FakeMemory:
