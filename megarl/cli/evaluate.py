@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = args.out or free_path(Path("eval", args.model.resolve().name), "-")
     if (out / RESULTS).exists():
         raise ConfigError([f"--out {out}: holds an evaluation; name another directory"])
-    from megarl.trainer.evaluate_model import evaluate_model  # here, so that --help is instant
+    from megarl.trainer.evaluation import evaluate_model  # here, so that --help is instant
 
     results, samples = evaluate_model(cfg, str(args.model), datasets, logs=out)
     lines = (json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)

@@ -1,4 +1,5 @@
-"""Evaluates by generation on held-out rows: of a run as it trains, and of a user's script."""
+"""Evaluates by generation on held-out rows: of a run as it trains, of a user's script, and of
+`megarl eval`."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megarl.algos.rollouts import rollouts_of
 from megarl.api.batch import Padded
@@ -18,19 +19,22 @@ from megarl.api.inference import RolloutWorkflow
 from megarl.config.dataset import DatasetConfig, PartConfig, SourceConfig
 from megarl.config.errors import raise_if_any
 from megarl.config.loader import run_dir
+from megarl.config.recipe_engines import server_addresses
 from megarl.config.recipes import BaseConfig, GRPOConfig, held_out_key, held_out_sets
-from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
+from megarl.config.rollout import GenerationHyperparameters, RolloutConfig, ServerConfig
 from megarl.config.run import EvaluatorConfig
 from megarl.config.script import REWARD_KEYS, note_read
 from megarl.data.dataset import RowDataset, build_dataset, check_context
 from megarl.data.sources import sources_of
+from megarl.data.tokenizer import run_tokenizer
 from megarl.observability.intervals import Estimate, mean_ci
 from megarl.observability.report.runs import EVAL_REWARDS_FILE
 from megarl.observability.run_log import RunLog
 from megarl.observability.stats_tracker import record_timing
 from megarl.parallel.rank_zero import on_rank_zero
 from megarl.rollout.client import RemoteSGLangEngine
-from megarl.rollout.executor import Answered
+from megarl.rollout.executor import RolloutExecutor
+from megarl.rollout.local import SGLangEngine
 from megarl.rollout.pickling import pickled_workflow
 from megarl.rollout.rewards import RewardPool, check_rows, reward_of, shared_pool
 from megarl.rollout.workflows.mixed import MixedWorkflow
@@ -47,13 +51,6 @@ Rows = list[dict[str, Any]]
 Sample = dict[str, Any]  # prompt_number, prompt, completion, expected, reward
 
 
-class Answers(Protocol):
-    """Generates the answers to rows, on rank 0."""
-
-    def answer(self, rows: Rows, /, workflow: RolloutWorkflow) -> Answered:
-        """Returns samples of `rows`, and how many of each row failed."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class SetEvaluator:
     """Evaluates by generation on one data set. Rank 0 only.
@@ -67,7 +64,9 @@ class SetEvaluator:
     seed: int
     name: str = ""
 
-    def measure(self, executor: Answers) -> tuple[dict[str, float], list[Sample], Padded | None]:
+    def measure(
+        self, executor: RolloutExecutor
+    ) -> tuple[dict[str, float], list[Sample], Padded | None]:
         """Returns the figures of answers to all rows (scores.figures, and response_len), a record
         of every answer, and the answers [B,S], None where all failed.
 
@@ -368,3 +367,48 @@ class Evaluator:
             return self._rollout.on_driver(
                 HeldOut.evaluate, self._held_out, self._rollout, self._path, when
             )
+
+
+def evaluate_model(
+    cfg: GRPOConfig, model: str, datasets: Mapping[str, DatasetConfig], *, logs: Path
+) -> tuple[dict[str, dict[str, float]], list[Sample]]:
+    """Returns the figures of each data set, and every answer. model: a Hugging Face directory.
+    logs: where the servers' go, made where it is missing. All rows are read and all workflows made
+    before a server starts: raises ConfigError naming each data set that is not sound, RuntimeError
+    where servers do not come up."""
+    tokenizer = run_tokenizer(cfg, model)
+    results: dict[str, dict[str, float]] = {}
+    samples: list[Sample] = []
+    with make_pool(cfg.rollout) as pool:
+        held_out = HeldOut.for_run(cfg, tokenizer, pool, sets=datasets)
+        logs.mkdir(parents=True, exist_ok=True)
+        client = make_client(
+            cfg.rollout,
+            cfg.server,
+            model_path=model,
+            dtype=cfg.server.dtype,
+            log_dir=logs,
+            seed=cfg.seed,
+            tokenizer=tokenizer,
+        )
+        try:
+            client.initialize()
+            for each in held_out.evaluators:
+                measured, answered, _ = each.measure(client.executor)
+                prompts = {sample["prompt_number"] for sample in answered}
+                results[each.name] = {"prompts": float(len(prompts))} | measured
+                samples += ({"dataset": each.name} | sample for sample in answered)
+        finally:
+            client.destroy()
+    return results, samples
+
+
+def make_client(
+    rollout: RolloutConfig, server: ServerConfig, *, seed: int, tokenizer: Any, **own: Any
+) -> RemoteSGLangEngine:
+    """Returns the client of the servers that `rollout` names, else of servers of its own, which
+    `own` describes as for SGLangEngine."""
+    both = {"seed": seed, "tokenizer": tokenizer, "weight_sync": own.pop("weight_sync", None)}
+    if server_addresses(rollout):
+        return RemoteSGLangEngine(rollout, **both)
+    return SGLangEngine(rollout, server, **both, **own)

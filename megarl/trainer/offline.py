@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
+from megarl.algos import Role
 from megarl.api.records import FinetuneSpec
 from megarl.api.tokens import Padded
 from megarl.config.dataset import DatasetConfig
@@ -18,6 +20,7 @@ from megarl.config.recipes import (
     data_purpose,
     held_out_sets,
 )
+from megarl.config.rollout import GenerationConfig
 from megarl.data.dataset import RowDataset, build_dataset
 from megarl.data.loader import (
     build_dataloader,
@@ -29,9 +32,17 @@ from megarl.data.loader import (
 from megarl.data.rows import Row
 from megarl.observability.intervals import wilson
 from megarl.observability.stats_tracker import record_timing
+from megarl.rollout.rewards import RewardPool
 from megarl.trainer.context import RunContext
-from megarl.trainer.evaluate_model import Generation
-from megarl.trainer.evaluation import SAMPLES_FILE, metric, with_means
+from megarl.trainer.evaluation import (
+    SAMPLES_FILE,
+    HeldOut,
+    evaluate_unless_stopped,
+    make_client,
+    make_pool,
+    metric,
+    with_means,
+)
 from megarl.trainer.loop import Trainer
 from megarl.trainer.recover import data_of, same_data
 from megarl.trainer.roles import (
@@ -44,13 +55,14 @@ from megarl.trainer.roles import (
 )
 from megarl.trainer.rollout_metrics import batch_metrics
 from megarl.trainer.self_check import SelfCheck, same_weights
+from megarl.trainer.turns import WeightPublisher
 
 _JOINED = ("loss", "accuracy", "margin")  # figures of preferences with a mean over sets
 
 
 class OfflineTrainer(Trainer):
-    """Trains one model on rows that exist already. A subclass says what: `make_model`, `collate`,
-    `train` and `by_loss`. Every rank draws the same batch from its own copy of the (seeded) loader.
+    """Trains one model on rows that exist already. A subclass says what: `make_model`, `collate`
+    and `by_loss`. Every rank draws the same batch from its own copy of the (seeded) loader.
     """
 
     joined: tuple[str, ...] = ("loss", "accuracy")  # figures that have a mean over validation sets
@@ -58,6 +70,7 @@ class OfflineTrainer(Trainer):
         "state": "name it state_dict",
         "load_state": "name it load_state_dict",
         "evaluated": "override evaluate, and take the metrics that super().evaluate returns",
+        "evaluate_otherwise": "override evaluate, and add to what super().evaluate returns",
     }
 
     def __init__(self, cfg: OfflineConfig, ctx: RunContext) -> None:
@@ -89,7 +102,9 @@ class OfflineTrainer(Trainer):
 
     def train(self, batch: Padded) -> dict[str, float]:
         """Makes one update and returns its metrics. Collective."""
-        raise NotImplementedError
+        with record_timing("train"):
+            stats: dict[str, float] = self.model.train(batch)
+        return stats
 
     def by_loss(self, held_out: Padded) -> dict[str, float]:
         """Returns the metrics of a validation set, of a pass without an update. Collective."""
@@ -102,10 +117,6 @@ class OfflineTrainer(Trainer):
     def evaluates_by_loss(self) -> bool:
         """Returns whether `by_loss` is asked of the validation sets."""
         return True
-
-    def evaluate_otherwise(self, step: int, label: str) -> dict[str, float]:
-        """Returns further metrics of an evaluation, `label` of EvaluationTimes. Collective."""
-        return {}
 
     def destroy(self) -> None:
         """Destroys the roles. Collective."""
@@ -145,12 +156,11 @@ class OfflineTrainer(Trainer):
             yield from self.loader
 
     def evaluate(self, step: int, label: str) -> dict[str, float]:
-        """Returns the metrics of the validation sets, by their loss and otherwise. Collective."""
+        """Returns the metrics of the validation sets, by their loss. Collective."""
         metrics: dict[str, float] = {}
         for name, held_out in self.held_out.items():
             metrics |= {metric(name, figure): v for figure, v in self.by_loss(held_out).items()}
-        metrics = with_means(metrics, list(self.held_out), self.joined)
-        return metrics | self.evaluate_otherwise(step, label)
+        return with_means(metrics, list(self.held_out), self.joined)
 
 
 class SFTTrainer(OfflineTrainer):
@@ -181,30 +191,21 @@ class SFTTrainer(OfflineTrainer):
         """Returns whether the validation sets are evaluated by their loss, too."""
         return self.cfg.generation is None or self.cfg.generation.loss
 
-    def train(self, batch: Padded) -> dict[str, float]:
-        """Makes one update on the trained tokens; returns its metrics. Collective."""
-        with record_timing("train"):
-            return self.model.train(batch)
-
     def by_loss(self, held_out: Padded) -> dict[str, float]:
         """Returns loss, ppl, token_accuracy and exact_match, which is the accuracy. Collective."""
         stats: dict[str, float] = self.model.evaluate(held_out)
         low, high = wilson(stats["exact_match"], len(held_out["input_ids"]))
         return stats | {"accuracy": stats["exact_match"], "accuracy_lo": low, "accuracy_hi": high}
 
-    def evaluate_otherwise(self, step: int, label: str) -> dict[str, float]:
-        """Returns the metrics of generated answers, whose accuracy counts, not that by loss.
-        Collective."""
-        if self.generation is None:
-            return {}
-        when, path = None if label == "during" else label, self.ctx.run_dir / SAMPLES_FILE
-        return self.generation.evaluate(step, path, when)
-
     def evaluate(self, step: int, label: str) -> dict[str, float]:
-        """Returns the metrics of the validation sets; exact_match may end the run. Collective."""
+        """Returns the metrics of the validation sets, whose exact_match may end the run, and of
+        generated answers, whose accuracy counts, not that by loss. Collective."""
         metrics = super().evaluate(step, label)
         self.exact_match = metrics.get("eval/exact_match", self.exact_match)
-        return metrics
+        if self.generation is None:
+            return metrics
+        when, path = None if label == "during" else label, self.ctx.run_dir / SAMPLES_FILE
+        return metrics | self.generation.evaluate(step, path, when)
 
     def good_enough(self) -> bool:
         """Returns whether stop_at_exact_match is reached."""
@@ -224,6 +225,66 @@ class SFTTrainer(OfflineTrainer):
         """Continues from what `state_dict` returned."""
         super().load_state_dict(state)
         self.exact_match = state["exact_match"]
+
+
+class Generation:
+    """Brings a model's weights to servers and has them answer the validation sets. Every rank makes
+    one; `evaluate` is collective. Rank 0 starts the servers, unless the configuration names some.
+    """
+
+    def __init__(
+        self,
+        cfg: SFTConfig,
+        config: GenerationConfig,
+        ctx: RunContext,
+        model: Role,
+        data: RowDataset,
+    ) -> None:
+        """Reads the validation sets, without prompts of the training `data`, and waits for the
+        servers. Collective."""
+        self._pool: RewardPool | None = None  # on rank 0, as are the sets
+        self._held_out: HeldOut | None = None
+        engine: Any = model.engine  # MegatronEngine, which has decided what `auto` is
+        self._client = make_client(
+            config.rollout,
+            config.server,
+            model_path=cfg.model.path,
+            dtype=str(engine.dtype).removeprefix("torch."),
+            log_dir=ctx.run_dir / "logs",
+            weight_sync=config.weight_sync,
+            seed=cfg.seed,
+            tokenizer=ctx.tokenizer,
+        )
+
+        def read() -> None:
+            self._pool = make_pool(config.rollout)
+            self._held_out = HeldOut.for_run(cfg, ctx.tokenizer, self._pool, trained=data)
+
+        try:
+            ctx.on_rank_zero(read)
+            self._client.initialize()
+        except BaseException:
+            self.close()
+            raise
+        path = ctx.run_dir / "weights"
+        self._publisher = WeightPublisher(model, self._client, config.weight_sync, path=path)
+
+    def evaluate(self, step: int, samples_path: Path, when: str | None) -> dict[str, float]:
+        """Returns the metrics of the validation sets (HeldOut.evaluate) of the weights after
+        `step`, which are the version of the same number; {} where a signal ends the evaluation.
+        Collective."""
+        self._publisher.publish(step)
+        return self._client.on_driver(
+            evaluate_unless_stopped, self._held_out, self._client, samples_path, when
+        )
+
+    def close(self) -> None:
+        """Ends the client, its servers and the reward workers. Waits for no other rank."""
+        try:
+            self._client.destroy()
+        finally:
+            if self._pool is not None:
+                self._pool.close()
 
 
 class DPOTrainer(OfflineTrainer):
@@ -256,8 +317,7 @@ class DPOTrainer(OfflineTrainer):
     def train(self, batch: Padded) -> dict[str, float]:
         """Makes one update; returns its metrics. Collective."""
         self._compare(batch)
-        with record_timing("train"):
-            return self.model.train(batch)
+        return super().train(batch)
 
     def by_loss(self, held_out: Padded) -> dict[str, float]:
         """Returns loss, accuracy with its interval, margin and the means by side. Collective."""
@@ -292,11 +352,6 @@ class RMTrainer(OfflineTrainer):
     def collate(self) -> Callable[[list[Row]], Any]:
         """Returns what makes a batch of pairs, with their margins where these count."""
         return partial(collate_pairs, margin=self.cfg.margin)
-
-    def train(self, batch: Padded) -> dict[str, float]:
-        """Makes one update; returns its metrics. Collective."""
-        with record_timing("train"):
-            return self.model.train(batch)
 
     def by_loss(self, held_out: Padded) -> dict[str, float]:
         """Returns loss, accuracy with its interval, margin and the mean scores. Collective."""

@@ -25,7 +25,7 @@ from megarl.config.secrets import (
 )
 from megarl.observability.stats_logger import StatsLogger
 from megarl.run import main
-from megarl.trainer import evaluate_model
+from megarl.trainer import evaluation
 from megarl.trainer.preflight import check_contents, check_recipe
 from megarl.trainer.recover import data_of, same_data
 from megarl.trainer.run_dir import claim, newest_checkpoint
@@ -199,7 +199,7 @@ def test_results_of_an_evaluation_hold_no_secret(tmp_path, monkeypatch) -> None:
         asked.update(datasets)
         return {name: {"failed": 0.0} for name in datasets}, []
 
-    monkeypatch.setattr(evaluate_model, "evaluate_model", judged)
+    monkeypatch.setattr(evaluation, "evaluate_model", judged)
     reward = "reward.options.auth=${oc.env:MY_KEY}"
     words = ["valid_dataset.type=gsm8k", f"+valid_dataset.{reward}"]
     words += ["valid_datasets.own.type=gsm8k", f"valid_datasets.own.{reward}"]

@@ -16,7 +16,7 @@ from megarl.api.records import FinetuneSpec
 from megarl.config.recipes import SFTConfig
 from megarl.config.run import EvaluatorConfig, FrequencyConfig, SaverConfig
 from megarl.trainer.evaluation import EvaluationTimes
-from megarl.trainer.offline import DPOTrainer, OfflineTrainer, SFTTrainer
+from megarl.trainer.offline import DPOTrainer, OfflineTrainer, RMTrainer, SFTTrainer
 from megarl.trainer.rl import PPOTrainer
 from megarl.trainer.rollout_metrics import completions, rollout_metrics
 from megarl.trainer.saver import Frequency, Saved, Saver
@@ -147,6 +147,7 @@ def test_saver_without_final(tmp_path):
         (OfflineTrainer, "state", "state_dict"),
         (SFTTrainer, "load_state", "load_state_dict"),
         (DPOTrainer, "evaluated", "evaluate"),
+        (RMTrainer, "evaluate_otherwise", "evaluate"),
         (PPOTrainer, "reads_prox_logp", "compute_prox_logp"),
     ],
 )
