@@ -198,7 +198,7 @@ class RemoteSGLangEngine(InferenceEngine):
             if at is not None:
                 if gateway is not None and not at.loop.blocked():
                     at.loop.run(gateway.close(), timeout=PROBE_TIMEOUT)
-                at.loop.close(last=partial(at.pool.close, resume=resume and at.samples.held))
+                at.loop.close(last=partial(at.pool.close, resume=resume))
         finally:
             if workers is not None:
                 workers.stop()

@@ -42,7 +42,8 @@ class Generator:
     Its methods run in the pool's event loop.
 
     patience: seconds that a request waits while it is held. adapter: the name of the adapter that
-    requests ask for, None for none.
+    requests ask for, None for none. cache: begins the keys of the servers' caches, the same in all
+    processes of a run.
     """
 
     def __init__(self, pool: ServerPool, config: RolloutConfig, *, patience: float) -> None:
@@ -50,8 +51,8 @@ class Generator:
         self._timeout, self._retry_timeout = config.request_timeout, config.retry_timeout
         self._patience, self._keeps_kv = patience, config.kv_after_sync == "keep"
         self.adapter: str | None = None
+        self.cache = uuid.uuid4().hex[:8]
         self._version = 0
-        self._run, self._returns = uuid.uuid4().hex[:8], 0
         self._admitted = asyncio.Event()
         self._admitted.set()
         self._holds = 0
@@ -61,7 +62,7 @@ class Generator:
         """Sets the version of the weights. A lower one than before begins new keys of the servers'
         caches: what is cached under its number, and those that follow, comes from other weights."""
         if version < self._version:
-            self._returns += 1
+            self.cache = uuid.uuid4().hex[:8]
         self._version = version
 
     # pauses
@@ -193,13 +194,13 @@ class Generator:
 
     def _cache_key(self, begun: int) -> str:
         """Returns the key under which a server shares KV among requests, with an update between
-        them, too. It names a version, and the run, for servers may have KV of others.
+        them, too. It names a version, and the run, for servers may have others' KV.
 
         With kv_after_sync=keep all requests of an episode name the version at which it began: they
         go on with its KV, and no KV is older than the episode that reads it.
         """
         version = begun if self._keeps_kv else self._version
-        return f"megarl-{self._run}.{self._returns}-v{version}"
+        return f"megarl-{self.cache}-v{version}"
 
     # one try
 

@@ -132,7 +132,7 @@ class Pauses:
 
     def _go_on(self) -> None:
         async def work() -> None:
-            await self._pool.control("/continue_generation", {}, timeout=self._sync.timeout)
+            await self._pool.go_on(timeout=self._sync.timeout)
             self._samples.release()
             if self._workers is not None:
                 await self._workers.release()
@@ -178,7 +178,7 @@ class ServerMemory:
         if any(held.values()):
             await self._flush([s.address for s in held if held[s]])
             await self._warn_of_keepers()
-        for server in held:
+        for server in self._pool.present:  # the flush may have lost some
             server.empty |= WEIGHTS in held[server]
         await self._change("/release_memory_occupation", held, frozenset.union)
 

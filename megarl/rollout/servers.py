@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
+from logging import DEBUG, WARNING
 from typing import Any
 
 import aiohttp
@@ -58,7 +59,7 @@ class Server:
     silent: its last call got no answer. rests_until: the time (time.monotonic) until which it asked
     to be left alone. generating: the /generate calls. released: the parts of its memory that it has
     given back (ServerMemory), None where that is not known. empty: its weights were released and
-    not updated since.
+    not updated since. paused: it was asked to pause, and not yet to go on.
     """
 
     address: str
@@ -69,6 +70,7 @@ class Server:
     generating: set[asyncio.Future[Any]] = field(default_factory=set)
     released: frozenset[str] | None = frozenset()
     empty: bool = False
+    paused: bool = False
 
     @property
     def rests(self) -> bool:
@@ -231,9 +233,18 @@ class ServerPool:
         for server in (s for s, back in zip(lost, returned, strict=True) if back):
             server.state, server.silent = State.JOINING, False
             log.info("server %s is back: it gets the weights of this update", server.address)
+        for server in self.present:
+            server.paused = True
         await self.control("/pause_generation", body, timeout=timeout)
         if listed is not None:
             await self._let_go(listed)
+
+    async def go_on(self, *, timeout: float) -> None:
+        """Has every server go on. One that is lost stays as it is until it joins, or the run
+        ends."""
+        await self.control("/continue_generation", {}, timeout=timeout)
+        for server in self.present:
+            server.paused = False
 
     def _add(self, listed: Sequence[str]) -> None:
         """Takes the listed servers that are new for lost ones, which join when they answer."""
@@ -257,7 +268,7 @@ class ServerPool:
                     call.cancel()
             log.info("server %s leaves the run: it is listed no more", server.address)
         self.changed()
-        await self._continue([s for s in leaving if s.state is not State.LOST])
+        await self._continue(leaving)
 
     async def _is_back(self, server: Server, pause: dict[str, Any]) -> bool:
         try:
@@ -267,6 +278,7 @@ class ServerPool:
             if server.released is None:
                 log.debug("still lost: %s was asked for memory and gave no answer", server.address)
                 return False
+            server.paused = True
             await self.call(
                 server.address, "POST", "/pause_generation", pause, timeout=PROBE_TIMEOUT
             )
@@ -276,11 +288,14 @@ class ServerPool:
         return True
 
     async def _continue(self, servers: Sequence[Server]) -> None:
-        """Has servers that this run leaves go on; warns of those that do not answer, or cannot."""
-        calls = (self._leave(s) for s in servers)
-        for answer in await asyncio.gather(*calls, return_exceptions=True):
+        """Has servers that this run leaves go on where it has paused them, lost ones, too, which
+        may be back; warns of those that cannot, or do not answer though they were not lost."""
+        paused = [s for s in servers if s.paused]
+        answers = await asyncio.gather(*map(self._leave, paused), return_exceptions=True)
+        for server, answer in zip(paused, answers, strict=True):
             if isinstance(answer, Exception):
-                log.warning("left paused: %s", answer)
+                expected = server.state is State.LOST and not server.empty
+                log.log(DEBUG if expected else WARNING, "left paused: %s", answer)
 
     async def _leave(self, server: Server) -> None:
         """Has a server go on with all its memory. Raises HttpError where it cannot."""
@@ -365,10 +380,10 @@ class ServerPool:
         self._sessions = [open_session(), open_session(keeps_connections=True)]
 
     async def close(self, *, resume: bool = False) -> None:
-        """Closes the HTTP sessions. `resume` has paused servers go on first, since nobody else
-        will: the next user of the servers must not find them paused."""
+        """Closes the HTTP sessions. `resume` has servers go on first that this pool has paused,
+        since nobody else will: the next user of the servers must not find them paused."""
         if self._sessions and resume:
-            await self._continue(self.present)
+            await self._continue(self._servers)
         for session in self._sessions:
             await session.close()
         self._sessions = []

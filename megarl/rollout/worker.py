@@ -50,12 +50,13 @@ class ClientState:
     """Says what the clients of all processes agree on.
 
     version: of the weights. servers: host:port of those that get requests. served: the version of
-    the last update, as servers report it; None before the first. adapter, routes: what requests ask
-    for.
+    the last update, as servers report it; None before the first. cache: Generator.cache. adapter,
+    routes: what requests ask for.
     """
 
     version: int
     servers: tuple[str, ...]
+    cache: str
     served: str | None = None
     adapter: str | None = None
     routes: RouteShape | None = None
@@ -67,6 +68,7 @@ def state_of(client: RemoteSGLangEngine) -> ClientState:
     return ClientState(
         version=client.get_version(),
         servers=tuple(s.address for s in at.pool.serving),
+        cache=at.samples.cache,
         served=at.pool.version,
         adapter=at.samples.adapter,
         routes=client.routes,
@@ -160,7 +162,7 @@ class EpisodeWorker:
         client.routes = state.routes
         client.set_version(state.version)
         at = client.opened()
-        at.samples.adapter = state.adapter
+        at.samples.adapter, at.samples.cache = state.adapter, state.cache
         at.pool.follow(state.servers, state.served)
 
     def _do_hold(self) -> None:

@@ -109,7 +109,7 @@ class FakeServer:
         self.written: int | None = None
         self.rids: set[str] = set()  # under way
         self.aborted: set[str] = set()
-        self.hang = False  # no /model_info is answered
+        self.hang = False  # no /model_info and no flush is answered
         self.busy = 0  # flushes that it refuses
         self.info: dict[str, Any] = {}
         self.address = self.loop.run(self._start(), timeout=10)
@@ -156,6 +156,8 @@ class FakeServer:
 
     async def _flush(self, request: web.Request) -> web.Response:
         self.calls.append((request.path, await request.json()))
+        while self.hang:
+            await asyncio.sleep(0.01)
         self.busy -= 1
         return web.Response(text="Cache", status=400 if self.busy >= 0 else 200)
 

@@ -229,6 +229,12 @@ def test_the_recipe_makes_the_pass_for_who_may_read_it(tmp_path: Path, log: Any)
     assert passes == 0 and "prox_logp" not in batch and not log
 
 
+def test_the_attribute_that_a_step_said_it_by_is_refused() -> None:
+    for value in (True, False):
+        with pytest.raises(TypeError, match=r"Mine\.reads_prox_logp.*read=False"):
+            type("Mine", (PPOTrainer,), {"reads_prox_logp": value})
+
+
 def test_the_self_check_still_sees_a_training_pass_that_differs(tmp_path: Path) -> None:
     class Wrong(Dropout, Passes):
         pass

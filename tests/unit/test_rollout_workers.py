@@ -542,6 +542,26 @@ def test_workers_go_by_the_servers_that_the_coordinator_knows(connect, server, t
         other.close()
 
 
+def test_all_processes_share_what_servers_have_cached(connect, server):
+    client = connect(2)
+
+    def keys():
+        server.requests.clear()
+        client.executor.rollout_batch([{"row_id": i} for i in range(8)], Varied())
+        asyncio.run(client.agenerate(ModelRequest(rid="r", input_ids=[1], gconfig=G)))
+        return {request["extra_key"] for request in server.requests}
+
+    (first,) = keys()
+    client.pause()
+    client.set_version(1)
+    client.set_version(0)  # other weights of the same number follow
+    client.resume()
+    made[0].dead.set()
+    until(lambda: len(made) == 3)
+    (second,) = keys()
+    assert second != first
+
+
 class Loaded(Varied):
     """Is in `loaded` for as long as a copy of it, that a worker has loaded, is there."""
 

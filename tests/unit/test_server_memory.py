@@ -109,6 +109,27 @@ def test_a_server_that_gives_no_answer_to_a_release_is_lost(
     assert asked(servers[1])[-1] == ("release", ["kv_cache", "cuda_graph"])
 
 
+@pytest.mark.parametrize("joins", [False, True])
+def test_a_server_that_its_flush_loses_goes_on_in_the_end(
+    servers: list[FakeServer], joins: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has its weights; it is paused, until it joins or the run ends."""
+    client = connect(servers, timeout=1.0)
+    lost, other = servers
+    client.pause()
+    lost.hang = True
+    client.pauses.memory.release(("weights", "kv_cache"))
+    assert client.addresses == [other.address]
+    lost.hang = False
+    if joins:
+        client.pause()
+        assert sorted(client.addresses) == sorted([lost.address, other.address])
+    client.destroy()
+    assert [p for p, _ in lost.calls][-1] == "/continue_generation"
+    assert "/release_memory_occupation" not in [p for p, _ in lost.calls]
+    assert lost.address not in [w.split()[2] for w in caplog.messages if "left paused" in w]
+
+
 def test_the_end_of_a_run_leaves_servers_that_can_work(
     client: RemoteSGLangEngine, servers: list[FakeServer], caplog: pytest.LogCaptureFixture
 ) -> None:
