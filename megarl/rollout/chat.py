@@ -15,8 +15,8 @@ from megarl.config.recipes import GRPOConfig
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.config.script import REWARD_KEYS, note_read
 from megarl.observability.logging import get_logger
-from megarl.rollout import tally
 from megarl.rollout.episode_context import attempt_key, seed_version, stable_seed
+from megarl.rollout.loop_thread import add_counts
 from megarl.rollout.rewards import (
     RewardPool,
     reward_arguments,
@@ -169,7 +169,7 @@ class ChatWorkflow(RolloutWorkflow):
         """Has the sample read several messages in a row, such as the results of its tool calls.
         tools: those that the chat template was given at the beginning, as begin's rows hold them.
         Raises ValueError where the template does not show the policy's answer as it was given."""
-        tally.add({"special_in_content": self._chat.special_in(news)})
+        add_counts({"special_in_content": self._chat.special_in(news)})
         answer = self.text(sample.answers[-1]) if sample.answers else ""
         answered = {"role": "assistant", "content": answer}
         end = sample.tokens[-1] if sample.tokens else None

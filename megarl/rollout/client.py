@@ -20,20 +20,19 @@ from megarl.config.recipes import GRPOConfig
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig, WeightSyncConfig
 from megarl.config.script import CLIENT_KEYS, note_read
 from megarl.parallel.rank_zero import RankZero
-from megarl.rollout import tally
 from megarl.rollout.driver import SharedArrival, check_same_data, check_same_rows, driver_of_world
-from megarl.rollout.episode import ShouldAccept, has_signal
+from megarl.rollout.episode import has_signal
 from megarl.rollout.episode_context import EpisodeContext, current_episode
+from megarl.rollout.episodes import ShouldAccept
 from megarl.rollout.executor import RolloutExecutor
 from megarl.rollout.gateway.gateway import Gateway
 from megarl.rollout.gateway.prompt import GatewayConfig
 from megarl.rollout.gateway.session import Session
 from megarl.rollout.generation import Generator, Sample, fill_ids
-from megarl.rollout.loop_thread import LoopThread
+from megarl.rollout.loop_thread import LoopThread, stuck_threads, take_counts
 from megarl.rollout.pausing import Pauses
 from megarl.rollout.routes import check_routes
 from megarl.rollout.servers import PROBE_TIMEOUT, ServerPool
-from megarl.rollout.user_calls import stuck_threads
 from megarl.rollout.workers import START_TIMEOUT, WorkerPool
 from megarl.utils.importing import load_object
 from megarl.wire.routes import RouteShape
@@ -479,12 +478,12 @@ class RemoteSGLangEngine(InferenceEngine):
     def stats(self) -> dict[str, float]:
         """Returns the executor's counters and timings, see RolloutExecutor.stats; loop_lag, the
         seconds that the event loop was late at most since the last call; with a gateway
-        lost_answers, which were written and no agent took; stuck_threads, see user_calls; what
-        tally counted since the last call; with workers WorkerPool.stats."""
+        lost_answers, which were written and no agent took; stuck_threads, see
+        loop_thread; what add_counts counted since the last call; with workers WorkerPool.stats."""
         stats = self.executor.stats() | {"loop_lag": self.opened().loop.take_lag()}
         if self._workers is not None:
             stats |= self._workers.stats()
-        stats |= tally.take()
+        stats |= take_counts()
         stats["stuck_threads"] = stats.get("stuck_threads", 0.0) + stuck_threads()
         if (lost := self.lost_answers) is not None:
             stats["lost_answers"] = stats.get("lost_answers", 0.0) + lost

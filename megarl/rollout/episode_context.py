@@ -1,7 +1,13 @@
-"""Says what is known of the episode whose workflow runs, and makes the seeds of its requests.
+"""Says what is known of the episode whose workflow runs: its server, the seeds of its requests, and
+its answers, so that a run that is started again goes on with them.
 
 Tasks that a workflow starts inherit its context. Code that an episode calls finds it here, so that
 no signature carries it; outside of episodes there is none.
+
+A workflow runs from its beginning after a resume. A request that it made before gets the tokens it
+had then, and is continued if it had not ended. All answers are kept as they were at one moment, a
+*cut*: when a pause had brought in every token written so far. Keeping what had ended, and not the
+beginnings of the rest, would favour short answers.
 """
 
 from __future__ import annotations
@@ -9,13 +15,15 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 if TYPE_CHECKING:
-    from megarl.rollout.answers import AnswerLog
+    from megarl.rollout.generation import Sample
 
 
 @dataclass(eq=False)
@@ -100,3 +108,178 @@ def stable_seed(*key: object) -> int:
     """Returns a 31-bit seed of the key's values, the same in every process and run."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 33
+
+
+# request (a digest), tokens, logprobs, versions (tensors), stop_reason, perhaps routes (a tensor);
+# admitted, of its episode
+Answer = dict[str, Any]
+Kept = list[tuple[Any, list[Answer]]]  # of each episode, the row's id and its answers
+# which kept answers no request has asked for, and what is new of each request, by its index
+News = tuple[list[int], list[tuple[int, Answer]]]
+_TENSORS = ("tokens", "logprobs", "versions")
+
+
+class AnswerLog:
+    """Holds the answers of one episode. `kept`: those of the same episode before a resume.
+    `admitted`: the version at the episode's begin, which its seeds, and so its requests, go by.
+
+    An episode that another process runs has a log in both: what `news` returns there, `hear` takes
+    in here.
+    """
+
+    def __init__(self, kept: Iterable[Answer] = ()) -> None:
+        self.kept = list(kept)
+        self.admitted: int | None = next((a.get("admitted") for a in self.kept), None)
+        self._kept = self.kept  # that no request has asked for yet
+        self._requests: list[_Request] = []
+        self._cut: list[tuple[_Request, int, str]] = []  # with length and stop reason
+        self._kept_at_cut = self._kept
+
+    def begin(self, sample: Sample) -> None:
+        """Takes note of a sample before its first request. Where an answer to the same request
+        (prompt, seed, sampling parameters) is kept, the sample begins with it."""
+        request = _Request(sample)
+        for answer in self._kept:
+            if answer["request"] == request.key:
+                self._kept = [a for a in self._kept if a is not answer]
+                response = sample.response
+                response.output_tokens = answer["tokens"].tolist()
+                response.output_logprobs = answer["logprobs"].tolist()
+                response.output_versions = answer["versions"].tolist()
+                response.stop_reason = answer["stop_reason"]
+                if sample.routes is not None:
+                    sample.routes.begin_with(answer.get("routes"), response.output_len)
+                    response.routed_experts = sample.routes.known
+                break
+        self._requests.append(request)
+
+    @property
+    def tokens(self) -> int:
+        """Returns how many tokens the answers have so far."""
+        return sum(request.progress()[0] for request in self._requests)
+
+    def end(self) -> None:
+        """Notes that the episode has ended: its answers do not change any more."""
+        for request in self._requests:
+            request.compact()
+
+    def oldest_kept(self) -> int | None:
+        """Returns the oldest version of the tokens of before a resume that no request has asked for
+        yet; None where there are none."""
+        versions = [int(a["versions"].min()) for a in self._kept if len(a["versions"])]
+        return min(versions, default=None)
+
+    def cut(self) -> None:
+        """Notes how far every answer is."""
+        self._cut = [(r, *r.progress()) for r in self._requests]
+        self._kept_at_cut = self._kept
+
+    def state(self) -> list[Answer]:
+        """Returns the answers as of the last cut, but those without a token; plain data."""
+        answers = [request.upto(n, reason) for request, n, reason in self._cut if n]
+        return [a | {"admitted": self.admitted} for a in self._kept_at_cut + answers]
+
+    def news(self) -> News:
+        """Returns what has come since the last call."""
+        left = {id(answer) for answer in self._kept}
+        parts = ((i, request.news()) for i, request in enumerate(self._requests))
+        return (
+            [i for i, answer in enumerate(self.kept) if id(answer) in left],
+            [(i, part) for i, part in parts if part is not None],
+        )
+
+    def hear(self, news: News) -> None:
+        """Takes in the news of the log in the process that runs the episode."""
+        left, parts = news
+        self._kept = [self.kept[i] for i in left]
+        for index, part in parts:
+            while len(self._requests) <= index:
+                self._requests.append(_Request())
+            self._requests[index].add(part)
+
+
+class _Request:
+    """Holds a request's answer: in a sample that grows, and as tensors after its end. Without a
+    sample, it is of another process, and known as far as it was heard of."""
+
+    def __init__(self, sample: Sample | None = None) -> None:
+        self.key = None if sample is None else _digest(sample)
+        self._sample = sample
+        self._answer: Answer = {"stop_reason": ""}
+        self._reported = 0, "", 0  # tokens, stop reason and routes of the last news
+
+    def progress(self) -> tuple[int, str]:
+        """Returns the tokens there are, and the stop reason ("" while it goes on)."""
+        if self._sample is not None:
+            return self._sample.response.output_len, self._sample.response.stop_reason
+        return len(self._answer.get("tokens", ())), self._answer["stop_reason"]
+
+    def compact(self) -> None:
+        """Keeps the answer in 12 bytes per token, routes apart, from now on."""
+        self._answer, self._sample = self._whole(), None
+
+    def _whole(self) -> Answer:
+        if self._sample is None:
+            return self._answer
+        response = self._sample.response
+        whole = {
+            "request": self.key,
+            "stop_reason": response.stop_reason,
+            "tokens": torch.tensor(response.output_tokens, dtype=torch.int32),
+            "logprobs": torch.tensor(response.output_logprobs, dtype=torch.float32),
+            "versions": torch.tensor(response.output_versions, dtype=torch.int32),
+        }
+        routes = response.routed_experts
+        return whole if routes is None else whole | {"routes": routes.clone()}
+
+    def upto(self, n: int, stop_reason: str) -> Answer:
+        """Returns the first `n` tokens of the answer, and its routes without those of the
+        others."""
+        whole = self._whole()
+        lengths = dict.fromkeys(_TENSORS, n)
+        if "routes" in whole:
+            later = len(whole["tokens"]) - n
+            lengths["routes"] = max(0, len(whole["routes"]) - later)
+        parts = {name: whole[name][:length].clone() for name, length in lengths.items()}
+        return whole | parts | {"stop_reason": stop_reason}
+
+    def news(self) -> Answer | None:
+        """Returns what has come since the last call; None for nothing."""
+        tokens, reason, routes = self._reported
+        if self.key is None or self.progress() == (tokens, reason):
+            return None
+        whole = self._whole()
+        self._reported = *self.progress(), len(whole.get("routes", ()))
+        first = dict.fromkeys(_TENSORS, tokens) | {"routes": routes}
+        return whole | {name: whole[name][n:] for name, n in first.items() if name in whole}
+
+    def add(self, part: Answer) -> None:
+        """Takes in what `news` returned in the other process."""
+        known = self._answer
+        grown = {name: part[name] for name in (*_TENSORS, "routes") if name in part}
+        self._answer = part | {
+            name: torch.cat([known[name], new]) if name in known else new.clone()
+            for name, new in grown.items()
+        }
+
+
+class KeptAnswers:
+    """Hands the answers of earlier episodes to those that begin again, by the row's id; episodes of
+    one row in their order."""
+
+    def __init__(self, kept: Iterable[tuple[Any, list[Answer]]] = ()) -> None:
+        self._kept = list(kept)
+
+    def log_for(self, row: dict[str, Any]) -> AnswerLog:
+        """Returns the log of an episode of `row` that begins, with what is kept for it."""
+        for i, (row_id, answers) in enumerate(self._kept):
+            if row_id == row.get("row_id"):
+                del self._kept[i]
+                return AnswerLog(answers)
+        return AnswerLog()
+
+
+def _digest(sample: Sample) -> str:
+    """Returns a digest of all that the distribution of a sample's answer depends on."""
+    key = (list(sample.request.input_ids), sample.seed, sample.request.gconfig)
+    return hashlib.blake2b(repr(key).encode(), digest_size=16).hexdigest()

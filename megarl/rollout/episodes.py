@@ -8,17 +8,132 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any, NamedTuple
 
-from megarl.rollout.answers import AnswerLog, Kept, KeptAnswers
-from megarl.rollout.episode import Episode, State
-from megarl.rollout.rollouts import Failed, by_kind
+from megarl.api.batch import Padded
+from megarl.api.inference import RolloutWorkflow
+from megarl.rollout.episode_context import AnswerLog, Kept, KeptAnswers
 
+MAX_DROPS = 8  # of one row in a row, as too stale: more is a workflow that returns old tokens
 LATEST = 256  # rollouts that a rate of failures is measured on
 ENOUGH = 64  # rollouts before it says anything
 MAX_REJECTED_BATCHES = 64  # batches' worth of groups in a row, then a wait for a batch gives up
+
+Row = dict[str, Any]
+ShouldAccept = Callable[[Padded], bool]
+Failed = tuple[str, int]  # kind and length in tokens of a rollout that failed
+
+
+class State(Enum):
+    """Says where an episode is: from TAKEN on, at its end.
+
+    ready: accepted, for a batch to come; broken: it ended with an error that nobody was told of;
+    taken: a batch has it; failed: its error was raised; dropped: it was too stale. A value that is
+    the name of a metric is that of its count.
+    """
+
+    WAITING, RUNNING, READY, BROKEN = "pending", "running", "ready", "broken"
+    TAKEN, REJECTED, FAILED, DROPPED = "accepted", "rejected", "failed", "dropped"
+
+
+@dataclass(kw_only=True, eq=False)
+class Episode:
+    """Describes an episode, which ends with `batch` (accepted), `error` (failed) or neither
+    (rejected).
+
+    number: place in the order of submission, unique in a run, also over resumes; episodes.Episodes
+        gives it.
+    state: where it is, which Episodes alone changes.
+    drawn: the row came from prepare_batch's dataloader.
+    drops: how often in a row its samples were too stale.
+    may_fail: whether it may overrun its time: another row takes its place, or the batch goes
+        without it. Else that is an error.
+    failed: kind and length of rollouts that are not in `batch` because something failed.
+    lost: their samples, as far as the workflow returned them; but for the ids, of any content.
+    good: how many rollouts did not fail, whether they are in `batch` or were rejected.
+    retried: how many of these were made anew in place of failed ones.
+    missing: how many rollouts it ended without, because they failed and were not made anew.
+    notes: {"rollout": its index, name: text} of every reward that came with texts, such as a
+        judge's, in the order of scoring.
+    rewards: of these, once the episode has ended, one for each rollout.
+    began: the oldest version that its tokens may be of: that of its begin, or of answers that are
+        kept; None before it begins.
+    admitted: the version at its begin, before a resume too, which keys its seeds.
+    place: place in the order of completion, None until it is counted as accepted.
+    answers: of its requests, where they are kept for a resume.
+    vocab_size: the model's, where it is known; no sample may have a token beyond it.
+    wanted_by: the function of a consumer that accepted it, too.
+    latency: seconds from begin to end.
+    oldest: the version of the oldest trained token of `batch`; None where there is none.
+    routes: whether its answers carry routes, where the client asks servers for them.
+    """
+
+    row: dict[str, Any]
+    workflow: RolloutWorkflow
+    number: int = -1
+    state: State = State.WAITING
+    should_accept: ShouldAccept | None = None
+    drawn: bool = False
+    drops: int = 0
+    may_fail: bool = False
+    batch: Padded | None = None
+    failed: Sequence[Failed] = ()
+    lost: Sequence[Padded] = ()
+    good: int = 0
+    retried: int = 0
+    missing: int = 0
+    notes: list[dict[str, Any]] = field(default_factory=list)
+    rewards: Sequence[float] = ()
+    began: int | None = None
+    admitted: int | None = None
+    place: int | None = None
+    wanted_by: ShouldAccept | None = None
+    vocab_size: int | None = None
+    error: BaseException | None = None
+    latency: float = 0.0
+    oldest: int | None = None
+    routes: bool = True
+    answers: AnswerLog | None = None
+
+    @property
+    def name(self) -> str:
+        """Returns how messages name the episode: by its row's id."""
+        return f"row {self.row.get('row_id', '?')}"
+
+    def begin(self, version: int) -> None:
+        """Notes the version of the weights under which it begins."""
+        self.began = version if self.began is None else min(self.began, version)
+        if self.admitted is None:
+            self.admitted = version
+        if self.answers is not None:
+            self.answers.admitted = self.admitted
+
+    def again(self, version: int, bound: int) -> Episode:
+        """Returns an episode of the same row, for one that was too stale at `version` under the
+        staleness bound. Raises RuntimeError where that was MAX_DROPS times in a row."""
+        if self.drops + 1 == MAX_DROPS:  # begun anew under newer weights every time
+            raise RuntimeError(
+                f"{self.name} was dropped {MAX_DROPS} times in a row: at version {version} "
+                f"{type(self.workflow).__name__} returned trained tokens of version {self.oldest}, "
+                f"which rollout.max_head_offpolicyness={bound} is too low for; give tokens the "
+                "output_versions of the response that brought them, or raise the bound"
+            )
+        return Episode(
+            row=self.row,
+            workflow=self.workflow,
+            should_accept=self.should_accept,
+            drawn=self.drawn,
+            drops=self.drops + 1,
+            may_fail=self.drawn,
+        )
+
+
+# brings an episode to its end, in this process or another
+Runner = Callable[[Episode], Awaitable[None]]
+
 NEXT = {
     State.WAITING: (State.RUNNING,),
     State.RUNNING: (State.READY, State.REJECTED, State.BROKEN),
@@ -33,8 +148,6 @@ _TRAINED = {
     "skipped": "skipped_episodes",
     "skipped_samples": "skipped_samples",
 }
-
-Row = dict[str, Any]
 
 
 class AccountingError(AssertionError):
@@ -243,6 +356,11 @@ def number_of(episode: Episode) -> int:
 
 def _answers(episodes: Iterable[Episode]) -> Kept:
     return [(e.row.get("row_id"), e.answers.state()) for e in episodes if e.answers is not None]
+
+
+def by_kind(failed: Sequence[Failed]) -> str:
+    """Returns how many rollouts failed of each kind, in words, the most frequent first."""
+    return ", ".join(f"{n} {kind}" for kind, n in Counter(k for k, _ in failed).most_common())
 
 
 class Failures:

@@ -21,17 +21,18 @@ from megarl.api.batch import Batch, Padded
 from megarl.api.inference import InferenceEngine, RolloutWorkflow
 from megarl.api.tokens import concat_padded
 from megarl.config.rollout import RolloutConfig
-from megarl.rollout.episode import (
+from megarl.rollout.episode import batch_parts, conclude, run_all, run_episode
+from megarl.rollout.episodes import (
     Episode,
+    Episodes,
+    Failures,
+    Outcome,
+    RowStream,
     Runner,
     ShouldAccept,
     State,
-    batch_parts,
-    conclude,
-    run_all,
-    run_episode,
+    number_of,
 )
-from megarl.rollout.episodes import Episodes, Failures, Outcome, RowStream, number_of
 from megarl.rollout.loop_thread import LoopThread, PauseClock
 from megarl.rollout.staleness import Admission, head
 from megarl.utils import stopping

@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from itertools import islice, takewhile
 from typing import Protocol, TypeVar
 
-from megarl.rollout.episode import State
+from megarl.rollout.episodes import State
 
 Counts = Mapping[State, int]  # of episodes; 0 for a state that is not there
 

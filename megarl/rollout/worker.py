@@ -20,12 +20,11 @@ from torch import Tensor
 
 from megarl.api.inference import RolloutWorkflow
 from megarl.observability.logging import get_logger
-from megarl.rollout import tally
-from megarl.rollout.answers import Answer, AnswerLog
-from megarl.rollout.episode import Episode, run_episode
-from megarl.rollout.loop_thread import PauseClock
+from megarl.rollout.episode import run_episode
+from megarl.rollout.episode_context import Answer, AnswerLog
+from megarl.rollout.episodes import Episode
+from megarl.rollout.loop_thread import PauseClock, stuck_threads, take_counts
 from megarl.rollout.rewards.pool import close_copies
-from megarl.rollout.user_calls import stuck_threads
 from megarl.wire.routes import RouteShape
 
 if TYPE_CHECKING:
@@ -200,7 +199,7 @@ class EpisodeWorker:
                 "lag": client.opened().loop.take_lag(),
                 "lost_answers": client.lost_answers,
                 "stuck_threads": stuck_threads(),
-                "counts": tally.take(),
+                "counts": take_counts(),
             }
         )
 

@@ -17,10 +17,10 @@ import cloudpickle
 
 from megarl.api.inference import RolloutWorkflow
 from megarl.observability.logging import get_logger
-from megarl.rollout import tally
-from megarl.rollout.answers import AnswerLog, News
-from megarl.rollout.episode import Episode
+from megarl.rollout.episode_context import AnswerLog, News
+from megarl.rollout.episodes import Episode
 from megarl.rollout.generation import SETTLE_TIMEOUT
+from megarl.rollout.loop_thread import add_counts
 from megarl.rollout.pickling import pickled_workflow
 from megarl.rollout.worker import (
     ABOUT,
@@ -175,7 +175,7 @@ class Link:
             self.lag = max(self.lag, heard["lag"])
             self.lost_answers = heard["lost_answers"]
             self.stuck_threads = heard["stuck_threads"]
-            tally.add(heard["counts"])
+            add_counts(heard["counts"])
             for kind, ticket, *rest in heard["reports"]:
                 (self._ended if kind == "ended" else self._settled)(ticket, *rest)
 

@@ -27,7 +27,7 @@ from megarl.api.inference import FAILURES
 from megarl.observability.episodes import append_record, pack
 from megarl.observability.logging import get_logger
 from megarl.observability.run_log import DiskThread
-from megarl.rollout.episode import Episode
+from megarl.rollout.episodes import Episode
 from megarl.rollout.trajectory import REWARD_PART
 
 log = get_logger(__name__)

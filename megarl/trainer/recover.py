@@ -34,8 +34,8 @@ from megarl.config.recipe_engines import FROZEN, saved_engines
 from megarl.config.recipes import BaseConfig
 from megarl.config.secrets import fingerprint_tree
 from megarl.observability.logging import get_logger, warn_once_per_world
-from megarl.rollout.answers import Kept
 from megarl.rollout.client import RemoteSGLangEngine
+from megarl.rollout.episode_context import Kept
 from megarl.trainer.context import RunContext
 from megarl.trainer.run_dir import CHECKSUM, State, read_state, write_state
 from megarl.trainer.saver import Frequency, Saver

@@ -66,7 +66,7 @@ def gradients(path: str, parallel: dict[str, Any], b: Tensors, tokens: int) -> d
 def presets_in_turn(path: str, parts: list[Tensors]) -> dict[str, Any]:
     """Makes one update by every preset, one after the other, on the episodes `parts`, which may
     have failed samples; returns the metrics of all, and the weights at the end."""
-    from megarl.rollout.rollouts import without_failed
+    from megarl.rollout.episode import without_failed
 
     engine, stats = make_engine(path, {}), {}
     for name in NAMES:

@@ -112,7 +112,7 @@ def updates(
 ) -> dict[str, Any]:
     """Runs PPO's step without a critic; returns metrics and the weights after it. spoil: some
     samples fail in the "workflow", or in a reward model's "score" after the batch was placed."""
-    from megarl.rollout.rollouts import without_failed
+    from megarl.rollout.episode import without_failed
 
     actor = make_actor(path, parallel, ppo_n_minibatches=n, logp_gap_warn=100.0)
     b = samples()

@@ -16,8 +16,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megarl.rollout.episode import State
-from megarl.rollout.episodes import NEXT
+from megarl.rollout.episodes import NEXT, State
 from megarl.rollout.staleness import Admission, first_come, head
 
 RATE = 50.0  # tokens per second of one episode

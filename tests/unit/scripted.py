@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.api.records import ModelRequest, ModelResponse
+from megarl.rollout.loop_thread import closing
 from megarl.rollout.tools.tooling import ToolingEnv
-from megarl.rollout.user_calls import closing
 from tests.tiny_tokenizer import save_tokenizer
 
 # as Qwen's: tools in front, earlier thoughts removed, results that follow one another in one turn

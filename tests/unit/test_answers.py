@@ -8,9 +8,9 @@ import torch
 from megarl.api.inference import RolloutWorkflow
 from megarl.api.records import ModelRequest
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig, WeightSyncConfig
-from megarl.rollout.answers import AnswerLog, KeptAnswers
 from megarl.rollout.chat import ChatWorkflow
 from megarl.rollout.client import RemoteSGLangEngine
+from megarl.rollout.episode_context import AnswerLog, KeptAnswers
 from megarl.rollout.generation import Sample, routes_from
 from megarl.rollout.trajectory import to_batch
 from megarl.trainer.recover import AnswersFile

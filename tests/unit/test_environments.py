@@ -34,7 +34,8 @@ from megarl.rollout.environments.verifiers import (
     tasks,
     trained_part,
 )
-from megarl.rollout.episode import Episode, run_episode
+from megarl.rollout.episode import run_episode
+from megarl.rollout.episodes import Episode
 from megarl.rollout.gateway import token_ids
 from megarl.rollout.gateway.gateway import Gateway
 from megarl.rollout.gateway.prompt import GatewayConfig

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.rollout.rollouts import ROUNDING, check_episode
+from megarl.rollout.episode import ROUNDING, check_episode
 
 VERSION, VOCAB = 3, 20
 

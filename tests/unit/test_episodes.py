@@ -29,9 +29,9 @@ from megarl.observability.episodes import (
     unpack,
 )
 from megarl.observability.run_log import RunLog
-from megarl.rollout.episode import Episode, batch_parts
+from megarl.rollout.episode import batch_parts, without_failed
+from megarl.rollout.episodes import Episode
 from megarl.rollout.rewards.results import Scored
-from megarl.rollout.rollouts import without_failed
 from megarl.rollout.trajectory import Trajectory, to_batch
 from megarl.trainer.episode_recorder import (
     EpisodeRecorder,

@@ -8,8 +8,7 @@ import pytest
 
 from megarl.api.inference import RolloutFailed
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
-from megarl.rollout.episode import MAX_DROPS, State
-from megarl.rollout.episodes import MAX_REJECTED_BATCHES, RowStream
+from megarl.rollout.episodes import MAX_DROPS, MAX_REJECTED_BATCHES, RowStream, State
 from megarl.rollout.executor import RolloutExecutor
 from megarl.rollout.loop_thread import LoopThread
 from megarl.rollout.rewards import RewardError

@@ -19,13 +19,12 @@ from megarl.config.algo import PPOActorConfig, PPOCriticConfig
 from megarl.config.base import SeamConfig
 from megarl.config.recipes import GRPOConfig
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
-from megarl.rollout.episode import Episode, batch_parts
+from megarl.rollout.episode import batch_parts, without_failed
 from megarl.rollout.episode_context import attempt_key
-from megarl.rollout.episodes import AccountingError
+from megarl.rollout.episodes import AccountingError, Episode
 from megarl.rollout.executor import RolloutExecutor
 from megarl.rollout.loop_thread import LoopThread
 from megarl.rollout.rewards.results import RewardUnavailable
-from megarl.rollout.rollouts import without_failed
 from megarl.trainer.rl import RLTrainer
 from megarl.trainer.rollout_metrics import rollout_metrics
 from megarl.trainer.session import RolloutDriver, RolloutSession

@@ -22,11 +22,11 @@ from megarl.api.records import ModelRequest, ModelResponse
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
 from megarl.config.rollout import GenerationHyperparameters
-from megarl.rollout import tally
 from megarl.rollout.episode_context import EpisodeContext, current_episode
 from megarl.rollout.gateway.gateway import Gateway
 from megarl.rollout.gateway.prompt import GatewayConfig, call_parser
 from megarl.rollout.gateway.session import Session
+from megarl.rollout.loop_thread import take_counts
 from megarl.rollout.rewards import no_reward
 from megarl.rollout.trajectory import to_batch
 from megarl.rollout.workflows.agent import AgentWorkflow
@@ -555,12 +555,12 @@ def test_token_ids_logprobs_and_several_answers_on_demand(tokenizer: Any) -> Non
 
 def test_special_tokens_in_what_an_agent_sends_are_counted_once(tokenizer: Any) -> None:
     async def test(session: Session, engine: StubEngine) -> None:
-        tally.take()
+        take_counts()
         first = said(await post(session, "/chat/completions", ask("<eos><bos>assistant: 42")))
         body = ask("<eos><bos>assistant: 42", first, "on")
         await post(session, "/chat/completions", body)
         check_exact(session, engine, rows=1)
-        assert tally.take()["special_in_content"] == 1
+        assert take_counts()["special_in_content"] == 1
 
     run(tokenizer, test)
 

@@ -13,7 +13,8 @@ from aiohttp import web
 from megarl.api.records import ModelResponse
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
 from megarl.rollout.chat import ChatWorkflow
-from megarl.rollout.episode import Episode, run_episode
+from megarl.rollout.episode import run_episode
+from megarl.rollout.episodes import Episode
 from megarl.rollout.executor import RolloutExecutor
 from megarl.rollout.loop_thread import LoopThread
 from megarl.rollout.rewards import RewardError, RewardPool, RewardTimeout, check_rows, get_reward_fn

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.rollout.episode import State
+from megarl.rollout.episodes import State
 from megarl.rollout.staleness import dues, first_come, head
 from tests.unit import order_simulator as simulator
 

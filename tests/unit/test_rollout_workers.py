@@ -27,9 +27,8 @@ from megarl.api.records import ModelRequest, WeightUpdateMeta
 from megarl.api.tokens import concat_padded
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
 from megarl.rollout import client as client_module
-from megarl.rollout.answers import AnswerLog
 from megarl.rollout.client import RemoteSGLangEngine
-from megarl.rollout.episode_context import attempt_key
+from megarl.rollout.episode_context import AnswerLog, attempt_key
 from megarl.rollout.generation import Sample
 from megarl.rollout.pickling import pickled_workflow, share
 from megarl.rollout.rewards import RewardPool, get_reward_fn

@@ -16,8 +16,8 @@ from megarl.algos.rollouts import rollouts_of
 from megarl.api.batch import Batch
 from megarl.config.algo import PPOActorConfig
 from megarl.config.base import SeamConfig
-from megarl.rollout.episode import Episode, batch_parts
-from megarl.rollout.rollouts import check_episode, without_failed
+from megarl.rollout.episode import batch_parts, check_episode, without_failed
+from megarl.rollout.episodes import Episode
 from megarl.rollout.trajectory import Trajectory, to_batch
 from megarl.trainer.rollout_metrics import rollout_metrics
 from megarl.trainer.session import RolloutSession

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from megarl.rollout.episode import State
+from megarl.rollout.episodes import State
 from megarl.rollout.staleness import Admission
 
 

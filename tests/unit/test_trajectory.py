@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megarl.api.inference import FAILURES
 from megarl.api.records import ModelResponse
-from megarl.rollout.rollouts import check_episode, without_failed
+from megarl.rollout.episode import check_episode, without_failed
 from megarl.rollout.trajectory import Trajectory, Turn, to_batch
 
 # one turn of a random tree: (written, tokens, which of the turns so far it follows on)

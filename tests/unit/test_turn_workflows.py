@@ -19,9 +19,9 @@ from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.data.sources import load_rows
-from megarl.rollout import tally
+from megarl.rollout.episode import check_episode, without_failed
+from megarl.rollout.loop_thread import take_counts
 from megarl.rollout.rewards import RewardPool, get_reward_fn
-from megarl.rollout.rollouts import check_episode, without_failed
 from megarl.rollout.tools.tooling import LocalToolingEnv, ToolFailure, ToolingEnv
 from megarl.rollout.workflows.env import EnvWorkflow
 from megarl.rollout.workflows.multi_turn import Interaction, MultiTurnWorkflow, Reply
@@ -115,14 +115,14 @@ def test_calls_of_tools_and_special_tokens_in_results_are_counted(tokenizer, poo
         call("times", a=1, b=1) + call("broken"),
     ]
     engine = ScriptedEngine(tokenizer, lambda i, k, text: written[k])
-    tally.take()
+    take_counts()
     tools = [f"{HERE}:{name}" for name in ("times", "broken", "shout")]
     batch = run_episode(tool_flow(tokenizer, pool, tools=tools), engine, ROW)
     assert batch["valid"].tolist() == [False]
-    counts = tally.take()
+    counts = take_counts()
     assert (counts["tools/calls"], counts["tools/errors"]) == (6, 3)
     assert counts["special_in_content"] == 1
-    assert tally.take() == {}
+    assert take_counts() == {}
 
 
 class Shelf(ToolingEnv):

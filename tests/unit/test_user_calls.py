@@ -16,10 +16,10 @@ import pytest
 
 from megarl.api.inference import FAILURES
 from megarl.config.rollout import GenerationHyperparameters
-from megarl.rollout import user_calls
+from megarl.rollout import loop_thread
+from megarl.rollout.loop_thread import CallTimeout, ThreadsExhausted, call, stuck_threads
 from megarl.rollout.rewards import RewardPool
 from megarl.rollout.tools.tooling import LocalToolingEnv
-from megarl.rollout.user_calls import CallTimeout, ThreadsExhausted, call, stuck_threads
 from megarl.rollout.workflows.agent import AgentWorkflow
 from megarl.rollout.workflows.env import EnvWorkflow
 from tests.unit.scripted import ScriptedEngine, run_episode, tool_tokenizer
@@ -165,8 +165,8 @@ def test_a_call_that_ends_while_the_loop_is_late_is_in_time() -> None:
 
 
 def test_a_run_ends_where_too_many_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(user_calls, "MOST_STUCK", 3)
-    monkeypatch.setattr(user_calls, "PATIENCE", 0.0)
+    monkeypatch.setattr(loop_thread, "MOST_STUCK", 3)
+    monkeypatch.setattr(loop_thread, "PATIENCE", 0.0)
 
     async def run() -> None:
         env = LocalToolingEnv([hang], timeout=0.01)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from megarl.api.chat_template import ChatTemplate
-from megarl.rollout import tally
 from megarl.rollout.gateway.messages import BadRequest, Message, ToolCall
+from megarl.rollout.loop_thread import add_counts
 from megarl.rollout.tools.calls import FORMATS, parse_calls
 from megarl.utils.importing import is_import_path, load_object
 
@@ -117,7 +117,7 @@ class Renderer:
         for messages that the template refuses."""
         with _refused():
             chat = [m.for_template() for m in messages]
-            tally.add({"special_in_content": self._template.special_in(chat)})
+            add_counts({"special_in_content": self._template.special_in(chat)})
             return self._template.encode(self._template.text(chat, tools))
 
     def after(
@@ -130,7 +130,7 @@ class Renderer:
         """Returns the ids in which `rest` is read; see ChatTemplate.after. Raises BadRequest."""
         before, chat = [m.for_template() for m in history], [m.for_template() for m in rest]
         with _refused():
-            tally.add({"special_in_content": self._template.special_in(chat)})
+            add_counts({"special_in_content": self._template.special_in(chat)})
             return self._template.after(before, chat, tools, last_token=last_token)
 
     def answer(

@@ -46,7 +46,7 @@ class RewardTimeout(RewardError):
 
 
 def fails_sample(error: RewardError, on_reward_error: str) -> bool:
-    """Returns whether the error fails its sample (then it is made anew, see rollout.rollouts), and
+    """Returns whether the error fails its sample (then it is made anew, see rollout.episode), and
     not the run. on_reward_error: rollout's."""
     return on_reward_error == "reject" or isinstance(error, RewardUnavailable)
 

@@ -15,9 +15,8 @@ from typing import Any
 import pydantic
 
 from megarl.api.records import ModelResponse
-from megarl.rollout import tally
+from megarl.rollout.loop_thread import CallTimeout, ThreadsExhausted, add_counts, call, closing
 from megarl.rollout.tools.calls import ToolCall, parse_calls
-from megarl.rollout.user_calls import CallTimeout, ThreadsExhausted, call, closing
 from megarl.utils.importing import load_object, option_problems
 
 TOOL_TIMEOUT = 30.0  # seconds
@@ -65,8 +64,8 @@ class ToolingEnv(ABC):
 
 class LocalToolingEnv(ToolingEnv):
     """Has functions as tools, plain or async; each may take `timeout` s. A plain function runs in a
-    thread of its own, see user_calls.call: one that overruns goes on, unseen. A function that takes
-    a parameter `row` gets the row of the data there, and the model does not see it. others:
+    thread of its own, see loop_thread.call: one that overruns goes on, unseen. A function that
+    takes a parameter `row` gets the row of the data there, and the model does not see it. others:
     environments whose tools it has, too."""
 
     def __init__(
@@ -275,15 +274,15 @@ class ToolExecutor:
 async def answer_call(env: ToolingEnv, call: ToolCall, max_result: int) -> dict[str, Any]:
     """Returns the message that answers a call, its text cut to `max_result` characters. Raises
     ToolFailure."""
-    tally.add({"tools/calls": 1, "tools/errors": 0})
+    add_counts({"tools/calls": 1, "tools/errors": 0})
     text = f"Error: {call.error}"
     try:
         if not call.error:
             text = await env.aexecute(call.name, call.arguments)
     except ToolFailure:
-        tally.add({"tools/errors": 1})
+        add_counts({"tools/errors": 1})
         raise
-    tally.add({"tools/errors": int(text.startswith("Error"))})
+    add_counts({"tools/errors": int(text.startswith("Error"))})
     if len(text) > max_result:
         text = f"{text[:max_result]}... ({len(text)} characters)"
     return {"role": "tool", "name": call.name, "content": text}

@@ -15,9 +15,9 @@ from megarl.observability.logging import get_logger
 from megarl.rollout.chat import ChatOptions, ChatWorkflow, all_of
 from megarl.rollout.episode_context import attempt_key
 from megarl.rollout.gateway.session import MOST_REWARD, Session
+from megarl.rollout.loop_thread import ThreadsExhausted, call
 from megarl.rollout.rewards import no_reward
 from megarl.rollout.trajectory import Trajectory, to_batch
-from megarl.rollout.user_calls import ThreadsExhausted, call
 from megarl.utils.importing import load_object
 
 log = get_logger(__name__)

@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any, Protocol, Unpack
 
 from megarl.config.rollout import GenerationHyperparameters
+from megarl.rollout.loop_thread import call
 from megarl.rollout.trajectory import Trajectory
-from megarl.rollout.user_calls import call
 from megarl.rollout.workflows.multi_turn import (
     INTERACTION_TIMEOUT,
     Message,

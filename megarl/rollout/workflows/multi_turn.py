@@ -15,8 +15,8 @@ from megarl.api.inference import InferenceEngine
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.observability.logging import get_logger
 from megarl.rollout.chat import ChatOptions, ChatWorkflow, all_of
+from megarl.rollout.loop_thread import ThreadsExhausted, call, closing
 from megarl.rollout.trajectory import Trajectory, to_batch
-from megarl.rollout.user_calls import ThreadsExhausted, call, closing
 from megarl.utils.importing import load_object, option_problems
 
 log = get_logger(__name__)
