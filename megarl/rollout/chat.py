@@ -1,4 +1,4 @@
-"""Defines ChatWorkflow, which has what every workflow of turns needs."""
+"""Defines ChatWorkflow, which has what every workflow of turns needs, and MixedWorkflow."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Self, TypedDict
 
+from megarl.api.batch import Padded
 from megarl.api.chat_template import ChatTemplate
 from megarl.api.inference import SAMPLES_MISSING, InferenceEngine, RolloutWorkflow
 from megarl.api.records import ModelRequest, ModelResponse
@@ -209,6 +210,22 @@ class ChatWorkflow(RolloutWorkflow):
         if prompt is None:
             prompt = self._chat.text(data["messages"], data.get("tools") or ())
         return prompt, list(self._chat.encode(prompt) if ids is None else ids)
+
+
+class MixedWorkflow(RolloutWorkflow):
+    """Runs an episode by the workflow of the row's part, each of which has its own reward.
+
+    workflows: by the part's name, which the row has in `dataset`. gconfig: that of all of them.
+    """
+
+    def __init__(
+        self, workflows: Mapping[str, RolloutWorkflow], gconfig: GenerationHyperparameters
+    ) -> None:
+        self.gconfig, self.workflows = gconfig, workflows
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Padded | None:
+        """Returns what the part's workflow does."""
+        return await self.workflows[data["dataset"]].arun_episode(engine, data)
 
 
 def _turn(sample: Trajectory) -> tuple[int, ...]:

@@ -19,8 +19,14 @@ from megarl.config.recipe_engines import server_addresses
 from megarl.config.recipes import GRPOConfig
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig, WeightSyncConfig
 from megarl.config.script import CLIENT_KEYS, note_read
-from megarl.parallel.rank_zero import RankZero
-from megarl.rollout.driver import SharedArrival, check_same_data, check_same_rows, driver_of_world
+from megarl.parallel import exchange  # noqa: F401  a Batch of several ranks travels by it
+from megarl.parallel.rank_zero import (
+    RankZero,
+    SharedArrival,
+    check_same_data,
+    check_same_rows,
+    driver_of_world,
+)
 from megarl.rollout.episode import has_signal
 from megarl.rollout.episode_context import EpisodeContext, current_episode
 from megarl.rollout.episodes import ShouldAccept

@@ -32,12 +32,12 @@ from megarl.observability.report.runs import EVAL_REWARDS_FILE
 from megarl.observability.run_log import RunLog
 from megarl.observability.stats_tracker import record_timing
 from megarl.parallel.rank_zero import on_rank_zero
+from megarl.rollout.chat import MixedWorkflow
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.rollout.executor import RolloutExecutor
 from megarl.rollout.local import SGLangEngine
 from megarl.rollout.pickling import pickled_workflow
 from megarl.rollout.rewards import RewardPool, check_rows, reward_of, shared_pool
-from megarl.rollout.workflows.mixed import MixedWorkflow
 from megarl.trainer.rollout_metrics import completions
 from megarl.trainer.saver import Frequency
 from megarl.trainer.scores import figures, final_answers

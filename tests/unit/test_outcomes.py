@@ -11,10 +11,10 @@ from megarl.config.dataset import DatasetConfig, PartConfig
 from megarl.config.rollout import RolloutConfig
 from megarl.data.dataset import RowDataset
 from megarl.data.loader import build_dataloader, go_on
+from megarl.rollout.chat import MixedWorkflow
 from megarl.rollout.episodes import Outcome
 from megarl.rollout.executor import RolloutExecutor
 from megarl.rollout.loop_thread import LoopThread
-from megarl.rollout.workflows.mixed import MixedWorkflow
 from megarl.trainer.session import Results
 from tests.unit.rollout_fakes import FakeEngine, Scripted, prepare_batch, row_ids, trajectory
 

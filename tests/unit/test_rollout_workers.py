@@ -27,6 +27,7 @@ from megarl.api.records import ModelRequest, WeightUpdateMeta
 from megarl.api.tokens import concat_padded
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
 from megarl.rollout import client as client_module
+from megarl.rollout.chat import MixedWorkflow
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.rollout.episode_context import AnswerLog, attempt_key
 from megarl.rollout.generation import Sample
@@ -38,7 +39,6 @@ from megarl.rollout.worker import HEAR, EpisodeWorker, packed, unpacked
 from megarl.rollout.workers import MOST_DEATHS, WorkerPool, WorkersLost
 from megarl.rollout.workflows.agent import AgentWorkflow
 from megarl.rollout.workflows.env import EnvWorkflow
-from megarl.rollout.workflows.mixed import MixedWorkflow
 from megarl.rollout.workflows.rlvr import RLVRWorkflow
 from megarl.rollout.workflows.tool import ToolWorkflow
 from megarl.rpc.errors import RpcError
