@@ -11,7 +11,7 @@ import asyncio
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import cloudpickle
 
@@ -49,19 +49,9 @@ MOST_DEATHS = 3  # of workers of a place, none of which ended an episode, or tha
 MARGIN = 5.0  # seconds beyond its own time limit in which a worker must say how it went
 
 
-class Process(Protocol):
-    """Is a worker process that serves an EpisodeWorker."""
-
-    async def call(self, verb: str, payload: Any = None) -> Any:
-        """Returns the worker's answer. Raises RemoteError where it raised, RpcError where it has
-        ended."""
-
-    def stop(self) -> None:
-        """Ends it."""
-
-
 class RpcProcess:
-    """Starts and holds worker number `index`, a process beside this one."""
+    """Starts and holds worker number `index`, a process beside this one that serves an
+    EpisodeWorker."""
 
     def __init__(self, index: int) -> None:
         """Raises what LocalScheduler.start does."""
@@ -77,7 +67,8 @@ class RpcProcess:
         )
 
     async def call(self, verb: str, payload: Any = None) -> Any:
-        """Returns the worker's answer; see Process."""
+        """Returns the worker's answer. Raises RemoteError where it raised, RpcError where it has
+        ended."""
         return await self._group.clients[0].acall(verb, payload)
 
     def stop(self) -> None:
@@ -86,31 +77,23 @@ class RpcProcess:
 
 
 @dataclass(eq=False)
-class Job:
-    """Holds an episode that a worker is to run. deaths: of workers that ran it."""
-
-    ticket: int
-    episode: Episode
-    done: asyncio.Future[None]
-    deaths: int = 0
-
-
-@dataclass(eq=False)
 class Link:
     """Holds the coordinator's end of a worker. All of it runs in the client's loop.
 
-    jobs: that it runs, by ticket. known_workflows: the numbers of the workflows that it has. lag,
-    lost_answers, stuck_threads: what it said last. proved: an episode has ended in it.
+    episodes: that it runs, by ticket, each with the future of its end. known_workflows: the numbers
+    of the workflows that it has. lag, lost_answers, stuck_threads: what it said last. proved: an
+    episode has ended in it. error: as which it died.
     """
 
     index: int
-    process: Process
-    jobs: dict[int, Job] = field(default_factory=dict)
+    process: RpcProcess
+    episodes: dict[int, tuple[Episode, asyncio.Future[None]]] = field(default_factory=dict)
     known_workflows: set[int] = field(default_factory=set)
     lag: float = 0.0
     lost_answers: int | None = None
     stuck_threads: int = 0
     proved: bool = False
+    error: BaseException | None = None
     _outbox: list[tuple[Any, ...]] = field(default_factory=list)
     _flush_waiters: list[asyncio.Future[None]] = field(default_factory=list)
     _settling: dict[int, asyncio.Future[bool]] = field(default_factory=dict)
@@ -133,6 +116,33 @@ class Link:
         wait = self._settling[number] = asyncio.get_running_loop().create_future()
         self.send("settle", number, timeout)
         return wait
+
+    async def run(self, ticket: int, episode: Episode, flow: int, pickled: bytes) -> None:
+        """Has it run an episode of the workflow of this number, which it gets the first time.
+        Raises RpcError where it dies."""
+        if self.error is not None:
+            raise self.error
+        if flow not in self.known_workflows:
+            self.known_workflows.add(flow)
+            self.send("workflow", flow, pickled)
+        about = {name: getattr(episode, name) for name in ABOUT}
+        kept = None if episode.answers is None else episode.answers.kept
+        end = asyncio.get_running_loop().create_future()
+        self.episodes[ticket] = episode, end
+        self.send("run", ticket, flow, about, kept)
+        try:
+            await end
+        except asyncio.CancelledError:
+            if self.episodes.pop(ticket, None) is not None:
+                self.send("cancel", ticket)
+            raise
+
+    def lose(self, error: BaseException) -> None:
+        """Ends its episodes, and what comes to it, with an error."""
+        self.error = error
+        for _, end in self.episodes.values():
+            if not end.done():
+                end.set_exception(error)
 
     async def talk(self) -> None:
         """Exchanges messages with it until it dies. Raises RpcError then."""
@@ -183,21 +193,22 @@ class Link:
         self, ticket: int, result: Mapping[str, Any], error: bytes | None, news: News | None
     ) -> None:
         self.proved = True
-        if (job := self.jobs.pop(ticket, None)) is None:
+        if ticket not in self.episodes:
             return  # it was cancelled meanwhile
-        episode = job.episode
+        episode, end = self.episodes.pop(ticket)
         for name, value in result.items():
             setattr(episode, name, value)
         if error is not None:
             episode.error = cloudpickle.loads(error)
         if episode.answers is not None and news is not None:
             episode.answers.hear(news)
-        job.done.set_result(None)
+        _resolve(end, None)
 
     def _settled(self, number: int, settled: bool, news: list[tuple[int, News]]) -> None:
         for ticket, heard in news:
-            if (job := self.jobs.get(ticket)) is not None and job.episode.answers is not None:
-                job.episode.answers.hear(heard)
+            episode, _ = self.episodes.get(ticket, (None, None))
+            if episode is not None and episode.answers is not None:
+                episode.answers.hear(heard)
         _resolve(self._settling.pop(number), settled)
 
 
@@ -243,13 +254,13 @@ class WorkerPool:
     methods run in the client's loop, but `stop` and `stats`."""
 
     def __init__(
-        self, client: RemoteSGLangEngine, start: Callable[[int], Process] = RpcProcess
+        self, client: RemoteSGLangEngine, start: Callable[[int], RpcProcess] = RpcProcess
     ) -> None:
         self._client, self._start = client, start
-        self._processes: list[Process] = []  # all that were started
+        self._processes: list[RpcProcess] = []  # all that were started
         self._stopped = False
         self._workers: dict[int, Link] = {}  # those that run, by number
-        self._waiting: list[Job] = []  # for a worker
+        self._next: asyncio.Future[Link] | None = None  # the worker that begins next
         self._flows = Workflows(client.config.workers, self._forget)
         self._tasks: set[asyncio.Task[None]] = set()
         self._held = False
@@ -275,17 +286,41 @@ class WorkerPool:
             end.result()
 
     async def run(self, episode: Episode) -> None:
-        """Runs an episode as run_episode does. Raises WorkersLost where workers die in a row."""
+        """Runs an episode as run_episode does, in the worker that runs the fewest. Where that dies,
+        the episode begins again, with the answers that are known of it, in the worker that begins
+        next: an episode that kills workers takes no others along. Raises WorkersLost where workers
+        die in a row."""
+        deaths = 0
+        while True:
+            try:
+                flow = self._flows.number(episode.workflow)
+            except TypeError as e:
+                episode.error = e
+                return
+            worker = await self._worker(new=deaths > 0)
+            self._ticket += 1
+            try:
+                await worker.run(self._ticket, episode, flow, self._flows.pickled[flow])
+                return
+            except RpcError as e:
+                deaths += 1
+                if deaths == MOST_DEATHS:
+                    died = f"{MOST_DEATHS} workers of rollout.workers died"
+                    why = f"{died} while they ran {episode.name}; the last: {e}"
+                    raise WorkersLost(why) from e
+            if episode.answers is not None:
+                episode.answers = AnswerLog(episode.answers.state())
+
+    async def _worker(self, *, new: bool) -> Link:
+        """Returns the worker that runs the fewest episodes; the one that begins next where it is to
+        be `new`, or none runs. Raises WorkersLost where none will."""
         if self._failed is not None:
             raise self._failed
-        self._ticket += 1
-        job = Job(self._ticket, episode, asyncio.get_running_loop().create_future())
-        self._assign(job)
-        try:
-            await job.done
-        except asyncio.CancelledError:
-            self._cancel(job)
-            raise
+        if self._workers and not new:
+            return min(self._workers.values(), key=lambda w: len(w.episodes))
+        if self._next is None:
+            self._next = asyncio.get_running_loop().create_future()
+        return await asyncio.shield(self._next)
 
     # the state of all clients, and pauses
 
@@ -341,36 +376,6 @@ class WorkerPool:
             worker.send(*item)
         await self.flushed()
 
-    # episodes
-
-    def _assign(self, job: Job) -> None:
-        """Gives an episode to the worker that runs the fewest."""
-        if not self._workers:
-            self._waiting.append(job)
-            return
-        worker = min(self._workers.values(), key=lambda w: len(w.jobs))
-        episode = job.episode
-        try:
-            flow = self._flows.number(episode.workflow)
-        except TypeError as e:
-            episode.error = e
-            job.done.set_result(None)
-            return
-        if flow not in worker.known_workflows:
-            worker.known_workflows.add(flow)
-            worker.send("workflow", flow, self._flows.pickled[flow])
-        about = {name: getattr(episode, name) for name in ABOUT}
-        kept = None if episode.answers is None else episode.answers.kept
-        worker.jobs[job.ticket] = job
-        worker.send("run", job.ticket, flow, about, kept)
-
-    def _cancel(self, job: Job) -> None:
-        if job in self._waiting:
-            self._waiting.remove(job)
-        for worker in self._workers.values():
-            if worker.jobs.pop(job.ticket, None) is not None:
-                worker.send("cancel", job.ticket)
-
     def _forget(self, flow: int) -> None:
         for worker in self._workers.values():
             if flow in worker.known_workflows:
@@ -414,19 +419,19 @@ class WorkerPool:
         worker.send("follow", self._state)
         if self._held:
             worker.send("hold")
-        waiting, self._waiting = self._waiting, []
-        for job in waiting:
-            self._assign(job)
+        if self._next is not None:
+            self._next.set_result(worker)
+            self._next = None
         return worker
 
-    def _started(self, index: int) -> Process:
+    def _started(self, index: int) -> RpcProcess:
         process = self._start(index)
         self._processes.append(process)
         if self._stopped:
             process.stop()
         return process
 
-    async def _end(self, process: Process) -> None:
+    async def _end(self, process: RpcProcess) -> None:
         await asyncio.to_thread(process.stop)
         self._processes.remove(process)
 
@@ -438,49 +443,27 @@ class WorkerPool:
         if self._stopped:
             return
         self.deaths += 1
-        jobs = [] if worker is None else list(worker.jobs.values())
-        log.warning("%s; its %d episodes run again, and another is started", error, len(jobs))
-        for job in jobs:
-            self._run_again(job, error)
+        count = 0 if worker is None else len(worker.episodes)
+        log.warning("%s; its %d episodes run again, and another is started", error, count)
         if worker is not None:
             del self._workers[index]
+            worker.lose(error)
             self._lost_answers += worker.lost_answers or 0
             await self._end(worker.process)
         if in_a_row == MOST_DEATHS:
-            why = (
+            raise WorkersLost(
                 f"{in_a_row} workers of rollout.workers died in a row, and none of them ended an "
-                "episode"
-            )
-            raise _lost(why, error)
-
-    def _run_again(self, job: Job, error: RpcError) -> None:
-        """Has the worker that begins next run an episode from its beginning, with the answers that
-        are known of it: an episode that kills workers takes no others along."""
-        job.deaths += 1
-        if job.done.done():
-            return
-        if job.deaths == MOST_DEATHS:
-            died = f"{MOST_DEATHS} workers of rollout.workers died"
-            job.done.set_exception(_lost(f"{died} while they ran {job.episode.name}", error))
-            return
-        if job.episode.answers is not None:
-            job.episode.answers = AnswerLog(job.episode.answers.state())
-        self._waiting.append(job)
+                f"episode; the last: {error}"
+            ) from error
 
     def _fail(self, error: BaseException) -> None:
         """Ends all episodes with an error, and all that are still to come."""
         self._failed = error
-        jobs = [job for worker in self._workers.values() for job in worker.jobs.values()]
-        for job in (*jobs, *self._waiting):
-            if not job.done.done():
-                job.done.set_exception(error)
-
-
-def _lost(text: str, last: RpcError) -> WorkersLost:
-    """Returns the error that `text` tells, for which the last death is the cause."""
-    lost = WorkersLost(f"{text}; the last: {last}")
-    lost.__cause__ = last
-    return lost
+        for worker in self._workers.values():
+            worker.lose(error)
+        if self._next is not None:
+            self._next.set_exception(error)
+            self._next = None
 
 
 def _resolve(future: asyncio.Future[T], value: T) -> None:
