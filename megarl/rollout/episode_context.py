@@ -114,8 +114,6 @@ def stable_seed(*key: object) -> int:
 # admitted, of its episode
 Answer = dict[str, Any]
 Kept = list[tuple[Any, list[Answer]]]  # of each episode, the row's id and its answers
-# which kept answers no request has asked for, and what is new of each request, by its index
-News = tuple[list[int], list[tuple[int, Answer]]]
 _TENSORS = ("tokens", "logprobs", "versions")
 
 
@@ -123,14 +121,14 @@ class AnswerLog:
     """Holds the answers of one episode. `kept`: those of the same episode before a resume.
     `admitted`: the version at the episode's begin, which its seeds, and so its requests, go by.
 
-    An episode that another process runs has a log in both: what `news` returns there, `hear` takes
-    in here.
+    An episode that another process runs has a log in both: what `all` returns there, `hear` takes in
+    here.
     """
 
     def __init__(self, kept: Iterable[Answer] = ()) -> None:
         self.kept = list(kept)
         self.admitted: int | None = next((a.get("admitted") for a in self.kept), None)
-        self._kept = self.kept  # that no request has asked for yet
+        self._kept = self.kept  # that no request of this process has asked for yet
         self._requests: list[_Request] = []
         self._cut: list[tuple[_Request, int, str]] = []  # with length and stop reason
         self._kept_at_cut = self._kept
@@ -179,40 +177,29 @@ class AnswerLog:
         answers = [request.upto(n, reason) for request, n, reason in self._cut if n]
         return [a | {"admitted": self.admitted} for a in self._kept_at_cut + answers]
 
-    def news(self) -> News:
-        """Returns what has come since the last call."""
-        left = {id(answer) for answer in self._kept}
-        parts = ((i, request.news()) for i, request in enumerate(self._requests))
-        return (
-            [i for i, answer in enumerate(self.kept) if id(answer) in left],
-            [(i, part) for i, part in parts if part is not None],
-        )
+    def all(self) -> list[Answer]:
+        """Returns the answers as they are, but those without a token; plain data."""
+        far = [(request, *request.progress()) for request in self._requests]
+        return self._kept + [request.upto(n, reason) for request, n, reason in far if n]
 
-    def hear(self, news: News) -> None:
-        """Takes in the news of the log in the process that runs the episode."""
-        left, parts = news
-        self._kept = [self.kept[i] for i in left]
-        for index, part in parts:
-            while len(self._requests) <= index:
-                self._requests.append(_Request())
-            self._requests[index].add(part)
+    def hear(self, answers: list[Answer]) -> None:
+        """Takes in `all` of the log in the process that runs the episode."""
+        self._kept = answers
 
 
 class _Request:
-    """Holds a request's answer: in a sample that grows, and as tensors after its end. Without a
-    sample, it is of another process, and known as far as it was heard of."""
+    """Holds a request's answer: in a sample that grows, and as tensors after its end."""
 
-    def __init__(self, sample: Sample | None = None) -> None:
-        self.key = None if sample is None else _digest(sample)
-        self._sample = sample
-        self._answer: Answer = {"stop_reason": ""}
-        self._reported = 0, "", 0  # tokens, stop reason and routes of the last news
+    def __init__(self, sample: Sample) -> None:
+        self.key = _digest(sample)
+        self._sample: Sample | None = sample
+        self._answer: Answer = {}
 
     def progress(self) -> tuple[int, str]:
         """Returns the tokens there are, and the stop reason ("" while it goes on)."""
         if self._sample is not None:
             return self._sample.response.output_len, self._sample.response.stop_reason
-        return len(self._answer.get("tokens", ())), self._answer["stop_reason"]
+        return len(self._answer["tokens"]), self._answer["stop_reason"]
 
     def compact(self) -> None:
         """Keeps the answer in 12 bytes per token, routes apart, from now on."""
@@ -242,25 +229,6 @@ class _Request:
             lengths["routes"] = max(0, len(whole["routes"]) - later)
         parts = {name: whole[name][:length].clone() for name, length in lengths.items()}
         return whole | parts | {"stop_reason": stop_reason}
-
-    def news(self) -> Answer | None:
-        """Returns what has come since the last call; None for nothing."""
-        tokens, reason, routes = self._reported
-        if self.key is None or self.progress() == (tokens, reason):
-            return None
-        whole = self._whole()
-        self._reported = *self.progress(), len(whole.get("routes", ()))
-        first = dict.fromkeys(_TENSORS, tokens) | {"routes": routes}
-        return whole | {name: whole[name][n:] for name, n in first.items() if name in whole}
-
-    def add(self, part: Answer) -> None:
-        """Takes in what `news` returned in the other process."""
-        known = self._answer
-        grown = {name: part[name] for name in (*_TENSORS, "routes") if name in part}
-        self._answer = part | {
-            name: torch.cat([known[name], new]) if name in known else new.clone()
-            for name, new in grown.items()
-        }
 
 
 class KeptAnswers:

@@ -34,25 +34,10 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
-from typing import Protocol, TypeVar
 
-from megarl.rollout.episodes import State
+from megarl.rollout.episodes import Episode, State
 
 Counts = Mapping[State, int]  # of episodes; 0 for a state that is not there
-
-
-class Live(Protocol):
-    """Describes an episode that is submitted and in no batch yet.
-
-    began: the oldest version that its tokens may be of; None before it begins.
-    place: its place in the order of completion; None before it is accepted.
-    """
-
-    began: int | None
-    place: int | None
-
-
-E = TypeVar("E", bound=Live)
 
 
 @dataclass(kw_only=True)
@@ -148,7 +133,9 @@ class Admission:
                 "call update_weights or set_version after every training step"
             )
 
-    def first_come(self, live: Sequence[E], count: int, version: int, counts: Counts) -> list[E]:
+    def first_come(
+        self, live: Sequence[Episode], count: int, version: int, counts: Counts
+    ) -> list[Episode]:
         """Returns those of `live` that make a batch in order of completion, see `first_come`; no
         room is kept for those that cannot begin before there is a batch."""
         blocked = counts[State.WAITING] if self.room(version, counts) <= 0 else 0
@@ -165,15 +152,15 @@ def _in_flight(counts: Counts) -> int:
     return counts[State.RUNNING] + counts[State.READY]
 
 
-def head(live: Iterable[E], count: int) -> list[E]:
+def head(live: Iterable[Episode], count: int) -> list[Episode]:
     """Returns the first `count` of `live`, which are in order of submission, up to the first that
     is not accepted yet."""
     return list(islice(takewhile(lambda e: e.place is not None, live), count))
 
 
 def first_come(
-    live: Sequence[E], count: int, *, version: int, bound: int, blocked: int = 0
-) -> list[E]:
+    live: Sequence[Episode], count: int, *, version: int, bound: int, blocked: int = 0
+) -> list[Episode]:
     """Returns those accepted episodes of `live` that the batch of `version` takes, in order of
     completion: fewer than `count` while it has to wait. bound: eta, in versions.
 
@@ -183,7 +170,7 @@ def first_come(
     """
     begun = (e.began for e in live[: len(live) - blocked] if e.began is not None)
     due = dues(begun, count, version=version, bound=bound)
-    taken: list[E] = []
+    taken: list[Episode] = []
     finished = sorted(((e.place, i) for i, e in enumerate(live) if e.place is not None))
     for _, i in finished:
         began = live[i].began

@@ -212,14 +212,14 @@ class EpisodeWorker:
         if self._running.pop(ticket, None) is None:
             return  # it was cancelled
         result = {name: getattr(episode, name) for name in RESULT}
-        news = None if episode.answers is None else episode.answers.news()
-        self._report("ended", ticket, result, _portable(episode.error), news)
+        answers = None if episode.answers is None else episode.answers.all()
+        self._report("ended", ticket, result, _portable(episode.error), answers)
 
     async def _settle(self, number: int, timeout: float) -> None:
         settled = await self._opened().opened().samples.settled(timeout)
         logs = [(ticket, e.answers) for ticket, (_, e) in self._running.items()]
-        news = [(ticket, answers.news()) for ticket, answers in logs if answers is not None]
-        self._report("settled", number, settled, news)
+        answers = [(ticket, log.all()) for ticket, log in logs if log is not None]
+        self._report("settled", number, settled, answers)
 
     def _report(self, *report: Any) -> None:
         self._reports.append(report)

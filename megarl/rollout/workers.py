@@ -17,7 +17,7 @@ import cloudpickle
 
 from megarl.api.inference import RolloutWorkflow
 from megarl.observability.logging import get_logger
-from megarl.rollout.episode_context import AnswerLog, News
+from megarl.rollout.episode_context import Answer, AnswerLog
 from megarl.rollout.episodes import Episode
 from megarl.rollout.generation import SETTLE_TIMEOUT
 from megarl.rollout.loop_thread import add_counts
@@ -190,7 +190,11 @@ class Link:
                 (self._ended if kind == "ended" else self._settled)(ticket, *rest)
 
     def _ended(
-        self, ticket: int, result: Mapping[str, Any], error: bytes | None, news: News | None
+        self,
+        ticket: int,
+        result: Mapping[str, Any],
+        error: bytes | None,
+        answers: list[Answer] | None,
     ) -> None:
         self.proved = True
         if ticket not in self.episodes:
@@ -200,12 +204,12 @@ class Link:
             setattr(episode, name, value)
         if error is not None:
             episode.error = cloudpickle.loads(error)
-        if episode.answers is not None and news is not None:
-            episode.answers.hear(news)
+        if episode.answers is not None and answers is not None:
+            episode.answers.hear(answers)
         _resolve(end, None)
 
-    def _settled(self, number: int, settled: bool, news: list[tuple[int, News]]) -> None:
-        for ticket, heard in news:
+    def _settled(self, number: int, settled: bool, answers: list[tuple[int, list[Answer]]]) -> None:
+        for ticket, heard in answers:
             episode, _ = self.episodes.get(ticket, (None, None))
             if episode is not None and episode.answers is not None:
                 episode.answers.hear(heard)
