@@ -7,7 +7,7 @@ import copy
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial, wraps
 from typing import Any, Self, TypeVar
 
@@ -34,7 +34,7 @@ from megarl.rollout.executor import RolloutExecutor
 from megarl.rollout.gateway.gateway import Gateway
 from megarl.rollout.gateway.prompt import GatewayConfig
 from megarl.rollout.gateway.session import Session
-from megarl.rollout.generation import Generator, Sample, fill_ids
+from megarl.rollout.generation import Connection, Generator, Sample, fill_ids
 from megarl.rollout.loop_thread import LoopThread, stuck_threads, take_counts
 from megarl.rollout.pausing import Pauses
 from megarl.rollout.routes import check_routes
@@ -44,15 +44,6 @@ from megarl.utils.importing import load_object
 from megarl.wire.routes import RouteShape
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Connection:
-    """Holds what an open client has: its event loop, the servers, and what sends them samples."""
-
-    loop: LoopThread
-    pool: ServerPool
-    samples: Generator
 
 
 class RemoteSGLangEngine(InferenceEngine):
@@ -443,8 +434,9 @@ class RemoteSGLangEngine(InferenceEngine):
         workflow_builder: Callable[[], RolloutWorkflow] | None = None,
         should_accept: ShouldAccept | None = None,
     ) -> None:
-        """Queues one episode; see RolloutExecutor.submit. On the driver only."""
-        self.executor.submit(data, workflow, workflow_builder, should_accept)
+        """Queues one episode; see RolloutExecutor.submit. On the driver only. This and what follows
+        raises ValueError unless either a workflow or a builder of one is given."""
+        self.executor.submit(data, _workflow(workflow, workflow_builder), should_accept)
 
     def wait(
         self, count: int, timeout: float | None = None, should_accept: ShouldAccept | None = None
@@ -462,9 +454,8 @@ class RemoteSGLangEngine(InferenceEngine):
         """Returns the samples of all rows; see RolloutExecutor.rollout_batch. Collective. Raises
         ValueError where the ranks' rows differ."""
         check_same_rows(data, self._everyone())
-        return self.share(
-            lambda: [self.executor.rollout_batch(data, workflow, workflow_builder, should_accept)]
-        )
+        flow = partial(_workflow, workflow, workflow_builder)  # on the driver alone
+        return self.share(lambda: [self.executor.rollout_batch(data, flow(), should_accept)])
 
     def prepare_batch(
         self,
@@ -478,8 +469,9 @@ class RemoteSGLangEngine(InferenceEngine):
         if dataloader is not self._loader:
             check_same_data(dataloader, self._everyone())
             self._loader = dataloader
-        given = (dataloader, workflow, workflow_builder, should_accept or self.should_accept)
-        return self.share(lambda: self.executor.prepare_parts(*given))
+        accept = should_accept or self.should_accept
+        flow = partial(_workflow, workflow, workflow_builder)
+        return self.share(lambda: self.executor.prepare_parts(dataloader, flow(), accept))
 
     def stats(self) -> dict[str, float]:
         """Returns the executor's counters and timings, see RolloutExecutor.stats; loop_lag, the
@@ -494,3 +486,13 @@ class RemoteSGLangEngine(InferenceEngine):
         if (lost := self.lost_answers) is not None:
             stats["lost_answers"] = stats.get("lost_answers", 0.0) + lost
         return stats
+
+
+def _workflow(
+    workflow: RolloutWorkflow | None, builder: Callable[[], RolloutWorkflow] | None
+) -> RolloutWorkflow:
+    if workflow is not None and builder is None:
+        return workflow
+    if builder is None or workflow is not None:
+        raise ValueError("pass either workflow or workflow_builder")
+    return builder()

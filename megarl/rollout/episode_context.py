@@ -121,8 +121,8 @@ class AnswerLog:
     """Holds the answers of one episode. `kept`: those of the same episode before a resume.
     `admitted`: the version at the episode's begin, which its seeds, and so its requests, go by.
 
-    An episode that another process runs has a log in both: what `all` returns there, `hear` takes in
-    here.
+    An episode that another process runs has a log in both: `hear` takes in here what `all` returns
+    there.
     """
 
     def __init__(self, kept: Iterable[Answer] = ()) -> None:

@@ -38,7 +38,6 @@ from megarl.rollout.staleness import Admission, head
 from megarl.utils import stopping
 
 Row = dict[str, Any]
-WorkflowBuilder = Callable[[], RolloutWorkflow]
 # episodes in flight when rollout.max_concurrent_rollouts is null and no training batch says more
 DEFAULT_CONCURRENCY = 256
 LOOK_AROUND = 1.0  # seconds at most until a waiting caller notices a signal
@@ -91,14 +90,11 @@ class RolloutExecutor:
     def submit(
         self,
         data: Row,
-        workflow: RolloutWorkflow | None = None,
-        workflow_builder: WorkflowBuilder | None = None,
+        workflow: RolloutWorkflow,
         should_accept: ShouldAccept | None = None,
     ) -> None:
-        """Queues one episode; it starts when capacity allows. Raises ValueError unless either a
-        workflow or a builder is given."""
-        flow = _workflow(workflow, workflow_builder)
-        episode = Episode(row=data, workflow=flow, should_accept=should_accept)
+        """Queues one episode; it starts when capacity allows."""
+        episode = Episode(row=data, workflow=workflow, should_accept=should_accept)
         with self.changed:
             self.episodes.add(episode)
         self._start_soon()
@@ -128,8 +124,7 @@ class RolloutExecutor:
     def prepare_parts(
         self,
         dataloader: Iterable[list[Row]],
-        workflow: RolloutWorkflow | None = None,
-        workflow_builder: WorkflowBuilder | None = None,
+        workflow: RolloutWorkflow,
         should_accept: ShouldAccept | None = None,
         meanwhile: Callable[[], object] | None = None,
     ) -> list[Padded]:
@@ -138,7 +133,7 @@ class RolloutExecutor:
         replaced by the next rows, over the end of the epoch if need be. `meanwhile` is called about
         every second of the wait, and at its end. Raises RuntimeError where MAX_REJECTED_BATCHES
         batches in a row were rejected."""
-        flow, meanwhile = _workflow(workflow, workflow_builder), meanwhile or (lambda: None)
+        meanwhile = meanwhile or (lambda: None)
         count, begun = self._serve(dataloader), time.monotonic()
         with self.changed:
             self._last_progress, self.failures.rejected_in_a_row = begun, 0
@@ -148,7 +143,7 @@ class RolloutExecutor:
             for _ in range(wanted):
                 episode = Episode(
                     row=self._rows.next_row(),
-                    workflow=flow,
+                    workflow=workflow,
                     should_accept=should_accept,
                     drawn=True,
                     may_fail=True,
@@ -177,16 +172,12 @@ class RolloutExecutor:
     def rollout_batch(
         self,
         data: Sequence[Row],
-        workflow: RolloutWorkflow | None = None,
-        workflow_builder: WorkflowBuilder | None = None,
+        workflow: RolloutWorkflow,
         should_accept: ShouldAccept | None = None,
-        *,
-        routes: bool = True,
     ) -> Padded:
-        """Returns the samples of all rows as `answer` does, joined. Raises RuntimeError where there
-        are none."""
-        flow = _workflow(workflow, workflow_builder)
-        batch, failed = self.answer(data, flow, should_accept, routes=routes)
+        """Returns the samples of all rows as `answer` does, with routes, joined. Raises
+        RuntimeError where there are none."""
+        batch, failed = self.answer(data, workflow, should_accept, routes=True)
         if batch is None:
             raise RuntimeError(
                 f"rollout_batch: all {len(data)} rows were rejected, or failed "
@@ -482,11 +473,3 @@ class RolloutExecutor:
             with self.changed:  # a fault of this code, yet a waiting trainer must hear of it
                 self._faults.append(error)
                 self.changed.notify_all()
-
-
-def _workflow(workflow: RolloutWorkflow | None, builder: WorkflowBuilder | None) -> RolloutWorkflow:
-    if workflow is not None and builder is None:
-        return workflow
-    if builder is None or workflow is not None:
-        raise ValueError("pass either workflow or workflow_builder")
-    return builder()

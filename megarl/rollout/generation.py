@@ -14,6 +14,7 @@ import math
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from megarl.api.inference import RolloutFailed
@@ -21,6 +22,7 @@ from megarl.api.records import INITIAL_VERSION, ModelRequest, ModelResponse
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
 from megarl.observability.logging import get_logger
 from megarl.rollout.episode_context import Home, current_episode
+from megarl.rollout.loop_thread import LoopThread
 from megarl.rollout.routes import Routes
 from megarl.rollout.servers import Server, ServerChoice, ServerPool
 from megarl.utils.http import MAX_REST, STRANGER, HttpError, Retries, is_final, shown
@@ -246,6 +248,15 @@ class Generator:
         if not (await asyncio.wait({call}, timeout=ABORT_TIMEOUT))[0]:
             reason = f"gave no answer within {self._timeout:g} s"
             raise HttpError(server.address, "/generate", reason) from TimeoutError()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Connection:
+    """Holds what an open client has: its event loop, the servers, and what sends them samples."""
+
+    loop: LoopThread
+    pool: ServerPool
+    samples: Generator
 
 
 def _note(server: Server, error: HttpError | None = None) -> None:

@@ -14,12 +14,12 @@ import asyncio
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megarl.config.rollout import RolloutConfig, WeightSyncConfig
 from megarl.observability.logging import get_logger
 from megarl.rollout.executor import RolloutExecutor
-from megarl.rollout.generation import SETTLE_TIMEOUT
+from megarl.rollout.generation import SETTLE_TIMEOUT, Connection
 from megarl.rollout.loop_thread import LoopThread
 from megarl.rollout.servers import (
     POLL_INTERVAL,
@@ -31,9 +31,6 @@ from megarl.rollout.servers import (
 )
 from megarl.rollout.workers import WorkerPool
 from megarl.utils.http import HttpError
-
-if TYPE_CHECKING:
-    from megarl.rollout.client import Connection
 
 log = get_logger(__name__)
 

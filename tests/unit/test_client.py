@@ -871,6 +871,22 @@ def test_samples_of_one_prompt_have_seeds_of_their_own(servers, connect):
     assert len(set(seen[0])) == 8 and sorted(seen[0]) == sorted(seen[1])
 
 
+def test_a_builder_makes_a_workflow_for_each_call(servers, connect):
+    client, built = connect(servers[0].address), []
+
+    def builder():
+        built.append(OnePromptManyTimes())
+        return built[-1]
+
+    for row in range(2):
+        client.submit({"row_id": row}, workflow_builder=builder)
+    assert len(client.wait(2, timeout=10)["rewards"]) and len(built) == 2
+    assert len(client.rollout_batch([{"row_id": 1}], workflow_builder=builder)) and len(built) == 3
+    for flows in ({}, {"workflow": built[0], "workflow_builder": builder}):
+        with pytest.raises(ValueError, match="workflow_builder"):
+            client.submit({"row_id": 0}, **flows)
+
+
 def test_stable_seed_is_the_same_in_every_process():
     assert stable_seed(1, 2, "x") == 2139474876
     assert 0 <= stable_seed(0) < 2**31

@@ -92,22 +92,12 @@ def test_who_waits_may_reject_what_was_accepted(make):
     assert (counters["accepted"], counters["rejected"], counters["handed_out"]) == (3, 3, 3)
 
 
-def test_workflow_builder_and_should_accept(make):
-    ex, state = make(), []
-
-    def builder():
-        state.append(Scripted())
-        return state[-1]
-
+def test_should_accept(make):
+    ex = make()
     for row in rows(4):
-        ex.submit(
-            row, workflow_builder=builder, should_accept=lambda b: int(b["input_ids"][0, 1]) != 1
-        )
+        ex.submit(row, Scripted(), should_accept=lambda b: int(b["input_ids"][0, 1]) != 1)
     assert row_ids(ex.wait(3, timeout=10)) == [0, 2, 3]
-    assert len(state) == 4
     assert ex.stats()["rejected"] == 1
-    with pytest.raises(ValueError, match="workflow_builder"):
-        ex.submit({"row_id": 0})
 
 
 def test_concurrency_is_bounded(make):
