@@ -393,7 +393,7 @@ class RemoteSGLangEngine(InferenceEngine):
         await self.opened().pool.wait_for_version(meta)
         self._arrived(meta)
         if self._workers is not None:  # before servers answer with these weights
-            await self._workers.flushed()
+            await self._workers.agree()
 
     def _arrived(self, meta: WeightUpdateMeta) -> None:
         if self._connection is not None:  # on the driver

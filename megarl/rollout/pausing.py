@@ -81,7 +81,7 @@ class Pauses:
     async def _pause(self, mode: str, listed: list[str] | None) -> None:
         self._samples.hold()
         if self._workers is not None:
-            await self._workers.hold()
+            await self._workers.agree()
         if mode == "drain":
             await self._drain()
             mode = "abort"  # servers know no drain; what is left of it now is somebody else's
@@ -132,7 +132,7 @@ class Pauses:
             await self._pool.go_on(timeout=self._sync.timeout)
             self._samples.release()
             if self._workers is not None:
-                await self._workers.release()
+                await self._workers.agree()
 
         self._loop.run(work(), timeout=self._sync.timeout + PROBE_TIMEOUT)
         self._executor.release()

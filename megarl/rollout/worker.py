@@ -1,7 +1,7 @@
 """Runs episodes in a process of its own, for the coordinator in the driver (`workers.py`).
 
-What goes each way is a list, in order: the coordinator *tells* of episodes to run, of the clients'
-state and of pauses; it *hears* of episodes that have ended, and how far the others' answers are.
+What goes each way is a list, in order: the coordinator *tells* of episodes to run and of the clients'
+state, pauses included; it *hears* of episodes that have ended, and how far the others' answers are.
 """
 
 from __future__ import annotations
@@ -49,13 +49,14 @@ class ClientState:
     """Says what the clients of all processes agree on.
 
     version: of the weights. servers: host:port of those that get requests. served: the version of
-    the last update, as servers report it; None before the first. cache: Generator.cache. adapter,
-    routes: what requests ask for.
+    the last update, as servers report it; None before the first. cache: Generator.cache. held:
+    whether no request is sent. adapter, routes: what requests ask for.
     """
 
     version: int
     servers: tuple[str, ...]
     cache: str
+    held: bool = False
     served: str | None = None
     adapter: str | None = None
     routes: RouteShape | None = None
@@ -68,6 +69,7 @@ def state_of(client: RemoteSGLangEngine) -> ClientState:
         version=client.get_version(),
         servers=tuple(s.address for s in at.pool.serving),
         cache=at.samples.cache,
+        held=at.samples.held,
         served=at.pool.version,
         adapter=at.samples.adapter,
         routes=client.routes,
@@ -163,16 +165,12 @@ class EpisodeWorker:
         at = client.opened()
         at.samples.adapter, at.samples.cache = state.adapter, state.cache
         at.pool.follow(state.servers, state.served)
-
-    def _do_hold(self) -> None:
-        """Sends no more requests."""
-        self._opened().opened().samples.hold()
-        self._clock.hold()
-
-    def _do_release(self) -> None:
-        """Sends requests again."""
-        self._opened().opened().samples.release()
-        self._clock.release()
+        if state.held and not at.samples.held:
+            at.samples.hold()
+            self._clock.hold()
+        elif not state.held:
+            at.samples.release()
+            self._clock.release()
 
     def _do_settle(self, number: int, timeout: float) -> None:
         """Reports the answers so far, once none is on its way."""

@@ -267,7 +267,6 @@ class WorkerPool:
         self._next: asyncio.Future[Link] | None = None  # the worker that begins next
         self._flows = Workflows(client.config.workers, self._forget)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._held = False
         self._state: ClientState | None = None
         self._ticket = 0
         self._lost_answers = 0  # of workers that died
@@ -335,19 +334,10 @@ class WorkerPool:
             for worker in self._workers.values():
                 worker.send("follow", state)
 
-    async def flushed(self) -> None:
-        """Waits until all workers know what they were told before."""
+    async def agree(self) -> None:
+        """Does what `follow` does, and waits until all workers have."""
+        self.follow()
         await asyncio.gather(*(worker.flushed() for worker in self._workers.values()))
-
-    async def hold(self) -> None:
-        """Sends no more requests until `release`."""
-        self._held = True
-        await self._tell_all("hold")
-
-    async def release(self) -> None:
-        """Sends requests again."""
-        self._held = False
-        await self._tell_all("release")
 
     async def settled(self, timeout: float = SETTLE_TIMEOUT) -> bool:
         """Waits, while requests are held, for the answers under way, and takes note of how far all
@@ -374,11 +364,6 @@ class WorkerPool:
         for worker in workers:
             worker.lag = 0.0
         return stats | ({"lost_answers": float(self._lost_answers + sum(lost))} if lost else {})
-
-    async def _tell_all(self, *item: Any) -> None:
-        for worker in self._workers.values():
-            worker.send(*item)
-        await self.flushed()
 
     def _forget(self, flow: int) -> None:
         for worker in self._workers.values():
@@ -421,8 +406,6 @@ class WorkerPool:
             raise RpcError(f"worker {index} of rollout.workers did not start: {e}") from e
         worker = self._workers[index] = Link(index, process)
         worker.send("follow", self._state)
-        if self._held:
-            worker.send("hold")
         if self._next is not None:
             self._next.set_result(worker)
             self._next = None
