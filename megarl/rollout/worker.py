@@ -1,7 +1,7 @@
 """Runs episodes in a process of its own, for the coordinator in the driver (`workers.py`).
 
-What goes each way is a list, in order: the coordinator *tells* of episodes to run and of the clients'
-state, pauses included; it *hears* of episodes that have ended, and how far the others' answers are.
+What goes each way is a list, in order: the coordinator *tells* of episodes to run and of the state
+of all clients; it *hears* of episodes that have ended, and how far the others' answers are.
 """
 
 from __future__ import annotations
