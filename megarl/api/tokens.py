@@ -197,6 +197,8 @@ Padded = dict[str, torch.Tensor]
 
 # what a padded position holds; everything else pads with 0
 PAD = {"versions": -1, "given_ids": -1}
+# begins the names of fields [B] with parts of a reward, NaN in rows whose reward has no such part
+REWARD_PART = "reward_part/"
 
 
 def is_per_token(key: str, value: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> bool:

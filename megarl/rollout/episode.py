@@ -27,7 +27,7 @@ from megarl.api.inference import (
     RolloutFailed,
     RolloutWorkflow,
 )
-from megarl.api.tokens import concat_padded, is_per_token, select
+from megarl.api.tokens import REWARD_PART, concat_padded, is_per_token, select
 from megarl.config.rollout import RolloutConfig
 from megarl.observability.logging import get_logger
 from megarl.observability.timeline import EPISODES, timeline
@@ -378,11 +378,13 @@ def first_rollouts(batch: Padded, n: int) -> Padded:
 
 def numbered_through(parts: Sequence[Padded]) -> list[Padded]:
     """Returns batches [n,S] whose unit_ids and rollout_ids [n], where there are any, are numbered
-    through all of them."""
+    through all of them, and which all have the parts of rewards that any has."""
+    rewards = [name for part in parts for name in part if name.startswith(REWARD_PART)]
     count = dict.fromkeys(("unit_ids", "rollout_ids"), 0)
     out = []
     for part in parts:
-        numbered = dict(part)
+        lacking = torch.full((len(part["input_ids"]),), torch.nan)
+        numbered = dict.fromkeys(rewards, lacking) | part
         for key in count.keys() & part.keys():
             names, local = part[key].unique(return_inverse=True)
             numbered[key], count[key] = local + count[key], count[key] + len(names)

@@ -40,9 +40,8 @@ from torch import Tensor
 from megarl.api.batch import Padded
 from megarl.api.inference import FAILURES
 from megarl.api.records import ModelResponse
+from megarl.api.tokens import REWARD_PART
 from megarl.rollout.episode_context import current_episode
-
-REWARD_PART = "reward_part/"  # begins the names of the batch's fields with parts of rewards
 
 
 @dataclass(kw_only=True, eq=False)

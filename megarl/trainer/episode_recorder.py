@@ -24,11 +24,11 @@ from torch import Tensor
 
 from megarl.api.batch import Batch, Padded
 from megarl.api.inference import FAILURES
+from megarl.api.tokens import REWARD_PART
 from megarl.observability.episodes import append_record, pack
 from megarl.observability.logging import get_logger
 from megarl.observability.run_log import DiskThread
 from megarl.rollout.episodes import Episode
-from megarl.rollout.trajectory import REWARD_PART
 
 log = get_logger(__name__)
 

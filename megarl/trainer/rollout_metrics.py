@@ -13,12 +13,11 @@ from megarl.algos.rollouts import rollouts_of
 from megarl.algos.rows import Data, as_batch, reduce_rows, total, trained_tokens, where_it_lies
 from megarl.algos.token_metrics import advantage_spread, gap_by_age, staleness
 from megarl.api.batch import Batch, Padded
-from megarl.api.tokens import seqlens
+from megarl.api.tokens import REWARD_PART, seqlens
 from megarl.models.flops import train_flops
 from megarl.observability import stats_tracker
 from megarl.observability.utilization import memory_in_use, this_device_peak, utilization
 from megarl.rollout.rewards.results import LATE
-from megarl.rollout.trajectory import REWARD_PART
 
 WROTE, READ = "model", "environment"  # who wrote a turn
 PASSES = 1.0  # a rollout is right from this reward on
@@ -51,9 +50,9 @@ def rollout_metrics(data: Data, *, version: int) -> dict[str, float]:
     for name in batch:
         if name.startswith(REWARD_PART):
             part = rollouts.common(batch[name], name)
-            metrics[f"reward/{name.removeprefix(REWARD_PART)}"] = part.nanmean().item()
             if name == f"{REWARD_PART}{LATE}":  # only answers that are late have it
-                metrics["reward/late"] = part.nan_to_num(0.0).mean().item()
+                part = part.nan_to_num(0.0)
+            metrics[f"reward/{name.removeprefix(REWARD_PART)}"] = part.nanmean().item()
     if "truncated" in batch:
         cut = rollouts.any(batch["truncated"])
         metrics["response_len/truncated"] = cut.float().mean().item()

@@ -313,6 +313,23 @@ def batch_under(config: RolloutConfig, data: Any, flow: Any, size: int = 2) -> A
         loop.close()
 
 
+class Late(Flaky):
+    """Has a part of its rewards in the first run of row 0 alone, as where an answer was late."""
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+        first = not self.started or data["row_id"] not in {row_id for row_id, _, _ in self.started}
+        batch = await super().arun_episode(engine, data)
+        late = {"reward_part/late": torch.ones(len(batch["rewards"]))}
+        return batch | late if first and data["row_id"] == 0 else batch
+
+
+def test_rewards_of_a_batch_may_have_parts_that_others_lack():
+    batch, _ = batch_under(RolloutConfig(), rows(4, r0=dict(fails=[2])), Late(listens=False))
+    late = batch["reward_part/late"]
+    assert late[:2].tolist() == [1, 1] and late[2:].isnan().all() and len(late) == 8
+    assert rollout_metrics(batch, version=0)["reward/late"] == 0.25
+
+
 @pytest.mark.parametrize("listens", [True, False])
 def test_what_failed_is_made_anew_and_every_group_is_whole(listens):
     flow = Flaky(listens=listens)
