@@ -132,7 +132,7 @@ class SetEvaluator:
         ("before" or "after") the completions `shown` to `path`. Of several evaluations of a step
         the latest counts."""
         mark = {"dataset": self.name} if self.name else {}
-        if when is not None:
+        if when in ("before", "after"):
             for record in shown:
                 RunLog(path).append(step, mark | {"when": when} | record)
         by_prompt: dict[str, list[float]] = {}
@@ -358,7 +358,7 @@ class Evaluator:
         is due, and after the last one. Returns the metrics (HeldOut.evaluate), on every rank, {}
         where nothing was due. `step` and `epoch` count from 1."""
         label = self._times.label(step=step, epoch=epoch, epoch_ended=epoch_ended, last=last)
-        return {} if label is None else self.evaluate(None if label == "during" else label)
+        return {} if label is None else self.evaluate(label)
 
     def evaluate(self, when: str | None = None) -> dict[str, float]:
         """Evaluates now, by the weights that the servers have. when: "before" or "after" has some

@@ -202,10 +202,9 @@ class SFTTrainer(OfflineTrainer):
         generated answers, whose accuracy counts, not that by loss. Collective."""
         metrics = super().evaluate(step, label)
         self.exact_match = metrics.get("eval/exact_match", self.exact_match)
-        if self.generation is None:
-            return metrics
-        when, path = None if label == "during" else label, self.ctx.run_dir / SAMPLES_FILE
-        return metrics | self.generation.evaluate(step, path, when)
+        if self.generation is not None:
+            metrics |= self.generation.evaluate(step, self.ctx.run_dir / SAMPLES_FILE, label)
+        return metrics
 
     def good_enough(self) -> bool:
         """Returns whether stop_at_exact_match is reached."""

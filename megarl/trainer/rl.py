@@ -144,8 +144,7 @@ class RLTrainer(Trainer):
 
     def evaluate(self, step: int, label: str) -> dict[str, float]:
         """Returns the metrics of answers to the validation sets. Collective."""
-        when = None if label == "during" else label
-        return self.session.evaluate(self.ctx.run_dir / SAMPLES_FILE, when)
+        return self.session.evaluate(self.ctx.run_dir / SAMPLES_FILE, label)
 
     def completions(self) -> dict[str, list[dict[str, Any]]]:
         """Returns the completions to log since the last call, rank 0's."""

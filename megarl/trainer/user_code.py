@@ -290,8 +290,9 @@ def _problems(code: Named, makes: bool, import_timeout: int | None) -> Iterator[
         problems = list(_CHECKS.get(code.kind, _of_call)(code, fn, what))
         yield from problems
         if not problems and (makes or code.is_ours):
+            make = _maker(code, fn)
             with _within(MAKE_TIMEOUT if makes else None, "made"):
-                _make(code, fn)
+                make()
     except ConfigError as e:
         yield from e.problems
     except ValueError as e:
@@ -314,24 +315,30 @@ def _loaded(code: Named) -> Any:
     return load_object(code.target, what=code.key if code.kind == "options" else code.kind)
 
 
-def _make(code: Named, fn: Any) -> None:
-    """Makes what the code defines. Raises ValueError for settings that do not go together, and what
-    else the code raises."""
+def _maker(code: Named, fn: Any) -> Callable[[], object]:
+    """Returns what makes what the code defines, and raises ValueError for settings that do not go
+    together, and what else the code raises. What megarl loads for it is loaded here."""
     if code.kind == "reward":
-        get_reward_fn(code.target, code.options)
-    elif code.kind == "options":
-        fn(**code.options)
-    elif code.kind in ALGORITHMS:
+        return partial(get_reward_fn, code.target, code.options)
+    if code.kind == "options":
+        return partial(fn, **code.options)
+    if code.kind in ALGORITHMS:
         from megarl.algos import specs
 
-        getattr(specs, f"{code.kind}_of")(code.config)
-    elif code.kind == "workflow" and code.data is not None:
-        from megarl.data.tokenizer import run_tokenizer
+        return partial(getattr(specs, f"{code.kind}_of"), code.config)
+    if code.kind != "workflow" or code.data is None:
+        return lambda: None
+    from megarl.data.tokenizer import run_tokenizer
 
-        tokenizer = run_tokenizer(code.config, model_path(code.config, "actor"))
-        reward = reward_of(next(iter(sources_of(code.data).values())))
-        pool = shared_pool(code.config.rollout)
-        fn(reward, code.config.gconfig, tokenizer, reward_pool=pool, **code.options)
+    gconfig, data = code.config.gconfig, sources_of(code.data)
+    tokenizer = run_tokenizer(code.config, model_path(code.config, "actor"))
+    pool = shared_pool(code.config.rollout)
+
+    def make() -> object:
+        reward = reward_of(next(iter(data.values())))
+        return fn(reward, gconfig, tokenizer, reward_pool=pool, **code.options)
+
+    return make
 
 
 @contextlib.contextmanager

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from megarl.config.command_line import parse_command_line
-from megarl.config.loader import config_yaml
+from megarl.config.loader import config_yaml, load_config
 from megarl.config.recipes import GRPOConfig
+from megarl.data import tokenizer as tokenizers
 from megarl.launcher import local
 from megarl.launcher.job import TRAINER
 from megarl.launcher.make import make_job
@@ -244,6 +245,28 @@ def test_what_is_slow_to_be_made_is_named_and_what_needs_a_gpu_is_left_to_the_ru
     assert problem.startswith(f"{key}={target}") and "1 s" in problem
     gpu = Named(key=key, target=f"{__name__}:OfAGpu", kind="reward")
     assert code_problems([gpu], makes=True) == []
+
+
+class Quick:
+    """Is a workflow that is made at once."""
+
+    def __init__(self, reward_fn: Any, gconfig: Any, tokenizer: Any, *, reward_pool: Any) -> None:
+        assert tokenizer == "loaded"
+
+    async def arun_episode(self, engine: Any, data: Any) -> None:
+        return None
+
+
+def test_what_megarl_loads_slowly_is_not_the_users_time(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(user_code, "MAKE_TIMEOUT", 1)
+    slow = lambda cfg, path: time.sleep(1.5) or "loaded"  # noqa: E731
+    monkeypatch.setattr(tokenizers, "run_tokenizer", slow)
+    cfg: Any = load_config(None, arguments())
+    about = {"config": cfg, "data": cfg.train_dataset, "kind": "workflow"}
+    flow = Named(key="rollout.workflow", target=f"{__name__}:Quick", **about)
+    assert code_problems([flow], makes=True) == []
 
 
 def test_what_is_slow_to_be_imported_is_named(home: Path) -> None:
