@@ -201,6 +201,9 @@ def test_a_gold_answer_that_is_no_number_is_an_error_that_names_the_row(answer):
     with pytest.raises(ValueError, match=r"row 8: .*answer"):
         check_rows(get_reward_fn("gsm8k"), [{"row_id": 8, "task": "gsm8k"}])
     check_rows(get_reward_fn("arithmetic"), data)  # that reward compares any text
+    for exact in (get_reward_fn("exact"), get_reward_fn("exact", {"ignore_case": True})):
+        with pytest.raises(ValueError, match="row 9: answer is null"):
+            check_rows(exact, [{"row_id": 9, "answer": None}])
 
 
 def test_hydra_fits_beside_the_grader():
@@ -365,18 +368,41 @@ def test_a_reward_that_ends_its_process_leaves_nothing_of_its_group(pool, tmp_pa
     until_gone(tmp_path / "pids")
 
 
-def test_workers_end_with_a_trainer_that_is_killed(tmp_path):
-    pids = tmp_path / "pids"
+def trainer_of(tmp_path, reward, end=""):
+    """Starts a script whose pool computes one reward, and which then does `end`."""
     script = tmp_path / "trainer.py"
     script.write_text(
-        "import asyncio\n"
+        "import asyncio, sys\n"
         "from megarl.rollout.rewards import RewardPool\n"
-        "from tests.unit.test_rewards import stuck\n"
+        f"from tests.unit.test_rewards import {reward}\n"
         "if __name__ == '__main__':\n"
-        f"    asyncio.run(RewardPool(1, timeout=600).score(stuck, ({str(pids)!r},), {{}}))\n"
+        "    pool = RewardPool(1, timeout=600)\n"
+        f"    asyncio.run(pool.score({reward}, ({str(tmp_path / 'pids')!r},), {{}}))\n"
+        f"    {end}\n"
     )
     env = os.environ | {"PYTHONPATH": os.pathsep.join(p or "." for p in sys.path)}
-    with subprocess.Popen([sys.executable, str(script)], env=env) as trainer:
+    return subprocess.Popen([sys.executable, str(script)], env=env)
+
+
+def starts_another(path):
+    """Returns, and leaves a process of its own running."""
+    child = subprocess.Popen(["sleep", "60"])
+    Path(path).write_text(f"{os.getpid()} {child.pid} ")
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    "end, status", [("", 0), ("raise ValueError", 1), ("sys.exit(3)", 3), ("del pool", 0)]
+)
+def test_workers_end_with_a_script_that_closes_no_pool(tmp_path, end, status):
+    with trainer_of(tmp_path, "starts_another", end) as trainer:
+        assert trainer.wait(60) == status
+    until_gone(tmp_path / "pids")
+
+
+def test_workers_end_with_a_trainer_that_is_killed(tmp_path):
+    pids = tmp_path / "pids"
+    with trainer_of(tmp_path, "stuck") as trainer:
         try:
             deadline = time.monotonic() + 60
             while not pids.exists() or pids.read_text().count(" ") < 2:

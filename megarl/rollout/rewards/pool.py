@@ -17,10 +17,11 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from multiprocessing.connection import Connection
+from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any
 
 from megarl.observability.logging import get_logger
@@ -95,6 +96,7 @@ class RewardProcess:
         self._ended = False
         self._process: Any = None
         self._pipe: Connection | None = None
+        self._kill: Callable[[], Any] = lambda: None
 
     def run(self, reward: bytes, what: str, timeout: float) -> float:
         """Returns the value of a pickled reward. Raises RewardError naming the row, RewardTimeout
@@ -138,6 +140,8 @@ class RewardProcess:
                 )
                 self._process.start()
                 theirs.close()
+                # an interpreter that ends would kill the process alone, not what it started
+                self._kill = Finalize(self, _kill, (self._process,), exitpriority=0)
             return self._pipe
 
     def _receive(self, pipe: Connection, timeout: float, late: str) -> Any:
@@ -167,10 +171,10 @@ class RewardProcess:
             status: int | None = process.exitcode
             return status
 
-    def _kill(self) -> None:
-        if self._process is not None:
-            signal_group(self._process.pid, signal.SIGKILL)
-            self._process.kill()  # it may not lead its group yet
+
+def _kill(process: Any) -> None:
+    signal_group(process.pid, signal.SIGKILL)
+    process.kill()  # it may not lead its group yet
 
 
 class RewardPool:
