@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
 
@@ -135,6 +135,7 @@ class ProfilerConfig:
     phases: Sequence[str] = ()
     options: Mapping[str, Any] = free()
     peak_tflops: Annotated[float, Gt(0), Le(LARGEST_FLOAT)] | None = None
+    GONE: ClassVar = dict.fromkeys(("memory", "stacks"), "set profile_memory/with_stack in options")
 
     def __post_init__(self) -> None:
         if self.options:
@@ -172,6 +173,7 @@ class WandbConfig:
     mode: Literal["disabled", "offline", "online"] = "disabled"
     options: Mapping[str, Any] = free()
     completions: NotNegative = 0
+    GONE: ClassVar = dict.fromkeys(("project", "entity"), "set it in stats_logger.wandb.options")
 
 
 @dataclass(kw_only=True)
@@ -216,6 +218,7 @@ class RewardPoolConfig:
 
     n_nodes: Positive = 1
     sbatch_args: Sequence[str] = ()
+    GONE: ClassVar = {"restarts": "leave it out: a reward worker is started again three times"}
 
 
 @dataclass(kw_only=True)
@@ -272,6 +275,7 @@ class RecordConfig:
     fingerprints: bool = True
     servers: bool = False
     keep: NotNegative | None = 0
+    GONE: ClassVar = {"steps": "set keep to the steps that matter, or to null for all batches"}
 
 
 @dataclass(kw_only=True)

@@ -207,7 +207,7 @@ def option_problems(
     another type, and for each argument without a default that `options` lacks.
 
     key: the dotted name of the options in the configuration. positional, by_name: the arguments
-    that megarl gives.
+    that megarl gives. A class may have a dict GONE: what takes the place of an option that went.
     """
     signature = _signature(fn)
     if signature is None:
@@ -224,7 +224,7 @@ def option_problems(
         elif name in takes and (why := _misfit(value, takes[name].annotation)):
             yield f"{key}.{name}={value!r}: {why}{_space(value)}"
         elif name not in takes and not open_ended:
-            fix = meant(name, own, "it takes")
+            fix = getattr(fn, "GONE", {}).get(name) or meant(name, own, "it takes")
             yield f"{key}.{name}={value!r}: {_name(fn)} has no such option; {fix}"
     for name in own:
         if takes[name].default is inspect.Parameter.empty and name not in options:

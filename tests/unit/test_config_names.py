@@ -19,6 +19,7 @@ from megarl.config.loader import load_config, run_dir, save_config
 from megarl.config.script import fetch_hub_models
 from megarl.data.sources import load_rows
 from megarl.observability.episodes import FOLDER, RECORDS, read_bytes
+from megarl.trainer.user_code import check_code
 
 EVALUATED = ("valid_dataset.type=arithmetic", "saver.keep_best=1", "saver.keep_last=1")
 
@@ -381,6 +382,30 @@ def test_a_key_that_went_is_answered_with_what_takes_its_place(gone: str, succes
         load_config(None, [gone])
     (problem,) = caught.value.problems
     assert problem.startswith(f"{gone.partition('=')[0]}: unknown key") and successor in problem
+
+
+@pytest.mark.parametrize(
+    ("gone", "successor"),
+    [
+        ("rollout.gateway.max_n=4", "at most 8 answers"),
+        ("rollout.gateway.max_answers=4", "at most 1024 answers"),
+        ("rollout.gateway.context_length=4", "servers"),
+        ("rollout.gateway.match=[thoughts]", "leave it out"),
+        ("profiler.memory=true", "profile_memory"),
+        ("profiler.stacks=true", "with_stack"),
+        ("stats_logger.wandb.project=x", "stats_logger.wandb.options"),
+        ("stats_logger.wandb.entity=x", "stats_logger.wandb.options"),
+        ("record.steps=[1]", "set keep"),
+        ("cluster.reward_pool.restarts=2", "three times"),
+    ],
+)
+def test_an_option_that_went_is_answered_with_what_takes_its_place(
+    gone: str, successor: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_code(load_config(None, [gone]), {})
+    (problem,) = (p for p in caught.value.problems if p.startswith(gone.partition("=")[0]))
+    assert successor in problem
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -51,6 +51,12 @@ class GatewayConfig:
     reuse: bool = True
     rewards: Literal["auto", "always", "never"] = "auto"
     call_format: str = "hermes"
+    GONE: ClassVar = {
+        "max_n": "leave it out: a request has at most 8 answers",
+        "max_answers": "leave it out: a session has at most 1024 answers",
+        "context_length": "leave it out: the servers are asked for theirs",
+        "match": "leave it out: spaces, thoughts and ids of calls never count",
+    }
 
     def __post_init__(self) -> None:
         call_parser(self.call_format)
