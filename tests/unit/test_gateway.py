@@ -501,6 +501,70 @@ def test_an_answer_that_nobody_took_is_counted_and_not_trained(tokenizer: Any) -
     run(tokenizer, test)
 
 
+def test_a_session_that_has_ended_tells_who_waits_and_counts_once(tokenizer: Any) -> None:
+    ids = {"token_ids": [1, 2], "sampling_params": {}}
+
+    async def test(session: Session, engine: StubEngine) -> None:
+        engine.gate = asyncio.Event()
+        headers = {"Authorization": f"Bearer {session.api_key}"}
+        url = f"{session.anthropic_url}/inference/v1/generate"
+        client = httpx.AsyncClient(timeout=20)
+        chat = post(session, "/chat/completions", ask("go"))
+        calls = (chat, client.post(url, json=ids, headers=headers))
+        waiting = [asyncio.create_task(call) for call in calls]
+        while len(engine.asked) < 2:
+            await asyncio.sleep(0.01)
+        session.close()
+        session.close()
+        assert session.lost == 2
+        for call in (*waiting, post(session, "/reward", {"reward": 1})):
+            assert (await call).status_code == 401
+        await client.aclose()
+        assert session.lost == 2 and session.reward is None
+        recorded = (session.trajectory, *session.traces.values())
+        assert all(len(trajectory.turns) == 1 for trajectory in recorded)
+
+    run(tokenizer, test)
+
+
+def test_a_body_that_ends_after_its_session_is_answered_by_nobody(tokenizer: Any) -> None:
+    async def test(session: Session, engine: StubEngine) -> None:
+        sent, ends = asyncio.Event(), asyncio.Event()
+
+        async def body() -> AsyncIterator[bytes]:
+            raw = json.dumps(ask("go")).encode()
+            yield raw[:9]
+            sent.set()
+            await ends.wait()
+            yield raw[9:]
+
+        headers = {"Authorization": f"Bearer {session.api_key}"}
+        async with httpx.AsyncClient(timeout=20) as client:
+            url = session.base_url + "/chat/completions"
+            call = asyncio.create_task(client.post(url, content=body(), headers=headers))
+            await sent.wait()
+            await asyncio.sleep(0.1)
+            session.close()
+            ends.set()
+            assert (await call).status_code == 401
+        assert engine.asked == []
+
+    run(tokenizer, test)
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/messages", "/responses"])
+def test_a_stream_is_refused_by_its_status(tokenizer: Any, path: str) -> None:
+    async def test(session: Session, engine: StubEngine) -> None:
+        empty = {"messages": [], "input": [], "stream": True}
+        assert (await post(session, path, empty)).status_code == 400
+        engine.fails = 1
+        content = {"messages": ask("go")["messages"], "input": "go", "stream": True}
+        assert (await post(session, path, content)).status_code == 502
+        assert (await post(session, path, content)).is_success
+
+    run(tokenizer, test)
+
+
 def test_a_failed_generation_is_retried_or_told(tokenizer: Any) -> None:
     async def test(session: Session, engine: StubEngine) -> None:
         engine.fails = 1
@@ -673,6 +737,7 @@ MALFORMED = [
         "/chat/completions",
         {"messages": [{"role": "assistant", "tool_calls": [{"function": "look"}]}]},
     ),
+    ("/chat/completions", json.dumps(ask("go")).encode().replace(b"go", b"\xed\xa0\x80")),
     ("/messages", ask("go", tool_choice="auto")),
     ("/messages", ask("go", tools=[{"name": 5, "input_schema": {}}])),
     ("/responses", {"input": "go", "text": "text"}),
@@ -686,7 +751,7 @@ MALFORMED = [
 @pytest.mark.parametrize(("path", "body"), MALFORMED)
 def test_what_has_another_form_is_a_bad_request(tokenizer: Any, path: str, body: Any) -> None:
     async def test(session: Session, engine: StubEngine) -> None:
-        raw = json.dumps(body).encode()
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"Authorization": f"Bearer {session.api_key}"}
         async with httpx.AsyncClient(timeout=20) as client:
             answer = await client.post(session.base_url + path, content=raw, headers=headers)

@@ -1,26 +1,65 @@
-"""Defines Gateway, the HTTP server through which the agents of a run reach the policy."""
+"""Serves agents over HTTP: Gateway, which holds their sessions, and its routes: each dialect's
+calls, at a session's own URL or by its key alone."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 import socket
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
+import orjson
 import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
 
 from megarl.api.inference import InferenceEngine
 from megarl.config.rollout import GenerationHyperparameters
-from megarl.rollout.gateway.app import build_app, same_key
-from megarl.rollout.gateway.messages import BadRequest
+from megarl.observability.logging import get_logger
+from megarl.rollout.gateway import anthropic, openai_chat, responses, token_ids
+from megarl.rollout.gateway.messages import BadRequest, ChatRequest
 from megarl.rollout.gateway.prompt import CallParser, GatewayConfig, Renderer, call_parser
-from megarl.rollout.gateway.session import Session
+from megarl.rollout.gateway.session import Answer, Session, ended
+
+log = get_logger(__name__)
 
 START_TIMEOUT, STOP_TIMEOUT = 30.0, 10.0
 _WILDCARDS = ("", "0.0.0.0", "::")
+MAX_BODY = 8 << 20
+KEEP_ALIVE = 10.0  # seconds between two signs of life in a stream
+MODEL = "policy"
+
+
+_Handler = Callable[[Request], Awaitable[Response]]
+
+
+class Dialect(Protocol):
+    """Reads and writes one vendor's form of a chat; a module of this package is one."""
+
+    def read(self, body: Mapping[str, Any], *, key: str) -> ChatRequest: ...
+    def write(
+        self, body: Mapping[str, Any], answers: Sequence[Answer], model: str
+    ) -> dict[str, Any]: ...
+    def events(
+        self, body: Mapping[str, Any], answers: Sequence[Answer], model: str
+    ) -> Iterator[tuple[str, Any]]: ...
+    def error(self, message: str, status: int, code: str) -> dict[str, Any]: ...
+
+
+DIALECTS: dict[str, Dialect] = {
+    "/v1/chat/completions": openai_chat,
+    "/v1/messages": anthropic,
+    "/v1/v1/messages": anthropic,  # a client that got the OpenAI URL and adds its own /v1
+    "/v1/responses": responses,
+}
 
 
 class Gateway:
@@ -60,7 +99,7 @@ class Gateway:
         self.address = f"http://{host}:{port}"
         self._server = uvicorn.Server(
             uvicorn.Config(
-                build_app(self._find, self._is_known, self._context_length),
+                self._app(),
                 log_level="warning",
                 access_log=False,
                 lifespan="off",
@@ -122,20 +161,88 @@ class Gateway:
             session.close()
             self.lost += session.lost
 
-    def _is_known(self, key: str) -> bool:
-        return same_key(self._worker_key, key) or key in self._by_key
-
-    def _find(self, session_id: str, key: str) -> Session:
+    def _session_of(self, request: Request, named: str = "") -> Session:
+        """Returns the session of the request's URL and key, or the one that a body has named.
+        Raises BadRequest where none of this key is open."""
+        key, session_id = _key(request), request.path_params.get("session") or named
         session = self._sessions.get(session_id) if session_id else self._by_key.get(key)
         keys = () if session is None else (session.api_key, self._worker_key)
-        if session is None or not any(same_key(k, key) for k in keys):
-            raise BadRequest(
-                "no open session has this URL and key: the session has ended, or the key is "
-                "another's",
-                status=401,
-                code="invalid_api_key",
-            )
+        if session is None or not any(_same(k, key) for k in keys):
+            raise ended()
         return session
+
+    def _check_known(self, request: Request) -> None:
+        """Raises BadRequest unless the key is that of a session, or the workers'."""
+        if not (_same(self._worker_key, key := _key(request)) or key in self._by_key):
+            raise BadRequest("this key is not known here", status=401, code="invalid_api_key")
+
+    # -- the routes
+
+    def _app(self) -> Starlette:
+        calls: list[tuple[str, str, _Handler, Dialect]] = [
+            *(("POST", path, partial(self._chat, dialect=d), d) for path, d in DIALECTS.items()),
+            ("GET", "/v1/models", self._models, openai_chat),
+            ("POST", "/v1/reward", self._reward, openai_chat),
+            ("POST", "/reward", self._reward, openai_chat),
+            ("POST", "/inference/v1/generate", self._generate, openai_chat),
+        ]
+        return Starlette(
+            routes=[
+                Route(prefix + path, _guarded(handler, dialect), methods=[method])
+                for prefix in ("", "/s/{session}")
+                for method, path, handler, dialect in calls
+            ]
+        )
+
+    async def _chat(self, request: Request, *, dialect: Dialect) -> Response:
+        session = self._session_of(request)
+        body = await _read(request)
+        try:
+            chat = dialect.read(body, key=request.headers.get("idempotency-key", ""))
+        except BadRequest:
+            raise
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as e:
+            raise BadRequest(f"the body has another form than it should: {e}") from e
+        model = str(body.get("model") or MODEL)
+        # the clients of both vendors count their tries
+        again = request.headers.get("x-stainless-retry-count", "0").lstrip("0").isdecimal()
+        work = asyncio.ensure_future(session.complete(chat, again=again))
+        if body.get("stream"):
+            events = _stream(work, dialect, body, model)
+            await anext(events)
+            await _wait(request, work, timeout=KEEP_ALIVE)  # a refusal has its status
+            return StreamingResponse(events, media_type="text/event-stream")
+        await _wait(request, work)
+        return _answer(dialect.write(body, work.result(), model))
+
+    async def _models(self, request: Request) -> Response:
+        self._check_known(request)
+        entry = {"id": MODEL, "object": "model", "owned_by": "megarl", "created": 0}
+        entry["max_model_len"] = self._context_length
+        return _answer({"object": "list", "data": [entry]})
+
+    async def _generate(self, request: Request) -> Response:
+        """Answers a request of token ids. Its session is that of the URL or the key, or the one
+        that the body of a worker of environments names."""
+        self._check_known(request)  # before the body, which is long, is read
+        trace = request.headers.get("x-session-id", "")
+        wanted = token_ids.read(await _read(request), trace=trace)
+        session = self._session_of(request, wanted.session)
+        work = asyncio.ensure_future(session.generate(wanted))
+        await _wait(request, work)
+        return _answer(token_ids.write(wanted, uuid.uuid4().hex, work.result()))
+
+    async def _reward(self, request: Request) -> Response:
+        """Takes {"reward": r}, and with "id" the reward of one answer alone."""
+        session = self._session_of(request)
+        body = await _read(request)
+        reward, answer_id = body.get("reward"), body.get("id")
+        if isinstance(reward, bool) or not isinstance(reward, int | float):
+            raise BadRequest(f"reward={reward!r}: send a number")
+        if answer_id is not None:
+            answer_id = str(answer_id).partition("_" if "_" in str(answer_id) else "-")[2]
+        session.set_reward(reward, answer_id)
+        return _answer({"ok": True})
 
 
 def _listener(host: str, port: int) -> socket.socket:
@@ -151,3 +258,117 @@ def _listener(host: str, port: int) -> socket.socket:
         listener.close()
         raise
     return listener
+
+
+async def _stream(
+    work: asyncio.Task[list[Answer]], dialect: Dialect, body: Mapping[str, Any], model: str
+) -> AsyncIterator[bytes]:
+    """Yields nothing, then the answer as server-sent events, and before it a comment now and then:
+    clients and proxies close a silent connection."""
+    try:
+        yield b""  # from here on the end of the stream, however early, is that of `work`
+        while not (await asyncio.wait({work}, timeout=KEEP_ALIVE))[0]:
+            yield b": the policy is writing\n\n"
+        for name, data in dialect.events(body, work.result(), model):
+            yield _event(name, data)
+    except Exception as e:
+        _, content = _refusal(e, dialect)
+        yield _event("error", content)
+    finally:
+        work.cancel()
+
+
+async def _wait(request: Request, work: asyncio.Task[Any], timeout: float | None = None) -> None:
+    """Waits for `work`, at most `timeout` s, and raises what it does; ends it where the client
+    closes its connection before."""
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        done, _ = await asyncio.wait(
+            {work, gone}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED
+        )
+        if work in done:
+            work.result()
+        elif done:
+            raise ClientDisconnect
+    except BaseException:
+        work.cancel()
+        raise
+    finally:
+        gone.cancel()
+
+
+def _guarded(handler: _Handler, dialect: Dialect) -> _Handler:
+    """Makes a handler that answers refusals in the dialect's form."""
+
+    async def run(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except ClientDisconnect:
+            return Response(status_code=499)
+        except Exception as e:
+            status, content = _refusal(e, dialect)
+            return _answer(content, status)
+
+    return run
+
+
+def _refusal(error: Exception, dialect: Dialect) -> tuple[int, Any]:
+    if isinstance(error, BadRequest):
+        status, code = error.status, error.code
+    elif isinstance(error, RecursionError):
+        status, code = 400, "invalid_request"  # what the body nests is nested too deep
+    else:
+        log.warning("gateway: %s: %s", type(error).__name__, error)
+        status, code = 502, "generation_failed"
+    return status, dialect.error(str(error), status, code)
+
+
+def _key(request: Request) -> str:
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and key:
+        return key.strip()
+    return request.headers.get("x-api-key", "")
+
+
+def _same(one: str, other: str) -> bool:
+    """Returns whether two keys are the same, in a time that does not tell where they differ."""
+    return secrets.compare_digest(one.encode(), other.encode())
+
+
+async def _read(request: Request) -> dict[str, Any]:
+    raw = bytearray()
+    async for chunk in request.stream():
+        raw += chunk
+        if len(raw) > MAX_BODY:
+            raise BadRequest(f"the body has more than {MAX_BODY >> 20} MiB", status=413)
+    try:
+        body = json.loads(raw.decode())
+        if b"\\ud" in raw.lower():  # half of a pair is no text, and no answer could repeat it
+            json.dumps(body, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as e:
+        raise BadRequest(f"the body is not JSON: {e}") from None
+    if not isinstance(body, dict):
+        raise BadRequest("the body must be a JSON object")
+    return body
+
+
+def _json(content: Any) -> bytes:
+    try:
+        return orjson.dumps(content)
+    except TypeError:  # what it repeats of the request has a number of more than 64 bits
+        return json.dumps(content).encode()
+
+
+def _answer(content: Any, status: int = 200) -> Response:
+    return Response(_json(content), status_code=status, media_type="application/json")
+
+
+def _event(name: str, data: Any) -> bytes:
+    text = data.encode() if isinstance(data, str) else _json(data)
+    return (f"event: {name}\n".encode() if name else b"") + b"data: " + text + b"\n\n"
+
+
+async def _disconnected(request: Request) -> None:
+    """Returns when the client has closed its connection (its body is read already)."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,12 +1,12 @@
-"""Defines the gateway's one form of a chat, into which every dialect is read, when two messages
-count as the same, and what a request is refused with."""
+"""Defines the gateway's one form of a chat, into which every dialect is read, and what a request is
+refused with."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -58,6 +58,20 @@ class Message:
     call_id: str = ""
     name: str = ""
 
+    @cached_property
+    def key(self) -> tuple[Any, ...]:
+        """Returns what means the same message where it is equal: all but what clients do not repeat
+        as it was, which is thoughts, whitespace at the ends, how a call's arguments are spelled,
+        ids of calls, names of tools."""
+        content, reasoning = self.content, self.reasoning
+        if self.role == "assistant":
+            reasoning = ""
+            if "</think>" in content:
+                content = _THOUGHT.sub("", content, count=1).lstrip()
+        calls = tuple((c.name, json.dumps(c.values, sort_keys=True)) for c in self.calls)
+        name = "" if self.role == "tool" else self.name
+        return (self.role, name, content.strip(), reasoning.strip(), calls)
+
     def for_template(self) -> dict[str, Any]:
         """Returns the message as chat templates take it: arguments of calls are objects."""
         calls = [
@@ -97,29 +111,6 @@ class ChatRequest:
 def digest(*values: object) -> bytes:
     """Returns 16 bytes that differ where the values' representations do."""
     return hashlib.blake2b(repr(values).encode(errors="replace"), digest_size=16).digest()
-
-
-# -- when two messages are the same
-
-# a message without the differences that do not count; equal keys mean the same message
-Key = tuple[str, str, str, tuple[tuple[str, str], ...]]
-
-
-def keys_of(messages: Sequence[Message]) -> tuple[Key, ...]:
-    """Returns the key of each message, without what clients do not repeat as it was: thoughts,
-    whitespace at the ends, how a call's arguments are spelled, ids of calls, names of tools."""
-    return tuple(_key(message) for message in messages)
-
-
-def _key(message: Message) -> Key:
-    content, reasoning = message.content, message.reasoning
-    if message.role == "assistant":
-        reasoning = ""
-        if "</think>" in content:
-            content = _THOUGHT.sub("", content, count=1).lstrip()
-    calls = tuple((c.name, json.dumps(c.values, sort_keys=True)) for c in message.calls)
-    name = "" if message.role == "tool" else message.name
-    return (f"{message.role} {name}", content.strip(), reasoning.strip(), calls)
 
 
 # -- reading

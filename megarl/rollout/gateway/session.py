@@ -21,14 +21,7 @@ from megarl.api.inference import InferenceEngine
 from megarl.api.records import ModelRequest, ModelResponse
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.rollout.episode_context import EpisodeContext, Home, current_episode
-from megarl.rollout.gateway.messages import (
-    BadRequest,
-    ChatRequest,
-    Key,
-    Message,
-    digest,
-    keys_of,
-)
+from megarl.rollout.gateway.messages import BadRequest, ChatRequest, Message, digest
 from megarl.rollout.gateway.prompt import GatewayConfig, Renderer
 from megarl.rollout.gateway.token_ids import TokenRequest
 from megarl.rollout.trajectory import Trajectory, Turn
@@ -66,7 +59,6 @@ class _Chat:
     """Holds a chat that ends with an answer of the policy, and where that is in the trajectory."""
 
     messages: tuple[Message, ...]
-    keys: tuple[Key, ...]  # of `messages`
     tools: bytes  # a digest of them
     turn: Turn
 
@@ -102,14 +94,27 @@ class _Attempt:
         return len(self.work.result()) if self.work.done() else 1
 
     async def answers(self) -> list[Answer]:
-        """Returns the answers, which go on being written where whoever waits is cancelled."""
+        """Returns the answers, which go on being written where whoever waits is cancelled. Raises
+        BadRequest where the session ends before."""
         self.waiting += 1
         try:
-            answers = await asyncio.shield(self.work)
+            await asyncio.wait({self.work})
+            if self.work.cancelled():
+                raise ended()
+            answers = self.work.result()
         finally:
             self.waiting -= 1
         self.taken = True
         return answers
+
+
+def ended() -> BadRequest:
+    """Returns what a request is refused with that is of no open session."""
+    return BadRequest(
+        "no open session has this URL and key: the session has ended, or the key is another's",
+        status=401,
+        code="invalid_api_key",
+    )
 
 
 class Session:
@@ -155,6 +160,7 @@ class Session:
         self._errors: dict[bytes, str] = {}  # by a digest of the request
         self._generating: set[asyncio.Task[Any]] = set()
         self._begun = self.lost = 0
+        self._closed = False
         # of the episode; requests arrive in the context of the gateway, which serves all of them
         episode = current_episode.get() or EpisodeContext()
         self._seeding = EpisodeContext(admitted=episode.admitted)  # the seed's key names the rest
@@ -172,10 +178,10 @@ class Session:
     async def complete(self, request: ChatRequest, *, again: bool = False) -> list[Answer]:
         """Returns the policy's answers; of a request that its client sends `again`, or by the same
         key, those of its first attempt. Raises BadRequest for what cannot be answered."""
+        self._check_open()
         if request.n > MAX_N:
             raise BadRequest(f"n={request.n}: ask for at most {MAX_N} answers at once")
-        keys = keys_of(request.messages)
-        parent = self._parent(request, keys)
+        parent = self._parent(request)
         place = -1 if parent is None else self._chats.index(parent)
         name = digest(place, request.fingerprint), request.key
         attempt = self._earlier(name) if again or request.key else None
@@ -185,7 +191,8 @@ class Session:
             self._attempts.append(attempt)
             self._forget()
         answers = await attempt.answers()
-        self._record(parent, request, keys, answers)
+        self._check_open()
+        self._record(parent, request, answers)
         return answers
 
     def _earlier(self, name: tuple[bytes, str]) -> _Attempt | None:
@@ -211,10 +218,11 @@ class Session:
     async def generate(self, request: TokenRequest) -> ModelResponse:
         """Returns the policy's answer to token ids, which goes into the trajectory of its trace.
         Raises BadRequest for what cannot be answered."""
+        self._check_open()
         ids = request.token_ids
         self._renderer.check_ids([*ids, *request.stop_token_ids])
-        self._count(1)
         gconfig = self._bounds(len(ids), request.max_tokens, ())
+        self._count(1)
         stops = dict.fromkeys([*gconfig.stop_token_ids, *request.stop_token_ids])
         (seed,) = self._seeds(ids, 1)
         trace = self.traces.setdefault(request.trace, Trajectory(index=self.trajectory.index))
@@ -228,7 +236,9 @@ class Session:
         work = self._started(self._responses(digest(request.trace, len(ids)), [sample]))
         self._generating.add(work)
         try:
-            (response,) = await work
+            await asyncio.wait({work})
+            self._check_open()
+            (response,) = work.result()
         finally:
             work.cancel()
             self._generating.discard(work)
@@ -237,15 +247,22 @@ class Session:
         return response
 
     def close(self) -> None:
-        """Ends the requests that are under way; what nobody took is counted."""
+        """Ends the requests that are under way, and refuses others; what nobody took is counted."""
+        self._closed = True
         self.lost += len(self._generating) + sum(a.lost for a in self._attempts)
         for work in (*self._generating, *(a.work for a in self._attempts)):
             work.cancel()
         self._attempts.clear()
+        self._generating.clear()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ended()
 
     def set_reward(self, reward: float, answer_id: str | None = None) -> None:
         """Sets the outcome, or the reward of one answer. Raises BadRequest where rewards are not
         taken, for one beyond MOST_REWARD, and for an id that is no answer's."""
+        self._check_open()
         if not self._rewards:
             raise BadRequest(
                 "the reward is its function's: rollout.gateway.rewards=always has the gateway take "
@@ -265,7 +282,7 @@ class Session:
 
     # -- the chat that a request goes on with
 
-    def _parent(self, request: ChatRequest, keys: tuple[Key, ...]) -> _Chat | None:
+    def _parent(self, request: ChatRequest) -> _Chat | None:
         """Returns the longest chat that ends with an answer and begins the request's messages."""
         if not request.messages:
             raise BadRequest("messages is empty")
@@ -275,11 +292,11 @@ class Session:
         beginnings = [
             chat
             for chat in self._chats
-            if len(chat.keys) < len(keys)
+            if len(chat.messages) < len(request.messages)
             and chat.tools == tools
-            and chat.keys == keys[: len(chat.keys)]
+            and all(a.key == b.key for a, b in zip(chat.messages, request.messages, strict=False))
         ]
-        return max(beginnings, key=lambda chat: len(chat.keys), default=None)
+        return max(beginnings, key=lambda chat: len(chat.messages), default=None)
 
     def _started(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         return asyncio.get_running_loop().create_task(work, context=self._context)
@@ -369,11 +386,7 @@ class Session:
         return [self._seeding.seed(*key, prompt=prompt, version=version) for _ in range(n)]
 
     def _record(
-        self,
-        parent: _Chat | None,
-        request: ChatRequest,
-        keys: tuple[Key, ...],
-        answers: Sequence[Answer],
+        self, parent: _Chat | None, request: ChatRequest, answers: Sequence[Answer]
     ) -> None:
         """Puts answers into the trajectory, once, when a client takes them."""
         if not answers or answers[0].id in self._turns:
@@ -386,15 +399,8 @@ class Session:
             old if old == message else message
             for old, message in zip_longest(before_messages, request.messages)
         )
-        keys = (*(() if parent is None else parent.keys), *keys[len(before_messages) :])
         for answer in answers:
             turn = self.trajectory.wrote(answer.response, after=read)
             self._turns[answer.id] = turn
-            self._chats.append(
-                _Chat(
-                    messages=(*messages, answer.message),
-                    keys=(*keys, *keys_of([answer.message])),
-                    tools=digest(request.tools),
-                    turn=turn,
-                )
-            )
+            chat = (*messages, answer.message)
+            self._chats.append(_Chat(messages=chat, tools=digest(request.tools), turn=turn))
