@@ -112,7 +112,7 @@ CASES = {
     ],
     "dp2-disk-kl": [
         "actor.parallel.tp=1", "weight_sync.type=disk", "actor.kl_coef=0.01",
-        "train_dataset.reward=megarl.rollout.rewards.rules:exact_reward",
+        "train_dataset.reward=megarl.rollout.rewards:exact_reward",
         "actor.loss_agg=sequence-mean", "actor.ppo_n_minibatches=2",
         "gconfig.temperature=0.7", "actor.mb_spec.share_prefixes=true",
     ],

@@ -75,6 +75,20 @@ def test_a_server_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gone(int(pid))  # it ended with its environment
 
 
+def test_a_sample_that_is_cancelled_while_it_closes_its_server_is_cancelled() -> None:
+    async def run() -> None:
+        env = MCPToolingEnv(config())
+        await env.ainitialize()
+        closes = asyncio.create_task(env.aclose())
+        await asyncio.sleep(0)
+        closes.cancel()
+        await asyncio.wait({closes})
+        assert closes.cancelled()
+        await env.aclose()
+
+    asyncio.run(run())
+
+
 def test_a_server_that_dies_is_a_failure() -> None:
     with pytest.raises(ToolFailure, match=r"MCP server .*tests\.mcp_server stdio is gone"):
         use(config(timeout=20.0), ("times", {"a": 1}), ("die", {}))

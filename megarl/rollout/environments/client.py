@@ -14,11 +14,15 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from weakref import WeakKeyDictionary
 
+from annotated_types import Gt
+
+from megarl.config.run import Positive
 from megarl.observability.logging import get_logger
 from megarl.utils.child import signal_group
+from megarl.utils.importing import option_problems
 
 log = get_logger(__name__)
 
@@ -54,14 +58,14 @@ class EnvironmentConfig:
     id: str
     args: dict[str, Any] = field(default_factory=dict)
     env: dict[str, Any] = field(default_factory=dict)
-    harness: str = "megarl_chat"
+    harness: str | None = "megarl_chat"
     renderer: dict[str, Any] = field(default_factory=lambda: dict(RENDERER))
     path: list[str] = field(default_factory=list)
     variables: list[str] = field(default_factory=list)
-    workers: int = 1
-    concurrent: int = 64
-    start_timeout: float = 300.0
-    episode_timeout: float = 1200.0
+    workers: Positive = 1
+    concurrent: Positive = 64
+    start_timeout: Annotated[float, Gt(0)] = 300.0
+    episode_timeout: Annotated[float, Gt(0)] = 1200.0
 
     def __post_init__(self) -> None:
         if not Path(self.python).is_file():
@@ -72,9 +76,6 @@ class EnvironmentConfig:
             )
         if not self.id:
             raise ValueError("options.id is empty: name the taskset, as vf-eval takes it")
-        for name in ("workers", "concurrent", "start_timeout", "episode_timeout"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"options.{name}={getattr(self, name)}: must be > 0")
         if missing := [p for p in self.path if not Path(p).is_dir()]:
             raise ValueError(f"options.path: {missing[0]!r} is no directory")
 
@@ -82,11 +83,8 @@ class EnvironmentConfig:
     def read(cls, options: Mapping[str, Any]) -> EnvironmentConfig:
         """Returns the configuration of a data set's options. Raises ValueError for an option that
         there is not, is missing or is wrong."""
-        names = {f.name for f in dataclasses.fields(cls)}
-        if unknown := sorted(set(options) - names):
-            raise ValueError(f"options.{unknown[0]}: there is no such option; use {sorted(names)}")
-        if missing := [n for n in ("python", "id") if n not in options]:
-            raise ValueError(f"options.{missing[0]} is missing")
+        if problems := "; ".join(option_problems(cls, options, key="options")):
+            raise ValueError(problems)
         return cls(**options)
 
     @property

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial, update_wrapper
 from typing import Any, cast
@@ -32,6 +33,7 @@ from megarl.rollout.rewards.results import (
     RewardUnavailable,
     Scored,
     WeightedReward,
+    bounded,
     reward_arguments,
 )
 from megarl.utils.importing import is_import_path, load_object, option_problems
@@ -43,14 +45,14 @@ MOST_SECONDS = "most_seconds"
 
 _REWARDS = {
     "none": "megarl.rollout.rewards:no_reward",
-    "arithmetic": "megarl.rollout.rewards.rules:exact_reward",
+    "arithmetic": "megarl.rollout.rewards:exact_reward",
     "gsm8k": "megarl.rollout.rewards.gsm8k:gsm8k_reward",
     "code": "megarl.rollout.rewards.code:code_reward",
-    "exact": "megarl.rollout.rewards.rules:exact_reward",
-    "regex": "megarl.rollout.rewards.rules:regex_reward",
-    "format": "megarl.rollout.rewards.rules:format_reward",
-    "length": "megarl.rollout.rewards.rules:length_reward",
-    "overlong": "megarl.rollout.rewards.rules:overlong_reward",
+    "exact": "megarl.rollout.rewards:exact_reward",
+    "regex": "megarl.rollout.rewards:regex_reward",
+    "format": "megarl.rollout.rewards:format_reward",
+    "length": "megarl.rollout.rewards:length_reward",
+    "overlong": "megarl.rollout.rewards:overlong_reward",
     "judge": "megarl.rollout.rewards.judge:JudgeReward",
     "weighted": "megarl.rollout.rewards.results:WeightedReward",
     "reasoning_gym": "megarl.rollout.rewards.reasoning_gym:reasoning_gym_reward",
@@ -113,7 +115,7 @@ def get_reward_fn(name: str, options: Mapping[str, Any] | None = None) -> Reward
         raise ValueError(f"reward {name}: {problems}")
     if inspect.isclass(fn):
         return cast(RewardFn, fn(**options))
-    return update_wrapper(partial(fn, **options), fn, ("__module__", "__name__"), ())
+    return update_wrapper(partial(fn, **options), fn, ("__module__", "__name__"))
 
 
 def reward_of(cfg: SourceConfig) -> RewardFn:
@@ -157,6 +159,110 @@ def _check_seconds(most: float, timeout: float) -> None:
             f"processes), and rollout.reward_timeout={timeout:g} ends a reward before: raise "
             "rollout.reward_timeout, or lower the reward's option seconds"
         )
+
+
+# rewards by rules: equality, patterns, length
+
+
+def exact_reward(
+    prompt: str,
+    completion: str,
+    prompt_ids: list[int],
+    completion_ids: list[int],
+    *,
+    answer: Any,
+    ignore_case: bool = False,
+    **row: Any,
+) -> float:
+    """Returns 1 if the completion is the answer, but for white space, else 0."""
+    given, expected = (" ".join(str(text).split()) for text in (completion, answer))
+    return float(given.casefold() == expected.casefold() if ignore_case else given == expected)
+
+
+def _check_exact(*, answer: Any = None, **row: Any) -> None:
+    if answer is None:
+        raise ValueError("answer is null, which no completion is; leave the row out")
+
+
+exact_reward.check_row = _check_exact  # type: ignore[attr-defined]
+
+
+@bounded
+def regex_reward(
+    prompt: str,
+    completion: str,
+    prompt_ids: list[int],
+    completion_ids: list[int],
+    *,
+    pattern: str,
+    answer: Any = None,
+    **row: Any,
+) -> float:
+    """Returns 1 if the last match of `pattern` is the row's answer, but for white space around it,
+    else 0. The pattern's first group is compared, or the whole match; in a row without an answer
+    any match is right. Raises ValueError for a pattern that is none."""
+    matches = list(_compiled(pattern).finditer(completion))
+    match = matches[-1] if matches else None
+    if match is None or answer is None:
+        return float(match is not None)
+    text = match[1] if match.re.groups else match[0]
+    return float((text or "").strip() == str(answer).strip())
+
+
+@bounded
+def format_reward(
+    prompt: str,
+    completion: str,
+    prompt_ids: list[int],
+    completion_ids: list[int],
+    *,
+    pattern: str = r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*",
+    **row: Any,
+) -> float:
+    """Returns 1 if the whole completion has the form of `pattern`, a dot being any character, else
+    0. Raises ValueError for a pattern that is none."""
+    return float(_compiled(pattern).fullmatch(completion) is not None)
+
+
+def length_reward(
+    prompt: str,
+    completion: str,
+    prompt_ids: list[int],
+    completion_ids: list[int],
+    *,
+    at_least: int = 0,
+    at_most: int,
+    **row: Any,
+) -> float:
+    """Returns 1 if the completion has from `at_least` to `at_most` tokens, else 0."""
+    return float(at_least <= len(completion_ids) <= at_most)
+
+
+def overlong_reward(
+    prompt: str,
+    completion: str,
+    prompt_ids: list[int],
+    completion_ids: list[int],
+    *,
+    max_length: int,
+    buffer: int,
+    **row: Any,
+) -> float:
+    """Returns 0 for a completion of at most `max_length - buffer` tokens, -1 for one of
+    `max_length`, and what lies between them for one in between (DAPO, arXiv 2503.14476). Raises
+    ValueError for a buffer that does not fit."""
+    if not 0 < buffer <= max_length:
+        raise ValueError(f"buffer={buffer}: use from 1 to max_length={max_length} tokens")
+    over = len(completion_ids) - (max_length - buffer)
+    return -min(1.0, max(0.0, over / buffer))
+
+
+@cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern, re.DOTALL)
+    except re.error as e:
+        raise ValueError(f"pattern {pattern!r}: {e}") from e
 
 
 __all__ = [

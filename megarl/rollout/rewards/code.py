@@ -98,8 +98,8 @@ def _cases(tests: Any, entry: str) -> list[Any]:
     if not isinstance(cases, Sequence) or not cases:
         raise ValueError(f"tests={tests!r}: a list of one test at least; {_FORMS}")
     for case in cases:
-        kind = _kind(case)
-        if not kind or (kind == "call" and not entry.isidentifier()):
+        test = _test_of(case)
+        if test is None or (test is _by_call and not entry.isidentifier()):
             raise ValueError(f"test {case!r}, entry={entry!r}: {_FORMS}")
         if isinstance(case, str):
             try:
@@ -114,7 +114,8 @@ def _cases(tests: Any, entry: str) -> list[Any]:
 def _check_length(case: dict[str, Any]) -> None:
     """Raises ValueError for an output that is longer than what a program may print."""
     output = case["output"]
-    text = str(output).strip() if _kind(case) == "stdin" else json.dumps(output, default=str)
+    printed = _test_of(case) is _by_stdin
+    text = str(output).strip() if printed else json.dumps(output, default=str)
     if (length := len(text.encode(errors="replace"))) >= Limits.output - len(_RESULT) - 1:
         raise ValueError(
             f"test {str(case)[:100]}...: its output has {length} bytes, and a program may print "
@@ -122,12 +123,15 @@ def _check_length(case: dict[str, Any]) -> None:
         )
 
 
-def _kind(case: Any) -> str:
+def _test_of(case: Any) -> Callable[[str, Any, str, Limits], Awaitable[bool]] | None:
+    """Returns what runs a test; None for what is none."""
     if isinstance(case, str):
-        return "assert"
+        return _by_assert
     if not isinstance(case, dict) or "output" not in case:
-        return ""
-    return "call" if isinstance(case.get("args"), list) else "stdin" if "input" in case else ""
+        return None
+    return (
+        _by_call if isinstance(case.get("args"), list) else _by_stdin if "input" in case else None
+    )
 
 
 async def _passed(
@@ -143,7 +147,8 @@ async def _passed(
                 f"this machine took more than {_START:g} s to start a program, {i} of {len(cases)} "
                 "tests done: run fewer reward workers"
             )
-        ok = await _TESTS[_kind(case)](program, case, entry, limits)
+        test = _test_of(case)
+        ok = test is not None and await test(program, case, entry, limits)
         if not ok and not every:
             break
         passed += ok
@@ -199,14 +204,6 @@ def _script(function: str, *args: Any) -> str:
     """Returns a program that calls a function of asserts.py."""
     text = Path(asserts.__file__).read_text(encoding="utf-8")
     return f"{text}\n{function}(*{args!r})\n"
-
-
-Test = Callable[[str, Any, str, Limits], Awaitable[bool]]
-_TESTS: dict[str, Test] = {
-    "stdin": _by_stdin,
-    "call": _by_call,
-    "assert": _by_assert,
-}
 
 
 def _scoped(program: str, end: str) -> str:

@@ -5,13 +5,13 @@ stdout, or a server at a URL (streamable HTTP). It needs the package mcp: pip in
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from megarl.rollout.tools.tooling import TOOL_TIMEOUT, ToolFailure, ToolingEnv, as_text
+from megarl.utils.importing import option_problems
 
 CONNECT_TIMEOUT = 30.0  # seconds until the server must have listed its tools
 MOST_PAGES = 64  # of the list of a server's tools
@@ -45,9 +45,10 @@ class MCPToolingEnvConfig:
     def of(cls, section: Any, *, timeout: float) -> MCPToolingEnvConfig:
         """Returns the configuration of a section of YAML. Raises ValueError for unknown keys, and
         where the package mcp is missing."""
-        known = list(cls.__dataclass_fields__)
-        if not isinstance(section, dict) or not set(section) <= set(known):
-            raise ValueError(f"mcp: {section!r}: the keys are {', '.join(known)}")
+        if not isinstance(section, dict):
+            raise ValueError(f"mcp: {section!r}: give command, or url")
+        if problems := "; ".join(option_problems(cls, section, key="mcp")):
+            raise ValueError(problems)
         _package()
         values: dict[str, Any] = {"timeout": timeout} | section
         return cls(**values)
@@ -128,8 +129,7 @@ class MCPToolingEnv(ToolingEnv):
             return
         if self._client is None:  # it may hang on its way to the server
             self._task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._task
+        await asyncio.wait({self._task})  # an end of whoever waits is not this one's
 
     def _gone(self, error: Exception) -> ToolFailure:
         self._ended.set()  # it serves nobody any more

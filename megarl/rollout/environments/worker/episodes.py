@@ -68,14 +68,7 @@ def _config(data, harness):
 def _trace(trace):
     return {
         "id": trace.id,  # the X-Session-ID of its requests
-        "agent": trace.agent.name,
-        "trainable": trace.agent.trainable,
         "reward": trace.reward,
-        "rewards": {k: r.value for k, r in trace.rewards.items() if r is not None},
-        "metrics": dict(trace.metrics),
-        "stop": trace.stop_condition,
-        "truncated": trace.is_truncated,
-        "turns": trace.num_turns,
         "samples": _samples(trace),
     }
 
