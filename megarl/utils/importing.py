@@ -285,9 +285,8 @@ def _misfit(value: Any, annotation: Any) -> str:
     """Says why an annotation does not take a value of Python or of YAML, where a list may stand for
     a tuple: by its type, or by its bounds (pydantic's Field) and choices (Literal). Empty where it
     does, or where pydantic cannot read the annotation."""
-    takes = (
-        typing.get_args(annotation) if typing.get_origin(annotation) in _UNIONS else (annotation,)
-    )
+    union = typing.get_origin(annotation) in _UNIONS
+    takes = typing.get_args(annotation) if union else (annotation,)
     choices = [c for one in takes if typing.get_origin(one) is typing.Literal for c in one.__args__]
     if type(value) in takes or any(type(value) is type(c) and value == c for c in choices):
         return ""
