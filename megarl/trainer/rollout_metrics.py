@@ -50,9 +50,9 @@ def rollout_metrics(data: Data, *, version: int) -> dict[str, float]:
     for name in batch:
         if name.startswith(REWARD_PART):
             part = rollouts.common(batch[name], name)
-            if name == f"{REWARD_PART}{LATE}":  # only answers that are late have it
-                part = part.nan_to_num(0.0)
             metrics[f"reward/{name.removeprefix(REWARD_PART)}"] = part.nanmean().item()
+            if name == f"{REWARD_PART}{LATE}":  # only answers that are late have it
+                metrics["reward/late"] = part.nan_to_num(0.0).mean().item()
     if "truncated" in batch:
         cut = rollouts.any(batch["truncated"])
         metrics["response_len/truncated"] = cut.float().mean().item()
