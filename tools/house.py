@@ -306,15 +306,15 @@ def texts(rev: str | None, *folders: str) -> dict[str, str]:
             [*git, "ls-files", "--cached", "--others", "--exclude-standard", *folders],
             capture_output=True, text=True, check=True,
         ).stdout.splitlines()  # fmt: skip
-        found = {p: (ROOT / p).read_text() for p in known if (ROOT / p).is_file()}
+        found = {p: (ROOT / p).read_bytes() for p in known if (ROOT / p).is_file()}
     else:
         ran = subprocess.run([*git, "archive", "--format=tar", rev, *folders], capture_output=True)
         if ran.returncode:
             raise ValueError(f"--rev {rev}: {ran.stderr.decode().strip()}")
         with tarfile.open(fileobj=io.BytesIO(ran.stdout)) as archive:
             files = {m.name: archive.extractfile(m) for m in archive.getmembers() if m.isfile()}
-            found = {name: file.read().decode() for name, file in files.items() if file}
-    return found
+            found = {name: file.read() for name, file in files.items() if file}
+    return {name: data.decode(errors="replace") for name, data in found.items()}
 
 
 def bound(text: str) -> set[str]:

@@ -31,9 +31,9 @@ _STEP = re.compile(r"step_(\d{6,})")
 # of config.json: what says nothing about the function the model computes
 _VOLATILE = ("transformers_version", "dtype", "torch_dtype", "_name_or_path", "use_cache")
 # what a launcher gives anew at every start
-_PER_START = ("rollout.addresses",)
+_PER_START = ("rollout.addresses.",)
 # what another run of the same work has otherwise
-_OF_A_RUN = (*_PER_START, "fileroot", "experiment_name", "trial_name", "record", "replay")
+_OF_A_RUN = (*_PER_START, "fileroot.", "experiment_name.", "trial_name.", "record.", "replay.")
 Flat = dict[str, Any]  # values by dotted names
 
 
@@ -56,8 +56,7 @@ def checkpoints(directory: Path) -> tuple[list[Checkpoint], list[Path]]:
         try:
             info = json.loads((path / MARKER).read_text(encoding="utf-8"))
         except (FileNotFoundError, ValueError):
-            broken.append(path)
-            continue
+            info = None
         if broken_seal(info):
             broken.append(path)
         else:
@@ -72,7 +71,12 @@ def check_run_dir(cfg: BaseConfig, seen: BaseConfig | None = None) -> None:
     directory = run_dir(seen)
     if cfg.recover.mode == "disabled":
         if (directory / STATS_FILE).exists():
-            raise_if_any([_occupied(directory)])
+            raise ConfigError(
+                [
+                    f"recover.mode=disabled: {directory} holds a run already; set another "
+                    "trial_name, set recover.mode=auto to continue that run, or move the directory"
+                ]
+            )
         return
     whole, _ = checkpoints(directory)
     if whole:
@@ -102,13 +106,6 @@ def is_newer(final: Path, marker: Path) -> bool:
     return final.exists() and final.stat().st_mtime >= marker.stat().st_mtime
 
 
-def _occupied(directory: Path) -> str:
-    return (
-        f"recover.mode=disabled: {directory} holds a run already; set another trial_name, set "
-        "recover.mode=auto to continue that run, or move the directory"
-    )
-
-
 def _contradictions(cfg: BaseConfig, seen: BaseConfig, newest: Checkpoint) -> Iterator[str]:
     run = newest.path.parent.parent
     away = f"the run in {run} cannot continue so; set another trial_name, or move it"
@@ -127,17 +124,13 @@ def _contradictions(cfg: BaseConfig, seen: BaseConfig, newest: Checkpoint) -> It
     for name in (n for n in saved if n in newest.info["models"]):
         key, path = f"{name}.path", engines(cfg)[name].path
         behind = _value_now(tree, key)  # an empty path is one, too
-        if behind is not None and not _same_path(behind, path):
+        if behind is not None and Path(behind).resolve() != Path(path).resolve():
             yield f"{key}={now[key]}: it was {before[key]}; {away}"
             continue
         old, new = newest.info["models"][name], architecture(seen, name)
         if changed := [k for k in sorted(old | new) if old.get(k) != new.get(k)]:
             names = ", ".join(f"{k} {old.get(k)} -> {new.get(k)}" for k in changed)
             yield f"{key}={now[key]}: its config.json has changed since ({names}); {away}"
-
-
-def _same_path(a: str, b: str) -> bool:
-    return a == b or Path(a).resolve() == Path(b).resolve()
 
 
 def architecture(cfg: BaseConfig, name: str) -> dict[str, Any]:
@@ -162,9 +155,9 @@ def configs_apart(a: Path, b: Path) -> list[str]:
 
 
 def _lines_apart(a: Flat, b: Flat, sign: str, but: tuple[str, ...]) -> list[str]:
-    """Returns a line for each key that differs, and is or lies in none of `but`."""
-    keys = [key for key, _, _ in differences(a, b)]
-    keys = [k for k in keys if not any(f"{k}.".startswith(f"{name}.") for name in but)]
+    """Returns a line for each key that differs, and is or lies in none of `but`, each with a dot
+    at its end."""
+    keys = [key for key, _, _ in differences(a, b) if not f"{key}.".startswith(but)]
     return [f"{k}: {_shown(a, k, b)} {sign} {_shown(b, k, a)}" for k in keys]
 
 
@@ -203,10 +196,10 @@ def _saved_tree(directory: Path) -> dict[str, Any]:
         return {}
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (*NOT_YAML, RecursionError) as e:
-        raise ConfigError([f"{path}: damaged: no YAML; remove it to continue the run"]) from e
+    except (*NOT_YAML, RecursionError):
+        tree = None
     if not isinstance(tree, dict):
-        raise ConfigError([f"{path}: damaged: it holds no keys; remove it to continue the run"])
+        raise ConfigError([f"{path}: damaged: no YAML of keys; remove it to continue the run"])
     return tree
 
 

@@ -12,12 +12,12 @@ import json
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import compress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megarl.config.errors import ConfigError, raise_if_any
+from megarl.config.errors import ConfigError
 from megarl.observability.logging import get_logger
 from megarl.utils.files import write_whole
 
@@ -47,7 +47,7 @@ class RunLog:
         """Goes on from step `after`, from nothing where it is negative: moves lines of later steps,
         and lines that are cut short, to the end of NAME.superseded.jsonl beside it. Raises
         ConfigError as check_age does."""
-        self.check_age()
+        check_age([self.path])
         lines = _text(self.path).splitlines()
         stay = [self._stays(line, after) for line in lines]
         if not all(stay):
@@ -69,35 +69,36 @@ class RunLog:
 
     def read(self) -> list[Line]:
         """Returns all whole lines, see `read_lines`. Raises ConfigError as check_age does."""
-        self.check_age()
+        check_age([self.path])
         return list(read_lines(self.path))
 
-    def check_age(self) -> None:
-        """Raises ConfigError for a file of an older megarl, which says otherwise what counts."""
-        for text in _text(self.path).splitlines():
-            try:
-                line = json.loads(text) if '"after"' in text else None
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(line, dict) and "after" in line and "step" not in line:
-                raise ConfigError(
-                    [
-                        f"{self.path}: written by an older megarl; move the file away, and the run "
-                        "goes on from its checkpoint with a new one"
-                    ]
-                )
+
+def check_age(paths: Iterable[Path]) -> None:
+    """Raises ConfigError for files of an older megarl, which say otherwise what counts; one line
+    names them all."""
+    if older := [str(path) for path in paths if _is_older(path)]:
+        raise ConfigError(
+            [
+                f"{' and '.join(older)}: written by an older megarl; move what is named away, and "
+                "the run goes on from its checkpoint with new ones"
+            ]
+        )
 
 
 def check_logs(directory: Path) -> None:
-    """Raises ConfigError with a line for each of LOGS in a run directory that an older megarl
-    wrote."""
-    problems: list[str] = []
-    for name in LOGS:
+    """Raises ConfigError as `check_age` does for LOGS in a run directory."""
+    check_age(directory / name for name in LOGS)
+
+
+def _is_older(path: Path) -> bool:
+    for text in _text(path).splitlines():
         try:
-            RunLog(directory / name).check_age()
-        except ConfigError as e:
-            problems += e.problems
-    raise_if_any(problems)
+            line = json.loads(text) if '"after"' in text else None
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(line, dict) and "after" in line and "step" not in line:
+            return True
+    return False
 
 
 def read_lines(path: Path) -> Iterator[Line]:

@@ -14,7 +14,7 @@ import io
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -33,6 +33,7 @@ from megarl.config.earlier_run import (
 from megarl.config.recipe_engines import FROZEN, saved_engines
 from megarl.config.recipes import BaseConfig
 from megarl.config.secrets import fingerprint_tree
+from megarl.data.draws import Curriculum
 from megarl.observability.logging import get_logger, warn_once_per_world
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.rollout.episode_context import Kept
@@ -194,9 +195,8 @@ class Recovery:
 
     def _complete(self, pending: _Pending) -> None:
         """Writes the marker, renames the checkpoint into place, removes older ones. Rank 0 only."""
-        cfg = self._ctx.cfg
         info = pending.info
-        info["models"] = {name: architecture(cfg, name) for name in self._models}
+        info["models"] = {name: architecture(self._ctx.cfg, name) for name in self._models}
         text = json.dumps(seal(info), indent=2) + "\n"
         with full_disk_named(f"saving {pending.target}", pending.staging):
             (pending.staging / MARKER).write_text(text, encoding="utf-8")
@@ -224,14 +224,15 @@ class Recovery:
 
 
 def _engine_meta(path: Path, name: str) -> SaveLoadMeta:
-    with_optim = name not in FROZEN
-    return SaveLoadMeta(path=str(path / name), weight_format="dist", with_optim=with_optim)
+    return SaveLoadMeta(path=str(path / name), weight_format="dist", with_optim=name not in FROZEN)
 
 
 def data_of(cfg: BaseConfig, size: int) -> State:
     """Returns what a place in the training data depends on, to see whether a saved place still
     holds."""
     data = fingerprint_tree(cfg)["train_dataset"]
+    if (curriculum := cfg.train_dataset.curriculum) is not None:
+        data["curriculum"] = asdict(Curriculum(**curriculum))
     for source in (data, *data["parts"].values()):
         for name in ("reward", "workflow"):  # which say nothing about the rows
             source.pop(name, None)
@@ -241,8 +242,10 @@ def data_of(cfg: BaseConfig, size: int) -> State:
 def same_data(before: State, now: State) -> bool:
     """Returns whether a place saved with the data `before` (see `data_of`) holds in the data `now`;
     warns where it does not, naming the keys."""
-    changed = [k for k in now if k in before and before[k] != now[k]]
-    if changed:
+    old, new = before.get("curriculum"), now["curriculum"]
+    if old and new:  # a key that only one version of megarl knows says nothing
+        before = before | {"curriculum": {key: old.get(key, new[key]) for key in new}}
+    if changed := [k for k in now if k in before and before[k] != now[k]]:
         warn_once_per_world(
             log,
             "the training data is not what it was (%s): its first epoch begins, prompts in flight "
@@ -276,9 +279,8 @@ class AnswersFile:
         if not whole:
             log.warning("the answers so far are not saved: servers did not bring them in time")
             return
-        state = {"version": version, "answers": self._client.executor.episodes.answers()}
-        buffer = io.BytesIO()
-        torch.save(state, buffer)
+        buffer, answers = io.BytesIO(), self._client.executor.episodes.answers()
+        torch.save({"version": version, "answers": answers}, buffer)
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with full_disk_named(f"saving {self._path}", self._path.parent):

@@ -518,9 +518,9 @@ def test_files_that_an_older_megarl_wrote_are_refused_together(tmp_path, model):
     (run / "samples.jsonl").write_text('{"when": "before", "prompt": "as ever"}\n')
     with pytest.raises(ConfigError) as e:
         newest_checkpoint(cfg, lambda fn, *args: fn(*args))
-    assert [line.partition(":")[0] for line in e.value.problems] == [
-        str(run / "record/fingerprints.jsonl"), str(run / "episodes/index.jsonl")
-    ]  # fmt: skip
+    (line,) = e.value.problems
+    named = f"{run}/record/fingerprints.jsonl and {run}/episodes/index.jsonl"
+    assert line.partition(":")[0] == named
     for name in ("episodes", "record"):
         (run / name).rename(run / f"older_{name}")
     assert newest_checkpoint(cfg, lambda fn, *args: fn(*args)) is None
@@ -613,6 +613,26 @@ def test_other_training_data_begins_anew(tmp_path, model):
     for key in ("seed=2", "train_dataset.batch_size=3", "+train_dataset.options.level=3"):
         assert not same_data(before, data_of(sft(tmp_path, model, key), 100))
     assert not same_data(before, data_of(sft(tmp_path, model), 99))
+
+
+def test_data_that_another_megarl_describes_with_other_keys_is_the_same(tmp_path, model):
+    """A curriculum's rarer keys came and went; its values count, and whether there is one."""
+    base = [f"actor.path={model}", f"fileroot={tmp_path}", "train_dataset.type=mix"]
+    base += ["train_dataset.parts.a.size=9", "train_dataset.parts.b.size=9"]
+    curriculum = "train_dataset.curriculum.low=0.2"
+    now = data_of(load_config(None, [*base, curriculum]), 18)
+    before = now | {"curriculum": now["curriculum"] | {"newest": 0.5}, "gone": 1}
+    assert same_data(before, now)
+    written_out = [*base, curriculum, "train_dataset.curriculum.high=0.9"]
+    assert same_data(before, data_of(load_config(None, written_out), 18))
+    for other in (
+        [*base, "train_dataset.curriculum.low=0.3"],
+        base,
+        [*base, curriculum, "train_dataset.parts.b.size=8"],
+        [*base, curriculum, "train_dataset.parts.c.size=8"],
+        [*base, curriculum, "+train_dataset.parts.a.options.level=1"],
+    ):
+        assert not same_data(before, data_of(load_config(None, other), 18)), other
 
 
 def test_trainer_state_survives_the_disk(tmp_path, model):
