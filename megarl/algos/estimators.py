@@ -8,15 +8,18 @@ all rewards are equal, nothing says which sample is better: there the group esti
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megarl.algos.advantages import KINDS, shape_rewards
+from megarl.algos.advantages import KINDS, grpo_advantages, shape_rewards
+from megarl.algos.fields import need
 from megarl.algos.groups import Groups
 from megarl.algos.specs import AdvantageSpec
+from megarl.api.tokens import REWARD_PART
 from megarl.config.algo import PPOActorConfig
 
 
@@ -152,6 +155,31 @@ def levels_advantages(
     return x.float()
 
 
+def gdpo_advantages(
+    parts: Tensor, weights: Sequence[float], group_ids: Tensor, batch: bool, eps: float = 1e-6
+) -> Tensor:
+    """Returns s / (std of all s + eps), where s adds up K rewards, each normalised within its group
+    as by `grpo_advantages` and times its weight (GDPO, arXiv 2601.05242). With batch=False it is s:
+    then one reward of weight 1 is GRPO to the bit, which the std of all scales by a factor.
+
+    parts: [K,R], NaN where a rollout has no such reward: it is in no mean and no std of that reward
+    and gets nothing of it; one without any has 0. The mean of s is 0, as that of each group, and so
+    it is not subtracted: groups whose rewards are equal have exactly 0.
+
+    >>> parts, g = torch.tensor([[1.0, 0.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0]]), torch.zeros(4)
+    >>> gdpo_advantages(parts, [1.0, 1.0], g, batch=True)
+    tensor([ 1.3321, -0.7691,  0.2061, -0.7691])
+    >>> gdpo_advantages(parts[:1], [1.0], g, batch=False)
+    tensor([ 0.8660, -0.8660,  0.8660, -0.8660])
+    """
+    s, has = torch.zeros(len(group_ids), dtype=torch.float64), ~parts.isnan()
+    for values, weight, own in zip(parts, weights, has, strict=True):
+        s[own] += weight * grpo_advantages(values[own], group_ids[own], eps=eps)
+    if batch:
+        s /= Groups(s[has.any(0)], group_ids[has.any(0)]).std_of_all() + eps
+    return s.float()
+
+
 # ---- by the actor's section, as `actor.advantages` names them ----------------------------------
 
 
@@ -179,6 +207,22 @@ def opo(config: PPOActorConfig) -> AdvantageSpec:
         return opo_advantages(batch["rewards"], batch["group_ids"], batch["trained_tokens"])
 
     return AdvantageSpec(per_sample=per_sample, needs_groups=True)
+
+
+def gdpo(config: PPOActorConfig, *, parts: dict[str, Any], batch: bool = True) -> AdvantageSpec:
+    """Returns `gdpo_advantages`. parts: by the name of a part of the reward its weight, or what the
+    reward `weighted` says of it. The reward itself, and what shapes it, is not read; with kl_ctl
+    the KL to the reference is taken from each token's advantage."""
+    weights = [p.get("weight", 1.0) if isinstance(p, dict) else p for p in parts.values()]
+    weights = [1.0 if isinstance(weight, str) else weight for weight in weights]
+    names = [f"{REWARD_PART}{name}" for name in parts]
+
+    def per_sample(samples: dict[str, Tensor]) -> Tensor:
+        need(samples, names, what="actor.advantages=gdpo")
+        rewards = torch.stack([samples[name] for name in names])
+        return gdpo_advantages(rewards, weights, samples["group_ids"], batch)
+
+    return AdvantageSpec(per_sample=per_sample, kl_to_go=True, needs_groups=True)
 
 
 def pass_at_k(config: PPOActorConfig, *, k: int, threshold: float = 0.0) -> AdvantageSpec:

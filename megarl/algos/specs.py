@@ -71,6 +71,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
             name: f"megarl.algos.estimators:{name}"
             for name in (
                 "levels",
+                "gdpo",
                 "rloo",
                 "opo",
                 "reinforce_pp",

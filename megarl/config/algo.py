@@ -21,8 +21,9 @@ from megarl.config.base import (
 )
 from megarl.config.engine import TrainEngineConfig
 
-# values of actor.advantages that are 0 where all rewards of a prompt's samples are equal
-BY_GROUP = ("rloo", "opo", "pass_at_k", "max_at_k", "gpg")
+# values of actor.advantages that are 0 where all rewards of a prompt's samples are equal, for gdpo
+# the parts of the rewards
+BY_GROUP = ("gdpo", "rloo", "opo", "pass_at_k", "max_at_k", "gpg")
 
 
 @dataclass(kw_only=True)

@@ -245,23 +245,18 @@ def _baseline_problems(cfg: GRPOConfig) -> Iterator[str]:
     what a user's own workflow brings is not known. A part's workflow is its own, else all's."""
     if cfg.actor.advantages.type != "remax":
         return
-    workflows = {"rollout.workflow": cfg.rollout.workflow}
     parts = cfg.train_dataset.parts
     own = {name: part.workflow for name, part in parts.items() if part.workflow.type}
-    if parts and len(own) == len(parts):
-        workflows = {}
-    workflows |= {f"train_dataset.parts.{name}.workflow": seam for name, seam in own.items()}
+    workflows = {f"train_dataset.parts.{name}.workflow": seam for name, seam in own.items()}
+    if not parts or len(own) < len(parts):
+        workflows["rollout.workflow"] = cfg.rollout.workflow
     for key, workflow in workflows.items():
-        if workflow.type == _WITH_BASELINE and not workflow.options.get("greedy_baseline"):
+        writes = workflow.type == _WITH_BASELINE and workflow.options.get("greedy_baseline")
+        if workflow.type.startswith(_OURS) and not writes:
             yield (
-                "actor.advantages=remax: subtracts the reward of the greedy answer; set "
-                f"{key}.options.greedy_baseline=true"
-            )
-        elif workflow.type.startswith(_OURS) and workflow.type != _WITH_BASELINE:
-            yield (
-                f"actor.advantages=remax: {key}={workflow.type} has no greedy answer written; take "
-                f"{_WITH_BASELINE} with greedy_baseline, or a workflow of your own that returns "
-                "'baseline'"
+                f"actor.advantages=remax: {key}={workflow.type} has no greedy answer written; set "
+                f"{key}.options.greedy_baseline=true with {_WITH_BASELINE}, or take a workflow of "
+                "your own that returns 'baseline'"
             )
 
 

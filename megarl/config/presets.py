@@ -40,6 +40,9 @@ CORRECTION: Tree = {  # every option, so that none of one below in a file stays
 }
 
 
+_PARTS = "${oc.select:train_dataset.reward.options.parts,null}"
+
+
 def _actor(**keys: Any) -> Tree:
     return {"actor": _BASE | keys}
 
@@ -83,6 +86,7 @@ PRESETS: dict[str, Tree] = {
     "reinforce_pp_baseline": _actor(
         advantages={"type": "reinforce_pp", "options": {"baseline": "group"}}
     ),
+    "gdpo": _actor(advantages={"type": "gdpo", "options": {"parts": _PARTS}}),
     "lite_ppo": _actor(adv_norm="group_batch"),
     "gpg": _actor(advantages="gpg", surrogate="log_likelihood"),
     "asymre": _actor(advantages="asymre", surrogate="log_likelihood", loss_agg="sequence-sum"),

@@ -9,12 +9,14 @@ import torch
 import torch.distributed as dist
 
 from megarl.algos import LOSS_WEIGHTS, Actor, Critic, sequence_weight, token_weight
+from megarl.algos.estimators import gdpo_advantages
 from megarl.api.batch import Batch
 from megarl.config.algo import PPOActorConfig, PPOCriticConfig
 from tests.dist.algorithms import gradients, near_logps, presets_in_turn
 from tests.dist.engine_jobs import Tensors, make_engine, save_model, state
 from tests.dist.invariance import FIGURES, GRADIENTS, UPDATES, worst
 from tests.tiny import random_batch
+from tests.unit.presets import preset
 
 N, EPISODES = 11, 4  # samples, and episodes they belong to
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -40,6 +42,10 @@ def samples() -> Tensors:
     b["last_value"] = torch.randn(N, generator=g)
     b["rewards"] = torch.randn(N, generator=g)
     b["truncated"] = torch.arange(N) % 3 == 0
+    b["reward_part/right"] = torch.randn(N, generator=g)
+    b["reward_part/short"] = torch.where(
+        torch.arange(N) % 4 > 0, torch.randn(N, generator=g), torch.nan
+    )
     b["episode_ids"] = torch.arange(N) * EPISODES // N
     b["group_ids"] = b["episode_ids"].clone()
     return b
@@ -75,6 +81,7 @@ def estimates(path: str, parallel: dict[str, Any]) -> dict[str, Tensors]:
     """Returns by origin the advantages, returns and weights W of the same samples."""
     actor, out = make_actor(path, parallel, ppo_n_minibatches=3), {}
     white = Actor(PPOActorConfig(adv_norm="batch"), actor.engine, temperature=1.0)
+    gdpo = Actor(preset("gdpo"), actor.engine, temperature=1.0)
     for origin in ORIGINS:
         batch = bring(samples(), origin)
         actor.place(batch)
@@ -84,6 +91,8 @@ def estimates(path: str, parallel: dict[str, Any]) -> dict[str, Tensors]:
         made = {name: whole(batch, name) for name in FIELDS[:3]}
         actor.compute_advantages(batch)
         made["whitened"], made["grouped"] = made["advantages"], whole(batch, "advantages")
+        gdpo.compute_advantages(batch)
+        made["gdpo"] = whole(batch, "advantages")
         made["W"] = torch.stack([batch.row_sums(w) for w in (token_weight, sequence_weight)])
         out[origin] = made
     actor.destroy()
@@ -104,6 +113,11 @@ def test_estimates_are_the_same_bits_for_every_layout_and_origin(worlds, model):
                 assert made.keys() == first.keys()
                 for name, value in made.items():
                     assert torch.equal(value, first[name]), name
+    b = samples()
+    parts = torch.stack([b["reward_part/right"], b["reward_part/short"]])
+    alone = gdpo_advantages(parts, [1.0, 0.25], b["group_ids"], batch=True)
+    mask = b["loss_mask"][:, : first["gdpo"].shape[1]]
+    assert torch.equal(first["gdpo"], alone[:, None] * mask) and alone.all()
     assert first["W"].sum() > N and first["whitened"].std() > 0.1
 
 

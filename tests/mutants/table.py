@@ -512,6 +512,12 @@ MUTANTS = (
         ("tests/unit/test_advantages.py::test_group_mean_and_std_by_hand",),
     ),
     Mutant(
+        "algos/estimators.py",
+        "s[own] += weight * grpo_advantages(values[own], group_ids[own], eps=eps)",
+        "s[own] += grpo_advantages(weight * values[own], group_ids[own], eps=eps)",
+        ("tests/unit/test_conventions.py::test_gdpo_of_trl",),
+    ),
+    Mutant(
         "algos/aggregation.py",
         "return (masked.sum(1) / mask.sum(1).clamp(min=1)).sum()",
         "return (masked.sum(1) / mask.shape[1]).sum()",

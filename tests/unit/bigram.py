@@ -197,6 +197,8 @@ def rollout(engine: BigramEngine, temperature: float = 1.0, groups: int = 4, n: 
         "rewards": ((ids == 7) & mask).sum(1).float(),
         "group_ids": torch.arange(b) // n,
         "baseline": torch.full((b,), 0.25),
+        "reward_part/right": ((ids == 7) & mask).sum(1).float(),
+        "reward_part/short": -((ids == 8) & mask).sum(1).float(),
     }
 
 

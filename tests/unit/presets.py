@@ -18,4 +18,6 @@ def preset(name: str) -> PPOActorConfig:
     words = [f"algorithm={name}", "actor.path=nowhere", "actor.kl_coef=0"]
     if name == "pass_at_k":
         words.append("actor.advantages.options.k=1")
+    if name == "gdpo":  # parts of the tests' batches
+        words.append("actor.advantages.options.parts={right: 1.0, short: 0.25}")
     return load_config(None, words).actor

@@ -22,6 +22,7 @@ from megarl.algos import PolicyLoss, critic_loss, gae, grpo_advantages, kl_estim
 from megarl.algos.aggregation import LOSS_WEIGHTS, aggregate
 from megarl.algos.correction import Correction
 from megarl.algos.estimators import (
+    gdpo_advantages,
     gpg_advantages,
     levels_advantages,
     max_at_k_advantages,
@@ -84,6 +85,41 @@ def test_the_std_of_the_batch_of_trl_and_of_lite_ppos_authors():
         theirs = 0.5 / (statistics.stdev(rewards) + 1e-6)
         assert ours[0].item() == pytest.approx(theirs, abs=1e-6) == pytest.approx(0.9574, abs=1e-4)
         assert not ours[4:].any()
+
+
+def test_gdpo_of_trl():
+    """TRL multi_objective_aggregation="normalize_then_sum" (1.16.0):
+    each reward less its group's mean, over the std by n - 1 plus 1e-4; these times reward_weights
+    summed; the sums less their mean, over their std by n - 1 plus 1e-4. None is left out of each
+    mean and std, adds nothing, and a completion without any has 0."""
+    none = math.nan
+    parts = [
+        [1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0, none],
+        [0.2, 0.9, none, 0.4, 7.0, 3.0, 5.0, none],
+        [0.5, 0.5, 0.5, 0.5, 0.1, 0.3, 0.1, none],
+    ]
+    weights, members = [1.0, 0.5, -2.0], [range(4), range(4, 8)]
+
+    def normed(x, values):
+        values = [v for v in values if not math.isnan(v)]
+        return (x - statistics.fmean(values)) / (statistics.stdev(values) + 1e-4)
+
+    sums = []
+    for group in members:
+        for i in group:
+            has = [k for k in range(3) if not math.isnan(parts[k][i])]
+            own = [weights[k] * normed(parts[k][i], [parts[k][j] for j in group]) for k in has]
+            sums.append(sum(own) if has else none)
+    want = [0.0 if math.isnan(s) else normed(s, sums) for s in sums]
+    given = torch.tensor(parts), weights, torch.arange(8) // 4
+    ours = gdpo_advantages(*given, batch=True, eps=1e-4)
+    assert ours.tolist() == pytest.approx(want, abs=1e-5) and ours[7] == 0.0
+    # in any order of the rows; a missing part is no 0, which would be the worst of its group
+    order = torch.tensor([5, 0, 7, 2, 4, 1, 6, 3])
+    mixed = gdpo_advantages(given[0][:, order], weights, given[2][order], batch=True, eps=1e-4)
+    torch.testing.assert_close(mixed, ours[order])
+    zero = gdpo_advantages(given[0].nan_to_num(0.0), *given[1:], batch=True, eps=1e-4)
+    assert abs(zero[2] - ours[2]) > 0.1 and abs(zero[7]) > 0.1
 
 
 def test_groups_that_tell_nothing():

@@ -7,12 +7,14 @@ import statistics
 
 import pytest
 import torch
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.algos import grpo_advantages
 from megarl.algos.estimators import (
     asymre_advantages,
+    gdpo_advantages,
     gpg_advantages,
     levels_advantages,
     max_at_k_advantages,
@@ -23,6 +25,9 @@ from megarl.algos.estimators import (
 from megarl.algos.specs import NAMES, advantages_of
 from megarl.config.algo import PPOActorConfig
 from megarl.config.base import SeamConfig
+from megarl.config.check import check_config
+from megarl.config.errors import ConfigError
+from megarl.config.loader import load_config
 
 
 @st.composite
@@ -140,6 +145,62 @@ def test_pass_at_k_is_the_mean_over_all_draws_of_k(k, right):
         assert found[i].item() == pytest.approx(want, abs=1e-5)
 
 
+@settings(deadline=None)
+@given(grouped())
+def test_gdpo_of_one_part_is_grpo_to_the_bit(drawn):
+    rewards, ids, _ = drawn
+    grpo = grpo_advantages(rewards, ids)
+    assert torch.equal(gdpo_advantages(rewards[None], [1.0], ids, batch=False), grpo)
+    scaled = gdpo_advantages(rewards[None], [3.0], ids, batch=True)
+    if grpo.any():  # the std of all divides: of any weight it is GRPO but for a factor
+        torch.testing.assert_close(scaled, grpo / (grpo.double().std() + 1e-6 / 3).float())
+    assert not scaled[grpo == 0].any()
+
+
+def test_gdpo_tells_sums_apart_that_grpo_does_not():
+    """The paper's example: of two rewards, earning one of (0, 1) and both of (0, 2) are alike to
+    GRPO; and to it (1, 0) beside (0, 1) is nothing, which weights tell apart."""
+    ids = torch.tensor([0, 0, 1, 1])
+    parts = torch.tensor([[0.0, 1.0, 0.0, 1.0], [0.0, 0.0, 0.0, 1.0]])
+    alike = grpo_advantages(parts.sum(0), ids)
+    assert alike[1].item() == pytest.approx(alike[3].item(), rel=1e-5)
+    found = gdpo_advantages(parts, [1.0, 1.0], ids, batch=True)
+    assert found[3].item() == pytest.approx(2 * found[1].item()) and found[0] == -found[1]
+    other = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    assert not grpo_advantages(other.sum(0), torch.zeros(2)).any()
+    assert gdpo_advantages(other, [1.0, 0.5], torch.zeros(2), batch=True)[0] > 0.5
+
+
+def test_gdpo_takes_the_parts_of_the_reward_that_the_file_names(tmp_path):
+    parts = {"right": {"type": "exact", "weight": 2}, "form": "format", "short": {"type": "exact"}}
+    data = {"path": "rows.jsonl", "reward": {"type": "weighted", "options": {"parts": parts}}}
+    tree = {"algorithm": "gdpo", "actor": {"path": "nowhere"}, "train_dataset": data}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
+    spec = advantages_of(load_config(tmp_path / "run.yaml").actor)
+    values = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 1.0], [0.0, 0.0, 3.0]])
+    batch = {f"reward_part/{name}": value for name, value in zip(parts, values, strict=True)}
+    batch |= {"group_ids": torch.zeros(3), "reward_part/late": torch.ones(3)}
+    want = gdpo_advantages(values, [2.0, 1.0, 1.0], batch["group_ids"], batch=True)
+    assert torch.equal(spec.per_sample(batch), want)
+    with pytest.raises(ValueError, match="gdpo: the batch has no 'reward_part/form'"):
+        spec.per_sample({k: v for k, v in batch.items() if k != "reward_part/form"})
+
+
+@pytest.mark.parametrize(
+    "words, problem",
+    [
+        (["train_dataset.reward.type=exact"], "needs train_dataset.reward.type=weighted"),
+        (["gconfig.n_samples=1"], "compares the samples of a prompt"),
+        (["reward_model.path=x"], "score has no parts"),
+        (["actor.dynamic_sampling=true"], "by the sum of parts"),
+    ],
+)
+def test_what_has_no_parts_to_compare_is_refused_at_the_start(words, problem):
+    given = ["algorithm=gdpo", "actor.path=nowhere", *words]
+    with pytest.raises(ConfigError, match=rf"actor.advantages=gdpo.* {problem}"):
+        check_config(load_config(None, given))
+
+
 def test_pass_at_1_is_grpo_with_the_population_std():
     rewards, ids = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0]), torch.tensor([0, 0, 0, 1, 1])
     torch.testing.assert_close(
@@ -155,11 +216,13 @@ def test_a_group_smaller_than_k_is_refused():
 
 def test_every_name_makes_advantages_of_a_batch():
     options = {"pass_at_k": {"k": 1}, "reinforce_pp": {"baseline": "group"}}
+    options["gdpo"] = {"parts": {"right": 1.0}}
     batch = {
         "rewards": torch.tensor([1.0, 0.0, 0.5, 0.5]),
         "group_ids": torch.tensor([0, 0, 1, 1]),
         "trained_tokens": torch.tensor([3.0, 4.0, 2.0, 9.0]),
         "baseline": torch.tensor([0.25, 0.25, 1.0, 1.0]),
+        "reward_part/right": torch.tensor([1.0, 0.0, 0.5, 0.5]),
     }
     for name in NAMES["advantages"]:
         config = PPOActorConfig()

@@ -17,7 +17,7 @@ FORMULAS = {
     "aggregation": "aggregate",
     "correction": "Correction",
     "estimators": "rloo_advantages opo_advantages pass_at_k_advantages max_at_k_advantages "
-    "gpg_advantages asymre_advantages",
+    "gpg_advantages asymre_advantages gdpo_advantages",
     "kl": "kl_estimate kl_term",
     "losses": "sft_loss critic_loss",
     "policy_loss": "PolicyLoss",

@@ -56,6 +56,8 @@ def an_episode(
         "versions": torch.where(loss_mask, 0, -1).int(),
         "rewards": torch.randn(len(valid), generator=g)[ids],
         "baseline": torch.full((n,), 0.5),
+        "reward_part/right": torch.randn(len(valid), generator=g)[ids],
+        "reward_part/short": torch.randn(len(valid), generator=g)[ids],
         "truncated": torch.arange(n) % 3 == 0,
         "rollout_ids": ids,
     }
