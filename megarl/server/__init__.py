@@ -6,22 +6,18 @@ It stands in for SGLang where SGLang does not run (laptops, CI) and in tests; wh
 answers as SGLang 0.5.23 does, what it does not support it refuses with a 4xx that names it.
 
     args.py              command line
-    access.py            who may call: Host, Origin, the job's token
-    errors.py            refusals, each with its HTTP status and body; bounds of a request
+    protocol.py          what comes in and what goes out: bodies, bounds, refusals
+    sequence.py          one sequence that is being written: from a request to an answer; tokenizer
     sampler.py           counter-based randomness, the batched sampler
-    sequence.py          one sequence that is being written, its sampling parameters, its HTTP call
-    kv_cache.py          slot KV cache and the attention that reads it
+    kv_cache.py          slot KV cache, the attention that reads it, layers that are one product
     runner.py            batched prefill and decode over the model; routes, logprobs of prompts
-    running.py           the sequences that are being written: prefill, decode, how they end
     scheduler.py         continuous batching, pause, abort: one thread that owns the model
     weights.py           HF names -> tensors; validated loads, checksums
+    adapters.py          LoRA adapters, merged into the weights
     tensor_lists.py      what an update's body says about its tensors; receiving them
     updates.py           weight-update sessions and process groups
-    text.py              tokenizer: stop strings; sequences -> answers, chats -> bodies
-    generate.py          /generate: body -> sequences
-    core.py              all of the above put together
-    replies.py           bodies in and out
+    core.py              all of the above put together; memory that is given back for a while
     endpoints.py         routes: state, generation, pause
     weight_endpoints.py  routes: weights
-    app.py               the app and its life cycle
+    app.py               who may call, the app and its life cycle
 """

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from megarl.server.errors import ControlError, ServerError
+from megarl.server.protocol import ControlError, ServerError
 from megarl.server.weights import WeightStore
 
 _PREFIX = "base_model.model."
@@ -78,13 +78,12 @@ class Adapters:
         self._restore()
         self.paths.clear()
 
-    def check_named(self, wanted: Any) -> None:
-        """Raises ServerError where a request's `lora_path` names another adapter than the one that
+    def check_named(self, name: str | None) -> None:
+        """Raises ServerError where a request's `lora_path` is another adapter than the one that
         answers are computed with."""
-        for name in wanted if isinstance(wanted, list) else [wanted]:
-            if (name or None) != self.merged:
-                has = f"LoRA adapter {self.merged!r}" if self.merged else "no LoRA adapter"
-                raise ServerError(f"lora_path={name!r}: this server computes with {has} alone")
+        if (name or None) != self.merged:
+            has = f"LoRA adapter {self.merged!r}" if self.merged else "no LoRA adapter"
+            raise ServerError(f"lora_path={name!r}: this server computes with {has} alone")
 
     def _restore(self) -> None:
         for weight, base in self._base.items():

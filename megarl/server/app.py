@@ -1,7 +1,8 @@
-"""Routes and life cycle: the HTTP face of the scheduler.
+"""Routes, who may call them, and life cycle: the HTTP face of the scheduler.
 
-Handlers are plain Starlette endpoints: bodies are read and answers written with orjson, without a
-model validation per token.
+A page in a browser on the server's machine can send requests to it, directly or under a name of its
+own that resolves to this machine. Both show in headers that pages cannot choose: Origin and Host. A
+caller that knows the job's token is no such page.
 """
 
 from __future__ import annotations
@@ -9,11 +10,15 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import ipaddress
 import logging
 import os
+import secrets
+import socket
 import sys
 from types import FrameType
 from typing import Any
+from urllib.parse import urlsplit
 
 import uvicorn
 from starlette.applications import Starlette
@@ -22,13 +27,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 from transformers.utils.logging import disable_progress_bar
 
-from megarl.server.access import Access
 from megarl.server.args import ServerArgs
 from megarl.server.core import ServerCore
 from megarl.server.endpoints import Endpoints
-from megarl.server.replies import answer, guarded
+from megarl.server.protocol import ServerError, answer, guarded
 from megarl.server.weight_endpoints import WeightEndpoints
-from megarl.utils.env import job_token
+from megarl.utils.env import JOB_TOKEN, is_loopback, job_token
 from megarl.utils.http import in_thread
 
 logger = logging.getLogger(__name__)
@@ -48,6 +52,80 @@ _OPEN = {
     *("health", "ready", "model_info", "server_info", "v1_loads"),
     *("generate", "chat_completions"),
 }
+_WILDCARDS = ("", "0.0.0.0", "::")
+
+
+class Access:
+    """Checks who calls. host: the address the server is bound to. token: the job's; with None every
+    program may call everything, but a browser's page may not."""
+
+    def __init__(self, host: str, token: str | None) -> None:
+        self._token, self._everywhere = token, host in _WILDCARDS
+        self._host, self._machine = host.strip("[]").lower(), _label(socket.gethostname().lower())
+
+    @property
+    def _local(self) -> bool:
+        return is_loopback(self._host)
+
+    def check(self, request: Request, *, control: bool) -> None:
+        """Raises ServerError with 401, 403 or 415 for a call that is refused. control: the call
+        changes the server, or shows its weights."""
+        headers = request.headers
+        known = self._knows_token(headers.get("authorization", ""))
+        if not known:
+            self._check_browser(headers.get("host"), headers.get("origin"))
+            if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+                raise ServerError("requests of web pages are refused", status=403)
+        if not control:
+            return
+        if self._token is not None and not known:
+            raise ServerError(
+                f"{request.url.path} is for this server's job alone: send its token, "
+                f"`Authorization: Bearer ...` (a job takes it from the environment's {JOB_TOKEN})",
+                status=401,
+            )
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+        if has_body and kind != "application/json":
+            raise ServerError(
+                f"Content-Type: {kind or '(none)'}; send the body as application/json", status=415
+            )
+
+    def _knows_token(self, authorization: str) -> bool:
+        scheme, _, given = authorization.partition(" ")
+        return (
+            self._token is not None
+            and scheme.lower() == "bearer"
+            and secrets.compare_digest(given.strip().encode(), self._token.encode())
+        )
+
+    def _check_browser(self, host: str | None, origin: str | None) -> None:
+        if host is not None and not self._is_own(host):
+            raise ServerError(
+                f"Host: {host} is not this server's; call it by its IP address, by localhost or "
+                f"by its machine's name, or give it and the job one {JOB_TOKEN}",
+                status=403,
+            )
+        if origin is not None and origin.lower().partition("://")[2] != (host or "").lower():
+            raise ServerError(f"Origin: {origin}; requests of web pages are refused", status=403)
+
+    def _is_own(self, host: str) -> bool:
+        try:
+            name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
+        except ValueError:
+            return False
+        if name in ("localhost", self._host):
+            return True
+        try:
+            address = ipaddress.ip_address(name)
+        except ValueError:  # the machine's name; with any domain, unless the server is local
+            return _label(name) == self._machine and (name == self._machine or not self._local)
+        # only a page served at this address has the address for its name
+        return address.is_loopback or self._everywhere
+
+
+def _label(name: str) -> str:
+    return name.partition(".")[0]
 
 
 def build_app(core: ServerCore, access: Access) -> Starlette:

@@ -1,23 +1,26 @@
-"""Puts a server together: the model, its scheduler, its text tools, its weight updates."""
+"""Puts a server together: the model, its scheduler, its tokenizer, its weight updates; and gives
+its memory back for a while, by SGLang's tags.
+
+As in SGLang, weights come back empty, unless the server keeps a copy in host memory
+(--enable-weights-cpu-backup), and the KV cache comes back flushed.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from megarl.server.args import ServerArgs
-from megarl.server.errors import ServerError
-from megarl.server.generate import RequestParser
-from megarl.server.occupation import Occupation, make_resizable
+from megarl.server.kv_cache import KVCache
+from megarl.server.protocol import ControlError, ServerError
 from megarl.server.runner import ModelRunner
 from megarl.server.scheduler import Scheduler
-from megarl.server.sequence import ServedSequence
-from megarl.server.text import TextTools, eos_token_ids
+from megarl.server.sequence import SequenceMaker, ServedSequence, TextTools, eos_token_ids
 from megarl.server.updates import WeightUpdates
 from megarl.server.weights import WeightStore
 
@@ -37,7 +40,7 @@ class ServerCore:
         self.runner = ModelRunner(args)
         self.text = TextTools(args.model_path)
         self.model_path = args.model_path
-        make_resizable(self.runner.model)
+        _make_resizable(self.runner.model)
         self.updates = WeightUpdates(
             WeightStore(self.runner.model), self.runner.device, timeout=args.dist_timeout
         )
@@ -47,7 +50,7 @@ class ServerCore:
             self.updates,
             keep=args.enable_weights_cpu_backup,
         )
-        self.parser = RequestParser(
+        self.maker = SequenceMaker(
             has_tokenizer=self.text.tokenizer is not None,
             context_length=self.runner.context_length,
             vocab_size=self.runner.vocab_size,
@@ -86,3 +89,102 @@ class ServerCore:
 
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(tell)
+
+
+WEIGHTS, KV_CACHE, GRAPHS = "weights", "kv_cache", "cuda_graph"
+TAGS = (WEIGHTS, KV_CACHE, GRAPHS)
+
+
+class Occupation:
+    """Keeps which of the server's memory is given back: that of a tag in `released`.
+
+    `keep` has weights rest in host memory meanwhile. There are no CUDA graphs here: their tag
+    changes nothing. Its methods are called in the scheduler's thread.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, cache: KVCache, updates: WeightUpdates, *, keep: bool
+    ) -> None:
+        self._model, self._cache, self._updates, self._keep = model, cache, updates, keep
+        self.released: set[str] = set()
+        self._away: list[tuple[torch.UntypedStorage, int, torch.Tensor | None]] = []
+
+    def release(self, tags: Any, scheduler: Scheduler) -> None:
+        """Frees the memory of `tags` (None: of all). Raises ControlError, having freed nothing, for
+        a tag that does not exist or is released, and while there are requests: those that wait
+        while the server is paused may stay."""
+        wanted = _checked(tags)
+        if again := [tag for tag in wanted if tag in self.released]:
+            raise ControlError(f"{', '.join(again)}: released already; resume it first")
+        if scheduler.running or (not scheduler.paused and scheduler.waiting):
+            raise ControlError(
+                "memory can be released only while nothing runs: pause with mode 'abort' first"
+            )
+        self.released |= set(wanted)
+        if KV_CACHE in wanted:
+            self._cache.clear()
+        if WEIGHTS in wanted:
+            if not self._keep:
+                self._updates.emptied()
+            for storage in self._storages():
+                kept = _bytes(storage).to("cpu", copy=True) if self._keep else None
+                self._away.append((storage, storage.nbytes(), kept))
+                storage.resize_(0)
+
+    def resume(self, tags: Any) -> None:
+        """Takes the memory of `tags` (None: of all) again. Raises ControlError, having taken
+        nothing, for a tag that does not exist or is not released."""
+        wanted = _checked(tags)
+        if held := [tag for tag in wanted if tag not in self.released]:
+            raise ControlError(f"{', '.join(held)}: not released")
+        if WEIGHTS in wanted:
+            for storage, nbytes, kept in self._away:
+                storage.resize_(nbytes)
+                whole = _bytes(storage)
+                whole.zero_() if kept is None else whole.copy_(kept)
+            self._away.clear()
+        self.released -= set(wanted)
+
+    def unfit(self) -> str:
+        """Says why nothing may be generated with the memory there is, "" where it may."""
+        if away := [tag for tag in TAGS if tag in self.released]:
+            return f"the memory of {' and '.join(away)} is released; resume_memory_occupation first"
+        return self._updates.unfit()
+
+    def check_weights(self) -> None:
+        """Raises ControlError while there is no memory for weights."""
+        if WEIGHTS in self.released:
+            raise ControlError("the weights are released; resume_memory_occupation first")
+
+    def usage(self) -> dict[str, int]:
+        """Returns the bytes that each tag's memory takes now."""
+        kv = self._cache.keys.nbytes + self._cache.values.nbytes
+        return {WEIGHTS: sum(s.nbytes() for s in self._storages()), KV_CACHE: kv}
+
+    def _storages(self) -> Iterator[torch.UntypedStorage]:
+        """Yields every storage of the parameters once; buffers are not weights, as in SGLang."""
+        seen: set[int] = set()
+        for param in self._model.parameters():
+            storage = param.untyped_storage()
+            if storage._cdata not in seen:
+                seen.add(storage._cdata)
+                yield storage
+
+
+def _make_resizable(model: torch.nn.Module) -> None:
+    """Copies parameters whose memory cannot be given back, as it is a file that is mapped."""
+    for param in model.parameters():
+        if not param.untyped_storage().resizable():
+            param.data = param.data.clone()
+
+
+def _checked(tags: Any) -> tuple[str, ...]:
+    if tags is None or tags == []:
+        return TAGS
+    if not isinstance(tags, list) or not all(tag in TAGS for tag in tags):
+        raise ControlError(f"tags={tags!r}: a list of some of {', '.join(TAGS)}, or null for all")
+    return tuple(dict.fromkeys(tags))
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]

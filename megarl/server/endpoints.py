@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import asdict
-from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 
 from megarl.server.core import ServerCore
-from megarl.server.errors import ServerError
-from megarl.server.replies import answer, is_waited_for, read_json
+from megarl.server.protocol import (
+    GenerateBody,
+    ServerError,
+    answer,
+    is_waited_for,
+    read_chat,
+    read_json,
+    read_prompts,
+)
 from megarl.server.scheduler import PAUSE_MODES
-from megarl.server.sequence import GenerateCall
-from megarl.server.text import chat_answer, read_chat, render
+from megarl.server.sequence import ServedSequence, chat_answer, render
 
 VERSION = "0.5.23+megarl"  # the SGLang release whose protocol this is
 _FLUSHED = (
@@ -94,39 +99,43 @@ class Endpoints:
     async def generate(self, request: Request) -> Response:
         """Answers with what was generated: one object, or a list for a list of prompts. A client
         that goes away aborts its sequences."""
-        call, batched = await self._answered(request, await read_json(request))
-        answers = [render(s, self.core.text) for s in call.sequences]
+        prompts, batched = read_prompts(await read_json(request))
+        answers = [render(s, self.core.text) for s in await self._written(request, prompts)]
         return answer(answers if batched else answers[0])
 
     async def chat_completions(self, request: Request) -> Response:
         """Answers a chat as OpenAI's API does, with the text of one message."""
         body = await read_json(request)
-        call, _ = await self._answered(request, read_chat(body, self.core.text))
-        (sequence,) = call.sequences
+        messages, params = read_chat(body)
+        ids = self.core.text.chat_ids(messages)
+        prompt = GenerateBody(input_ids=ids, sampling_params=params)
+        (sequence,) = await self._written(request, [prompt])
         name = body.get("model") or self.core.model_path
         return answer(chat_answer(sequence, self.core.text, name))
 
-    async def _answered(self, request: Request, body: dict[str, Any]) -> tuple[GenerateCall, bool]:
-        """Returns the call of a body of /generate once it has ended, and whether it has a list of
-        prompts. A client that goes away aborts it."""
-        self.core.check_alive()
-        call, batched = self.core.parser.parse(body)
-        self.core.updates.adapters.check_named(body.get("lora_path"))
+    async def _written(self, request: Request, prompts: list[GenerateBody]) -> list[ServedSequence]:
+        """Returns the sequences of a request once they have ended. A client that goes away aborts
+        them."""
+        core = self.core
+        core.check_alive()
+        call = core.maker.call(prompts)
+        for prompt in prompts:
+            core.updates.adapters.check_named(prompt.lora_path)
         rids = [s.rid for s in call.sequences]
         if len(set(rids)) < len(rids) or not self._rids.isdisjoint(rids):
             raise ServerError(f"Duplicate request ID: of {rids}, one is under way")
         self._rids.update(rids)
         try:
-            self.core.scheduler.submit(call.sequences)
+            core.scheduler.submit(call.sequences)
             if not await is_waited_for(request, call.done):
-                self.core.scheduler.abort_sequences(call.sequences)
+                core.scheduler.abort(set(call.sequences).__contains__)
                 raise ClientDisconnect
         finally:
             self._rids.difference_update(rids)
         for s in call.sequences:
             if s.error:
                 raise ServerError(s.error, status=500)
-        return call, batched
+        return call.sequences
 
     async def abort_request(self, request: Request) -> Response:
         """Aborts the sequences whose rid begins with `rid`, or all."""
@@ -134,7 +143,7 @@ class Endpoints:
         rid, everything = body.get("rid"), bool(body.get("abort_all"))
         if not everything and (not isinstance(rid, str) or not rid):
             raise ServerError("abort_request needs rid, or abort_all=true")
-        self.core.scheduler.abort(rid or "", abort_all=everything)
+        self.core.scheduler.abort(lambda s: everything or s.rid.startswith(rid))
         return Response(status_code=200)
 
     async def pause_generation(self, request: Request) -> Response:

@@ -20,8 +20,7 @@ from transformers import AutoModelForCausalLM
 from megarl.models.hf_config import transformers_config
 from megarl.parallel import cpu_products as products
 from megarl.server.args import ServerArgs
-from megarl.server.joined import join_layers
-from megarl.server.kv_cache import ATTENTION, Decode, KVCache, Prefill, kv_shape
+from megarl.server.kv_cache import ATTENTION, Decode, KVCache, Prefill, join_layers, kv_shape
 from megarl.server.sequence import PromptLogprobs, ServedSequence
 
 logger = logging.getLogger(__name__)

@@ -26,11 +26,10 @@ from typing import Any
 
 import torch
 
-from megarl.server.errors import ServerError, described
+from megarl.server.protocol import ServerError, described
 from megarl.server.runner import ModelRunner
-from megarl.server.running import RunningSequences
-from megarl.server.sequence import ABORTED, ABORTED_IN_QUEUE, ServedSequence
-from megarl.server.text import TextTools
+from megarl.server.sampler import SamplingBatch
+from megarl.server.sequence import ABORTED, ABORTED_IN_QUEUE, ServedSequence, TextTools
 
 logger = logging.getLogger(__name__)
 PAUSE_MODES = ("abort", "retract", "in_place")
@@ -38,7 +37,7 @@ PAUSE_MODES = ("abort", "retract", "in_place")
 _BURST_GAP, _BURST = 0.001, 0.02
 
 
-@dataclass
+@dataclass(eq=False)
 class Exclusive:
     """Holds a job that must not overlap with generation, and the future that its caller
     waits for."""
@@ -68,6 +67,10 @@ class Exclusive:
 class Scheduler:
     """Runs the generation loop in a thread of its own.
 
+    running: the sequences that are being written; they own rows 0..n-1 of the KV cache, in their
+    order. version: of the weights that write the tokens from here on. error: why the loop has
+    failed, None while it has not.
+
     `notify`, `on_death` and `unfit` are called in that thread. `notify` gets the sequences that
     have ended. `unfit` returns why nothing may be generated with the weights, or "" where they are
     whole.
@@ -83,12 +86,14 @@ class Scheduler:
         unfit: Callable[[], str] = lambda: "",
         threads: int | None = None,
     ) -> None:
-        self.runner = runner
+        self.runner, self.text = runner, text
         self.version = "default"
         self.paused = False
         self.error: str | None = None
+        self.running: list[ServedSequence] = []
         self.waiting: deque[ServedSequence | Exclusive] = deque()
-        self._rows = RunningSequences(runner, text)
+        self._ended: list[ServedSequence] = []  # whose calls are to be told
+        self._batch: SamplingBatch | None = None  # of `running`, while that is the same
         self._notify, self._on_death, self._threads = notify, on_death, threads
         self._unfit = unfit
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -96,11 +101,6 @@ class Scheduler:
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
 
     # ---- called from any thread
-
-    @property
-    def running(self) -> list[ServedSequence]:
-        """Returns the sequences that are being written, in the order of their rows."""
-        return self._rows.sequences
 
     @property
     def alive(self) -> bool:
@@ -139,23 +139,14 @@ class Scheduler:
     def call_exclusive(self, fn: Callable[[], Any], *, abort_all: bool = False) -> Future[Any]:
         """Runs `fn` when no sequence that came earlier is in flight, or while paused."""
         job = Exclusive(fn)
-
-        def enter() -> None:
-            if abort_all:
-                self._abort(lambda s: True)
-            self.waiting.append(job)
-
-        self._inbox.put(enter)
+        if abort_all:
+            self.abort(lambda s: True)
+        self._inbox.put(lambda: self.waiting.append(job))
         return job.future
 
-    def abort(self, rid: str, *, abort_all: bool = False) -> None:
-        """Aborts the sequences whose rid starts with `rid`, or all."""
-        self._inbox.put(lambda: self._abort(lambda s: abort_all or s.rid.startswith(rid)))
-
-    def abort_sequences(self, seqs: Iterable[ServedSequence]) -> None:
-        """Aborts these sequences, where they are not finished."""
-        gone = set(seqs)
-        self._inbox.put(lambda: self._abort(lambda s: s in gone))
+    def abort(self, chosen: Callable[[ServedSequence], bool]) -> None:
+        """Aborts the sequences of which `chosen` is true, where they are not finished."""
+        self._inbox.put(lambda: self._abort(chosen))
 
     def pause(self, mode: str) -> Future[Any]:
         """Stops generation; `mode` is one of PAUSE_MODES: abort ends what runs, retract puts it
@@ -166,7 +157,7 @@ class Scheduler:
         """Ends a pause."""
         return self.call(lambda: setattr(self, "paused", False))
 
-    # ---- the scheduler's thread only
+    # ---- the scheduler's thread only: the loop
 
     def flush_cache(self) -> bool:
         """Gives the KV memory back; False while sequences hold it or, unpaused, wait for it."""
@@ -204,7 +195,9 @@ class Scheduler:
                         self._step()
                 except Exception as e:
                     logger.exception("a step failed")
-                    self._recover(e)
+                    self._fail(self._take_running(), f"the generation step failed: {described(e)}")
+                    self.runner.cache.clear()
+                    self.runner.probe()
                 self._deliver()
         except Exception as e:
             logger.exception("the scheduler died")
@@ -245,35 +238,46 @@ class Scheduler:
         if mode == "abort":
             self._abort(lambda s: True)
         elif mode == "retract":
-            retracted = self._rows.clear()
+            retracted = self._take_running()
             for s in retracted:
                 s.retractions += 1
             self.waiting.extendleft(reversed(retracted))
 
     def _abort(self, chosen: Callable[[ServedSequence], bool]) -> None:
-        for s in self._queued():
-            if chosen(s):
-                self._rows.finish(s, ABORTED if s.output else ABORTED_IN_QUEUE)
-        for s in self.running:
-            if chosen(s):
-                self._rows.finish(s, ABORTED)
-        self.waiting = deque(
-            w for w in self.waiting if isinstance(w, Exclusive) or w.finish_reason is None
-        )
-        self._rows.drop_finished()
+        queued = set(filter(chosen, self._queued()))
+        for s in queued:
+            self._finish(s, ABORTED if s.output else ABORTED_IN_QUEUE)
+        self.waiting = deque(w for w in self.waiting if w not in queued)
+        for s in filter(chosen, self.running):
+            self._finish(s, ABORTED)
+        self._drop_finished()
+
+    def _deliver(self) -> None:
+        if self._ended:
+            self._notify(self._ended)
+            self._ended = []
+
+    def _die(self, message: str) -> None:
+        """Tells every call in flight the error; the server is no longer healthy."""
+        self.error = message
+        for job in self._jobs():
+            job.refuse(message, status=500)
+        self._fail([*self.running, *self._queued()], message)
+        self._deliver()
+        self._on_death()
+
+    # ---- one step
 
     def _step(self) -> None:
         if (self.running or self.waiting) and (why := self._unfit()):
-            self._rows.fail([*self.running, *self._queued()], why)
+            self._fail([*self.running, *self._queued()], why)
             self.waiting = deque(self._jobs())
-            self._rows.drop_finished()
-            return
-        if admitted := self._admit():
+        elif admitted := self._admit():
             self._prefill(admitted)
-            self._rows.drop_finished()
+        self._drop_finished()
         if self.running:
-            self._rows.decode()
-            self._rows.drop_finished()
+            self._decode()
+            self._drop_finished()
 
     def _admit(self) -> list[ServedSequence]:
         """Takes waiting sequences while rows and cache last, up to the first exclusive job."""
@@ -292,39 +296,116 @@ class Scheduler:
                 s.start_span(self.version)
         return admitted
 
-    def _prefill(self, admitted: list[ServedSequence]) -> None:
-        """Prefills sequences together, or, if that fails, one by one, so that only those at fault
-        fail."""
+    def _prefill(self, new: list[ServedSequence]) -> None:
+        """Adds `new` to what runs, each with its first token; where that fails, one by one, so that
+        only those at fault fail."""
+        first = len(self.running)
         try:
-            self._rows.prefill(admitted)
+            self.running, self._batch = [*self.running, *new], None
+            self.runner.make_room(self.running, used=first)
+            seqs, logits = self.runner.prefill(new, first)
+            self.running[first:] = seqs  # in the order of their rows
+            at_once = 1 if self.runner.deterministic else len(seqs)
+            for i in range(0, len(seqs), at_once):
+                part = seqs[i : i + at_once]
+                self._append(part, logits[i : i + at_once], self._sampling(part))
+            return
         except Exception as e:
             logger.exception("a prefill failed")
-            if len(admitted) == 1:
-                self._rows.fail(admitted, f"the prefill failed: {described(e)}")
-                self.runner.probe()
-                return
-            left = [s for s in admitted if not s.finished_at]
-            self.waiting.extendleft(reversed(left))  # until it is their turn
-            for s in left:
-                self.waiting.popleft()
-                self._prefill([s])
+            why = f"the prefill failed: {described(e)}"
+        del self.running[first:]
+        self.runner.cache.scrub(range(first, self.runner.cache.rows))
+        if len(new) == 1:
+            self._fail(new, why)
+            self.runner.probe()
+            return
+        left = [s for s in new if not s.finished_at]
+        self.waiting.extendleft(reversed(left))  # until it is their turn
+        for s in left:
+            self.waiting.popleft()
+            self._prefill([s])
 
-    def _recover(self, e: Exception) -> None:
-        """Ends the running sequences. Raises where the model can compute nothing any more."""
-        self._rows.fail(self._rows.clear(), f"the generation step failed: {described(e)}")
-        self.runner.cache.clear()
-        self.runner.probe()
+    def _decode(self) -> None:
+        """Writes one more token to every sequence."""
+        self.runner.make_room(self.running, used=len(self.running))
+        if self.runner.deterministic:  # row by row: no bit may depend on the rest of the batch
+            for row, s in enumerate(self.running):
+                self._append([s], self.runner.decode([s], row), self._sampling([s]))
+            return
+        logits = self.runner.decode(self.running)
+        if self._batch is None:
+            self._batch = self._sampling(self.running)
+        self._append(self.running, logits, self._batch)
 
-    def _deliver(self) -> None:
-        if self._rows.ended:
-            self._notify(self._rows.ended)
-            self._rows.ended = []
+    def _sampling(self, seqs: list[ServedSequence]) -> SamplingBatch:
+        return SamplingBatch(seqs, self.runner.device, self.runner.vocab_size)
 
-    def _die(self, message: str) -> None:
-        """Tells every call in flight the error; the server is no longer healthy."""
-        self.error = message
-        for job in self._jobs():
-            job.refuse(message, status=500)
-        self._rows.fail([*self.running, *self._queued()], message)
-        self._deliver()
-        self._on_death()
+    def _append(
+        self, seqs: list[ServedSequence], logits: torch.Tensor, batch: SamplingBatch
+    ) -> None:
+        """Draws one token for each of `seqs` from logits [n,V]; finishes those it completes."""
+        for s, token, logprob in zip(seqs, *batch.sample(logits)):
+            if logprob != logprob:
+                self._finish(s, None, error=f"the model's logits are NaN (request {s.rid})")
+                continue
+            if s.max_new_tokens == 0:
+                self._finish(s, {"type": "length", "length": 0})
+                continue
+            s.output.append(token)
+            s.logprobs.append(logprob)
+            try:
+                reason = self._finish_reason(s, token)
+            except Exception as e:  # a tokenizer that cannot decode what this sequence says
+                logger.exception("request %s", s.rid)
+                why = f"its text cannot be searched for stops: {described(e)}"
+                self._finish(s, None, error=why)
+                continue
+            if reason:
+                self._finish(s, reason)
+
+    def _finish_reason(self, s: ServedSequence, token: int) -> dict[str, Any] | None:
+        """Checks in SGLang's order: length, then stop tokens, then stop strings."""
+        if len(s.output) >= s.max_new_tokens:
+            return {"type": "length", "length": s.max_new_tokens}
+        if token in s.stop_ids:
+            return {"type": "stop", "matched": token}
+        if s.params.stop and len(s.output) >= s.params.min_new_tokens:
+            matched = self.text.matched_stop(s.output, s.params.stop)
+            if matched is not None:
+                return {"type": "stop", "matched": matched}
+        return None
+
+    def _finish(
+        self, s: ServedSequence, reason: dict[str, Any] | None, *, error: str | None = None
+    ) -> None:
+        """Ends a sequence, running or not; the next `_drop_finished` frees its row."""
+        s.finish(reason, error=error)
+        self._ended.append(s)
+
+    def _fail(self, seqs: Iterable[ServedSequence], error: str) -> None:
+        """Ends those of `seqs` that are not ended, with `error`."""
+        for s in seqs:
+            if not s.finished_at:
+                self._finish(s, None, error=error)
+
+    def _drop_finished(self) -> None:
+        """Frees the rows of finished sequences; the last rows move into the holes."""
+        running, holes = self.running, [i for i, s in enumerate(self.running) if s.finished_at]
+        if not holes:
+            return
+        if broken := [i for i in holes if running[i].error]:
+            self.runner.cache.scrub(broken)
+        left = len(running) - len(holes)
+        movers = [i for i in range(left, len(running)) if not running[i].finished_at]
+        holes = holes[: len(movers)]
+        positions = max((running[i].length for i in movers), default=0)
+        self.runner.cache.copy_rows(movers, holes, positions)
+        for source, target in zip(movers, holes):
+            running[target] = running[source]
+        del running[left:]
+        self._batch = None
+
+    def _take_running(self) -> list[ServedSequence]:
+        """Takes all sequences out and returns them; the rows are free."""
+        taken, self.running, self._batch = self.running, [], None
+        return taken

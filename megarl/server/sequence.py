@@ -1,7 +1,8 @@
-"""One sequence that the server is writing, its sampling parameters, and the HTTP call of it.
+"""One sequence that the server is writing: made from a request, told as SGLang's answer or as that
+of OpenAI's chat completions, which are there for judges and for a look by hand (agents go through
+the gateway). A model without a tokenizer serves ids only.
 
-Sampling parameters have SGLang 0.5.23's names, defaults and bounds. Sequences are written by the
-scheduler thread, and read by the event loop once they have ended.
+Sequences are written by the scheduler's thread, and read by the event loop once they have ended.
 """
 
 from __future__ import annotations
@@ -9,97 +10,19 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Self
+from pathlib import Path
+from typing import Any
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+import numpy as np
+import torch
 from torch import Tensor
+from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig
 
-from megarl.server.errors import MAX_STOP_LENGTH, MAX_STOPS, ServerError
+from megarl.server.protocol import GenerateBody, SamplingParams, ServerError, described
+from megarl.wire.routes import encode
 
-# parameters that only SGLang has: values that ask for nothing new pass
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (None, 1),
-    "min_p": (None, 0, 0.0),
-    "skip_special_tokens": (None, True),
-    "no_stop_trim": (None, False),
-    "stop_regex": (None, [], ""),
-    "frequency_penalty": (None, 0, 0.0),
-    "presence_penalty": (None, 0, 0.0),
-    "repetition_penalty": (None, 1, 1.0),
-    "json_schema": (None,),
-    "regex": (None,),
-    "ebnf": (None,),
-    "structural_tag": (None,),
-    "spaces_between_special_tokens": (None, True),
-    "stream_interval": (None, 1),
-    "logit_bias": (None, {}),
-    "custom_params": (None, {}),
-    "beam_width": (None, 1),
-    "watermark": (None, False),
-    "choice": (None, []),
-}
 DEFAULT_MAX_NEW_TOKENS = 128
-Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-Stop = Annotated[str, Field(max_length=MAX_STOP_LENGTH)]
-
-
-class SamplingParams(BaseModel, strict=True, frozen=True, allow_inf_nan=False):
-    """Holds how tokens are drawn and when they end. `max_new_tokens` None is 128, cut to the room
-    in the context. Raises pydantic's ValidationError for a value out of its bounds."""
-
-    max_new_tokens: Int64 | None = None
-    min_new_tokens: Int64 = Field(default=0, ge=0)
-    temperature: float = Field(default=1.0, ge=0)
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: Int64 = -1
-    stop: tuple[Stop, ...] = Field(default=(), max_length=MAX_STOPS, strict=False)
-    stop_token_ids: tuple[Int64, ...] = Field(default=(), max_length=MAX_STOPS, strict=False)
-    ignore_eos: bool = False
-    sampling_seed: Int64 | None = None
-
-    @property
-    def greedy(self) -> bool:
-        """Tells whether the likeliest token is written: SGLang takes a temperature below 1e-6 as 0,
-        and reports logprobs at temperature 1 there."""
-        return self.temperature < 1e-6
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        most, least = self.max_new_tokens, self.min_new_tokens
-        if most is not None and most < least:
-            raise ValueError(f"max_new_tokens={most} must be at least min_new_tokens={least}")
-        if self.top_k < 1 and self.top_k != -1:
-            raise ValueError(f"top_k={self.top_k} must be -1 (disable) or at least 1")
-        return self
-
-
-def parse_sampling_params(given: Any) -> SamplingParams:
-    """Reads a request's `sampling_params`. Raises ServerError, naming what is wrong."""
-    if given is None:
-        return SamplingParams()
-    if not isinstance(given, dict):
-        raise ServerError(f"sampling_params must be an object, got {type(given).__name__}")
-    own = SamplingParams.model_fields
-    for key, value in given.items():
-        if key not in own and key not in _NEUTRAL:
-            known = ", ".join(f"`{name}`" for name in (*own, *_NEUTRAL))
-            raise ServerError(f"unknown field `{key}`, expected one of {known}")
-        if key in _NEUTRAL and value not in _NEUTRAL[key]:
-            raise ServerError(
-                f"sampling_params.{key}={value!r} is not supported by the embedded server"
-            )
-    values = {k: v for k, v in given.items() if k in own and v is not None}
-    stops = [values["stop"]] if isinstance(values.get("stop"), str) else values.get("stop")
-    if isinstance(stops, list):
-        values["stop"] = [stop for stop in stops if stop != ""]
-    try:
-        return SamplingParams.model_validate(values)
-    except ValidationError as e:
-        error = e.errors()[0]
-        where = ".".join(map(str, ("sampling_params", *error["loc"])))
-        raise ServerError(f"{where}: {error['msg']}, got {error['input']!r}") from None
-
-
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 ABORTED = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
 ABORTED_IN_QUEUE = {"type": "abort", "message": "Abort in waiting queue"}
 
@@ -190,3 +113,202 @@ class ServedSequence:
         """Ends the sequence, with SGLang's finish reason or with the error."""
         self.finish_reason, self.error = reason, error
         self.finished_at = time.monotonic()
+
+
+@dataclass(kw_only=True)
+class SequenceMaker:
+    """Makes the sequences that a request asks for.
+
+    context_length and vocab_size are in tokens; eos are the ids that end a sequence; rng seeds
+    requests that bring no seed.
+    """
+
+    has_tokenizer: bool
+    context_length: int
+    vocab_size: int
+    eos: frozenset[int]
+    rng: np.random.Generator
+
+    def call(self, prompts: list[GenerateBody]) -> GenerateCall:
+        """Returns the call of one HTTP request with its sequences. Raises ServerError for what this
+        model cannot do. It must run in the event loop."""
+        call = GenerateCall()
+        call.sequences = [self._sequence(p, call) for p in prompts]
+        call.pending = len(prompts)
+        return call
+
+    def _sequence(self, asked: GenerateBody, call: GenerateCall) -> ServedSequence:
+        prompt, params = asked.input_ids, asked.sampling_params
+        for name, ids in (("input_ids", prompt), ("stop_token_ids", params.stop_token_ids)):
+            for bad in (min(ids, default=0), max(ids, default=0)):
+                if not 0 <= bad < self.vocab_size:
+                    raise ServerError(
+                        f"{name} contains token id {bad}, outside the vocabulary of "
+                        f"{self.vocab_size} tokens"
+                    )
+        if params.stop and not self.has_tokenizer:
+            raise ServerError("stop needs a tokenizer and this model has none; use stop_token_ids")
+        if asked.top_logprobs_num > self.vocab_size:
+            raise ServerError(
+                f"top_logprobs_num={asked.top_logprobs_num}: use a number from 0 to "
+                f"{self.vocab_size}"
+            )
+        seed = params.sampling_seed
+        stops = self.eos.union(params.stop_token_ids)
+        tells_prompt = asked.return_logprob and asked.logprob_start_len == 0
+        return ServedSequence(
+            rid=asked.rid,
+            prompt=prompt,
+            params=params,
+            max_new_tokens=self._max_new_tokens(prompt, params),
+            # as in SGLang, ignore_eos is about stop tokens of every kind
+            stop_ids=frozenset() if params.ignore_eos else stops,
+            seed=int(self.rng.integers(2**63)) if seed is None else seed,
+            wants_logprobs=asked.return_logprob,
+            routes_from=asked.routed_experts_start_len if asked.return_routed_experts else None,
+            prompt_top=asked.top_logprobs_num if tells_prompt else None,
+            call=call,
+            extra_key=asked.extra_key or None,
+        )
+
+    def _max_new_tokens(self, prompt: list[int], params: SamplingParams) -> int:
+        room, wanted = self.context_length - len(prompt), params.max_new_tokens
+        if room < 1:
+            raise ServerError(
+                f"The input ({len(prompt)} tokens) is longer than the model's context length "
+                f"({self.context_length} tokens)."
+            )
+        if wanted is None:
+            return min(DEFAULT_MAX_NEW_TOKENS, room)
+        if wanted > room:
+            raise ServerError(
+                "Requested token count exceeds the model's maximum context length of "
+                f"{self.context_length} tokens. You requested a total of {wanted + len(prompt)} "
+                f"tokens: {len(prompt)} tokens from the input messages and {wanted} tokens for the "
+                "completion. Please reduce the number of tokens in the input messages or the "
+                "completion to fit within the limit."
+            )
+        return wanted
+
+
+class TextTools:
+    """Decodes with the tokenizer in directory `path`; `tokenizer` is None where it has none.
+    Raises ValueError for one that cannot be loaded."""
+
+    def __init__(self, path: str) -> None:
+        has_one = any((Path(path) / name).is_file() for name in _TOKENIZER_FILES)
+        self.tokenizer: Any = _load(path) if has_one else None
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        """Returns the text of `ids`, or "" without a tokenizer."""
+        if self.tokenizer is None or not ids:
+            return ""
+        return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def matched_stop(self, ids: list[int], stops: tuple[str, ...]) -> str | None:
+        """Returns the first of `stops` that is in the text of the last tokens, or None."""
+        # a token may hold a part of a character; every byte of the stop string plus a margin do
+        window = max(len(s.encode()) for s in stops) + 4
+        tail = self.decode(ids[-window:], skip_special_tokens=False)
+        return next((s for s in stops if s in tail), None)
+
+    def chat_ids(self, messages: list[Any]) -> list[int]:
+        """Returns the prompt of an answer to `messages`. Raises ServerError where they are refused,
+        or the model has no chat template."""
+        if getattr(self.tokenizer, "chat_template", None) is None:
+            raise ServerError("this model's tokenizer has no chat template; use /generate")
+        try:
+            prompt = self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+        except Exception as e:  # templates are programs
+            raise ServerError(f"the chat template refuses the messages: {described(e)}") from None
+        ids: list[int] = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def answer(self, ids: list[int], finish_reason: dict[str, Any] | None) -> str:
+        """Returns the text of an answer, without the stop token or stop string that ended it."""
+        matched = (finish_reason or {}).get("matched")
+        text = self.decode(ids[:-1] if isinstance(matched, int) else ids)
+        return text.partition(matched)[0] if isinstance(matched, str) else text
+
+
+def _load(path: str) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except Exception as e:  # of many types
+        raise ValueError(
+            f"--model-path={path}: its tokenizer cannot be loaded ({type(e).__name__}); add "
+            "tokenizer.json, or remove tokenizer_config.json to serve token ids alone"
+        ) from e
+
+
+def eos_token_ids(model_path: str, config: PretrainedConfig, tokenizer: Any) -> frozenset[int]:
+    """Returns every id that the model's files call end of sequence."""
+    found: set[int] = set()
+    try:
+        generation = GenerationConfig.from_pretrained(model_path)
+    except OSError:  # the file is optional
+        generation = GenerationConfig()
+    from_tokenizer = getattr(tokenizer, "eos_token_id", None)
+    for ids in (generation.eos_token_id, config.eos_token_id, from_tokenizer):
+        found.update(ids if isinstance(ids, list | tuple) else [] if ids is None else [ids])
+    return frozenset(int(i) for i in found)
+
+
+def render(seq: ServedSequence, text: TextTools) -> dict[str, Any]:
+    """Returns SGLang's answer for `seq`, which has ended."""
+    reason = seq.finish_reason
+    meta: dict[str, Any] = {"id": seq.rid, "finish_reason": reason}
+    if reason is ABORTED_IN_QUEUE:  # SGLang says no more about a request it never ran
+        if seq.wants_logprobs:
+            meta["output_token_logprobs"] = []
+        return {"text": "", "output_ids": [], "meta_info": meta | {"completion_tokens": 0}}
+    meta |= {
+        "prompt_tokens": len(seq.prompt),
+        "weight_version": seq.version,
+        "num_retractions": seq.retractions,
+        "weight_versions": _spans(seq),
+        "completion_tokens": len(seq.output),
+        "cached_tokens": seq.cached_tokens,
+        "e2e_latency": seq.finished_at - seq.arrived,
+    }
+    if seq.wants_logprobs:  # entries [logprob, token id, null]; SGLang may have text in the last
+        pairs = zip(seq.logprobs, seq.output, strict=True)
+        meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs]
+    if (said := seq.prompt_logprobs) is not None:
+        meta["input_token_logprobs"] = said.tokens
+        if seq.prompt_top:
+            meta["input_top_logprobs"] = said.top
+            meta["output_top_logprobs"] = []  # there are no such tokens
+    if seq.routes_from is not None and seq.routes:  # a server that does not record has none
+        meta["routed_experts"] = encode(torch.cat(seq.routes)[seq.routes_from : seq.length - 1])
+    return {"text": text.answer(seq.output, reason), "output_ids": seq.output, "meta_info": meta}
+
+
+def _spans(seq: ServedSequence) -> list[dict[str, Any]]:
+    ends = [start for _, start in seq.spans[1:]] + [len(seq.output)]
+    return [
+        {"version": version, "start": start, "end": end}
+        for (version, start), end in zip(seq.spans, ends)
+        if end > start
+    ]
+
+
+def chat_answer(seq: ServedSequence, text: TextTools, model: str) -> dict[str, Any]:
+    """Returns the answer of a sequence that has ended."""
+    message = {"role": "assistant", "content": text.answer(seq.output, seq.finish_reason)}
+    why = (seq.finish_reason or {}).get("type")
+    read, wrote = len(seq.prompt), len(seq.output)
+    return {
+        "id": f"chatcmpl-{seq.rid}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": model,
+        "choices": [{"index": 0, "message": message, "finish_reason": why, "logprobs": None}],
+        "usage": {
+            "prompt_tokens": read,
+            "completion_tokens": wrote,
+            "total_tokens": read + wrote,
+        },
+    }

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megarl.server.errors import ControlError
+from megarl.server.protocol import ControlError
 from megarl.server.weights import Spec
 from megarl.wire import block_fp8, delta
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.server.adapters import Adapters
-from megarl.server.errors import MAX_GROUP_SIZE, MAX_JOINS, ControlError
+from megarl.server.protocol import MAX_GROUP_SIZE, MAX_JOINS, ControlError
 from megarl.server.tensor_lists import Changes, TensorList
 from megarl.server.weights import Spec, WeightStore
 from megarl.wire import block_fp8, delta, handles

@@ -11,8 +11,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from megarl.server.core import ServerCore
-from megarl.server.errors import MAX_VERSION_LENGTH, ControlError
-from megarl.server.replies import answer, is_waited_for, read_json
+from megarl.server.protocol import (
+    MAX_VERSION_LENGTH,
+    ControlError,
+    answer,
+    is_waited_for,
+    read_json,
+)
 from megarl.server.updates import group_name
 from megarl.utils.http import in_thread
 
@@ -148,7 +153,7 @@ class WeightEndpoints:
         if version is None:
             raise ControlError("new_version is missing")
         if body.get("abort_all_requests", True):
-            self.core.scheduler.abort("", abort_all=True)
+            self.core.scheduler.abort(lambda s: True)
         await self.core.run(self.core.scheduler.set_version, version)
         done = _success(f"Weight version updated to {version}")
         return answer(done | {"new_version": body["new_version"]})

@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
-from megarl.server.errors import ControlError
+from megarl.server.protocol import ControlError
 from megarl.wire.checksums import tensor_checksum
 
 Spec = tuple[tuple[int, ...], torch.dtype]

@@ -224,7 +224,7 @@ def test_what_once_ended_the_scheduler_is_refused(server, tmp_path):
     save_file({}, adapter / "adapter_model.safetensors")
     (adapter / "adapter_config.json").write_text('{"r": 0, "lora_alpha": 1}')
     for path, body, words in (
-        ("/generate", {"input_ids": [True]}, "true or false"),
+        ("/generate", {"input_ids": [True]}, "input_ids.0"),
         ("/generate", {"input_ids": [5], "top_logprobs_num": -1}, "top_logprobs_num"),
         ("/weights_checker", {"names": [{}]}, "names"),
         ("/update_weights_from_disk", {"model_path": str(weights)}, "weight_map"),

@@ -266,8 +266,9 @@ def test_refusals_name_what_is_wrong(server):
     )
     assert str(VOCAB) in refused(server, {"input_ids": [5, VOCAB]})
     assert "-1" in refused(server, {"input_ids": [5, -1]})
-    assert "integers" in refused(server, {"input_ids": [5, 6.5]})
-    assert "empty" in refused(server, {"input_ids": []})
+    assert "input_ids.1" in refused(server, {"input_ids": [5, 6.5]})
+    assert "input_ids" in refused(server, {"input_ids": []})
+    assert "input_ids" in refused(server, {"sampling_params": few})
     assert "text is not supported" in refused(server, {"text": "a"})
     assert refused(server, {"input_ids": [5], "sampling_params": {"bogus": 1}}).startswith(
         "unknown field `bogus`, expected one of `max_new_tokens`"
@@ -284,7 +285,10 @@ def test_refusals_name_what_is_wrong(server):
     assert "logprob_start_len" in refused(server, {"input_ids": [5, 6], "logprob_start_len": 1})
     whole = {"input_ids": [5], "logprob_start_len": 0, "return_logprob": True}
     assert "max_new_tokens=0" in refused(server, whole | {"top_logprobs_num": 2})
-    assert "a number from 0" in refused(server, whole | {"top_logprobs_num": VOCAB + 1})
+    many = {"top_logprobs_num": VOCAB + 1, "sampling_params": {"max_new_tokens": 0}}
+    assert "a number from 0" in refused(server, whole | many)
+    routes = {"return_routed_experts": True, "routed_experts_start_len": 2}
+    assert "routed_experts_start_len" in refused(server, {"input_ids": [5]} | routes)
     assert "extra_key" in refused(server, {"input_ids": [5], "extra_key": 3})
     assert "extra_key has 1 entries" in refused(
         server, {"input_ids": [[5], [6]], "extra_key": ["a"]}

@@ -7,8 +7,8 @@ import socket
 import pytest
 from starlette.requests import Request
 
-from megarl.server.access import Access
-from megarl.server.errors import ServerError
+from megarl.server.app import Access
+from megarl.server.protocol import ServerError
 
 MACHINE = socket.gethostname().partition(".")[0]
 TOKEN = "the-secret"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megarl.server.args import ServerArgs
-from megarl.server.joined import Joined
+from megarl.server.kv_cache import Joined
 from megarl.server.runner import ModelRunner
 from megarl.server.weights import WeightStore
 from tests.tiny import save_tiny

@@ -9,10 +9,9 @@ import transformers
 from megarl.data.tokenizer import load_hf_tokenizer
 from megarl.server import kv_cache
 from megarl.server.args import ServerArgs, parse_args
-from megarl.server.generate import SamplingParams
+from megarl.server.protocol import SamplingParams
 from megarl.server.runner import ModelRunner
-from megarl.server.sequence import ServedSequence
-from megarl.server.text import TextTools
+from megarl.server.sequence import ServedSequence, TextTools
 from megarl.server.weights import WeightStore
 from megarl.wire.checksums import tensor_checksum
 from tests.dist.moe_routing import hf_routers

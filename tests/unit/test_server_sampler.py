@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.server.errors import ServerError
-from megarl.server.generate import SamplingParams, parse_sampling_params
+from megarl.server.protocol import SamplingParams, ServerError, read
 from megarl.server.sampler import SamplingBatch, seed_keys, truncate, uniforms
 from megarl.server.sequence import ServedSequence
 
@@ -176,11 +175,11 @@ def test_the_last_token_of_the_vocabulary_can_be_drawn_and_none_with_zero_mass()
 )
 def test_bad_sampling_params_are_refused_by_name(given, named):
     with pytest.raises(ServerError, match=named):
-        parse_sampling_params(given)
+        read(SamplingParams, given, "sampling_params")
 
 
 def test_unknown_and_neutral_sampling_params():
     with pytest.raises(ServerError, match="unknown field `bogus`, expected one of `max_new"):
-        parse_sampling_params({"bogus": 1})
+        read(SamplingParams, {"bogus": 1}, "sampling_params")
     neutral = {"frequency_penalty": 0.0, "repetition_penalty": 1.0, "regex": None, "top_k": None}
-    assert parse_sampling_params(neutral) == SamplingParams()
+    assert read(SamplingParams, neutral, "sampling_params") == SamplingParams()

@@ -8,8 +8,7 @@ from concurrent.futures import Future
 import pytest
 import torch
 
-from megarl.server.errors import ControlError, ServerError
-from megarl.server.generate import SamplingParams
+from megarl.server.protocol import ControlError, SamplingParams, ServerError
 from megarl.server.scheduler import Scheduler
 from megarl.server.sequence import ServedSequence
 

@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from megarl.server.errors import ControlError
+from megarl.server.protocol import ControlError
 from megarl.server.updates import WeightUpdates
 from megarl.server.weights import Spec, WeightStore
 from tests.tiny import tiny_hf

@@ -56,7 +56,7 @@ from megarl.models.hf_config import read_hf_config, transformers_config
 from megarl.models.shapes import MoEShape
 from megarl.parallel.groups import init_distributed
 from megarl.server.args import ServerArgs
-from megarl.server.generate import SamplingParams
+from megarl.server.protocol import SamplingParams
 from megarl.server.runner import ModelRunner
 from megarl.server.sequence import ServedSequence
 
