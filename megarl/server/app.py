@@ -41,17 +41,14 @@ _STOP_TIMEOUT = 2.0
 _SWITCH_INTERVAL = 5e-4
 
 # an endpoint's route has its name but for these
-_PATHS = {"chat_completions": "/v1/chat/completions", "v1_loads": "/v1/loads"}
+_PATHS = {"chat_completions": "/v1/chat/completions"}
 # its method is POST but for these
 _METHODS = {
-    **dict.fromkeys(("health", "ready", "model_info", "server_info", "v1_loads"), ("GET",)),
+    **dict.fromkeys(("health", "ready", "model_info", "server_info"), ("GET",)),
     **dict.fromkeys(("flush_cache", "weights_checker"), ("GET", "POST")),
 }
 # endpoints that neither show nor change anything of the server but its requests
-_OPEN = {
-    *("health", "ready", "model_info", "server_info", "v1_loads"),
-    *("generate", "chat_completions"),
-}
+_OPEN = {"health", "ready", "model_info", "server_info", "generate", "chat_completions"}
 _WILDCARDS = ("", "0.0.0.0", "::")
 
 

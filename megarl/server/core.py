@@ -17,10 +17,10 @@ import torch
 
 from megarl.server.args import ServerArgs
 from megarl.server.kv_cache import KVCache
-from megarl.server.protocol import ControlError, ServerError
+from megarl.server.protocol import ControlError, GenerateBody, SamplingParams, ServerError
 from megarl.server.runner import ModelRunner
 from megarl.server.scheduler import Scheduler
-from megarl.server.sequence import SequenceMaker, ServedSequence, TextTools, eos_token_ids
+from megarl.server.sequence import DEFAULT_MAX_NEW_TOKENS, ServedSequence, TextTools, eos_token_ids
 from megarl.server.updates import WeightUpdates
 from megarl.server.weights import WeightStore
 
@@ -50,14 +50,9 @@ class ServerCore:
             self.updates,
             keep=args.enable_weights_cpu_backup,
         )
-        self.maker = SequenceMaker(
-            has_tokenizer=self.text.tokenizer is not None,
-            context_length=self.runner.context_length,
-            vocab_size=self.runner.vocab_size,
-            eos=eos_token_ids(args.model_path, self.runner.config, self.text.tokenizer)
-            & frozenset(range(self.runner.vocab_size)),
-            rng=np.random.default_rng(args.random_seed),
-        )
+        eos = eos_token_ids(args.model_path, self.runner.config, self.text.tokenizer)
+        self._eos = eos & frozenset(range(self.runner.vocab_size))
+        self._rng = np.random.default_rng(args.random_seed)  # of requests that bring no seed
         self.scheduler = Scheduler(
             self.runner,
             self.text,
@@ -82,10 +77,70 @@ class ServerCore:
         """Returns fn(*args), run in the scheduler's thread before its next step."""
         return await asyncio.wrap_future(self.scheduler.call(functools.partial(fn, *args)))
 
+    def sequences(self, prompts: list[GenerateBody]) -> list[ServedSequence]:
+        """Returns what a request asks to write. Raises ServerError for what this model cannot do.
+        Call it in the event loop."""
+        return [self._sequence(prompt) for prompt in prompts]
+
+    def _sequence(self, asked: GenerateBody) -> ServedSequence:
+        prompt, params = asked.input_ids, asked.sampling_params
+        vocab_size = self.runner.vocab_size
+        for name, ids in (("input_ids", prompt), ("stop_token_ids", params.stop_token_ids)):
+            for bad in (min(ids, default=0), max(ids, default=0)):
+                if not 0 <= bad < vocab_size:
+                    raise ServerError(
+                        f"{name} contains token id {bad}, outside the vocabulary of {vocab_size} "
+                        "tokens"
+                    )
+        if params.stop and self.text.tokenizer is None:
+            raise ServerError("stop needs a tokenizer and this model has none; use stop_token_ids")
+        if asked.top_logprobs_num > vocab_size:
+            raise ServerError(
+                f"top_logprobs_num={asked.top_logprobs_num}: use a number from 0 to {vocab_size}"
+            )
+        seed = params.sampling_seed
+        stops = self._eos.union(params.stop_token_ids)
+        tells_prompt = asked.return_logprob and asked.logprob_start_len == 0
+        return ServedSequence(
+            rid=asked.rid,
+            prompt=prompt,
+            params=params,
+            max_new_tokens=self._max_new_tokens(prompt, params),
+            # as in SGLang, ignore_eos is about stop tokens of every kind
+            stop_ids=frozenset() if params.ignore_eos else stops,
+            seed=int(self._rng.integers(2**63)) if seed is None else seed,
+            wants_logprobs=asked.return_logprob,
+            routes_from=asked.routed_experts_start_len if asked.return_routed_experts else None,
+            prompt_top=asked.top_logprobs_num if tells_prompt else None,
+            done=asyncio.get_running_loop().create_future(),
+            extra_key=asked.extra_key or None,
+        )
+
+    def _max_new_tokens(self, prompt: list[int], params: SamplingParams) -> int:
+        longest, wanted = self.runner.context_length, params.max_new_tokens
+        room = longest - len(prompt)
+        if room < 1:
+            raise ServerError(
+                f"The input ({len(prompt)} tokens) is longer than the model's context length "
+                f"({longest} tokens)."
+            )
+        if wanted is None:
+            return min(DEFAULT_MAX_NEW_TOKENS, room)
+        if wanted > room:
+            raise ServerError(
+                "Requested token count exceeds the model's maximum context length of "
+                f"{longest} tokens. You requested a total of {wanted + len(prompt)} "
+                f"tokens: {len(prompt)} tokens from the input messages and {wanted} tokens for the "
+                "completion. Please reduce the number of tokens in the input messages or the "
+                "completion to fit within the limit."
+            )
+        return wanted
+
     def _notify(self, ended: list[ServedSequence]) -> None:
         def tell() -> None:
             for seq in ended:
-                seq.call.one_ended()
+                if not seq.done.done():
+                    seq.done.set_result(None)
 
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(tell)

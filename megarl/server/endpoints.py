@@ -83,17 +83,6 @@ class Endpoints:
             }
         )
 
-    async def v1_loads(self, request: Request) -> Response:
-        """Answers how many requests run and wait, as SGLang does for each of its replicas."""
-        scheduler = self.core.scheduler
-        load = {
-            "dp_rank": 0,
-            "num_running_reqs": len(scheduler.running),
-            "num_waiting_reqs": len(scheduler.waiting),
-            "max_running_requests": self.core.runner.max_rows,
-        }
-        return answer({"version": VERSION, "loads": [load]})
-
     # ---- generation
 
     async def generate(self, request: Request) -> Response:
@@ -118,24 +107,24 @@ class Endpoints:
         them."""
         core = self.core
         core.check_alive()
-        call = core.maker.call(prompts)
+        sequences = core.sequences(prompts)
         for prompt in prompts:
             core.updates.adapters.check_named(prompt.lora_path)
-        rids = [s.rid for s in call.sequences]
+        rids = [s.rid for s in sequences]
         if len(set(rids)) < len(rids) or not self._rids.isdisjoint(rids):
             raise ServerError(f"Duplicate request ID: of {rids}, one is under way")
         self._rids.update(rids)
         try:
-            core.scheduler.submit(call.sequences)
-            if not await is_waited_for(request, call.done):
-                core.scheduler.abort(set(call.sequences).__contains__)
+            core.scheduler.submit(sequences)
+            if not await is_waited_for(request, asyncio.gather(*(s.done for s in sequences))):
+                core.scheduler.abort(set(sequences).__contains__)
                 raise ClientDisconnect
         finally:
             self._rids.difference_update(rids)
-        for s in call.sequences:
+        for s in sequences:
             if s.error:
                 raise ServerError(s.error, status=500)
-        return call.sequences
+        return sequences
 
     async def abort_request(self, request: Request) -> Response:
         """Aborts the sequences whose rid begins with `rid`, or all."""

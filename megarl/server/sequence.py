@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig
 
-from megarl.server.protocol import GenerateBody, SamplingParams, ServerError, described
+from megarl.server.protocol import SamplingParams, ServerError, described
 from megarl.wire.routes import encode
 
 DEFAULT_MAX_NEW_TOKENS = 128
@@ -36,21 +35,6 @@ class PromptLogprobs:
     top: list[list[list[Any]] | None]
 
 
-class GenerateCall:
-    """Waits for the sequences of one HTTP request; `done` is set when all of them have ended."""
-
-    def __init__(self) -> None:
-        self.sequences: list[ServedSequence] = []
-        self.pending = 0
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def one_ended(self) -> None:
-        """Notes that one of the sequences has ended. Called in the event loop."""
-        self.pending -= 1
-        if not self.pending and not self.done.done():
-            self.done.set_result(None)
-
-
 @dataclass(kw_only=True, eq=False)
 class ServedSequence:
     """Holds a prompt and what was written to it so far.
@@ -60,7 +44,8 @@ class ServedSequence:
     routes: what routers chose for its tokens but the last, in parts [n,L,k], where the server
     records it; an answer has those from position `routes_from` on, None for none. prompt_top: how
     many of the likeliest tokens an answer names beside each of the prompt's; None asks for no
-    logprobs of the prompt. Times are those of time.monotonic().
+    logprobs of the prompt. done: set, in the event loop, once it has ended. Times are those of
+    time.monotonic().
     """
 
     rid: str
@@ -70,7 +55,7 @@ class ServedSequence:
     stop_ids: frozenset[int]
     seed: int
     wants_logprobs: bool
-    call: GenerateCall
+    done: asyncio.Future[None]
     extra_key: str | None = None
     prompt_top: int | None = None
     prompt_logprobs: PromptLogprobs | None = None
@@ -113,82 +98,6 @@ class ServedSequence:
         """Ends the sequence, with SGLang's finish reason or with the error."""
         self.finish_reason, self.error = reason, error
         self.finished_at = time.monotonic()
-
-
-@dataclass(kw_only=True)
-class SequenceMaker:
-    """Makes the sequences that a request asks for.
-
-    context_length and vocab_size are in tokens; eos are the ids that end a sequence; rng seeds
-    requests that bring no seed.
-    """
-
-    has_tokenizer: bool
-    context_length: int
-    vocab_size: int
-    eos: frozenset[int]
-    rng: np.random.Generator
-
-    def call(self, prompts: list[GenerateBody]) -> GenerateCall:
-        """Returns the call of one HTTP request with its sequences. Raises ServerError for what this
-        model cannot do. It must run in the event loop."""
-        call = GenerateCall()
-        call.sequences = [self._sequence(p, call) for p in prompts]
-        call.pending = len(prompts)
-        return call
-
-    def _sequence(self, asked: GenerateBody, call: GenerateCall) -> ServedSequence:
-        prompt, params = asked.input_ids, asked.sampling_params
-        for name, ids in (("input_ids", prompt), ("stop_token_ids", params.stop_token_ids)):
-            for bad in (min(ids, default=0), max(ids, default=0)):
-                if not 0 <= bad < self.vocab_size:
-                    raise ServerError(
-                        f"{name} contains token id {bad}, outside the vocabulary of "
-                        f"{self.vocab_size} tokens"
-                    )
-        if params.stop and not self.has_tokenizer:
-            raise ServerError("stop needs a tokenizer and this model has none; use stop_token_ids")
-        if asked.top_logprobs_num > self.vocab_size:
-            raise ServerError(
-                f"top_logprobs_num={asked.top_logprobs_num}: use a number from 0 to "
-                f"{self.vocab_size}"
-            )
-        seed = params.sampling_seed
-        stops = self.eos.union(params.stop_token_ids)
-        tells_prompt = asked.return_logprob and asked.logprob_start_len == 0
-        return ServedSequence(
-            rid=asked.rid,
-            prompt=prompt,
-            params=params,
-            max_new_tokens=self._max_new_tokens(prompt, params),
-            # as in SGLang, ignore_eos is about stop tokens of every kind
-            stop_ids=frozenset() if params.ignore_eos else stops,
-            seed=int(self.rng.integers(2**63)) if seed is None else seed,
-            wants_logprobs=asked.return_logprob,
-            routes_from=asked.routed_experts_start_len if asked.return_routed_experts else None,
-            prompt_top=asked.top_logprobs_num if tells_prompt else None,
-            call=call,
-            extra_key=asked.extra_key or None,
-        )
-
-    def _max_new_tokens(self, prompt: list[int], params: SamplingParams) -> int:
-        room, wanted = self.context_length - len(prompt), params.max_new_tokens
-        if room < 1:
-            raise ServerError(
-                f"The input ({len(prompt)} tokens) is longer than the model's context length "
-                f"({self.context_length} tokens)."
-            )
-        if wanted is None:
-            return min(DEFAULT_MAX_NEW_TOKENS, room)
-        if wanted > room:
-            raise ServerError(
-                "Requested token count exceeds the model's maximum context length of "
-                f"{self.context_length} tokens. You requested a total of {wanted + len(prompt)} "
-                f"tokens: {len(prompt)} tokens from the input messages and {wanted} tokens for the "
-                "completion. Please reduce the number of tokens in the input messages or the "
-                "completion to fit within the limit."
-            )
-        return wanted
 
 
 class TextTools:

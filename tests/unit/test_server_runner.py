@@ -26,7 +26,7 @@ def make_sequence(prompt, extra_key=None):
         max_new_tokens=99,
         stop_ids=frozenset(),
         seed=0,
-        call=None,
+        done=None,
         extra_key=extra_key,
         wants_logprobs=True,
     )

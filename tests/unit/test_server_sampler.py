@@ -21,7 +21,7 @@ def make_sequence(seed=0, prompt=(3, 4), output=(), stop_ids=(), **params):
         max_new_tokens=99,
         stop_ids=frozenset(stop_ids),
         seed=seed,
-        call=None,
+        done=None,
         wants_logprobs=True,
     )
     s.output = list(output)

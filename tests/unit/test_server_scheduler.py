@@ -101,7 +101,7 @@ def world():
                 stop_ids=frozenset(),
                 seed=0,
                 wants_logprobs=False,
-                call=None,
+                done=None,
             )
             for i in range(count)
         ]

@@ -223,7 +223,7 @@ def served(
                 max_new_tokens=0,
                 stop_ids=frozenset(),
                 seed=0,
-                call=None,  # type: ignore[arg-type]  # nobody waits for it
+                done=None,  # type: ignore[arg-type]  # nobody waits for it
                 wants_logprobs=False,
             )
             runner.make_room([seq], used=0)
