@@ -144,30 +144,27 @@ class ModelRunner:
         for s in seqs:
             by_prompt.setdefault((s.extra_key, tuple(s.tokens)), []).append(s)
         groups = sorted(by_prompt.values(), key=lambda group: group[0].length)
-        prompts = [tuple(group[0].tokens) for group in groups]
         logits, row = [], first_row
-        for chunk in self._chunks(prompts):
-            hidden = self._forward(self._padded(chunk), 0, Prefill(self.cache, row))
-            if self._routes is not None:
-                served = groups[row - first_row : row - first_row + len(chunk)]
-                for group, routes in zip(served, self._routes.take(len(chunk)), strict=True):
-                    for s in group:
-                        s.routes = [routes[: s.length]]
-            for group, states in zip(groups[row - first_row :], hidden):
-                self._tell_of_prompts(group, states)
-            last = torch.tensor([len(p) - 1 for p in chunk], device=self.device)
+        for chunk in self._chunks(groups):
+            lengths = [group[0].length for group in chunk]
+            ids = [g[0].tokens + [0] * (lengths[-1] - n) for g, n in zip(chunk, lengths)]
+            plan = Prefill(self.cache, row)
+            hidden = self._forward(torch.tensor(ids, device=self.device), 0, plan)
+            routes = None if self._routes is None else self._routes.take(len(chunk))
+            for i, group in enumerate(chunk):
+                for s in group:
+                    if routes is not None:
+                        s.routes = [routes[i, : s.length]]
+                    if s.prompt_top is not None and s.prompt_logprobs is None:
+                        states = hidden[i, : len(s.prompt)]
+                        s.prompt_logprobs = prompt_logprobs(
+                            self._head, states, s.prompt, s.prompt_top
+                        )
+            last = torch.tensor(lengths, device=self.device) - 1
             logits.append(self._head(hidden[torch.arange(len(chunk), device=self.device), last]))
             row += len(chunk)
         order, source = self._share(groups, first_row)
         return order, torch.cat(logits)[torch.tensor(source, device=self.device)]
-
-    def _tell_of_prompts(self, group: list[ServedSequence], hidden: torch.Tensor) -> None:
-        """Gives those of `group` that ask for them the logprobs of their prompt, which is the same,
-        by its hidden states [S,H]."""
-        for s in group:
-            if s.prompt_top is not None and s.prompt_logprobs is None:
-                states = hidden[: len(s.prompt)]
-                s.prompt_logprobs = prompt_logprobs(self._head, states, s.prompt, s.prompt_top)
 
     def _share(
         self, groups: list[list[ServedSequence]], row: int
@@ -188,24 +185,20 @@ class ModelRunner:
         )
         return order, source
 
-    def _chunks(self, prompts: list[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
-        """Cuts prompts sorted by length so that padding and activations stay bounded."""
-        chunk: list[tuple[int, ...]] = []
-        for p in prompts:
+    def _chunks(self, groups: list[list[ServedSequence]]) -> Iterator[list[list[ServedSequence]]]:
+        """Cuts groups sorted by length so that padding and activations stay bounded."""
+        chunk: list[list[ServedSequence]] = []
+        for group in groups:
+            length = group[0].length
             if chunk and (
                 self.deterministic
-                or len(p) > _LONGEST_PROMPT_RATIO * len(chunk[0])
-                or len(p) * (len(chunk) + 1) > _MAX_PREFILL_TOKENS
+                or length > _LONGEST_PROMPT_RATIO * chunk[0][0].length
+                or length * (len(chunk) + 1) > _MAX_PREFILL_TOKENS
             ):
                 yield chunk
                 chunk = []
-            chunk.append(p)
+            chunk.append(group)
         yield chunk
-
-    def _padded(self, prompts: list[tuple[int, ...]]) -> torch.Tensor:
-        width = len(prompts[-1])
-        rows = [p + (0,) * (width - len(p)) for p in prompts]
-        return torch.tensor(rows, device=self.device)
 
     @torch.inference_mode()
     def probe(self) -> None:
