@@ -129,10 +129,11 @@ class Endpoints:
     async def abort_request(self, request: Request) -> Response:
         """Aborts the sequences whose rid begins with `rid`, or all."""
         body = await read_json(request)
-        rid, everything = body.get("rid"), bool(body.get("abort_all"))
-        if not everything and (not isinstance(rid, str) or not rid):
+        everything = bool(body.get("abort_all"))
+        rid = "" if everything else body.get("rid")
+        if not isinstance(rid, str) or not (rid or everything):
             raise ServerError("abort_request needs rid, or abort_all=true")
-        self.core.scheduler.abort(lambda s: everything or s.rid.startswith(rid))
+        self.core.scheduler.abort(lambda s: s.rid.startswith(rid))
         return Response(status_code=200)
 
     async def pause_generation(self, request: Request) -> Response:
