@@ -48,7 +48,6 @@ from megarl.launcher.slurm import SlurmScheduler as SlurmScheduler
 from megarl.launcher.workers import make_scheduler as make_scheduler
 from megarl.observability import stats_tracker as stats_tracker
 from megarl.observability.stats_logger import StatsLogger as StatsLogger
-from megarl.observability.utilization import memory_in_use as memory_in_use
 from megarl.parallel.rank_zero import on_rank_zero as on_rank_zero
 from megarl.parallel.worlds import World as World
 from megarl.rollout.chat import ChatWorkflow as ChatWorkflow
@@ -83,6 +82,7 @@ from megarl.trainer.roles import MegatronRewardLearner as MegatronRewardLearner
 from megarl.trainer.roles import MegatronRewardModel as MegatronRewardModel
 from megarl.trainer.roles import MegatronSFT as MegatronSFT
 from megarl.trainer.roles import MegatronTeacher as MegatronTeacher
+from megarl.trainer.rollout_metrics import memory_in_use as memory_in_use
 from megarl.trainer.saver import Frequency as Frequency
 from megarl.trainer.saver import Saver as Saver
 from megarl.trainer.session import RolloutSession as RolloutSession

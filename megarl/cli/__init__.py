@@ -33,7 +33,7 @@ COMMANDS = {
     "status": ("megarl.cli.status", "say how a run is doing"),
     "view": ("megarl.cli.view", "show the episodes of a run, in one HTML file"),
     "gap": ("megarl.cli.gap", "name the layer where trainer and server part"),
-    "report": ("megarl.observability.report.__main__", "write the report of runs"),
+    "report": ("megarl.observability.report", "write the report of runs"),
     "diff": ("megarl.cli.diff", "name the first step and tensor in which two runs differ"),
     "replay": ("megarl.cli.replay", "run a step of a run again, and compare the bits"),
     "trace": ("megarl.cli.trace", "make one Chrome trace of a run"),

@@ -14,7 +14,7 @@ from pathlib import Path
 from megarl.cli import RUN, CommandParser, step_range
 from megarl.config.earlier_run import configs_apart, differences
 from megarl.config.errors import ConfigError
-from megarl.observability.fingerprints import Fingerprints, compare, read_fingerprints
+from megarl.observability.run_log import Fingerprints, compare, read_fingerprints
 
 DIFFERENT = 1  # exit status
 SHOWN = 10  # tensors, and keys of the configuration

@@ -20,9 +20,9 @@ from typing import Any
 
 from megarl.cli import RUN, CommandParser
 from megarl.config.errors import ConfigError
-from megarl.observability.console import duration
-from megarl.observability.presence import BEAT, ENDED, FAILED, RUNNING, read_launcher, read_presence
 from megarl.observability.report.runs import load_run
+from megarl.observability.stats_logger import duration
+from megarl.observability.timeline import BEAT, ENDED, FAILED, RUNNING, read_launcher, read_presence
 from megarl.utils.env import is_loopback
 from megarl.utils.http import HttpError, call_json
 from megarl.utils.stacks import state as letter_of

@@ -17,7 +17,6 @@ from typing import Any
 
 from megarl.cli import RUN, CommandParser, step_range
 from megarl.config.errors import ConfigError
-from megarl.observability.presence import read_presence
 from megarl.observability.timeline import (
     CALLS,
     EPISODES,
@@ -25,6 +24,7 @@ from megarl.observability.timeline import (
     MEMORY,
     PHASES,
     SYNCS,
+    read_presence,
     read_spans,
 )
 

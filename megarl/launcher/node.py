@@ -37,7 +37,7 @@ from megarl.config.secrets import masked_override
 from megarl.launcher.job import SERVER, SERVERS, Job, Task, endpoints, fill, take_environment
 from megarl.launcher.names import FileNames, ForgedName, Names, Superseded, node_address
 from megarl.observability.logging import get_logger
-from megarl.observability.presence import LauncherPresence
+from megarl.observability.timeline import LauncherPresence
 from megarl.rollout.server_process import ServerProcess
 from megarl.rpc.group import LOOPBACK
 from megarl.utils import stacks

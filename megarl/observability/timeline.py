@@ -1,9 +1,15 @@
-"""Records when things began and ended, and traces some steps by torch's profiler.
+"""Records when things began and ended, which processes there are, and traces of some steps by
+torch's profiler.
 
 <run>/timeline/rank_3.jsonl has one line per span of a process: {"track", "name", "start" (Unix
 seconds), "seconds", "about"}, for `megarl trace`. Where it grows beyond LIMIT bytes it becomes
 rank_3.older.jsonl, in place of an earlier one, so that the newest spans stay. Without an open file
 nothing is recorded.
+
+<run>/processes/rank_3.json, for `megarl status`, is written by a thread every BEAT seconds and at
+the end: host, pid, `beat` (Unix seconds of the write), the phase that the process is in and since
+when, how it ended. A launcher writes launcher_0.json when a start of its node's part begins and
+when it fails.
 
 <run>/profile/steps_3-4.rank0.json.gz is a Chrome trace (chrome://tracing, ui.perfetto.dev) with the
 phases of the step as ranges beside the operators and, on a GPU, their kernels;
@@ -14,9 +20,12 @@ A launcher, which has no torch, records here, too: it is imported where somethin
 
 from __future__ import annotations
 
+import json
+import os
+import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -24,12 +33,16 @@ from typing import Any
 from megarl.config.run import ProfilerConfig
 from megarl.observability.logging import get_logger
 from megarl.observability.run_log import append_line, read_lines
+from megarl.utils.files import clean_up, write_whole
 
 log = get_logger(__name__)
 
 FOLDER = "timeline"
 LIMIT = 32 << 20  # bytes of one file
 PHASES, SYNCS, EPISODES, CALLS, MEMORY = "phases", "syncs", "episodes", "calls", "memory"  # tracks
+PROCESSES = "processes"  # folder
+BEAT = 5.0  # seconds
+RUNNING, ENDED, FAILED = "running", "ended", "failed"
 
 
 class Timeline:
@@ -180,3 +193,112 @@ class Profiler:
         path = self._folder / f"{what}.rank{self._rank}.json.gz"
         running.export_chrome_trace(str(path))
         log.info("trace of %s: %s", what, path)
+
+
+# ---- which processes are there
+
+
+class Presence:
+    """Writes the file of this process until `end`. It is number `rank` of `world_size`, and called
+    `name`, which is that of a trainer where it is empty. servers: returns the addresses that it
+    generates with, asked anew each time; where it raises OSError or ValueError, they stay."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        rank: int,
+        world_size: int,
+        name: str = "",
+        servers: Callable[[], Sequence[str]] = tuple,
+    ) -> None:
+        self.total_steps: int | None = None
+        self._servers = servers
+        self._path = run_dir / PROCESSES / f"rank_{rank}.json"
+        self._about: dict[str, Any] = {
+            "rank": rank,
+            "name": name or f"trainer {rank}",
+            "world_size": world_size,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "started": time.time(),
+            "servers": [],
+        }
+        clean_up(self._path.parent, self._path.name)
+        self._over = threading.Event()
+        self._write(RUNNING)
+        self._thread = threading.Thread(target=self._beat, name="megarl-presence", daemon=True)
+        self._thread.start()
+
+    def end(self, error: BaseException | None) -> None:
+        """Writes how the process ended: with `error`, or well."""
+        self._over.set()
+        self._thread.join(2 * BEAT)
+        text = f"{type(error).__name__}: {error}" if error is not None else None
+        self._write(FAILED if error is not None else ENDED, text)
+
+    def _beat(self) -> None:
+        while not self._over.wait(BEAT):
+            self._write(RUNNING)
+
+    def _write(self, state: str, error: str | None = None) -> None:
+        with suppress(OSError, ValueError):
+            self._about["servers"] = list(self._servers())
+        phase = timeline.phase_now()
+        now = {
+            "state": state,
+            "error": error,
+            "beat": time.time(),
+            "phase": phase[0] if phase else None,
+            "phase_since": phase[1] if phase else None,
+            "total_steps": self.total_steps,
+        }
+        _write(self._path, self._about | now)
+
+
+class LauncherPresence:
+    """Writes the file of the launcher of node `node`: that a start begins, and why it failed."""
+
+    def __init__(self, run_dir: Path, node: int) -> None:
+        """Says that a start begins; why the one before failed stays said (`before`)."""
+        self._path = run_dir / PROCESSES / f"launcher_{node}.json"
+        process = {"host": socket.gethostname(), "pid": os.getpid()}
+        earlier = read_launcher(run_dir, node) or {}
+        same = all(earlier.get(name) == value for name, value in process.items())
+        self._about = process | {"before": earlier["error"] if same else None}
+        clean_up(self._path.parent, self._path.name)
+        self._write(RUNNING)
+
+    def failed(self, why: str) -> None:
+        """Says why the start failed; another may follow."""
+        self._write(FAILED, why)
+
+    def _write(self, state: str, error: str | None = None) -> None:
+        _write(self._path, self._about | {"state": state, "error": error, "beat": time.time()})
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    with suppress(OSError):  # a full disk ends no run from here
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(content) + "\n")
+
+
+def read_launcher(run_dir: Path, node: int = 0) -> dict[str, Any] | None:
+    """Returns what the launcher of a node last said, None where it has said nothing."""
+    path = run_dir / PROCESSES / f"launcher_{node}.json"
+    with suppress(OSError, json.JSONDecodeError):
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return content
+    return None
+
+
+def read_presence(run_dir: Path) -> list[dict[str, Any]]:
+    """Returns what the processes of the newest start last said, by rank; none where there are no
+    files."""
+    processes = []
+    for path in (run_dir / PROCESSES).glob("rank_*.json"):
+        with suppress(OSError, json.JSONDecodeError):
+            processes.append(json.loads(path.read_text(encoding="utf-8")))
+    processes.sort(key=lambda p: p["rank"])
+    world = processes[0]["world_size"] if processes else 0
+    return [p for p in processes if p["rank"] < world]

@@ -26,9 +26,8 @@ from megarl.config.run import ProfilerConfig
 from megarl.data.tokenizer import run_tokenizer
 from megarl.observability import stats_tracker
 from megarl.observability.logging import get_logger
-from megarl.observability.presence import Presence
 from megarl.observability.stats_logger import StatsLogger
-from megarl.observability.timeline import Profiler, timeline
+from megarl.observability.timeline import Presence, Profiler, timeline
 from megarl.parallel.groups import init_distributed, shutdown_distributed
 from megarl.parallel.rank_zero import RankZero
 from megarl.trainer.rollout_metrics import gathered

@@ -28,8 +28,7 @@ from megarl.data.dataset import RowDataset, build_dataset, check_context
 from megarl.data.sources import sources_of
 from megarl.data.tokenizer import run_tokenizer
 from megarl.observability.intervals import Estimate, mean_ci
-from megarl.observability.report.runs import EVAL_REWARDS_FILE
-from megarl.observability.run_log import RunLog
+from megarl.observability.run_log import EVAL_REWARDS_FILE, RunLog
 from megarl.observability.stats_tracker import record_timing
 from megarl.parallel.rank_zero import on_rank_zero
 from megarl.rollout.chat import MixedWorkflow

@@ -60,7 +60,7 @@ def check_recipe(
     view.check(lambda seen: check_config(seen, world_size, own_script=own_script))
     view.check(check_models)
     view.check(lambda seen: check_run_dir(cfg, seen))
-    check_logs(run_dir(view.seen))
+    view.check(lambda seen: check_logs(run_dir(seen)))
 
 
 def check_contents(

@@ -40,6 +40,7 @@ log = get_logger(__name__)
 STATE_FILE = "trainer.pt"
 CHECKSUM = "trainer.pt xxh3_128"  # key of trainer.json
 State = dict[str, Any]
+
 LOCK_FILE = ".lock"
 LOCK_TIMEOUT = 60.0  # seconds; the processes of a run that was killed may take a while to end
 LOCK_POLL = 2.0

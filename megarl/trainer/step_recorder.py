@@ -41,10 +41,8 @@ from megarl.config.errors import ConfigError
 from megarl.config.recipe_engines import engines
 from megarl.config.recipes import GRPOConfig
 from megarl.config.run import RecordConfig, batch_path, recorded_steps
-from megarl.observability import fingerprints as fp
-from megarl.observability.fingerprints import FingerprintFile, Tensors, phase_of
+from megarl.observability import run_log
 from megarl.observability.logging import get_logger
-from megarl.observability.run_log import DiskThread
 from megarl.observability.stats_tracker import record_timing
 from megarl.parallel import mcore
 from megarl.trainer.context import ProcessContext
@@ -55,13 +53,13 @@ from megarl.weight_sync.verify import held_checksums
 log = get_logger(__name__)
 
 PHASES = {  # of what a step adds to its batch; other fields are of the advantages
-    "prox_logp": fp.LOGP,
-    "entropy": fp.LOGP,
-    "routed_experts": fp.LOGP,
-    "ref_logp": fp.REF,
-    "values": fp.VALUES,
-    "last_value": fp.VALUES,
-    **dict.fromkeys(TAUGHT, fp.TEACHER),
+    "prox_logp": run_log.LOGP,
+    "entropy": run_log.LOGP,
+    "routed_experts": run_log.LOGP,
+    "ref_logp": run_log.REF,
+    "values": run_log.VALUES,
+    "last_value": run_log.VALUES,
+    **dict.fromkeys(TAUGHT, run_log.TEACHER),
 }
 MADE_BY_UPDATES = ("skipped", *MADE)
 NUMBERS = ("loss", "grad_norm", "lr", "update_successful")  # of an update
@@ -76,12 +74,12 @@ class StepRecorder:
 
     def __init__(self, cfg: GRPOConfig, ctx: ProcessContext, *, dataset_size: int) -> None:
         self._cfg, self._config, self._ctx = cfg, RecordConfig(**cfg.record), ctx
-        self._file = FingerprintFile(ctx.run_dir)
+        self._file = run_log.FingerprintFile(ctx.run_dir)
         self._broken = False  # nothing more is written
-        self._disk = DiskThread("megarl record", waiting=1)
+        self._disk = run_log.DiskThread("megarl record", waiting=1)
         self._roles: Mapping[str, Role] = {}
         self._updates: Counter[str] = Counter()
-        self._handed_out: Tensors = {}
+        self._handed_out: run_log.Tensors = {}
         self._dataset_size = dataset_size
         self.step = 0  # the step that is made, from 1
 
@@ -113,7 +111,7 @@ class StepRecorder:
         with record_timing("record"):
             if self._config.fingerprints:
                 self._handed_out = field_fingerprints(batch)
-                self._append(fp.ROLLOUT, self._handed_out)
+                self._append(run_log.ROLLOUT, self._handed_out)
             keep = self._config.keep
             if keep == 0:
                 return
@@ -132,17 +130,18 @@ class StepRecorder:
             phases: dict[str, dict[str, Fingerprint]] = {}
             for name, fingerprint in field_fingerprints(batch, names).items():
                 was = self._handed_out.get(name)
-                phase = PHASES.get(name, fp.ADVANTAGES if was is None else fp.BATCH)
+                phase = PHASES.get(name, run_log.ADVANTAGES if was is None else run_log.BATCH)
                 if fingerprint != was:
                     phases.setdefault(phase, {})[name] = fingerprint
             for phase, tensors in phases.items():
                 self._append(phase, tensors)
 
-    def updated(self, role: str, tensors: Tensors, stats: Mapping[str, float]) -> None:
+    def updated(self, role: str, tensors: run_log.Tensors, stats: Mapping[str, float]) -> None:
         """Takes an update: the fingerprints of what it was made of, and its metrics."""
         self._updates[role] += 1
         numbers = {n: Fingerprint.of_number(stats[n]) for n in NUMBERS if n in stats}
-        self._append(phase_of(fp.UPDATE, role, self._updates[role]), {**tensors, **numbers})
+        phase = run_log.phase_of(run_log.UPDATE, role, self._updates[role])
+        self._append(phase, {**tensors, **numbers})
 
     def end_step(self, addresses: list[str]) -> None:
         """Takes the weights after the step's updates, and those at the servers of `addresses` (rank
@@ -153,7 +152,7 @@ class StepRecorder:
         with record_timing("record"):
             for name, role in self._roles.items():
                 if tensors := role.engine.fingerprints():
-                    self._append(phase_of(fp.WEIGHTS, name), tensors)
+                    self._append(run_log.phase_of(run_log.WEIGHTS, name), tensors)
             if config.servers and self._ctx.is_zero:
                 self._append_servers(addresses)
 
@@ -167,11 +166,11 @@ class StepRecorder:
             log.error("step %d: the servers' weights are not recorded: %s", self.step, e)
             return
         if checksums:
-            self._append(fp.SERVERS, _of_servers([*checksums.values()]))
+            self._append(run_log.SERVERS, _of_servers([*checksums.values()]))
 
     # ---- files ---------------------------------------------------------------------------------
 
-    def _append(self, phase: str, tensors: Tensors) -> None:
+    def _append(self, phase: str, tensors: run_log.Tensors) -> None:
         step = self.step
         self._write(lambda: self._file.append(step, phase, tensors))
 

@@ -380,7 +380,7 @@ MUTANTS = (
         ("tests/unit/test_intervals.py::test_samples_that_agree_within_a_prompt_are_worth_one",),
     ),
     Mutant(
-        "observability/presence.py",
+        "observability/timeline.py",
         'return [p for p in processes if p["rank"] < world]',
         "return processes",
         ("tests/unit/test_timeline.py::test_presence",),

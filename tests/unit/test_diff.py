@@ -21,21 +21,16 @@ from megarl.api.batch import Batch, Home, Tokens
 from megarl.cli.diff import main as diff
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config, save_config
-from megarl.config.run import RECORD_DIR, batch_path, recorded_steps
+from megarl.config.run import batch_path, recorded_steps
 from megarl.models.param_loading import init_params
 from megarl.models.piece_table import build_piece_table
 from megarl.models.tensor_hash import tensor_hash, weight_hashes
-from megarl.observability import fingerprints as fp
-from megarl.observability.fingerprints import (
-    Fingerprint,
-    FingerprintFile,
-    compare,
-    read_fingerprints,
-)
-from megarl.observability.run_log import RunLog
+from megarl.observability import run_log as fp
+from megarl.observability.run_log import FingerprintFile, RunLog, compare, read_fingerprints
 from megarl.parallel.layout import Layout
 from megarl.trainer import step_recorder
 from megarl.trainer.step_recorder import StepRecorder, field_fingerprints, read_batch
+from megarl.utils.files import Fingerprint
 from megarl.wire.checksums import tensor_checksum
 from tests.full_disk import files_below
 from tests.unit.bigram import BigramEngine, rollout
@@ -232,8 +227,8 @@ def test_configurations_and_machines_that_differ_are_shown(right, tmp_path, monk
     before = right.dir / "config.yaml"
     save_config(right.cfg, before)
     save_config(run.cfg, tmp_path / "config.yaml")
-    text = (tmp_path / RECORD_DIR / fp.FILE).read_text()
-    (tmp_path / RECORD_DIR / fp.FILE).write_text(text.replace('"world_size":1', '"world_size":2'))
+    text = (tmp_path / fp.FINGERPRINTS_FILE).read_text()
+    (tmp_path / fp.FINGERPRINTS_FILE).write_text(text.replace('"world_size":1', '"world_size":2'))
     assert diff([str(right.dir), str(tmp_path)]) == 0
     first, second, _ = capsys.readouterr().out.splitlines()
     before.unlink()  # the other tests compare without
@@ -258,9 +253,9 @@ def test_a_start_supersedes_the_steps_it_makes_again(right, tmp_path):
     file.begin(0, {"world_size": 1})
     for step in (1, 2, 3):
         file.append(step, fp.ROLLOUT, {"x": Fingerprint("a")})
-    with (tmp_path / RECORD_DIR / fp.FILE).open("a") as f:
+    with (tmp_path / fp.FINGERPRINTS_FILE).open("a") as f:
         f.write('{"step": 4, "ph')  # killed here
-    RunLog(tmp_path / RECORD_DIR / fp.FILE).begin(1)
+    RunLog(tmp_path / fp.FINGERPRINTS_FILE).begin(1)
     FingerprintFile(tmp_path).begin(1, {"world_size": 2})
     FingerprintFile(tmp_path).append(2, fp.ROLLOUT, {"x": Fingerprint("b")})
     found = read_fingerprints(tmp_path)
@@ -312,7 +307,7 @@ def test_a_full_disk_is_told_and_ends_nothing(tmp_path, monkeypatch, caplog):
 
 
 def test_numbers_of_a_file_are_json(right):
-    for line in (right.dir / RECORD_DIR / fp.FILE).read_text().splitlines():
+    for line in (right.dir / fp.FINGERPRINTS_FILE).read_text().splitlines():
         assert not line or json.loads(line)
 
 

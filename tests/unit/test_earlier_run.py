@@ -17,11 +17,9 @@ from megarl.config.earlier_run import (
 )
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config, run_dir, save_config
-from megarl.config.run import RECORD_DIR
 from megarl.launcher import local
 from megarl.observability.episodes import FOLDER, INDEX
-from megarl.observability.fingerprints import FILE
-from megarl.observability.report.runs import EVAL_REWARDS_FILE
+from megarl.observability.run_log import EVAL_REWARDS_FILE, FINGERPRINTS_FILE
 from megarl.utils.files import seal
 from tests.hf_stub import write_stub
 
@@ -59,14 +57,14 @@ def test_files_of_an_older_megarl_are_refused_before_anything_starts(
         "model.optimizer.lr=1e-5", "train_dataset.type=arithmetic",
     ]  # fmt: skip
     run = run_dir(load_config(None, command))
-    for name in (f"{FOLDER}/{INDEX}", f"{RECORD_DIR}/{FILE}"):
+    for name in (f"{FOLDER}/{INDEX}", FINGERPRINTS_FILE):
         (run / name).parent.mkdir(parents=True)
         (run / name).write_text('{"step": 1}\n{"kind": "start", "after": 0}\n{"step": 1}\n')
     (run / EVAL_REWARDS_FILE).write_text('{"step": 1, "rewards": {"after": [1.0]}}\n')
     assert local.main([*command, *ends]) == 2
     (error,) = capsys.readouterr().err.splitlines()
     assert "goes on from its checkpoint" in error
-    assert str(run / FOLDER / INDEX) in error and str(run / RECORD_DIR / FILE) in error
+    assert str(run / FOLDER / INDEX) in error and str(run / FINGERPRINTS_FILE) in error
     assert not (run / "config.yaml").exists()
 
 

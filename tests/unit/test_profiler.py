@@ -14,8 +14,8 @@ from megarl.controlled import ProfiledWorkers
 from megarl.models.hf_config import read_hf_config
 from megarl.observability.stats_tracker import StatsTracker
 from megarl.observability.timeline import Profiler
-from megarl.observability.utilization import peak_tflops, this_device_peak, utilization
 from megarl.trainer import rollout_metrics
+from megarl.trainer.rollout_metrics import peak_tflops, this_device_peak, utilization
 from tests.tiny import save_tiny
 from tests.unit.controlled import workers
 

@@ -27,6 +27,7 @@ from megarl.config.recipe_engines import saved_engines, trained_engines
 from megarl.config.recipes import BaseConfig
 from megarl.config.run import FrequencyConfig, SaverConfig
 from megarl.trainer import run_dir as claims
+from megarl.trainer.preflight import check_recipe
 from megarl.trainer.recover import Recovery, data_of, same_data
 from megarl.trainer.run_dir import CHECKSUM, claim, newest_checkpoint
 from megarl.trainer.saver import Frequency, Saved, Saver
@@ -521,6 +522,9 @@ def test_files_that_an_older_megarl_wrote_are_refused_together(tmp_path, model):
     (line,) = e.value.problems
     named = f"{run}/record/fingerprints.jsonl and {run}/episodes/index.jsonl"
     assert line.partition(":")[0] == named
+    with pytest.raises(ConfigError) as early:
+        check_recipe(cfg, 1)  # a launcher's look, before there are servers
+    assert early.value.problems == [line]
     for name in ("episodes", "record"):
         (run / name).rename(run / f"older_{name}")
     assert newest_checkpoint(cfg, lambda fn, *args: fn(*args)) is None

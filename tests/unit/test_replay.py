@@ -18,7 +18,7 @@ from megarl.config.earlier_run import MARKER, RECOVER_DIR
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config, save_config
 from megarl.config.run import batch_path
-from megarl.observability.fingerprints import FingerprintFile
+from megarl.observability.run_log import FingerprintFile
 from megarl.trainer.replay import RecordedSession, Replaying, replaying
 from megarl.trainer.rl import PPOTrainer, RLTrainer
 from megarl.trainer.step_recorder import as_tensors, write_batch

@@ -18,11 +18,10 @@ import pytest
 from megarl.cli import main as cli
 from megarl.config.errors import EXIT_CODE
 from megarl.observability.intervals import bootstrap_ci, proportion_ci, wilson
-from megarl.observability.report import Run, load_run, write_report
-from megarl.observability.report.__main__ import main
+from megarl.observability.report import Run, load_run, main, write_report
 from megarl.observability.report.charts import (
+    Chart,
     Line,
-    LineChart,
     Scale,
     line_chart,
     log_ticks,
@@ -33,8 +32,7 @@ from megarl.observability.report.charts import (
     thin,
 )
 from megarl.observability.report.curves import PHASES, smoothing_window, step_phases, step_time
-from megarl.observability.report.held_out import ACCURACY, gain
-from megarl.observability.report.runs import pair_samples
+from megarl.observability.report.runs import ACCURACY, gain, pair_samples
 from megarl.observability.report.summary import summarize, summary_lines
 
 GAP = "train_rollout_logprob_abs_diff"
@@ -199,7 +197,7 @@ def test_runs_beside_each_other(tmp_path):
         {
             "step": s,
             "loss": 2.0 / (s + 1),
-            "eval/exact_match": 0.2 + 0.001 * s,
+            "eval/accuracy": 0.2 + 0.001 * s,
             "elapsed_s": 0.1 * s,
         }
         for s in range(100)
@@ -272,7 +270,7 @@ def test_step_phases_are_those_inside_the_step():
 def test_command_line(tmp_path, capsys):
     run = write_run(tmp_path / "run", rl_rows())
     out = tmp_path / "r.html"
-    command = [sys.executable, "-m", "megarl.observability.report"]
+    command = [sys.executable, "-c", "from megarl.cli import main; main()", "report"]
     done = subprocess.run(
         [*command, f"mine={run}", "--out", str(out), "--title", "T"],
         check=True,
@@ -313,12 +311,8 @@ def test_log_axis():
     scale = Scale(1e-4, 1.0, 0.0, 100.0, log=True)
     assert scale(1e-2) == pytest.approx(50.0)
     # zeros cannot stand on a logarithmic axis: they are left out, the rest is drawn
-    chart = LineChart(
-        title="t",
-        log=True,
-        lines=[Line(label="a", points=[(0, 0.0), (1, 1e-3), (2, 1.0)], color=0)],
-    )
-    (hover,) = Page(line_chart(chart)).hover
+    line = Line(label="a", points=[(0, 0.0), (1, 1e-3), (2, 1.0)], color=0)
+    (hover,) = Page(line_chart(Chart(title="t"), [line], log=True)).hover
     assert len(hover["x"]) == 2
 
 
@@ -454,15 +448,15 @@ def test_the_legend_says_what_thin_and_thick_lines_are():
                  smooth=smoothing_window(n))
             for i, n in enumerate(lengths)
         ]  # fmt: skip
-        html = line_chart(LineChart(title="t", lines=lines))
+        html = line_chart(Chart(title="t"), lines)
         return re.findall(r'<li><i class="key ([^"]*)"></i>([^<]*)', html)
 
     assert legend(10) == []
     assert legend(40) == [("c0 raw", "each step"), ("c0", "mean of 5 steps")]
     assert legend(40, 200)[2:] == [("c7 raw", "each step"), ("c7", "mean of 5 to 10 steps")]
     # which of several runs a lone line is of
-    alone = LineChart(title="t", lines=[Line(label="ppo", points=[(0, 1)], color=2)], named=True)
-    assert '<li><i class="key c2"></i>ppo</li>' in line_chart(alone)
+    alone = Line(label="ppo", points=[(0, 1)], color=2)
+    assert '<li><i class="key c2"></i>ppo</li>' in line_chart(Chart(title="t"), [alone], named=True)
     # of 4000 steps every point is the mean of ten, and the smoothed line still one of 200
     assert legend(4000) == [("c0 raw", "mean of 10 steps"), ("c0", "mean of 200 steps")]
 

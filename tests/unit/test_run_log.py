@@ -10,9 +10,14 @@ import pytest
 from megarl.config.errors import ConfigError
 from megarl.config.run import StatsLoggerConfig
 from megarl.observability.episodes import append_record, pack, read_bytes, read_index, unpack
-from megarl.observability.fingerprints import FingerprintFile, read_fingerprints
 from megarl.observability.report import load_run
-from megarl.observability.run_log import DiskThread, RunLog
+from megarl.observability.run_log import (
+    DiskThread,
+    FingerprintFile,
+    RunLog,
+    check_logs,
+    read_fingerprints,
+)
 from megarl.observability.stats_logger import StatsLogger
 from megarl.observability.timeline import Timeline, read_spans
 from megarl.utils.files import Fingerprint
@@ -41,13 +46,17 @@ def test_a_start_goes_on_from_its_step(tmp_path: Path) -> None:
 
 def test_what_an_older_megarl_wrote_is_refused_by_one_line(tmp_path: Path) -> None:
     """Its lines {"after": k} said which lines before them no longer count."""
-    log = RunLog(tmp_path / "index.jsonl")
-    log.path.write_text('{"step": 2}\n{"kind": "start", "after": 1}\n{"step": 2}\n')
-    for use in (log.read, lambda: log.begin(2)):
-        with pytest.raises(ConfigError, match=r"index.jsonl: .* goes on from its checkpoint") as e:
-            use()
-        assert len(e.value.problems) == 1
-    assert log.path.read_text().count("\n") == 3  # as it was
+    names = ("record/fingerprints.jsonl", "episodes/index.jsonl")
+    for name in names:
+        log = RunLog(tmp_path / name)
+        log.path.parent.mkdir()
+        log.path.write_text('{"step": 2}\n{"kind": "start", "after": 1}\n{"step": 2}\n')
+        with pytest.raises(ConfigError, match=f"{name}: .* goes on from its checkpoint"):
+            log.read()
+    (tmp_path / "samples.jsonl").write_text('{"when": "after", "prompt": "{\\"after\\": 1}"}\n')
+    with pytest.raises(ConfigError, match=" and .*".join(names)) as e:
+        check_logs(tmp_path)  # as a start does, before there are servers
+    assert len(e.value.problems) == 1 and "samples" not in str(e.value)
 
 
 def test_a_file_of_somebody_else_is_named(tmp_path: Path) -> None:

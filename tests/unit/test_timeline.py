@@ -20,11 +20,17 @@ from megarl.cli.status import SILENT, status
 from megarl.cli.trace import lanes, read_timeline, trace_events, within
 from megarl.config.errors import ConfigError
 from megarl.config.recipe_engines import addresses_in
-from megarl.observability import presence as presence_module
 from megarl.observability import timeline as timeline_module
-from megarl.observability.presence import FOLDER, LauncherPresence, Presence, read_presence
 from megarl.observability.stats_tracker import StatsTracker
-from megarl.observability.timeline import PHASES, Timeline, read_spans
+from megarl.observability.timeline import (
+    PHASES,
+    PROCESSES,
+    LauncherPresence,
+    Presence,
+    Timeline,
+    read_presence,
+    read_spans,
+)
 
 
 def test_phases_nest_and_are_named_while_they_last(tmp_path: Path) -> None:
@@ -76,7 +82,7 @@ def test_timed_phases_are_on_the_timeline(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_presence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(presence_module, "BEAT", 0.01)
+    monkeypatch.setattr(timeline_module, "BEAT", 0.01)
     listed = tmp_path / "servers.txt"
     listed.write_text("127.0.0.1:1\n")
     first = Presence(tmp_path, rank=0, world_size=1, servers=partial(addresses_in, listed))
@@ -98,7 +104,7 @@ def test_presence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_a_killed_process_left_amid_a_write_goes_with_its_next_start(tmp_path: Path) -> None:
-    folder = tmp_path / FOLDER
+    folder = tmp_path / PROCESSES
     folder.mkdir()
     half = [f".rank_{n}.json.tmp-0123abcd" for n in (1, 11)] + [".launcher_0.json.tmp-89abcdef"]
     for name in half:
@@ -110,7 +116,7 @@ def test_what_a_killed_process_left_amid_a_write_goes_with_its_next_start(tmp_pa
 
 
 def write_run(folder: Path, *people: dict[str, Any], rows: int = 0) -> None:
-    (folder / FOLDER).mkdir(parents=True)
+    (folder / PROCESSES).mkdir(parents=True)
     for rank, person in enumerate(people):
         said = {
             "rank": rank,
@@ -126,7 +132,7 @@ def write_run(folder: Path, *people: dict[str, Any], rows: int = 0) -> None:
             "error": None,
             "total_steps": 9,
         } | person
-        (folder / FOLDER / f"rank_{rank}.json").write_text(json.dumps(said))
+        (folder / PROCESSES / f"rank_{rank}.json").write_text(json.dumps(said))
     lines = [
         {
             "step": i + 1,
@@ -163,7 +169,7 @@ def test_a_run_that_its_launcher_starts_again_is_not_over(tmp_path: Path) -> Non
     assert found["last_error"] == (
         "trainer 0 exited with status 137 (SIGKILL); trainer 1: RuntimeError: lost touch"
     )
-    path = tmp_path / FOLDER / "launcher_0.json"
+    path = tmp_path / PROCESSES / "launcher_0.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"pid": ended_process()}))
     found = status(tmp_path)
     assert found["state"] == "dead"

@@ -24,6 +24,7 @@ Range = tuple[float, float, float]  # x, low, high
 Format = Callable[[float], str]
 Legend = list[tuple[str, str]]  # (label, CSS classes of its key)
 Mark = tuple[str, str]  # (CSS classes, SVG path)
+Layer = tuple[str, int, Sequence[float]]  # of bars: label, colour class, a height at every x
 
 WIDTH, HEIGHT = 560, 264
 LEFT, RIGHT, TOP, FLOOR = 52, WIDTH - 14, 12, HEIGHT - 38  # of the plot
@@ -99,32 +100,13 @@ class Line:
 
 @dataclass(kw_only=True)
 class Chart:
-    """Describes what charts of every kind have; `format` writes a value with its unit. `choice` is
-    its name among charts that share one place (`one_of`)."""
+    """Describes a chart; `format` writes a value with its unit. `choice` is its name among charts
+    that share one place (`one_of`)."""
 
     title: str
     note: str = ""
     format: Format = "{:.4g}".format
     choice: str = ""
-
-
-@dataclass(kw_only=True)
-class LineChart(Chart):
-    """Describes a chart of lines over one axis. `y_from` is what its axis must reach; `named` has
-    the legend name also a single line."""
-
-    lines: list[Line]
-    log: bool = False
-    y_from: float | None = None
-    named: bool = False
-
-
-@dataclass(kw_only=True)
-class StackedChart(Chart):
-    """Describes bars at `xs`, stacked of `layers`: (label, color class, one height per x)."""
-
-    xs: Sequence[float]
-    layers: Sequence[tuple[str, int, Sequence[float]]]
 
 
 def smooth(points: Points, window: int) -> list[tuple[float, float]]:
@@ -155,25 +137,32 @@ def thin(points: Points, limit: int = MAX_POINTS) -> list[tuple[float, float]]:
     return list(zip(binned(xs, size), binned(ys, size), strict=True))
 
 
-def line_chart(chart: LineChart) -> Markup:
-    """Draws a chart of lines; returns "" where there is no point."""
-    lines = [_prepare(line, chart.log) for line in chart.lines]
+def line_chart(
+    chart: Chart,
+    lines: Sequence[Line],
+    *,
+    log: bool = False,
+    y_from: float | None = None,
+    named: bool = False,
+) -> Markup:
+    """Draws a chart of lines over one axis; returns "" where there is no point. `y_from` is what
+    its axis must reach; `named` has the legend name also a single line."""
+    lines = [_prepare(line, log) for line in lines]
     xs = sorted({x for line in lines for x, _ in line.points})
     ys = [y for line in lines for _, y in line.points]
     ys += [v for line in lines for _, lo, hi in line.whiskers for v in (lo, hi)]
     if not xs:
         return Markup()
-    y_ticks = log_ticks(min(ys), max(ys)) if chart.log else _y_ticks(chart, min(ys), max(ys))
+    y_ticks = log_ticks(min(ys), max(ys)) if log else _y_ticks(min(ys), max(ys), y_from)
     x = Scale(xs[0], xs[-1], LEFT + 6, RIGHT - 6)
-    y = Scale(y_ticks[0], y_ticks[-1], FLOOR, TOP, log=chart.log)
+    y = Scale(y_ticks[0], y_ticks[-1], FLOOR, TOP, log=log)
     marks = [mark for line in lines for mark in _line_marks(line, x, y)]
     series = [_line_values(line, xs, y, chart.format) for line in lines]
-    return _figure(chart, x, y, xs, y_ticks, _line_legend(lines, chart.named), marks, series)
+    return _figure(chart, x, y, xs, y_ticks, _line_legend(lines, named), marks, series)
 
 
-def stacked_chart(chart: StackedChart) -> Markup:
-    """Draws a chart of stacked bars; returns "" where there is no bar."""
-    xs, layers = chart.xs, chart.layers
+def stacked_chart(chart: Chart, xs: Sequence[float], layers: Sequence[Layer]) -> Markup:
+    """Draws a chart of bars at `xs`; returns "" where there is no bar."""
     totals = [sum(parts) for parts in zip(*(h for _, _, h in layers), strict=True)]
     if not totals:
         return Markup()
@@ -216,10 +205,10 @@ def _prepare(line: Line, log: bool) -> Line:
     return replace(line, points=thin(points), smooth=line.smooth // size, per_point=size)
 
 
-def _y_ticks(chart: LineChart, lo: float, hi: float) -> list[float]:
+def _y_ticks(lo: float, hi: float, y_from: float | None) -> list[float]:
     if 0 <= lo < 0.5 * hi:
         lo = 0.0
-    return nice_ticks(lo if chart.y_from is None else min(lo, chart.y_from), hi)
+    return nice_ticks(lo if y_from is None else min(lo, y_from), hi)
 
 
 def _line_legend(lines: list[Line], named: bool) -> Legend:

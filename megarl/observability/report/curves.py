@@ -12,12 +12,10 @@ from dataclasses import dataclass, replace
 
 from markupsafe import Markup
 
-from megarl.observability.report import held_out
 from megarl.observability.report.charts import (
     GREY,
+    Chart,
     Line,
-    LineChart,
-    StackedChart,
     bin_size,
     binned,
     line_chart,
@@ -27,12 +25,12 @@ from megarl.observability.report.charts import (
     seconds,
     stacked_chart,
 )
-from megarl.observability.report.held_out import COLORS
-from megarl.observability.report.runs import Run
+from megarl.observability.report.runs import MEASURES, Measure, Run, measures
 
+COLORS = 7  # c0..c6 tell runs apart
 GAP = "gap"  # with /mean and /max: train_rollout_logprob_abs_diff of what the same weights wrote
 _GAP = "train_rollout_logprob_abs_diff"
-REWARD = "reward/mean"  # of RL, and of RL alone
+_RL = "reward/mean"  # of RL, and of RL alone
 # names of metrics that are shares
 _SHARE = re.compile(
     r".*(_rate|_frac\w*|_ess|/mfu|/groups_all_\w+|/pass_at_\w+|/truncated|/failed|accuracy)"
@@ -141,9 +139,9 @@ def all_charts(runs: list[Run]) -> Drawn:
     """Draws the metrics of the first run, beside them those of other runs of its kind: steps of RL
     and of supervised training are not the same thing. Runs are those of `with_gap`."""
     peers = [run for run in runs if _is_rl(run) == _is_rl(runs[0])]
-    drawn = [held_out.curves(peers, measure) for measure in held_out.measures(runs[0])]
+    drawn = [_held_out(peers, measure) for measure in measures(runs[0])]
     keys, constant = _metrics(peers)
-    taken: set[str] = {key for measure in held_out.MEASURES for key in measure.keys}
+    taken: set[str] = {measure.key for measure in MEASURES}
     taken |= {key for key in keys if key.startswith(f"{_GAP}/") and not _is_stale(runs[0])}
     for curves in CHARTS:
         matches = [m for key in keys if key not in taken and (m := re.fullmatch(curves.keys, key))]
@@ -159,7 +157,7 @@ def all_charts(runs: list[Run]) -> Drawn:
 
 
 def _is_rl(run: Run) -> bool:
-    return bool(run.values(REWARD))
+    return bool(run.values(_RL))
 
 
 def _is_stale(run: Run) -> bool:
@@ -203,38 +201,53 @@ def _chart(runs: list[Run], curves: Curves, names: dict[str, str]) -> Markup:
     return one_of([_lines(runs, curves, {key: name}) for key, name in names.items()])
 
 
-def _lines(runs: list[Run], curves: Curves, names: dict[str, str]) -> Markup:
-    """Draws one chart. Colour tells runs apart, or metrics where there is one run."""
-    lines = [
-        Line(
-            label=run.label if len(runs) > 1 else name,
-            points=points,
-            color=(r + k) % COLORS,
-            smooth=0 if curves.log else smoothing_window(len(points)),
-        )
-        for r, run in enumerate(runs)
-        for k, (key, name) in enumerate(names.items())
-        if (points := run.points(key))
-    ]
+def _lines(
+    runs: list[Run], curves: Curves, names: dict[str, str], choice: str | None = None
+) -> Markup:
+    """Draws one chart. Colour tells runs apart, or metrics where there is one run. choice: its name
+    among others in its place, that of a lone metric by default."""
+    lines = []
+    for r, run in enumerate(runs):
+        for k, (key, name) in enumerate(names.items()):
+            points, evaluated = run.points(key), key.startswith("eval/")
+            low, high = (dict(run.points(f"{key}_{end}")) for end in ("lo", "hi"))
+            line = Line(
+                label=run.label if len(runs) > 1 else name,
+                points=points,
+                color=(r + k) % COLORS,
+                smooth=0 if curves.log or evaluated else smoothing_window(len(points)),
+                markers=evaluated and len(points) <= 30,
+                whiskers=[(x, low[x], high[x]) for x in low if x in high],
+            )
+            lines += [line] if points else []
     log = curves.log and _spans_decades(lines)
     shares = all(map(_SHARE.fullmatch, names))
-    return line_chart(
-        LineChart(
-            title=curves.title,
-            note=", ".join([*filter(None, [curves.note]), *(["log axis"] if log else [])]),
-            choice=next(iter(names), "") if len(names) == 1 else "",
-            lines=lines,
-            format=percent if shares else plain,
-            log=log,
-            y_from=0.0 if shares or curves.from_zero else None,
-            named=len(runs) > 1,
-        )
+    notes = [curves.note] if curves.note else []
+    notes += ["log axis"] if log else []
+    notes += ["bars: 95% confidence interval"] if any(line.whiskers for line in lines) else []
+    chart = Chart(
+        title=curves.title,
+        note=", ".join(notes),
+        choice=("".join(names) if len(names) == 1 else "") if choice is None else choice,
+        format=percent if shares else plain,
     )
+    y_from = 0.0 if shares or curves.from_zero else None
+    return line_chart(chart, lines, log=log, y_from=y_from, named=len(runs) > 1)
 
 
 def _spans_decades(lines: list[Line]) -> bool:
     values = [y for line in lines for _, y in line.points if y > 0 and math.isfinite(y)]
     return bool(values) and max(values) > 30 * min(values)
+
+
+def _held_out(runs: list[Run], measure: Measure) -> Markup:
+    """Draws the measure with its confidence intervals; of several validation sets the reader
+    chooses one."""
+    curves = Curves(title=f"Held-out {measure.name}", keys=measure.key)
+    sets = dict.fromkeys(name for run in runs for name in run.datasets)
+    keys = {measure.key: "all sets" if sets else ""}
+    keys |= {measure.key.replace("eval/", f"eval/{name}/"): name for name in sets}
+    return one_of([_lines(runs, curves, {k: measure.name}, name) for k, name in keys.items()])
 
 
 # ---- where the time of a step goes
@@ -309,5 +322,5 @@ def step_time(run: Run, *, several: bool = False) -> Markup:
     notes += ["shares of the steps' seconds, without start, evaluations and saves"]
     notes += [f"mean of {size} steps per bar"] if size > 1 else []
     return stacked_chart(
-        StackedChart(title="Step time", note="; ".join(notes), xs=xs, layers=layers, format=seconds)
+        Chart(title="Step time", note="; ".join(notes), format=seconds), xs, layers
     )

@@ -17,11 +17,10 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from megarl.observability.console import duration, number
 from megarl.observability.report.charts import plain
 from megarl.observability.report.curves import OUTSIDE_STEP, end_window, step_phases
-from megarl.observability.report.held_out import ACCURACY, PAIRS, REWARD, Gain, gain, measures
-from megarl.observability.report.runs import Run
+from megarl.observability.report.runs import ACCURACY, PAIRS, REWARD, Gain, Run, gain, measures
+from megarl.observability.stats_logger import duration, number
 
 Summary = dict[str, Any]
 
@@ -70,8 +69,8 @@ def summarize(
     }
     if "rollout/submitted" in last:
         summary |= _rollouts(last, summary["samples_trained"], summary["samples_skipped"])
-    ends = {"reward": ("reward/mean",), "loss": ("loss",)}
-    summary |= {name: _ends(run, *keys) for name, keys in ends.items() if run.values(*keys)}
+    ends = {"reward": "reward/mean", "loss": "loss"}
+    summary |= {name: _ends(run, key) for name, key in ends.items() if run.values(key)}
     summary |= _held_out(run)
     if syncs := run.values("weight_sync/total_s"):
         nbytes = int(sum(run.values("weight_sync/bytes")))
@@ -111,9 +110,9 @@ def _rollouts(last: Mapping[str, float], samples: int, skipped: int) -> Summary:
     }
 
 
-def _ends(run: Run, *keys: str) -> list[float]:
+def _ends(run: Run, key: str) -> list[float]:
     """Returns [first, last], means over end_window values."""
-    values = run.values(*keys)
+    values = run.values(key)
     n = end_window(len(values))
     return [statistics.fmean(values[:n]), statistics.fmean(values[-n:])]
 
@@ -125,7 +124,7 @@ def _held_out(run: Run) -> Summary:
     for name, measure in _MEASURES.items():
         if measure not in measures(run):
             continue
-        values, change = run.values(*measure.keys), gain(run, measure)
+        values, change = run.values(measure.key), gain(run, measure)
         out[name] = [values[0], values[-1]]
         if change is not None and change.interval is not None:
             out[f"{name}_gain_ci"] = list(change.interval)
