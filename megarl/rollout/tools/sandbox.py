@@ -114,14 +114,13 @@ async def _run(
             os.close(theirs)
             for file in files:
                 file.close()
-        cpu = _CpuTime(process.pid, others)
-        status = _Status(ours)
-        ended, out, err = await _watch(process, stdin, limits, program.parent, cpu, status)
+        watch = _Watch(process, limits, program.parent, ours, others)
+        ended, out, err = await watch.run(stdin)
         code = process.returncode or 0
         # a program cannot do it to itself, and the kernel does not before its time is over
-        if not ended and -code == signal.SIGKILL and cpu.at_most() < limits.cpu:
+        if not ended and -code == signal.SIGKILL and watch.cpu_at_most() < limits.cpu:
             raise SandboxLost("somebody killed the sandbox's process, for want of memory perhaps")
-        status.check()
+        watch.check_confined()
     finally:
         os.close(ours)
     if not ended:
@@ -158,32 +157,6 @@ async def _start(
     )
 
 
-class _CpuTime:
-    """Bounds the CPU time of a process that asyncio reaps, which tells nobody what it used."""
-
-    def __init__(self, pid: int, others: float) -> None:
-        """others: `_cpu_of_children()` from before the process began."""
-        self._stat = Path(f"/proc/{pid}/stat")
-        self._others = others
-        self._cores = len(os.sched_getaffinity(0))
-        self._used, self._looked = 0.0, time.monotonic()
-        self.threads = 1
-
-    def look(self) -> None:
-        """Reads what the process has used until now, and its `threads`, where it is not reaped
-        yet."""
-        with contextlib.suppress(OSError):
-            fields = self._stat.read_text().rpartition(")")[2].split()
-            self._used = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-            self._looked, self.threads = time.monotonic(), int(fields[17])
-
-    def at_most(self) -> float:
-        """Returns the most seconds that the process, which has ended, can have used: all cores
-        since the last look, and no more than all our children together."""
-        since = self._cores * (time.monotonic() - self._looked)
-        return min(self._used + since, _cpu_of_children() - self._others)
-
-
 def _cpu_of_children() -> float:
     """Returns the seconds of CPU time that processes have used which we started and which ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -202,70 +175,107 @@ def readable_paths() -> list[str]:
     return sorted(path for path in found if os.path.exists(path))
 
 
-async def _watch(
-    process: Process,
-    stdin: bytes,
-    limits: Limits,
-    directory: Path,
-    cpu: _CpuTime,
-    status: _Status,
-) -> tuple[str, str, str]:
-    """Returns for which limit the process was killed, "" where it ended by itself, and its output.
-    It has ended then, also on a cancellation."""
-    if process.stdin is None or process.stdout is None or process.stderr is None:
-        raise SandboxError("the sandbox's process has no pipes")
-    out, err = bytearray(), bytearray()
-    full = asyncio.Event()
-    tasks: list[asyncio.Task[Any]] = [
-        asyncio.ensure_future(_feed(process.stdin, stdin)),
-        asyncio.ensure_future(_collect(process.stdout, out, limits.output, full)),
-        asyncio.ensure_future(_collect(process.stderr, err, limits.output, full)),
-        asyncio.ensure_future(process.wait()),
-    ]
-    try:
-        ended = await _first_limit(tasks, full, limits, directory, cpu, status)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        # the pipes are read to their ends, for until then asyncio says of no process that it ended
-        _, pending = await asyncio.wait(tasks, timeout=KILL_TIMEOUT)
-        for task in pending:
-            task.cancel()
-    if pending:
-        raise SandboxError(f"a killed process did not end within {KILL_TIMEOUT:g} s")
-    return ended, out.decode(errors="replace"), err.decode(errors="replace")
+class _Watch:
+    """Watches a process to its end, or to a limit. asyncio reaps it and tells nobody what CPU time
+    it used. On a pipe it says before the program begins "1" where it is confined, "!" and why where
+    it is not."""
 
+    def __init__(
+        self, process: Process, limits: Limits, directory: Path, pipe: int, others: float
+    ) -> None:
+        """others: `_cpu_of_children()` from before the process began."""
+        os.set_blocking(pipe, False)
+        self._process, self._limits, self._directory = process, limits, directory
+        self._pipe, self._said, self._others = pipe, "", others
+        self._used, self._looked, self._threads = 0.0, time.monotonic(), 1
+        self._full = asyncio.Event()
 
-async def _first_limit(
-    tasks: list[asyncio.Task[Any]],
-    full: asyncio.Event,
-    limits: Limits,
-    directory: Path,
-    cpu: _CpuTime,
-    status: _Status,
-) -> str:
-    """Waits for the process's end or a limit. The wall clock begins when it is confined: a machine
-    that is slow to start it takes nothing of the program's time. Raises SandboxLost where that
-    takes START_TIMEOUT."""
-    loop = asyncio.get_running_loop()
-    confined, deadline = False, loop.time() + START_TIMEOUT
-    while True:
-        cpu.look()
-        _, pending = await asyncio.wait(tasks, timeout=LOOK_INTERVAL)
-        if not confined and status.confined():
-            confined, deadline = True, loop.time() + limits.wall
-        if full.is_set():
-            return "output"
-        if _too_many_files(directory, limits.files):
-            return "files"
-        if cpu.threads > MAX_THREADS:
-            return "threads"
-        if not pending:
-            return ""
-        if loop.time() > deadline:
-            if confined:
-                return "time"
-            raise SandboxLost(f"no process was confined within {START_TIMEOUT:g} s")
+    async def run(self, stdin: bytes) -> tuple[str, str, str]:
+        """Returns for which limit the process was killed, "" where it ended by itself, and its
+        output. It has ended then, also on a cancellation."""
+        process = self._process
+        if process.stdin is None or process.stdout is None or process.stderr is None:
+            raise SandboxError("the sandbox's process has no pipes")
+        out, err = bytearray(), bytearray()
+        tasks: list[asyncio.Task[Any]] = [
+            asyncio.ensure_future(_feed(process.stdin, stdin)),
+            asyncio.ensure_future(self._collect(process.stdout, out)),
+            asyncio.ensure_future(self._collect(process.stderr, err)),
+            asyncio.ensure_future(process.wait()),
+        ]
+        try:
+            ended = await self._first_limit(tasks)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            # the pipes are read to their ends, for until then asyncio says of no process that it
+            # ended
+            _, pending = await asyncio.wait(tasks, timeout=KILL_TIMEOUT)
+            for task in pending:
+                task.cancel()
+        if pending:
+            raise SandboxError(f"a killed process did not end within {KILL_TIMEOUT:g} s")
+        return ended, out.decode(errors="replace"), err.decode(errors="replace")
+
+    async def _first_limit(self, tasks: list[asyncio.Task[Any]]) -> str:
+        """Waits for the process's end or a limit. The wall clock begins when it is confined: a
+        machine that is slow to start it takes nothing of the program's time. Raises SandboxLost
+        where that takes START_TIMEOUT."""
+        confined, deadline = False, time.monotonic() + START_TIMEOUT
+        while True:
+            self._look()
+            _, pending = await asyncio.wait(tasks, timeout=LOOK_INTERVAL)
+            if not confined and self._is_confined():
+                confined, deadline = True, time.monotonic() + self._limits.wall
+            if self._full.is_set():
+                return "output"
+            if _too_many_files(self._directory, self._limits.files):
+                return "files"
+            if self._threads > MAX_THREADS:
+                return "threads"
+            if not pending:
+                return ""
+            if time.monotonic() > deadline:
+                if confined:
+                    return "time"
+                raise SandboxLost(f"no process was confined within {START_TIMEOUT:g} s")
+
+    async def _collect(self, pipe: asyncio.StreamReader, into: bytearray) -> None:
+        most = self._limits.output
+        while chunk := await pipe.read(65536):
+            into += chunk[: most - len(into)]
+            if len(into) >= most:
+                self._full.set()
+
+    def _look(self) -> None:
+        """Reads what the process has used until now, and its threads, where it is not reaped
+        yet."""
+        with contextlib.suppress(OSError):
+            stat = Path(f"/proc/{self._process.pid}/stat").read_text()
+            fields = stat.rpartition(")")[2].split()
+            self._used = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+            self._looked, self._threads = time.monotonic(), int(fields[17])
+
+    def cpu_at_most(self) -> float:
+        """Returns the most seconds that the process, which has ended, can have used: all cores
+        since the last look, and no more than all our children together."""
+        since = len(os.sched_getaffinity(0)) * (time.monotonic() - self._looked)
+        return min(self._used + since, _cpu_of_children() - self._others)
+
+    def _is_confined(self) -> bool:
+        with contextlib.suppress(BlockingIOError):
+            self._said += os.read(self._pipe, 65536).decode(errors="replace")
+        return self._said == "1"
+
+    def check_confined(self) -> None:
+        """Raises SandboxError where the process has ended unconfined."""
+        if self._is_confined():
+            return
+        why = self._said.removeprefix("!") or "its process ended before it was confined"
+        raise SandboxError(
+            f"this machine cannot confine a program, so it was not run: {why}; the sandbox needs "
+            "Linux with seccomp and Landlock"
+        )
 
 
 async def _feed(pipe: asyncio.StreamWriter, data: bytes) -> None:
@@ -274,15 +284,6 @@ async def _feed(pipe: asyncio.StreamWriter, data: bytes) -> None:
         await pipe.drain()
         pipe.close()
         await pipe.wait_closed()
-
-
-async def _collect(
-    pipe: asyncio.StreamReader, into: bytearray, most: int, full: asyncio.Event
-) -> None:
-    while chunk := await pipe.read(65536):
-        into += chunk[: most - len(into)]
-        if len(into) >= most:
-            full.set()
 
 
 def _too_many_files(directory: Path, most: int) -> bool:
@@ -297,28 +298,3 @@ def _too_many_files(directory: Path, most: int) -> bool:
             if count > MAX_FILES or total > most:
                 return True
     return False
-
-
-class _Status:
-    """Reads what a process says on a pipe before the program begins: "1" where it is confined, "!"
-    and why where it is not."""
-
-    def __init__(self, pipe: int) -> None:
-        os.set_blocking(pipe, False)
-        self._pipe, self._said = pipe, ""
-
-    def confined(self) -> bool:
-        """Returns whether it has said so."""
-        with contextlib.suppress(BlockingIOError):
-            self._said += os.read(self._pipe, 65536).decode(errors="replace")
-        return self._said == "1"
-
-    def check(self) -> None:
-        """Raises SandboxError where the process has ended unconfined."""
-        if self.confined():
-            return
-        why = self._said.removeprefix("!") or "its process ended before it was confined"
-        raise SandboxError(
-            f"this machine cannot confine a program, so it was not run: {why}; the sandbox needs "
-            "Linux with seccomp and Landlock"
-        )
