@@ -38,7 +38,7 @@ from starlette.routing import Route
 from megarl.api.records import ModelRequest, ModelResponse
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.rollout.gateway.gateway import Gateway
-from megarl.rollout.gateway.prompt import GatewayConfig
+from megarl.rollout.gateway.messages import GatewayConfig
 from megarl.rollout.gateway.session import Session
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))

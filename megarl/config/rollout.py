@@ -307,7 +307,7 @@ class RolloutConfig:
         default_factory=partial(SeamConfig, type="megarl.rollout.client:RemoteSGLangEngine")
     )
     """class of the generation client, made with (rollout, weight_sync=..., seed=...)"""
-    gateway: Annotated[Options, OptionsOf("megarl.rollout.gateway.prompt:GatewayConfig")] = free()
+    gateway: Annotated[Options, OptionsOf("megarl.rollout.gateway.messages:GatewayConfig")] = free()
     """HTTP gateway through which agents reach the policy: host (127.0.0.1), port (0 takes a free
     one), advertise (host name in agents' URLs), reuse (a chat keeps the policy's own tokens),
     rewards (auto, always or never: whether agents may send them), call_format (how the policy

@@ -32,7 +32,7 @@ from megarl.rollout.episode_context import EpisodeContext, current_episode
 from megarl.rollout.episodes import ShouldAccept
 from megarl.rollout.executor import RolloutExecutor
 from megarl.rollout.gateway.gateway import Gateway
-from megarl.rollout.gateway.prompt import GatewayConfig
+from megarl.rollout.gateway.messages import GatewayConfig
 from megarl.rollout.gateway.session import Session
 from megarl.rollout.generation import Connection, Generator, Sample, fill_ids
 from megarl.rollout.loop_thread import LoopThread, stuck_threads, take_counts

@@ -11,7 +11,7 @@ import pytest
 from megarl.api.records import ModelRequest, ModelResponse
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.rollout.gateway.gateway import Gateway
-from megarl.rollout.gateway.prompt import GatewayConfig
+from megarl.rollout.gateway.messages import GatewayConfig
 from tests.sglang.conftest import Pair
 from tests.tiny_tokenizer import save_tokenizer
 from tests.unit.test_gateway import PARSER, TEMPLATE, check_exact, responses_agent

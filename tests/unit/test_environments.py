@@ -38,7 +38,7 @@ from megarl.rollout.episode import run_episode
 from megarl.rollout.episodes import Episode
 from megarl.rollout.gateway import token_ids
 from megarl.rollout.gateway.gateway import Gateway
-from megarl.rollout.gateway.prompt import GatewayConfig
+from megarl.rollout.gateway.messages import GatewayConfig
 from megarl.rollout.gateway.session import Session
 from megarl.rollout.trajectory import Trajectory
 from tests.tiny_tokenizer import save_tokenizer

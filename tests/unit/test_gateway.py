@@ -24,7 +24,7 @@ from megarl.config.loader import load_config
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.rollout.episode_context import EpisodeContext, current_episode
 from megarl.rollout.gateway.gateway import Gateway
-from megarl.rollout.gateway.prompt import GatewayConfig, call_parser
+from megarl.rollout.gateway.messages import GatewayConfig, call_parser
 from megarl.rollout.gateway.session import Session
 from megarl.rollout.loop_thread import take_counts
 from megarl.rollout.rewards import no_reward
@@ -523,6 +523,31 @@ def test_a_session_that_has_ended_tells_who_waits_and_counts_once(tokenizer: Any
         assert session.lost == 2 and session.reward is None
         recorded = (session.trajectory, *session.traces.values())
         assert all(len(trajectory.turns) == 1 for trajectory in recorded)
+
+    run(tokenizer, test)
+
+
+@pytest.mark.parametrize("keep_alive", [0.05, 30.0])
+def test_a_stream_that_its_client_leaves_is_trained_by_nobody(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, keep_alive: float
+) -> None:
+    """It leaves before the stream begins, and between two signs of life."""
+    monkeypatch.setattr("megarl.rollout.gateway.gateway.KEEP_ALIVE", keep_alive)
+
+    async def test(session: Session, engine: StubEngine) -> None:
+        engine.gate = asyncio.Event()
+        stream = post(session, "/chat/completions", ask("go", stream=True))
+        left = asyncio.create_task(stream)
+        while not engine.asked:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+        left.cancel()
+        await asyncio.wait({left})
+        await asyncio.sleep(0.1)
+        engine.gate.set()
+        await asyncio.sleep(0.2)
+        session.close()
+        assert len(engine.wrote) == session.lost == len(session.trajectory.turns) == 1
 
     run(tokenizer, test)
 

@@ -25,8 +25,7 @@ from megarl.rollout.environments.client import (
     shared_workers,
 )
 from megarl.rollout.episode_context import attempt_key
-from megarl.rollout.gateway.gateway import MODEL
-from megarl.rollout.gateway.session import Session
+from megarl.rollout.gateway.session import MODEL, Session
 from megarl.rollout.trajectory import Trajectory, Turn, to_batch
 
 log = get_logger(__name__)

@@ -25,9 +25,15 @@ from megarl.api.inference import InferenceEngine
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.observability.logging import get_logger
 from megarl.rollout.gateway import anthropic, openai_chat, responses, token_ids
-from megarl.rollout.gateway.messages import BadRequest, ChatRequest
-from megarl.rollout.gateway.prompt import CallParser, GatewayConfig, Renderer, call_parser
-from megarl.rollout.gateway.session import Answer, Session, ended
+from megarl.rollout.gateway.messages import (
+    BadRequest,
+    CallParser,
+    ChatRequest,
+    GatewayConfig,
+    Renderer,
+    call_parser,
+)
+from megarl.rollout.gateway.session import MODEL, Answer, Session, ended
 
 log = get_logger(__name__)
 
@@ -35,7 +41,6 @@ START_TIMEOUT, STOP_TIMEOUT = 30.0, 10.0
 _WILDCARDS = ("", "0.0.0.0", "::")
 MAX_BODY = 8 << 20
 KEEP_ALIVE = 10.0  # seconds between two signs of life in a stream
-MODEL = "policy"
 
 
 _Handler = Callable[[Request], Awaitable[Response]]

@@ -21,13 +21,20 @@ from megarl.api.inference import InferenceEngine
 from megarl.api.records import ModelRequest, ModelResponse
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.rollout.episode_context import EpisodeContext, Home, current_episode
-from megarl.rollout.gateway.messages import BadRequest, ChatRequest, Message, digest
-from megarl.rollout.gateway.prompt import GatewayConfig, Renderer
+from megarl.rollout.gateway.messages import (
+    BadRequest,
+    ChatRequest,
+    GatewayConfig,
+    Message,
+    Renderer,
+    digest,
+)
 from megarl.rollout.gateway.token_ids import TokenRequest
 from megarl.rollout.trajectory import Trajectory, Turn
 
 T = TypeVar("T")
 
+MODEL = "policy"  # its name for clients
 MOST_REWARD = 1e6  # no reward is larger; as float32 it has its last digit
 LONG = 1 << 16  # characters from which on a chat is rendered in a thread
 
