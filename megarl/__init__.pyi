@@ -39,8 +39,8 @@ from megarl.config.rollout import GenerationHyperparameters as GenerationHyperpa
 from megarl.config.script import load_expr_config as load_expr_config
 from megarl.controller.remote import RolloutController as RolloutController
 from megarl.controller.remote import TrainController as TrainController
+from megarl.data.dataset import build_dataloader as build_dataloader
 from megarl.data.dataset import build_dataset as build_dataset
-from megarl.data.loader import build_dataloader as build_dataloader
 from megarl.data.tokenizer import load_hf_tokenizer as load_hf_tokenizer
 from megarl.engine import MegatronEngine as MegatronEngine
 from megarl.launcher.ray import RayScheduler as RayScheduler

@@ -14,7 +14,7 @@ from torch import Tensor
 from megarl.algos.kl import kl_estimate
 from megarl.algos.rows import moments, reduce_rows, total
 from megarl.api.batch import Batch, Padded
-from megarl.observability.logging import get_logger, warn_once_per_world
+from megarl.observability.logging import get_logger, warn_on_rank_zero
 
 log = get_logger(__name__)
 
@@ -62,7 +62,7 @@ def watched_gap(
     if "prox_logp" not in batch:
         return {}
     if worst := worst_logp_gaps(batch, version=version, above=above):
-        warn_once_per_world(
+        warn_on_rank_zero(
             log,
             "trainer and server disagree about tokens of the current weights by more than "
             "logp_gap_warn=%g (wrong temperature, stale weights or a numerical problem):\n  %s",

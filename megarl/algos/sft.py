@@ -15,7 +15,7 @@ from megarl.algos.role import Role, among_its_ranks
 from megarl.algos.rows import Data, as_batch, only, trained_tokens
 from megarl.api.engine import TrainEngine
 from megarl.config.engine import TrainEngineConfig
-from megarl.observability.logging import get_logger, warn_once_per_world
+from megarl.observability.logging import get_logger, warn_on_rank_zero
 
 INPUTS = ("input_ids", "attention_mask", "loss_mask")
 
@@ -61,7 +61,7 @@ class SFT(Role):
                 raise ValueError(f"{finding}: there is nothing to train on")
             if not self._told_of_untrained:
                 self._told_of_untrained = True
-                warn_once_per_world(log, "%s: nothing is learned from them", finding)
+                warn_on_rank_zero(log, "%s: nothing is learned from them", finding)
         return only(batch, INPUTS), trained
 
 

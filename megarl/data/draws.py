@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
@@ -38,22 +38,6 @@ class Curriculum:
             raise ValueError(
                 f"low={self.low} > high={self.high}: lower the first, or raise the second"
             )
-
-
-class Picker(Protocol):
-    """Picks the rows of one data set, one after another, without end."""
-
-    def pick(self) -> int:
-        """Returns the index of the next row."""
-
-    def observe(self, row: int, rate: float | None) -> None:
-        """Notes the pass rate of the answers to a row that was picked; None where all failed."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the state as plain data."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from what `state_dict` returned."""
 
 
 class InTurn:
@@ -228,7 +212,7 @@ class Draws:
             picker.load_state_dict(state["pickers"][name])
 
 
-def _picker(name: str, cfg: DatasetConfig, seed: int, rows: range) -> Picker:
+def _picker(name: str, cfg: DatasetConfig, seed: int, rows: range) -> InTurn | ByPassRate:
     """Returns what picks the rows of the part `name`: in turn, or by pass rate."""
 
     def order(number: int) -> list[int]:

@@ -1,22 +1,39 @@
-"""Loads tokenizers of Hugging Face directories and hub names. PlainTokenizer does
-so without transformers."""
+"""Loads tokenizers of Hugging Face directories and hub names, or reads their own files without
+transformers for checks, and makes tokens of rows by their chat templates: prompts for RL,
+conversations with a loss mask for SFT. It imports no torch of itself."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from jinja2.exceptions import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from megarl.api.chat_template import ChatTemplate
+from megarl.config.dataset import SourceConfig
 from megarl.config.recipes import BaseConfig
+from megarl.data.rows import Row
 from megarl.utils.http import shown
 
+Message = dict[str, Any]
+TRAIN_ON = ("all", "last")
+# the words with which a template marks what the assistant writes
+_MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_OPTIONS: dict[str, tuple[type, str]] = {
+    "system": (str, "text"),
+    "chat_template_kwargs": (dict, "keys and values"),
+}
 # transformers' classes that make the same tokens as tokenizer.json
 _PLAIN = ("PreTrainedTokenizerFast", "Qwen2Tokenizer", "Qwen2TokenizerFast", "TokenizersBackend")
+_NOT_PLAIN = {"auto_map", "extra_special_tokens", "model_specific_special_tokens"}
+_FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id"}  # of messages
 
 
 def load_hf_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
@@ -53,16 +70,6 @@ def run_tokenizer(cfg: BaseConfig, model_path: str) -> Any:
     return tokenizer
 
 
-def tokenizer_for_checks(cfg: BaseConfig, model_path: str) -> Any:
-    """Returns the run's tokenizer, read without transformers where its files are plain."""
-    try:
-        file = cfg.chat_template
-        text = Path(file).read_text(encoding="utf-8") if file else ""
-        return PlainTokenizer(Path(cfg.tokenizer_path or model_path), text)
-    except Exception:  # a tokenizer's files may be wrong in any way
-        return run_tokenizer(cfg, model_path)
-
-
 def tokenizer_to_save(cfg: BaseConfig, model_path: str) -> Any:
     """Returns the run's tokenizer where it has to be saved with the model, None where it is the one
     in the model's own directory."""
@@ -71,21 +78,36 @@ def tokenizer_to_save(cfg: BaseConfig, model_path: str) -> Any:
     return None
 
 
+def is_plainly_sound(
+    cfg: BaseConfig, model_path: str, problems: Callable[[Any], Iterable[str]]
+) -> bool:
+    """Returns whether `problems` has none with the run's tokenizer, read without transformers:
+    importing it takes longer than all other checks of a start. Otherwise transformers has the last
+    word: a caller then asks `problems` about the tokenizer of `run_tokenizer`."""
+    try:
+        file = cfg.chat_template
+        text = Path(file).read_text(encoding="utf-8") if file else ""
+        tokenizer = PlainTokenizer(Path(cfg.tokenizer_path or model_path), text)
+        return not any(problems(tokenizer))
+    except Exception:  # a tokenizer's files may be wrong in any way
+        return False
+
+
 class PlainTokenizer:
-    """Has what a `Template` uses of transformers' tokenizers, but for templates that mark the
-    assistant's text: tokenizer.json by `tokenizers`, the chat template by Jinja. The checks of a
-    start try it first: importing transformers takes longer than all else they do. Raises any
-    exception for files of which transformers makes more than this, and for unsound ones."""
+    """Has what a `Template` uses of transformers' tokenizers: tokenizer.json by `tokenizers`, the
+    chat template by Jinja. It makes the same texts and tokens, or raises any exception: for files,
+    templates and messages of which transformers makes more, and for unsound ones."""
 
     def __init__(self, directory: Path, chat_template: str = "") -> None:
         config = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
-        if config["tokenizer_class"] not in _PLAIN or "auto_map" in config:
+        if config["tokenizer_class"] not in _PLAIN or config.keys() & _NOT_PLAIN:
             raise ValueError(f"{directory}: {config['tokenizer_class']} is not plain")
         self.name_or_path = str(directory)
         self._tokens = Tokenizer.from_file(str(directory / "tokenizer.json"))
         self.added_tokens_decoder = self._tokens.get_added_tokens_decoder()
-        named = {name: token for name, token in config.items() if name.endswith("_token") and token}
-        self._named = {n: t["content"] if isinstance(t, dict) else t for n, t in named.items()}
+        named = {k: v for k, v in config.items() if k.endswith("_token") and v}
+        texts = {k: v["content"] if isinstance(v, dict) else v for k, v in named.items()}
+        self._named = {k: text for k, text in texts.items() if isinstance(text, str)}
         self.eos_token: str = self._named["eos_token"]
         self.eos_token_id = self._tokens.token_to_id(self.eos_token)
         file = directory / "chat_template.jinja"
@@ -106,18 +128,208 @@ class PlainTokenizer:
         add_generation_prompt: bool,
         **kwargs: Any,
     ) -> str:
-        """Returns the text of the messages. Raises NotImplementedError to make tokens."""
-        if tokenize:
-            raise NotImplementedError("only transformers tells which tokens a template marks")
+        """Returns the text of the messages. Raises NotImplementedError for what transformers does
+        besides: tokens, an answer to be continued, other names for a message's thoughts."""
+        if (
+            tokenize
+            or "continue_final_message" in kwargs
+            or any(m.keys() - _FIELDS for m in messages)
+        ):
+            raise NotImplementedError("only transformers does this")
         variables = {"messages": messages, "add_generation_prompt": add_generation_prompt}
         return self._template.render(**{"tools": None, **self._named, **kwargs, **variables})
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """Returns what most chat templates use, by transformers' page on writing them. One that calls
-    more fails here, and goes on to transformers."""
+    """Returns what chat templates use, by transformers' page on writing them."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda how: datetime.now().strftime(how)
     return environment
+
+
+def _refuse(message: str) -> None:
+    raise TemplateError(message)
+
+
+class Template(ChatTemplate):
+    """Makes tokens of messages with the options that every data set takes: system,
+    chat_template_kwargs, train_on. Raises ValueError for a tokenizer without a template, an EOS
+    token or a vocabulary, and for an option that is wrong.
+    """
+
+    fix = (
+        "change the dataset's options system and chat_template_kwargs, or take another "
+        "tokenizer_path"
+    )
+
+    def __init__(self, tokenizer: Any, options: dict[str, Any]) -> None:
+        for name, (kind, words) in _OPTIONS.items():
+            if options.get(name) is not None and not isinstance(options[name], kind):
+                raise ValueError(f"options.{name}={options[name]!r}: not {words}")
+        super().__init__(tokenizer, options.get("chat_template_kwargs") or {})
+        self._train_on, self._system = options.get("train_on", "all"), options.get("system")
+        if self._train_on not in TRAIN_ON:
+            raise ValueError(f"options.train_on={self._train_on!r}: use one of {list(TRAIN_ON)}")
+        if not getattr(tokenizer, "chat_template", None):
+            raise ValueError(
+                f"tokenizer {self.name} has no chat template; name a Jinja file that holds one in "
+                "chat_template, or a directory whose tokenizer has one in tokenizer_path"
+            )
+        if tokenizer.eos_token_id is None:
+            raise ValueError(f"tokenizer {self.name} has no EOS token: no answer could end")
+        self.eos_token_id: int = tokenizer.eos_token_id
+        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+        self._special = (tokenizer.eos_token, *(str(t) for t in added if t.special))
+        self.encode("What is 1 + 1?")  # without a vocabulary only special tokens are left of text
+
+    def below_system(self, messages: Sequence[Message]) -> list[Message]:
+        """Returns the messages below the option's system message, where they have none."""
+        if not self._system or messages[0]["role"] == "system":
+            return list(messages)
+        return [{"role": "system", "content": self._system}, *messages]
+
+    def conversation(
+        self, messages: Sequence[Message], *, tools: Sequence[Row] = (), start: int = 0
+    ) -> tuple[list[int], list[bool]]:
+        """Returns the tokens of a conversation, and which of them the assistant wrote: its turns
+        with the special token that ends each, or with train_on=last the last turn alone. Turns
+        before messages[start] count as told, not as written. Where the
+        template ends no turn with one, EOS follows the last turn, as generation has to end.
+
+        A template that marks the assistant's text ({% generation %}) is taken at its word. With
+        another one, a turn is what messages[:i+1] render to beyond messages[:i] and the beginning
+        of an answer. Raises ValueError where these are not parts of the whole, which a template
+        that drops earlier thoughts does, and for messages without an assistant's.
+        """
+        turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+        skipped = sum(i < start for i in turns)
+        if len(turns) == skipped:
+            raise ValueError("the messages have no assistant's among them to train on")
+        if _MARKED.search(self.tokenizer.chat_template):
+            return self._marked(messages, tools, skipped)
+        turns = turns[skipped:]
+        turns = turns[-1:] if self._train_on == "last" else turns
+        ids: list[int] = []
+        mask: list[bool] = []
+        for text, trained in self._pieces(messages, turns, tools):
+            piece = self.encode(text) if text else []
+            if trained and not self._ends(text):  # the last turn, of which nothing tells the end
+                piece.append(self.eos_token_id)
+            ids += piece
+            mask += [trained] * len(piece)
+        return ids, mask
+
+    def _pieces(
+        self, messages: Sequence[Message], turns: Sequence[int], tools: Sequence[Row]
+    ) -> Iterator[tuple[str, bool]]:
+        """Yields the conversation's text in parts, and whether the assistant wrote each. Tokens are
+        made of each part alone, as in RL, where no token of an answer reaches into the prompt."""
+        whole = self.render(messages, tools, answer_follows=False)
+        done = 0
+        for i in turns:
+            begin = self.render(messages[:i], tools)
+            end = self.render(messages[: i + 1], tools, answer_follows=False)
+            if not (end.startswith(begin) and whole.startswith(end)):
+                raise ValueError(
+                    f"the chat template of tokenizer {self.name} renders message {i} otherwise "
+                    "once others follow, or after the beginning of an answer; set options.train_on="
+                    "last, or mark the assistant's text in the template with {% generation %}"
+                )
+            answer = end[len(begin) :].rstrip()
+            if not self._ends(answer) and i != len(messages) - 1:
+                raise ValueError(
+                    f"the chat template of tokenizer {self.name} ends message {i} with no special "
+                    "token, so nobody could tell that the turn is over; set options.train_on=last"
+                )
+            yield whole[done : len(begin)], False
+            yield answer, True
+            done = len(begin) + len(answer)
+        if self._ends(whole[:done]):
+            yield whole[done:], False
+
+    def _ends(self, text: str) -> bool:
+        """Returns whether `text` ends with a special token."""
+        return text.endswith(self._special)
+
+    def _marked(
+        self, messages: Sequence[Message], tools: Sequence[Row], skipped: int
+    ) -> tuple[list[int], list[bool]]:
+        """Returns tokens and mask by the template's marks, without the first `skipped` turns."""
+        encoded = self.apply(
+            messages, tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        mask = [bool(m) for m in encoded["assistant_masks"]]
+        if not any(mask):
+            raise ValueError(
+                f"the chat template of tokenizer {self.name} marks no token of the assistant's; "
+                "put its text between {% generation %} and {% endgeneration %}"
+            )
+        for _ in range(skipped):
+            begin = mask.index(True)
+            end = mask.index(False, begin)
+            mask[begin:end] = [False] * (end - begin)
+        if self._train_on == "last":
+            end = max(i for i, m in enumerate(mask) if m) + 1
+            begin = next((i for i in range(end - 1, -1, -1) if not mask[i]), -1) + 1
+            mask = [begin <= i < end for i in range(len(mask))]
+        return list(encoded["input_ids"]), mask
+
+
+def encode_rows(
+    sources: Sequence[Row], cfg: SourceConfig, tokenizer: Any, purpose: str
+) -> Iterator[Row]:
+    """Yields the rows of one source with their tokens, as `build_dataset` has them. Raises
+    ValueError for a tokenizer, an option or a row that is wrong."""
+    template = Template(tokenizer, cfg.options)
+    encode = {"sft": _sft_row, "pairs": _pair_row, "unpaired": _single_row}.get(purpose, _rl_row)
+    for i, row in enumerate(sources):
+        try:
+            yield encode(row, template)
+        except ValueError as e:
+            raise ValueError(f"row {i}: {e}") from e
+
+
+def _rl_row(source: Row, template: Template) -> Row:
+    messages = template.below_system(source["messages"])
+    prompt = template.render(messages, source.get("tools") or ())
+    return source | {"messages": messages, "prompt": prompt, "prompt_ids": template.encode(prompt)}
+
+
+def _sft_row(source: Row, template: Template) -> Row:
+    messages, tools = template.below_system(source["messages"]), source.get("tools") or ()
+    response = source.get("response")
+    if response is None:
+        ids, mask = template.conversation(messages, tools=tools)
+        return {"input_ids": ids, "loss_mask": mask}
+    prompt_ids = template.encode(template.render(messages, tools))
+    response_ids = template.encode(response) + [template.eos_token_id]
+    return {
+        "input_ids": prompt_ids + response_ids,
+        "loss_mask": [False] * len(prompt_ids) + [True] * len(response_ids),
+    }
+
+
+def _pair_row(source: Row, template: Template) -> Row:
+    row: Row = {"margin": source["margin"]} if "margin" in source else {}
+    for side in ("chosen", "rejected"):
+        ids, mask = _answer(source, side, template)
+        row |= {f"{side}_ids": ids, f"{side}_mask": mask}
+    return row
+
+
+def _single_row(source: Row, template: Template) -> Row:
+    ids, mask = _answer(source, "answered", template)
+    return {"input_ids": ids, "loss_mask": mask, "label": source["label"]}
+
+
+def _answer(source: Row, side: str, template: Template) -> tuple[list[int], list[bool]]:
+    """Returns the tokens of the prompt and the answer source[side], and the answer's mask."""
+    messages, tools = template.below_system(source["messages"]), source.get("tools") or ()
+    try:
+        return template.conversation([*messages, *source[side]], tools=tools, start=len(messages))
+    except ValueError as e:
+        raise ValueError(f"{side}: {e}") from e

@@ -23,8 +23,8 @@ def get_logger(name: str = ROOT) -> logging.Logger:
     return logging.getLogger(name)
 
 
-def warn_once_per_world(log: logging.Logger, message: str, *args: object) -> None:
-    """Warns, on rank 0 alone, of something that every rank sees alike."""
+def warn_on_rank_zero(log: logging.Logger, message: str, *args: object) -> None:
+    """Logs a warning on rank 0 alone: all ranks have the same reason for it."""
     if env_rank() == 0:
         log.warning(message, *args)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megarl.api.batch import Batch, Tokens
 from megarl.api.failures import on_every_rank
-from megarl.observability.logging import get_logger, warn_once_per_world
+from megarl.observability.logging import get_logger, warn_on_rank_zero
 from megarl.rollout.calls import call_server, open_session
 from megarl.utils.http import MAX_REST, HttpError, Retries, in_thread, is_final, shown
 
@@ -115,7 +115,7 @@ class ServerTeacher:
                 lost.set()
                 break
             await asyncio.sleep(max(rest, min(why.retry_after or 0.0, MAX_REST)))
-        warn_once_per_world(log, "the teacher has no answer for a sample: %s", why)
+        warn_on_rank_zero(log, "the teacher has no answer for a sample: %s", why)
         return None
 
 

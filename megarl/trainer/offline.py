@@ -21,9 +21,10 @@ from megarl.config.recipes import (
     held_out_sets,
 )
 from megarl.config.rollout import GenerationConfig
-from megarl.data.dataset import RowDataset, build_dataset
-from megarl.data.loader import (
+from megarl.data.dataset import (
+    RowDataset,
     build_dataloader,
+    build_dataset,
     collate_pairs,
     collate_sft,
     collate_unpaired,

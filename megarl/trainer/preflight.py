@@ -12,6 +12,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from megarl.config.recipes import (
 )
 from megarl.data.formats import check_margins
 from megarl.data.sources import apart, check_batches, load_rows, prompt_key
+from megarl.data.tokenizer import is_plainly_sound, run_tokenizer
 from megarl.models.hf_config import ModelConfig, check_layout, read_hf_config
 from megarl.models.lora import check_lora
 from megarl.observability.run_log import check_logs
@@ -279,7 +281,7 @@ def check_data(
         row_keys, first = isolated(_read_data, cfg, path=path, what=own)
     else:
         row_keys, first = _read_data(cfg)
-    if renders and not _renders_plainly(cfg, first):
+    if renders and not is_plainly_sound(cfg, _tokenizer(cfg)[1], partial(_unrendered, cfg, first)):
         if in_child:
             what = ["the tokenizer of {1}".format(*_tokenizer(cfg))]
             isolated(_check_rendering, cfg, first, True, what=what)
@@ -296,19 +298,6 @@ def _tokenizer(cfg: BaseConfig) -> tuple[str, str]:
     return f"{name}.path", model_path(cfg, name)
 
 
-def _renders_plainly(cfg: BaseConfig, first: First) -> bool:
-    """Returns whether the tokenizer's own files make tokens of a row of each source. Where they do
-    not, transformers has the last word."""
-    from megarl.data.tokenizer import PlainTokenizer
-
-    template = cfg.chat_template
-    try:
-        text = Path(template).read_text(encoding="utf-8") if template else ""
-        return not any(_unrendered(cfg, first, PlainTokenizer(Path(_tokenizer(cfg)[1]), text)))
-    except Exception:  # a tokenizer's files may be wrong in any way
-        return False
-
-
 def _check_rendering(cfg: BaseConfig, first: First, alone: bool = False) -> None:
     """Raises ConfigError where the run's tokenizer cannot make tokens of a source's row. alone: in
     a process that does nothing else. transformers imports torch where there is one, though a
@@ -316,7 +305,6 @@ def _check_rendering(cfg: BaseConfig, first: First, alone: bool = False) -> None
     if alone and not cfg.trust_remote_code:  # a tokenizer's own code may import it
         sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
         os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # that there is no torch
-    from megarl.data.tokenizer import run_tokenizer
     from megarl.utils.env import quiet_libraries
 
     quiet_libraries()
@@ -331,7 +319,7 @@ def _check_rendering(cfg: BaseConfig, first: First, alone: bool = False) -> None
 
 def _unrendered(cfg: BaseConfig, first: First, tokenizer: Any) -> Iterator[str]:
     """Yields a line for each source of whose row the tokenizer cannot make tokens."""
-    from megarl.data.template import encode_rows
+    from megarl.data.tokenizer import encode_rows
 
     for name, (purpose, row) in first.items():
         try:

@@ -34,7 +34,7 @@ from megarl.config.recipe_engines import FROZEN, saved_engines
 from megarl.config.recipes import BaseConfig
 from megarl.config.secrets import fingerprint_tree
 from megarl.data.draws import Curriculum
-from megarl.observability.logging import get_logger, warn_once_per_world
+from megarl.observability.logging import get_logger, warn_on_rank_zero
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.rollout.episode_context import Kept
 from megarl.trainer.context import RunContext
@@ -246,7 +246,7 @@ def same_data(before: State, now: State) -> bool:
     if old and new:  # a key that only one version of megarl knows says nothing
         before = before | {"curriculum": {key: old.get(key, new[key]) for key in new}}
     if changed := [k for k in now if k in before and before[k] != now[k]]:
-        warn_once_per_world(
+        warn_on_rank_zero(
             log,
             "the training data is not what it was (%s): its first epoch begins, prompts in flight "
             "are dropped",

@@ -37,7 +37,7 @@ from megarl.config.recipes import BaseConfig, GRPOConfig
 from megarl.config.run import SelfCheckConfig
 from megarl.config.secrets import public_tree
 from megarl.engine import MegatronEngine
-from megarl.observability.logging import get_logger, warn_once_per_world
+from megarl.observability.logging import get_logger, warn_on_rank_zero
 from megarl.trainer.context import ProcessContext
 from megarl.trainer.roles import (
     MegatronActor,
@@ -130,12 +130,12 @@ class SelfCheck:
             self._stop(finding, "there is nothing to train on: look at what rollout.workflow marks")
         if not self._told_of_untrained:
             self._told_of_untrained = True
-            warn_once_per_world(log, "%s: nothing is learned from them", finding)
+            warn_on_rank_zero(log, "%s: nothing is learned from them", finding)
 
     def rewards_differ(self, metrics: dict[str, float]) -> None:
         """Warns, once per streak, where the rewards of several steps in a row teach nothing."""
         if finding := self._streaks.step(metrics):
-            warn_once_per_world(log, "step %d: %s", self._step, finding)
+            warn_on_rank_zero(log, "step %d: %s", self._step, finding)
 
     # ---- the first step ------------------------------------------------------------------------
 
@@ -194,7 +194,7 @@ class SelfCheck:
         if finding is None:
             log.info("self check: %s", passed)
         elif self.config.on_failure == "warn":
-            warn_once_per_world(log, "step %d: %s", self._step, finding)
+            warn_on_rank_zero(log, "step %d: %s", self._step, finding)
         else:
             finding = replace(finding, headline=f"step {self._step}: {finding.headline}")
             self._stop(finding, "self_check.on_failure=warn goes on all the same")
@@ -234,7 +234,7 @@ class SelfCheck:
         """Warns, once per streak, of updates whose gradient is exactly 0."""
         nothing = stats["grad_norm"] == 0.0
         if nothing and not updates.nothing:
-            warn_once_per_world(
+            warn_on_rank_zero(
                 log,
                 "step %d, mini-batch %d: grad_norm is exactly 0, so this update of %s teaches "
                 "nothing: the rewards of every group were equal, or the loss is a constant",
@@ -279,7 +279,7 @@ class SelfCheck:
         if updates.skipped >= self.config.max_skips:
             in_a_row = f"skipped updates in a row of {updates.role}: {updates.skipped}"
             self._stop(finding, f"{in_a_row} (self_check.max_skips)")
-        warn_once_per_world(log, "%s\n  the update is skipped", finding)
+        warn_on_rank_zero(log, "%s\n  the update is skipped", finding)
         kept = stats.kept if isinstance(stats, Metrics) else {}
         return Metrics({"update_successful": 0.0}, {}, kept)
 

@@ -16,11 +16,10 @@ from megarl.config.loader import run_dir
 from megarl.config.recipe_engines import model_path
 from megarl.config.recipes import GRPOConfig
 from megarl.config.run import EpisodesConfig, WandbConfig
-from megarl.data.dataset import build_dataset, check_context
+from megarl.data.dataset import build_dataloader, build_dataset, check_context, go_on
 from megarl.data.draws import Curriculum, Draws, pass_rate
-from megarl.data.loader import build_dataloader, go_on
 from megarl.models.hf_config import read_hf_config
-from megarl.observability.logging import get_logger, warn_once_per_world
+from megarl.observability.logging import get_logger, warn_on_rank_zero
 from megarl.observability.stats_tracker import record_timing
 from megarl.parallel.rank_zero import RankZero
 from megarl.rollout.client import RemoteSGLangEngine
@@ -107,7 +106,7 @@ class RolloutSession:
                 f"all {len(batch)} samples of the batch failed ({kind}), so there is nothing to "
                 "train on; where a reward model scores them, look whether its weights are sound"
             )
-        warn_once_per_world(
+        warn_on_rank_zero(
             log, "%d of %d samples failed (%s) and leave the batch", len(rows), len(batch), kind
         )
         self.client.on_driver(RolloutDriver.failed, self.driver, batch, failed, kind)

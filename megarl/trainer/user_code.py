@@ -454,22 +454,28 @@ def _of_call(code: Named, fn: Any, what: str) -> Iterator[str]:
 def _refused(workflow: type, code: Named) -> Iterator[str]:
     """Yields what a workflow of megarl's refuses of its options and of the run's chat template. One
     of the user's is not made: the class of megarl's that it extends is, if it takes the options."""
-    from megarl.data.tokenizer import tokenizer_for_checks
+    from megarl.data.tokenizer import is_plainly_sound, run_tokenizer
     from megarl.rollout.chat import ChatWorkflow
 
     ours = next(c for c in workflow.__mro__ if c.__module__.startswith("megarl.") or c is object)
     takes = option_problems(ours, code.options, key="", positional=3, by_name=("reward_pool",))
     if not issubclass(ours, ChatWorkflow) or inspect.isabstract(ours) or any(takes):
         return
-    gconfig, tokenizer = GenerationHyperparameters(), None
-    if (cfg := code.config) is not None:
-        gconfig = cfg.gconfig
-        with contextlib.suppress(Exception):  # what is wrong with a tokenizer, its own check says
-            tokenizer = tokenizer_for_checks(cfg, model_path(cfg, "actor"))
-    try:
-        ours(no_reward, gconfig, tokenizer, **code.options)
-    except (TypeError, ValueError) as e:
-        yield str(e)
+    gconfig = code.config.gconfig if code.config else GenerationHyperparameters()
+
+    def problems(tokenizer: Any) -> Iterator[str]:
+        try:
+            ours(no_reward, gconfig, tokenizer, **code.options)
+        except (TypeError, ValueError) as e:
+            yield str(e)
+
+    refusals = list(problems(None))
+    if not refusals and (cfg := code.config) is not None:
+        path = model_path(cfg, "actor")
+        if not is_plainly_sound(cfg, path, problems):
+            with contextlib.suppress(Exception):  # its own check says what a tokenizer lacks
+                refusals = list(problems(run_tokenizer(cfg, path)))
+    yield from refusals
 
 
 def _of_episode(workflow: type) -> Iterator[str]:

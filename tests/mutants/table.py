@@ -318,13 +318,13 @@ MUTANTS = (
         ("tests/unit/test_data.py::test_long_rows_are_dropped_with_a_count",),
     ),
     Mutant(
-        "data/template.py",
+        "data/tokenizer.py",
         "response_ids = template.encode(response) + [template.eos_token_id]",
         "response_ids = template.encode(response)",
         ("tests/unit/test_data.py::test_sft_rows_train_on_the_answer_and_eos",),
     ),
     Mutant(
-        "data/loader.py",
+        "data/dataset.py",
         'batch["loss_mask"][i, :n] = torch.tensor(row["loss_mask"])',
         'batch["loss_mask"][i, :n] = True',
         ("tests/unit/test_data.py::test_collate_sft_pads_on_the_right",),
@@ -338,7 +338,7 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "data/template.py",
+        "data/tokenizer.py",
         "mask += [trained] * len(piece)",
         "mask += [True] * len(piece)",
         ("tests/unit/test_data.py::test_sft_masks_are_those_of_a_template_that_marks_the_answers",),

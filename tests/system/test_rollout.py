@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM
 from megarl.api.records import ModelRequest, WeightUpdateMeta
 from megarl.config.dataset import DatasetConfig
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig, ServerConfig
-from megarl.data.dataset import build_dataset
-from megarl.data.loader import build_dataloader
+from megarl.data.dataset import build_dataloader, build_dataset
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.rollout.local import SGLangEngine
 from megarl.rollout.rewards import RewardPool, get_reward_fn

@@ -17,8 +17,7 @@ import torch
 
 from megarl.config.dataset import DatasetConfig
 from megarl.config.rollout import RolloutConfig
-from megarl.data.dataset import RowDataset
-from megarl.data.loader import build_dataloader
+from megarl.data.dataset import RowDataset, build_dataloader
 from megarl.rollout.episodes import AccountingError, Episode, Episodes, State
 from megarl.rollout.executor import RolloutExecutor
 from megarl.rollout.loop_thread import LoopThread

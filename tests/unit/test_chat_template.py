@@ -17,8 +17,7 @@ from megarl.config.check import check_config
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
 from megarl.config.recipes import BaseConfig
-from megarl.data.template import Template
-from megarl.data.tokenizer import PlainTokenizer, run_tokenizer, tokenizer_to_save
+from megarl.data.tokenizer import PlainTokenizer, Template, run_tokenizer, tokenizer_to_save
 from megarl.trainer.preflight import check_data
 from tests.tiny import save_tiny
 from tests.tiny_tokenizer import save_tokenizer
@@ -96,6 +95,58 @@ def test_plain_files_give_the_tokens_of_transformers(tmp_path: Path) -> None:
         tokens = [Template(t, {}).encode(texts[0]) for t in (plain, of_transformers)]
         assert texts[0] == texts[1] and tokens[0] == tokens[1] != []
     assert plain.eos_token_id == of_transformers.eos_token_id
+
+
+ODD = {
+    "refuses roles": "{% if messages[0].role != 'system' %}{{ raise_exception('no') }}{% endif %}",
+    "refuses nothing": "{% if not messages %}{{ raise_exception('no') }}{% endif %}{{ messages }}",
+    "a date": "{{ strftime_now('%Y') if strftime_now is defined else 'long ago' }}",
+    "JSON": "{{ tools | tojson }}{{ messages[0] | tojson(indent=2) }}<ä>{{ 'ä<>' | tojson }}",
+    "loop controls": "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"
+    "{{ m.content }}{% endfor %}",
+    "a namespace": "{% set n = namespace(k=0) %}{% for m in messages %}{% set n.k = n.k + 1 %}"
+    "{% endfor %}{{ n.k }}",
+    "blocks in lines": "  {% if tools %}\n  {{ tools | length }}\n  {% endif %}\nend",
+    "special tokens": "{{ bos_token }}{{ eos_token }}{{ pad_token }}{{ unk_token }}{{ sep_token }}",
+    "a flag that is no token": "{{ add_bos_token }}",
+    "an option": "{{ enable_thinking if enable_thinking is defined else 'as it likes' }}",
+    "thoughts": "{% for m in messages %}{{ m.reasoning_content or m.reasoning }}{% endfor %}",
+    "marks": "{% generation %}{{ messages[1].content }}{% endgeneration %}",
+    "an unknown tag": "{% trans %}{{ messages }}{% endtrans %}",
+    "an unknown function": "{{ fetch('x') }}",
+    "a changed list": "{{ messages.append(1) }}",
+    "a hidden attribute": "{{ messages.__class__.__mro__ }}",
+    "a missing key": "{{ messages[0].parts[0] }}",
+}
+
+
+@pytest.mark.parametrize("text", ODD.values(), ids=ODD)
+@pytest.mark.parametrize("thoughts", [False, True])
+def test_what_plain_files_render_is_what_transformers_renders(
+    tmp_path: Path, text: str, thoughts: bool
+) -> None:
+    """Where they render nothing, a check asks transformers."""
+    save_tokenizer(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"add_bos_token": True}))
+    (tmp_path / "chat_template.jinja").write_text(text)
+    messages = [turn("user", "1 + 1?"), turn("assistant", "2")]
+    if thoughts:
+        messages[1]["reasoning"] = "easy"
+    tools = [{"type": "function", "function": {"name": "sum"}}]
+    options = {"chat_template_kwargs": {"enable_thinking": False}}
+    whole = Template(run_tokenizer(recipe(tmp_path), str(tmp_path)), options)
+    try:
+        plain = Template(PlainTokenizer(tmp_path), options)
+        rendered = plain.render(messages, tools)
+    except Exception:
+        if "generation %}" not in text and not thoughts:  # of which transformers makes more
+            with pytest.raises(ValueError):
+                whole.render(messages, tools)
+        return
+    assert rendered == whole.render(messages, tools)
+    assert plain.encode(rendered) == whole.encode(rendered)
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.config.dataset import DatasetConfig, PartConfig, SourceConfig
-from megarl.data.dataset import RowDataset, build_dataset
+from megarl.data.dataset import RowDataset, build_dataloader, build_dataset, go_on
 from megarl.data.draws import ByPassRate, Curriculum, InTurn, pass_rate
-from megarl.data.loader import build_dataloader, go_on
 from megarl.data.rows import Shares
 
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from megarl.observability.logging import get_logger, warn_once_per_world
+from megarl.observability.logging import get_logger, warn_on_rank_zero
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_other_ranks_warn_only(unconfigured, capsys):
 def test_what_every_rank_sees_is_said_once(unconfigured, capsys):
     for rank in "012":
         unconfigured.setenv("RANK", rank)
-        warn_once_per_world(get_logger("x"), "gap %s", 0.5)
+        warn_on_rank_zero(get_logger("x"), "gap %s", 0.5)
     assert capsys.readouterr().err.count("gap 0.5") == 1
 
 

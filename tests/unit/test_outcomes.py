@@ -9,8 +9,7 @@ import pytest
 
 from megarl.config.dataset import DatasetConfig, PartConfig
 from megarl.config.rollout import RolloutConfig
-from megarl.data.dataset import RowDataset
-from megarl.data.loader import build_dataloader, go_on
+from megarl.data.dataset import RowDataset, build_dataloader, go_on
 from megarl.rollout.chat import MixedWorkflow
 from megarl.rollout.episodes import Outcome
 from megarl.rollout.executor import RolloutExecutor

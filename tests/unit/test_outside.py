@@ -14,8 +14,7 @@ from megarl.algos import Actor
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
 from megarl.config.recipes import GRPOConfig
-from megarl.data.dataset import build_dataset
-from megarl.data.loader import build_dataloader
+from megarl.data.dataset import build_dataloader, build_dataset
 from megarl.observability import stats_tracker
 from megarl.trainer.preflight import check_contents
 from tests.hf_stub import write_stub

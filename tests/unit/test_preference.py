@@ -9,9 +9,8 @@ import torch
 from datasets import Dataset
 
 from megarl.config.dataset import DatasetConfig
-from megarl.data.dataset import build_dataset
+from megarl.data.dataset import build_dataset, collate_pairs, collate_unpaired
 from megarl.data.formats import check_margins
-from megarl.data.loader import collate_pairs, collate_unpaired
 from megarl.data.sources import load_rows
 from tests.tiny_tokenizer import save_tokenizer
 

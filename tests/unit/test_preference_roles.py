@@ -17,7 +17,7 @@ from megarl.algos.preferences import DPO, pair_weight
 from megarl.api.batch import Batch
 from megarl.config.algo import PREFERENCE_LOSSES, PreferenceConfig, RewardModelConfig
 from megarl.config.engine import TrainEngineConfig
-from megarl.data.loader import collate_pairs, collate_unpaired
+from megarl.data.dataset import collate_pairs, collate_unpaired
 from tests.unit.bigram import VOCAB, BigramEngine
 
 Rows = list[dict[str, Any]]
