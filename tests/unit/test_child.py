@@ -63,9 +63,28 @@ def test_a_child_that_cannot_start_leaves_no_file_open() -> None:
     assert len(list(files.iterdir())) == before
 
 
-@pytest.mark.parametrize(("settle", "wishes"), [(0.0, 2), (60.0, 1)])
-def test_signals_of_one_wish_count_once(settle: float, wishes: int) -> None:
-    with Signals(settle=settle) as signals:
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGINT)
-    assert signals.received == [signal.SIGTERM, signal.SIGINT][:wishes]
+TERM, INT, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
+
+
+@pytest.mark.parametrize(
+    ("sent", "settle", "wishes"),
+    [
+        ([TERM, TERM], 0.0, [TERM, TERM]),
+        ([TERM, TERM], 60.0, [TERM]),
+        (
+            [TERM, USR1, TERM],
+            60.0,
+            [TERM],
+        ),  # all processes get one, and the batch script passes it on
+        ([USR1, USR1], 60.0, [USR1]),
+        ([USR1, TERM], 60.0, [USR1, TERM]),  # a time limit is near, and then a user wants the end
+        ([TERM, INT], 60.0, [TERM, INT]),
+    ],
+)
+def test_a_signal_that_comes_twice_is_one_wish_and_another_is_a_second(
+    sent: list[signal.Signals], settle: float, wishes: list[signal.Signals]
+) -> None:
+    with Signals(USR1, settle=settle) as signals:
+        for number in sent:
+            os.kill(os.getpid(), number)
+    assert signals.received == wishes
