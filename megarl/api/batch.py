@@ -296,16 +296,20 @@ class Batch:
             raise ValueError(f"gather: {len(values)} values for the {len(mine)} rows held here")
         if self.comm is None or len(set(self.home.of_rank)) == 1:
             return values
-        speakers = self.home.speakers()
-        each = row_bytes(values)
-        rows_of = {r: self.home.rows(r) for r in speakers}
-        sizes = [len(rows_of[r]) * each if r in rows_of else 0 for r in range(self.comm.size)]
-        data = as_bytes(values if self.comm.rank in rows_of else values[:0])
+        rows_of = {r: self.home.rows(r) for r in self.home.speakers()}
         out = torch.empty((len(self), *values.shape[1:]), dtype=values.dtype)
-        for rank, raw in enumerate(self.comm.all_gather(data, sizes)):
-            if rank in rows_of:
-                out[rows_of[rank]] = from_bytes(raw, values.dtype, tuple(values.shape[1:]))
+        counts = {r: len(rows) for r, rows in rows_of.items()}
+        out[torch.cat([*rows_of.values()])] = self._of_speakers(values, counts)
         return out
+
+    def _of_speakers(self, values: Tensor, counts: Mapping[int, int]) -> Tensor:
+        """Returns the `values` [n, ...] of all speakers, one after another; counts: n by speaker.
+        Collective."""
+        assert self.comm is not None
+        sizes = [counts.get(r, 0) * row_bytes(values) for r in range(self.comm.size)]
+        own = values if self.comm.rank in counts else values[:0]
+        raw = self.comm.all_gather(as_bytes(own), sizes)
+        return from_bytes(torch.cat([raw[r] for r in counts]), values.dtype, values.shape[1:])
 
     def row_sums(
         self,
@@ -352,25 +356,13 @@ class Batch:
         part = self.select(rows, names)
         if part.comm is None or len(set(part.home.of_rank)) == 1:
             return part.padded()
-        speakers = part.home.speakers()
-        rows_of = {r: part.home.rows(r) for r in speakers}
+        rows_of = {r: part.home.rows(r) for r in part.home.speakers()}
+        order = torch.cat([*rows_of.values()])
+        counts = {r: int(part.lengths[rows].sum()) for r, rows in rows_of.items()}
         tokens = {}
         for name in sorted(part.per_token):
-            values = part.per_token[name].values
-            each = row_bytes(values)
-            sizes = [
-                int(part.lengths[rows_of[r]].sum()) * each if r in rows_of else 0
-                for r in range(part.comm.size)
-            ]
-            said = part.comm.all_gather(
-                as_bytes(values if part.comm.rank in rows_of else values[:0]), sizes
-            )
-            raw = torch.cat([said[r] for r in speakers])
-            order = torch.cat([rows_of[r] for r in speakers])
-            found = Tokens(
-                from_bytes(raw, values.dtype, tuple(values.shape[1:])), part.lengths[order]
-            )
-            tokens[name] = found.take(order.argsort())
+            values = part._of_speakers(part.per_token[name].values, counts)
+            tokens[name] = Tokens(values, part.lengths[order]).take(order.argsort())
         return part._pad(torch.arange(len(part)), tokens, None)
 
 

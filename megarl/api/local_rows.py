@@ -3,7 +3,6 @@ order."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megarl.api.failures import from_every_rank
 from megarl.api.tokens import (
     IDS,
     MASK,
@@ -41,21 +41,16 @@ def gather_rows(parts: Sequence[Mapping[str, Tensor]], comm: Comm | None) -> Row
     per-sample fields, go to every rank. Collective."""
     parts = [p for p in parts if p and (IDS not in p or len(p[IDS]))]
     schema, lengths, error = _local_schema(parts)
-    if comm is None:
-        schemas, errors = [schema], [error]
-    else:
-        text = json.dumps({"schema": schema, "error": error}).encode()
-        said = comm.all_gather(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-        found = [json.loads(raw.numpy().tobytes()) for raw in said]
-        schemas, errors = [f["schema"] for f in found], [f["error"] for f in found]
+    of_ranks = from_every_rank("Batch.from_local", [schema, error], None, comm)
+    schemas, errors = [rank[0] for rank in of_ranks], [rank[1] for rank in of_ranks]
     whole = _agreed(schemas, errors)
 
     def everyone(values: Tensor) -> list[Tensor]:
         if comm is None:
             return [values]
-        inner, dtype = tuple(values.shape[1:]), values.dtype
         sizes = [s["rows"] * row_bytes(values) for s in schemas]
-        return [from_bytes(r, dtype, inner) for r in comm.all_gather(as_bytes(values), sizes)]
+        raw = comm.all_gather(as_bytes(values), sizes)
+        return [from_bytes(r, values.dtype, values.shape[1:]) for r in raw]
 
     def local(name: str) -> Tensor:
         dtype, inner, _ = whole["fields"][name]

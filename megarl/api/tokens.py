@@ -160,7 +160,7 @@ def as_bytes(values: Tensor) -> Tensor:
     return values.contiguous().reshape(-1).view(torch.uint8)
 
 
-def from_bytes(raw: Tensor, dtype: torch.dtype, inner: tuple[int, ...]) -> Tensor:
+def from_bytes(raw: Tensor, dtype: torch.dtype, inner: Sequence[int]) -> Tensor:
     """Returns the flat uint8 `raw` as [n, *inner] of `dtype`: the inverse of `as_bytes`."""
     if raw.storage_offset() % dtype.itemsize:
         raw = raw.clone()
