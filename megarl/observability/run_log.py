@@ -217,7 +217,6 @@ _BEFORE_UPDATES = ROLLOUT, BATCH, LOGP, REF, TEACHER, VALUES, ADVANTAGES = (
     "advantages",
 )
 UPDATE, WEIGHTS, SERVERS = "update", "weights", "servers"
-
 _UPDATE = re.compile(r"(?:(?P<role>\w+) )?update (?P<number>\d+)")
 Tensors = Mapping[str, Fingerprint]
 
