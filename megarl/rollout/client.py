@@ -37,11 +37,10 @@ from megarl.rollout.gateway.session import Session
 from megarl.rollout.generation import Connection, Generator, Sample, fill_ids
 from megarl.rollout.loop_thread import LoopThread, stuck_threads, take_counts
 from megarl.rollout.pausing import Pauses
-from megarl.rollout.routes import check_routes
 from megarl.rollout.servers import PROBE_TIMEOUT, ServerPool
 from megarl.rollout.workers import START_TIMEOUT, WorkerPool
 from megarl.utils.importing import load_object
-from megarl.wire.routes import RouteShape
+from megarl.wire.routes import RouteShape, check_routes
 
 T = TypeVar("T")
 
@@ -336,7 +335,8 @@ class RemoteSGLangEngine(InferenceEngine):
         shape: the model's. On the driver only. Raises RuntimeError naming the servers that do not
         return them."""
         at = self.opened()
-        at.loop.run(check_routes(at.pool), timeout=2 * PROBE_TIMEOUT)
+        infos = at.pool.everywhere("GET", "/server_info", timeout=PROBE_TIMEOUT)
+        check_routes(at.loop.run(infos, timeout=2 * PROBE_TIMEOUT))
         self.routes = shape
         self._tell_workers()
 

@@ -23,10 +23,9 @@ from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
 from megarl.observability.logging import get_logger
 from megarl.rollout.episode_context import Home, current_episode
 from megarl.rollout.loop_thread import LoopThread
-from megarl.rollout.routes import Routes
 from megarl.rollout.servers import Server, ServerChoice, ServerPool
 from megarl.utils.http import MAX_REST, STRANGER, HttpError, Retries, is_final, shown
-from megarl.wire.routes import RouteShape
+from megarl.wire.routes import Routes, RouteShape
 
 log = get_logger(__name__)
 

@@ -10,7 +10,7 @@ import asyncio
 import io
 import pickle
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from megarl.rollout.episode import run_episode
 from megarl.rollout.episode_context import Answer, AnswerLog
 from megarl.rollout.episodes import Episode
 from megarl.rollout.loop_thread import PauseClock, stuck_threads, take_counts
-from megarl.rollout.rewards.pool import close_copies
+from megarl.rollout.rewards.pool import close_copies, copies
 from megarl.wire.routes import RouteShape
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ log = get_logger(__name__)
 
 BEGIN, TELL, HEAR = "begin", "tell", "hear"
 HEAR_TIMEOUT = 10.0  # seconds after which a coordinator hears that there is nothing
+_DEPTH = 4  # of attributes inside attributes that an error of pickled_workflow looks into
 GATHER = 0.005  # seconds in which what ends joins what has ended, so that messages are few
 MOST = 256  # reports of one message
 # of an episode, what its process is told, and what it finds out
@@ -243,6 +244,47 @@ def _portable(error: BaseException | None) -> bytes | None:
         plain.add_note(error.__notes__[-1])
         pickled = cloudpickle.dumps(plain)
     return pickled
+
+
+def pickled_workflow(workflow: RolloutWorkflow, processes: int) -> bytes:
+    """Returns a workflow as bytes, of which `processes` processes load a copy. Raises TypeError
+    naming what of it cannot be pickled."""
+    token = copies.set(processes)
+    try:
+        return _dumps(workflow)
+    except Exception as e:
+        name = type(workflow).__name__
+        raise TypeError(
+            f"rollout.workers={processes}: {name} cannot be sent to other processes, for "
+            f"{_culprit(workflow, name)} cannot be pickled ({type(e).__name__}: {e}); make it when "
+            "an episode first needs it, or use rollout.workers=0"
+        ) from e
+    finally:
+        copies.reset(token)
+
+
+def _dumps(value: Any) -> bytes:
+    pickled: bytes = cloudpickle.dumps(value, protocol=5)
+    return pickled
+
+
+def _culprit(value: Any, name: str, depth: int = _DEPTH) -> str:
+    """Returns the innermost part of a value that cannot be pickled, by its path and type."""
+    for part_name, part in _parts(value) if depth else ():
+        try:
+            _dumps(part)
+        except Exception:
+            return _culprit(part, name + part_name, depth - 1)
+    return f"{name}, a {type(value).__name__},"
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        yield from ((f"[{key!r}]", part) for key, part in value.items())
+    elif isinstance(value, list | tuple):
+        yield from ((f"[{i}]", part) for i, part in enumerate(value))
+    else:
+        yield from ((f".{key}", part) for key, part in getattr(value, "__dict__", {}).items())
 
 
 class _Pickler(pickle.Pickler):

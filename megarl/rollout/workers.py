@@ -21,7 +21,6 @@ from megarl.rollout.episode_context import Answer, AnswerLog
 from megarl.rollout.episodes import Episode
 from megarl.rollout.generation import SETTLE_TIMEOUT
 from megarl.rollout.loop_thread import add_counts
-from megarl.rollout.pickling import pickled_workflow
 from megarl.rollout.worker import (
     ABOUT,
     BEGIN,
@@ -29,6 +28,7 @@ from megarl.rollout.worker import (
     HEAR_TIMEOUT,
     TELL,
     ClientState,
+    pickled_workflow,
     state_of,
     unpacked,
 )

@@ -35,8 +35,8 @@ from megarl.rollout.chat import MixedWorkflow
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.rollout.executor import RolloutExecutor
 from megarl.rollout.local import SGLangEngine
-from megarl.rollout.pickling import pickled_workflow
 from megarl.rollout.rewards import RewardPool, check_rows, reward_of, shared_pool
+from megarl.rollout.worker import pickled_workflow
 from megarl.trainer.rollout_metrics import completions
 from megarl.trainer.saver import Frequency
 from megarl.trainer.scores import figures, final_answers

@@ -31,11 +31,10 @@ from megarl.rollout.chat import MixedWorkflow
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.rollout.episode_context import AnswerLog, attempt_key
 from megarl.rollout.generation import Sample
-from megarl.rollout.pickling import pickled_workflow, share
 from megarl.rollout.rewards import RewardPool, get_reward_fn
 from megarl.rollout.rewards.judge import JudgeReward
-from megarl.rollout.rewards.pool import close_copies
-from megarl.rollout.worker import HEAR, EpisodeWorker, packed, unpacked
+from megarl.rollout.rewards.pool import close_copies, share
+from megarl.rollout.worker import HEAR, EpisodeWorker, packed, pickled_workflow, unpacked
 from megarl.rollout.workers import MOST_DEATHS, WorkerPool, WorkersLost
 from megarl.rollout.workflows.agent import AgentWorkflow
 from megarl.rollout.workflows.env import EnvWorkflow

@@ -19,13 +19,13 @@ import traceback
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any
 
 from megarl.observability.logging import get_logger
-from megarl.rollout.pickling import share
 from megarl.rollout.rewards.results import (
     RewardError,
     RewardFn,
@@ -57,6 +57,15 @@ _NEVER_BEGAN = (
     ": the worker process ended before it began (the import of its module may have ended it; and a "
     "script that makes a RewardPool needs `if __name__ == '__main__'`: workers import it)"
 )
+
+
+copies: ContextVar[int] = ContextVar("copies", default=1)  # of what is being pickled
+
+
+def share(count: int) -> int:
+    """Returns how many of `count`, a bound such as on processes or requests, the copy that is being
+    pickled may use, so that all copies together keep it as far as each has one."""
+    return -(-count // copies.get())
 
 
 def _serve(pipe: Connection) -> None:
