@@ -43,7 +43,7 @@ CLOSE_TIMEOUT = 5.0  # of a resume at the end
 LEARN = 1 / 64  # weight of the latest answer in the mean that tells how long the next will be
 
 
-class State(Enum):
+class ServerState(Enum):
     """Says what a server gets; the value of each state is its meaning."""
 
     SERVING = "gets requests and control calls"
@@ -63,7 +63,7 @@ class Server:
     """
 
     address: str
-    state: State = State.SERVING
+    state: ServerState = ServerState.SERVING
     outstanding: float = 0.0
     silent: bool = False
     rests_until: float = 0.0
@@ -158,12 +158,12 @@ class ServerPool:
     def serving(self) -> list[Server]:
         """Returns the servers that get requests: a joining one is paused, and holds a request until
         it has the weights, but is better than none."""
-        return [s for s in self._servers if s.state is State.SERVING] or self.present
+        return [s for s in self._servers if s.state is ServerState.SERVING] or self.present
 
     @property
     def present(self) -> list[Server]:
         """Returns the servers that are not lost."""
-        return [s for s in self._servers if s.state is not State.LOST]
+        return [s for s in self._servers if s.state is not ServerState.LOST]
 
     def drop(self, lost: Mapping[str, object], *, bound: str = "") -> None:
         """Goes on without the servers `lost` (address -> reason). Raises RuntimeError if no other
@@ -172,7 +172,7 @@ class ServerPool:
         if not newly:
             return
         for server in newly:
-            server.state = State.LOST
+            server.state = ServerState.LOST
             for call in server.generating:
                 call.cancel()
         left = len(self.present)
@@ -186,7 +186,7 @@ class ServerPool:
         """Notes that all servers that are not lost serve `version` now."""
         self.version = str(version)
         for server in self.present:
-            server.state, server.empty = State.SERVING, False
+            server.state, server.empty = ServerState.SERVING, False
         self.changed()
 
     def follow(self, addresses: Sequence[str], version: str | None) -> None:
@@ -195,7 +195,7 @@ class ServerPool:
         known = {s.address: s for s in self._servers}
         self._servers = [known[a] if a in known else Server(a) for a in addresses]
         for server in self._servers:
-            server.state = State.SERVING
+            server.state = ServerState.SERVING
         for call in (c for s in known.values() if s.address not in addresses for c in s.generating):
             call.cancel()
         self.version = version
@@ -228,10 +228,10 @@ class ServerPool:
         the others are let go, unless no server would be left."""
         if listed is not None:
             self._add(listed)
-        lost = [s for s in self._servers if s.state is State.LOST]
+        lost = [s for s in self._servers if s.state is ServerState.LOST]
         returned = await asyncio.gather(*(self._is_back(s, body) for s in lost))
         for server in (s for s, back in zip(lost, returned, strict=True) if back):
-            server.state, server.silent = State.JOINING, False
+            server.state, server.silent = ServerState.JOINING, False
             log.info("server %s is back: it gets the weights of this update", server.address)
         for server in self.present:
             server.paused = True
@@ -250,7 +250,7 @@ class ServerPool:
         """Takes the listed servers that are new for lost ones, which join when they answer."""
         for address in dict.fromkeys(listed):
             if address not in [s.address for s in self._servers]:
-                self._servers.append(Server(address, state=State.LOST))
+                self._servers.append(Server(address, state=ServerState.LOST))
                 log.info("server %s is new: it joins at the update at which it answers", address)
 
     async def _let_go(self, listed: Sequence[str]) -> None:
@@ -294,7 +294,7 @@ class ServerPool:
         answers = await asyncio.gather(*map(self._leave, paused), return_exceptions=True)
         for server, answer in zip(paused, answers, strict=True):
             if isinstance(answer, Exception):
-                expected = server.state is State.LOST and not server.empty
+                expected = server.state is ServerState.LOST and not server.empty
                 log.log(DEBUG if expected else WARNING, "left paused: %s", answer)
 
     async def _leave(self, server: Server) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from megarl.config.rollout import RolloutConfig, WeightSyncConfig
 from megarl.rollout.client import RemoteSGLangEngine
-from megarl.rollout.servers import State
+from megarl.rollout.servers import ServerState
 from tests.unit.rollout_fakes import FakeServer
 
 PATHS = ("/release_memory_occupation", "/resume_memory_occupation", "/flush_cache")
@@ -91,7 +91,7 @@ def test_a_lost_server_is_remembered_and_joins_as_it_is(
         ("default", None, True, ["weights", "kv_cache", "cuda_graph"]),
         ("3", None, False, None),
     ):
-        lost.state, lost.released, back.weight_version = State.LOST, released, version
+        lost.state, lost.released, back.weight_version = ServerState.LOST, released, version
         back.calls.clear()
         client.pause()
         memory.release(("weights", "kv_cache"))
