@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import uuid
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, TypedDict
 
 from megarl.api.batch import Padded
@@ -17,7 +16,7 @@ from megarl.config.rollout import GenerationHyperparameters
 from megarl.config.script import REWARD_KEYS, note_read
 from megarl.observability.logging import get_logger
 from megarl.rollout.episode_context import attempt_key, seed_version, stable_seed
-from megarl.rollout.loop_thread import add_counts
+from megarl.rollout.loop_thread import add_counts, all_of
 from megarl.rollout.rewards import (
     RewardPool,
     reward_arguments,
@@ -231,16 +230,3 @@ class MixedWorkflow(RolloutWorkflow):
 def _turn(sample: Trajectory) -> tuple[int, ...]:
     """Returns the part of a seed's key that tells later turns from the first."""
     return (len(sample.answers),) if sample.answers else ()
-
-
-async def all_of(coros: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """Returns the results of all coroutines; the first error cancels the rest, and is raised once
-    they have ended, so that what they use is closed."""
-    tasks = [asyncio.ensure_future(c) for c in coros]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)

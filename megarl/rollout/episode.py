@@ -33,7 +33,7 @@ from megarl.observability.logging import get_logger
 from megarl.observability.timeline import EPISODES, timeline
 from megarl.rollout.episode_context import EpisodeContext, Home, current_episode
 from megarl.rollout.episodes import Episode, Failed, Runner, by_kind
-from megarl.rollout.loop_thread import PauseClock
+from megarl.rollout.loop_thread import PauseClock, all_of
 from megarl.rollout.rewards.results import RewardError, fails_sample
 
 log = get_logger(__name__)
@@ -146,13 +146,7 @@ async def run_all(episodes: Sequence[Episode], width: int, run: Runner) -> None:
         if episode.error is not None:
             raise episode.error
 
-    tasks = [asyncio.ensure_future(one(e)) for e in episodes]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    await all_of(one(episode) for episode in episodes)
 
 
 def conclude(episode: Episode) -> None:

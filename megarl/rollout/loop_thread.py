@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import Any, Protocol, TypeVar
@@ -361,6 +361,19 @@ async def _close(thing: Closable) -> None:
             await thing.aclose()
     except Exception as e:
         log.warning("%s did not close: %s: %s", type(thing).__name__, type(e).__name__, e)
+
+
+async def all_of(coros: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """Returns the results of all coroutines; the first error cancels the rest, and is raised once
+    they have ended, so that what they use is closed."""
+    tasks = [asyncio.ensure_future(c) for c in coros]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
 
 
 # -- counts of what happens in the rollouts of this process, until somebody takes them

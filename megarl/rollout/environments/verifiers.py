@@ -17,7 +17,6 @@ from megarl.api.inference import SAMPLES_MISSING, InferenceEngine, RolloutWorkfl
 from megarl.config.dataset import DatasetConfig
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.observability.logging import get_logger
-from megarl.rollout.chat import all_of
 from megarl.rollout.environments.client import (
     EnvironmentConfig,
     WorkerError,
@@ -26,6 +25,7 @@ from megarl.rollout.environments.client import (
 )
 from megarl.rollout.episode_context import attempt_key
 from megarl.rollout.gateway.session import MODEL, Session
+from megarl.rollout.loop_thread import all_of
 from megarl.rollout.trajectory import Trajectory, Turn, to_batch
 
 log = get_logger(__name__)

@@ -12,10 +12,10 @@ from megarl.api.batch import Padded
 from megarl.api.inference import InferenceEngine
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.observability.logging import get_logger
-from megarl.rollout.chat import ChatOptions, ChatWorkflow, all_of
+from megarl.rollout.chat import ChatOptions, ChatWorkflow
 from megarl.rollout.episode_context import attempt_key
 from megarl.rollout.gateway.session import MOST_REWARD, Session
-from megarl.rollout.loop_thread import ThreadsExhausted, call
+from megarl.rollout.loop_thread import ThreadsExhausted, all_of, call
 from megarl.rollout.rewards import no_reward
 from megarl.rollout.trajectory import Trajectory, to_batch
 from megarl.utils.importing import load_object

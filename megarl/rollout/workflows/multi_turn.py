@@ -14,8 +14,8 @@ from megarl.api.batch import Padded
 from megarl.api.inference import InferenceEngine
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.observability.logging import get_logger
-from megarl.rollout.chat import ChatOptions, ChatWorkflow, all_of
-from megarl.rollout.loop_thread import ThreadsExhausted, call, closing
+from megarl.rollout.chat import ChatOptions, ChatWorkflow
+from megarl.rollout.loop_thread import ThreadsExhausted, all_of, call, closing
 from megarl.rollout.trajectory import Trajectory, to_batch
 from megarl.utils.importing import load_object, option_problems
 
