@@ -433,7 +433,7 @@ def test_partners_of_an_episode_that_ends_before_they_speak_are_closed(tokenizer
         (TOOL, {"tools": ["math:nothing"]}, "math has no nothing"),
         (TOOL, {"tools": ["math:pi"]}, "tool math:pi: a float"),
         (TOOL, {"tools": [{"mpc": 1}]}, "tool {'mpc': 1}: use 'pkg.module:function'"),
-        (TOOL, {"tools": [{"mcp": {"path": "x"}}]}, "the keys are command, env, url, timeout"),
+        (TOOL, {"tools": [{"mcp": {"path": "x"}}]}, "it takes command, env, url, timeout"),
         (TOOL, {"tools": [{"mcp": {}}]}, "mcp: command=[], url='': give one of both"),
         (TOOL, {"tools": [f"{HERE}:times", f"{HERE}:times"]}, "'times' is registered already"),
         (
