@@ -180,11 +180,10 @@ class Chaos:
     def kill_all(self) -> None:
         """As a host does that loses its power."""
         self.one(TRAINER)
-        for pid in self.mark.left():
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+        while pids := self.mark.left():  # one may be born while the others are killed
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     def stop(self, kind: str, seconds: tuple[float, float] | None) -> None:
         """SIGSTOP; `seconds`, drawn between two bounds, until SIGCONT, None for ever."""
