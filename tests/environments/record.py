@@ -16,7 +16,7 @@ from megarl.config.dataset import DatasetConfig
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.rollout.environments import verifiers
 from megarl.rollout.environments.client import EnvironmentConfig, shared_workers
-from megarl.rollout.gateway import token_ids
+from megarl.rollout.gateway.messages import TokenRequest
 from tests.tiny_tokenizer import save_tokenizer
 from tests.unit.test_environments import GatewayEngine
 
@@ -40,7 +40,7 @@ async def record(rows: list[Any], path: Path, calls: list[Any]) -> Any:
             return answer
 
     verifiers.shared_workers = Spy  # type: ignore[assignment]
-    read, write = token_ids.read, token_ids.write
+    read, write = TokenRequest.read, TokenRequest.answer
 
     def reading(body: Any, *, trace: str) -> Any:
         calls.append({"trace": trace, "body": json.loads(json.dumps(body))})
@@ -51,7 +51,7 @@ async def record(rows: list[Any], path: Path, calls: list[Any]) -> Any:
         calls[-1]["answer"] = {"choices": answer["choices"]}
         return answer
 
-    token_ids.read, token_ids.write = reading, writing  # type: ignore[assignment]
+    TokenRequest.read, TokenRequest.answer = reading, writing  # type: ignore
     async with GatewayEngine(tokenizer) as engine:
         await workflow.arun_episode(engine, rows[0])  # type: ignore[arg-type]
     await ask(EnvironmentConfig.read(rows[0]["environment"])).close()

@@ -36,9 +36,8 @@ from megarl.rollout.environments.verifiers import (
 )
 from megarl.rollout.episode import run_episode
 from megarl.rollout.episodes import Episode
-from megarl.rollout.gateway import token_ids
 from megarl.rollout.gateway.gateway import Gateway
-from megarl.rollout.gateway.messages import GatewayConfig
+from megarl.rollout.gateway.messages import GatewayConfig, TokenRequest
 from megarl.rollout.gateway.session import Session
 from megarl.rollout.trajectory import Trajectory
 from tests.tiny_tokenizer import save_tokenizer
@@ -261,23 +260,23 @@ def test_what_generate_refuses(tokenizer: Any) -> None:
 
 def test_routes_go_to_clients_that_are_no_workers() -> None:
     response = answer([1, 2], [3], -0.5)
-    asked = token_ids.read({"token_ids": [1, 2], "sampling_params": {}}, trace="")
-    assert "routed_experts" not in token_ids.write(asked, "a", response)["choices"][0]
+    asked = TokenRequest.read({"token_ids": [1, 2], "sampling_params": {}}, trace="")
+    assert "routed_experts" not in asked.answer("a", response)["choices"][0]
     response.routed_experts = torch.tensor([[[0, 2]], [[1, 3]]], dtype=torch.int16)
-    found = token_ids.write(asked, "a", response)["choices"][0]["routed_experts"]
+    found = asked.answer("a", response)["choices"][0]["routed_experts"]
     assert next(iter(found)) == "data" and base64.b64decode(found["data"]) == bytes([0, 2, 1, 3])
     assert (found["shape"], found["dtype"], found["start"]) == ([2, 1, 2], "uint8", 0)
     body = {"token_ids": [1, 2], "sampling_params": {"routed_experts_prompt_start": 1}}
-    later = token_ids.write(token_ids.read(body, trace=""), "a", response)["choices"][0]
+    later = TokenRequest.read(body, trace="").answer("a", response)["choices"][0]
     assert base64.b64decode(later["routed_experts"]["data"]) == bytes([1, 3])
     response.routes_from = 1
-    assert "routed_experts" not in token_ids.write(asked, "a", response)["choices"][0]
+    assert "routed_experts" not in asked.answer("a", response)["choices"][0]
     response.routes_from = 0
     body["sampling_params"] = {"session": "s"}
-    ours = token_ids.write(token_ids.read(body, trace=""), "a", response)["choices"][0]
+    ours = TokenRequest.read(body, trace="").answer("a", response)["choices"][0]
     response.routed_experts[0] = -1
     assert "routed_experts" not in ours
-    assert "routed_experts" not in token_ids.write(asked, "a", response)["choices"][0]
+    assert "routed_experts" not in asked.answer("a", response)["choices"][0]
 
 
 # -- traces against what was recorded

@@ -24,13 +24,14 @@ from starlette.routing import Route
 from megarl.api.inference import InferenceEngine
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.observability.logging import get_logger
-from megarl.rollout.gateway import anthropic, openai_chat, responses, token_ids
+from megarl.rollout.gateway import anthropic, openai_chat, responses
 from megarl.rollout.gateway.messages import (
     BadRequest,
     CallParser,
     ChatRequest,
     GatewayConfig,
     Renderer,
+    TokenRequest,
     call_parser,
 )
 from megarl.rollout.gateway.session import MODEL, Answer, Session, ended
@@ -231,11 +232,11 @@ class Gateway:
         that the body of a worker of environments names."""
         self._check_known(request)  # before the body, which is long, is read
         trace = request.headers.get("x-session-id", "")
-        wanted = token_ids.read(await _read(request), trace=trace)
+        wanted = TokenRequest.read(await _read(request), trace=trace)
         session = self._session_of(request, wanted.session)
         work = asyncio.ensure_future(session.generate(wanted))
         await _wait(request, work)
-        return _answer(token_ids.write(wanted, uuid.uuid4().hex, work.result()))
+        return _answer(wanted.answer(uuid.uuid4().hex, work.result()))
 
     async def _reward(self, request: Request) -> Response:
         """Takes {"reward": r}, and with "id" the reward of one answer alone."""

@@ -27,9 +27,9 @@ from megarl.rollout.gateway.messages import (
     GatewayConfig,
     Message,
     Renderer,
+    TokenRequest,
     digest,
 )
-from megarl.rollout.gateway.token_ids import TokenRequest
 from megarl.rollout.trajectory import Trajectory, Turn
 
 T = TypeVar("T")
