@@ -258,23 +258,22 @@ def stuck_threads() -> int:
 
 def _start(fn: Callable[[], Any]) -> Outcome:
     """Starts a thread that calls `fn`."""
-    outcome, context = Outcome(), contextvars.copy_context()
-    outcome.set_running_or_notify_cancel()  # nothing can cancel it
+    context = contextvars.copy_context()
 
-    def run() -> None:
+    def run() -> tuple[Any, BaseException | None]:
         try:
-            outcome.set_result((context.run(fn), None))
+            return context.run(fn), None
         except BaseException as e:  # a future would not raise all of them as they are
-            outcome.set_result((None, e))
+            return None, e
 
+    run.__name__ = f"megarl {_name(fn)}"  # the thread's
     try:
-        threading.Thread(target=run, daemon=True, name=f"megarl {_name(fn)}").start()
+        return in_thread(run)
     except RuntimeError as e:
         raise ThreadsExhausted(
             f"{_name(fn)}: {e}; {threading.active_count()} threads run: lower "
             "rollout.max_concurrent_rollouts, or make it an async function"
         ) from e
-    return outcome
 
 
 async def _in_thread(fn: Callable[[], Any], timeout: float | None) -> Any:
