@@ -47,7 +47,7 @@ from megarl.observability.stats_tracker import record_timing
 from megarl.parallel import mcore
 from megarl.trainer.context import ProcessContext
 from megarl.utils.files import Fingerprint, RowDigest, full_disk_named, write_whole
-from megarl.utils.http import Deadline
+from megarl.weight_sync.servers import Deadline
 from megarl.weight_sync.verify import held_checksums
 
 log = get_logger(__name__)

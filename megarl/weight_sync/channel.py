@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from megarl.utils.env import address_towards, is_loopback
-from megarl.utils.http import Deadline, in_thread, split_address
+from megarl.utils.http import in_thread, split_address
 from megarl.utils.rendezvous import listen
 from megarl.weight_sync.plan import rank_offsets
-from megarl.weight_sync.servers import GRACE, BucketTransfer, Servers, failures
+from megarl.weight_sync.servers import GRACE, BucketTransfer, Deadline, Servers, failures
 from megarl.wire.process_group import (
     destroy_update_group,
     init_update_group,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from megarl.api.records import WeightUpdateMeta
 from megarl.config.rollout import transport_class
 from megarl.parallel.agreement import SLACK
-from megarl.utils.http import Deadline
 from megarl.weight_sync.phases import Phases
+from megarl.weight_sync.servers import Deadline
 from megarl.weight_sync.transports import Transport, WeightSource
 from megarl.wire.process_group import bounded
 

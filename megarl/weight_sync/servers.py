@@ -1,7 +1,9 @@
 """Control calls to all generation servers at once, by SGLang's HTTP protocol.
 
-The loss of one server (see utils.http) may show as another's failure first (a broadcast passed
-on by servers), so the others are looked at before anyone is blamed.
+A server is lost when the connection of its call breaks, or when it keeps its caller waiting and
+gives no sign of life for `Deadline.patience` seconds. One that is only slow has the whole deadline.
+The loss of one server may show as another's failure first (a broadcast passed on by servers), so
+the others are looked at before anyone is blamed.
 """
 
 from __future__ import annotations
@@ -17,21 +19,49 @@ import torch
 
 from megarl.api.records import INITIAL_VERSION, ServersLost
 from megarl.utils.http import (
-    LINGER,
+    LOOK_EVERY,
+    SIGN_OF_LIFE,
     STRANGER,
-    Answer,
-    Calls,
-    Deadline,
     HttpError,
-    absent,
     as_object,
+    call_json,
+    in_thread,
     shown,
-    start_calls,
-    wait_for,
 )
 
 # A broken broadcast shows sooner than the server's own words about it; wait this long for them.
 GRACE = 5.0
+LINGER = 2.0  # seconds a thread may outlive the wait for its call
+
+
+class Deadline:
+    """Ends `timeout` seconds from now. patience: seconds that a server may give no sign of life."""
+
+    def __init__(self, timeout: float, *, patience: float = 30.0) -> None:
+        self.timeout, self.patience = timeout, patience
+        self._end = time.monotonic() + timeout
+
+    @property
+    def over(self) -> bool:
+        """Returns whether the time is up."""
+        return time.monotonic() >= self._end
+
+    @property
+    def left(self) -> float:
+        """Returns the seconds left, never less than a hair, so that it can serve as a timeout."""
+        return max(0.001, self._end - time.monotonic())
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Holds a server's answer and the moment it came (time.monotonic)."""
+
+    server: str
+    value: Any
+    at: float
+
+
+Calls = Mapping[str, Future[Answer]]  # by server
 
 
 @dataclass(frozen=True)
@@ -110,16 +140,32 @@ class Servers:
         """Calls every server in a thread of its own; `body` is one for all or one per server. The
         caller waits `timeout` s and words the error; a thread ends a little later.
         """
-        return start_calls(self.addresses, method, path, body, timeout + LINGER)
+        return self._start(method, path, body, timeout, {})
 
     def follow(
         self, path: str, body: Mapping[str, Any], timeout: float
     ) -> dict[str, Future[Answer]]:
-        """Posts to every server as `start` does, to each when it has answered the call before."""
-        self._followed = calls = start_calls(
-            self.addresses, "POST", path, body, timeout + LINGER, after=self._followed
-        )
+        """Posts to every server as `start` does, to each when it has answered the call before, and
+        not at all where the wait for that answer is in vain: this call fails with the same error.
+        """
+        earlier = {s: f for s, f in self._followed.items() if not f.done()}
+        self._followed = calls = self._start("POST", path, body, timeout, earlier)
         return calls
+
+    def _start(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
+        timeout: float,
+        earlier: Calls,
+    ) -> dict[str, Future[Answer]]:
+        bodies = list(body) if isinstance(body, Sequence) else [body] * len(self.addresses)
+        timeout += LINGER
+        return {
+            server: in_thread(_call, method, server, path, b, timeout, earlier.get(server))
+            for server, b in zip(self.addresses, bodies, strict=True)
+        }
 
     def call(
         self,
@@ -279,3 +325,81 @@ def _is_open(begin: Future[Answer]) -> bool:
 def _status(future: Future[Answer]) -> int | None:
     error = future.exception() if future.done() else None
     return error.status if isinstance(error, HttpError) else None
+
+
+def wait_for(
+    calls: Calls,
+    deadline: Deadline,
+    *,
+    also: Sequence[Future[Any]] = (),
+    return_when: str = cf.ALL_COMPLETED,
+) -> dict[str, HttpError]:
+    """Waits like `cf.wait` for the calls and `also`, but not for lost servers. Returns the lost
+    ones with the reasons.
+    """
+    probes: dict[str, Future[Any]] = {}
+    while not deadline.over:
+        sides, left = [*calls.values(), *also], min(LOOK_EVERY, deadline.left)
+        done, pending = cf.wait(sides, left, return_when=return_when)
+        failed = any(f.exception() is not None for f in done)
+        if not pending or (failed and return_when == cf.FIRST_EXCEPTION):
+            break
+        for server in _silent(calls):
+            if server not in probes or (probes[server].done() and not _unanswered(probes[server])):
+                probes[server] = in_thread(sign_of_life, server, deadline.patience)
+        if lost := _failed({s: probes[s] for s in _silent(calls)}):
+            return lost
+    return broken(calls)
+
+
+def absent(calls: Calls, deadline: Deadline) -> dict[str, HttpError]:
+    """Returns the servers whose call broke, and the silent ones that give no sign of life either,
+    with the reasons.
+    """
+    patience = max(1.0, min(deadline.patience, deadline.left))
+    probes = {s: in_thread(sign_of_life, s, patience) for s in _silent(calls)}
+    cf.wait(probes.values(), patience + LINGER)
+    return broken(calls) | _failed(probes)
+
+
+def broken(calls: Calls) -> dict[str, HttpError]:
+    """Returns the servers whose connection failed before or during their call, with the reasons."""
+    failed = _failed(calls)
+    return {s: e for s, e in failed.items() if not isinstance(e.__cause__, TimeoutError)}
+
+
+def _call(
+    method: str,
+    server: str,
+    path: str,
+    body: dict[str, Any] | None,
+    timeout: float,
+    earlier: Future[Answer] | None,
+) -> Answer:
+    deadline = Deadline(timeout)
+    if earlier is not None:
+        cf.wait([earlier], timeout)
+        if (error := _unanswered(earlier)) is not None:
+            raise error
+    value = call_json(method, server, path, body, timeout=deadline.left)
+    return Answer(server, value, time.monotonic())
+
+
+def sign_of_life(server: str, patience: float) -> None:
+    """Asks a server for a sign of life. Raises an HttpError, whose status is None where no answer
+    comes within `patience` s."""
+    call_json("GET", server, SIGN_OF_LIFE, timeout=patience)
+
+
+def _silent(calls: Mapping[str, Future[Any]]) -> list[str]:
+    return [s for s, f in calls.items() if not f.done()]
+
+
+def _unanswered(call: Future[Any]) -> HttpError | None:
+    """Returns the error of a call that has ended without any answer, not even a refusal."""
+    error = call.exception() if call.done() else None
+    return error if isinstance(error, HttpError) and error.status is None else None
+
+
+def _failed(calls: Mapping[str, Future[Any]]) -> dict[str, HttpError]:
+    return {s: error for s, f in calls.items() if (error := _unanswered(f)) is not None}

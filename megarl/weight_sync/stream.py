@@ -10,11 +10,10 @@ from typing import ClassVar
 
 from megarl.api.records import WeightUpdateMeta
 from megarl.models.gather import Bucket, BucketGatherer
-from megarl.utils.http import Deadline
 from megarl.weight_sync.encoding import Ready
 from megarl.weight_sync.phases import Phases
 from megarl.weight_sync.plan import SyncPlan
-from megarl.weight_sync.servers import BucketTransfer
+from megarl.weight_sync.servers import BucketTransfer, Deadline
 from megarl.weight_sync.transports import WeightSource
 from megarl.weight_sync.verify import Verifier
 

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from megarl.api.records import WeightUpdateMeta
-from megarl.utils.http import Deadline
-from megarl.weight_sync.servers import ServerInfo, Servers
+from megarl.weight_sync.servers import Deadline, ServerInfo, Servers
 from megarl.wire import block_fp8
 from megarl.wire.checksums import tensor_checksum
 

@@ -120,7 +120,7 @@ MUTANTS = (
         ("tests/unit/test_user_code.py::test_mistakes_in_data_and_code_are_one_line",),
     ),
     Mutant(
-        "utils/http.py",
+        "weight_sync/servers.py",
         "cf.wait([earlier], timeout)",
         "cf.wait([earlier], 0)",
         (

@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM
 from megarl.api.records import ModelRequest, ModelResponse
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig, WeightSyncConfig
 from megarl.rollout.client import RemoteSGLangEngine
-from megarl.utils.http import Deadline
-from megarl.weight_sync.servers import Servers
+from megarl.weight_sync.servers import Deadline, Servers
 from tests.sglang.conftest import Pair
 from tests.sglang.servers import RealServer, hf_greedy, hf_logprobs
 from tests.teaching import check_teacher

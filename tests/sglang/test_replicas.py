@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from megarl.api.records import WeightUpdateMeta
-from megarl.utils.http import Deadline
-from megarl.weight_sync.servers import Servers
+from megarl.weight_sync.servers import Deadline, Servers
 from megarl.weight_sync.verify import Verifier
 from tests.dist.uploads import Upload, run_uploads
 from tests.dist.world import World

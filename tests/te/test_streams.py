@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from megarl.api.records import ServersLost
-from megarl.utils.http import Answer, Deadline, HttpError
+from megarl.utils.http import HttpError
 from megarl.weight_sync import channel as module
 from megarl.weight_sync.channel import UpdateChannel
-from megarl.weight_sync.servers import ServerInfo, Servers
+from megarl.weight_sync.servers import Answer, Deadline, ServerInfo, Servers
 
 SERVER = "127.0.0.1:30000"
 

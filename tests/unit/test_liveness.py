@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from megarl.rollout.calls import call_server, open_session, while_alive
-from megarl.utils.http import Answer, Calls, HttpError, accepted, start_calls
+from megarl.utils.http import HttpError, accepted
+from megarl.weight_sync.servers import Answer, Servers
 
 
 class Slow:
@@ -50,13 +51,11 @@ class Slow:
         self.http.daemon_threads = True
         threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
         self.address = f"127.0.0.1:{self.http.server_port}"
-        self.calls: Calls = {}
+        self.servers = Servers([self.address])
 
     def follow(self, path: str, body: dict[str, Any], timeout: float) -> Future[Answer]:
         """Posts when the server has answered what was posted before."""
-        address = [self.address]
-        self.calls = start_calls(address, "POST", path, body, timeout, after=self.calls)
-        return self.calls[self.address]
+        return self.servers.follow(path, body, timeout)[self.address]
 
 
 @pytest.fixture
@@ -107,10 +106,10 @@ def test_an_answer_may_be_late(slow: Slow) -> None:
         assert isinstance(error.value.__cause__, TimeoutError)
 
 
-def test_nobody_listens(slow: Slow) -> None:
-    slow.address = "127.0.0.1:1"
+def test_nobody_listens() -> None:
+    nobody = "127.0.0.1:1"
     with pytest.raises(HttpError, match=r"127\.0\.0\.1:1: /ok failed: ConnectionRefusedError"):
-        slow.follow("/ok", {}, 20).result(20)
+        Servers([nobody]).follow("/ok", {}, 20)[nobody].result(20)
 
 
 def test_an_answer_that_says_it_failed_is_an_error_whatever_its_status() -> None:

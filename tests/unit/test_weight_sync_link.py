@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.utils import http
-from megarl.utils.http import Deadline
+from megarl.weight_sync import servers
+from megarl.weight_sync.servers import Deadline
 from megarl.weight_sync.slices import link
 from megarl.weight_sync.slices.link import Link, Members, open_store
 
@@ -45,7 +45,7 @@ class Id:
 def one_id(monkeypatch: pytest.MonkeyPatch, speaker: Link) -> None:
     monkeypatch.setattr(link.uuid, "uuid4", Id)
     # the server lives, however long its replies take
-    monkeypatch.setattr(http, "sign_of_life", lambda *_: None)
+    monkeypatch.setattr(servers, "sign_of_life", lambda *_: None)
 
 
 def test_a_reply_that_comes_after_the_answer_is_taken(

@@ -17,9 +17,9 @@ import torch
 from megarl.api.records import WeightUpdateMeta
 from megarl.parallel.agreement import Agreement
 from megarl.utils.env import address_towards
-from megarl.utils.http import Answer, Deadline, HttpError, call_json, in_thread, split_address
+from megarl.utils.http import HttpError, call_json, in_thread, split_address
 from megarl.weight_sync.phases import Phases
-from megarl.weight_sync.servers import BucketTransfer, ServerInfo, Servers
+from megarl.weight_sync.servers import Answer, BucketTransfer, Deadline, ServerInfo, Servers
 from megarl.weight_sync.slices.fingerprints import Fingerprints
 from megarl.weight_sync.verify import Verifier, sample
 from megarl.wire.checksums import tensor_checksum

@@ -15,10 +15,10 @@ from megarl.api.records import WeightUpdateMeta
 from megarl.models.hf_config import read_hf_config
 from megarl.models.piece_table import build_piece_table
 from megarl.parallel.layout import Layout
-from megarl.utils.http import Deadline
 from megarl.weight_sync.buffers import BucketBuffers
 from megarl.weight_sync.phases import Phases
 from megarl.weight_sync.plan import SyncPlan, plan_sync
+from megarl.weight_sync.servers import Deadline
 from megarl.weight_sync.transports.distributed import GroupStream
 from megarl.wire.buckets import Bucket
 from tests.tiny import save_tiny

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import torch
 
-from megarl.utils.http import Deadline
 from megarl.weight_sync.encoding import PAYS
+from megarl.weight_sync.servers import Deadline
 from megarl.weight_sync.slices.link import Link
 from megarl.weight_sync.slices.messages import Group, Outgoing, Parts, pack
 from megarl.weight_sync.slices.receiver.megarl_receiver.messages import HEADS, KINDS, ROW

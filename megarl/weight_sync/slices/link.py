@@ -33,18 +33,19 @@ import torch
 import torch.distributed as dist
 
 from megarl.utils.env import JOB_TOKEN, job_token
-from megarl.utils.http import (
+from megarl.utils.http import call_json, in_thread
+from megarl.utils.rendezvous import listen
+from megarl.weight_sync.servers import (
+    GRACE,
     LINGER,
     Answer,
     Calls,
     Deadline,
     absent,
-    call_json,
-    in_thread,
+    failures,
+    raise_if_lost,
     wait_for,
 )
-from megarl.utils.rendezvous import listen
-from megarl.weight_sync.servers import GRACE, failures, raise_if_lost
 from megarl.weight_sync.slices import LOADER
 from megarl.weight_sync.slices.receiver.megarl_receiver.mailbox import Mailbox
 from megarl.wire.process_group import destroy_update_group, init_update_group, set_group_timeout

@@ -10,7 +10,7 @@ import torch
 
 from megarl.models.ops import Shape
 from megarl.models.piece_table import PieceTable
-from megarl.utils.http import Deadline
+from megarl.weight_sync.servers import Deadline
 from megarl.weight_sync.slices.link import Link
 
 PackedTables = list[tuple[str, list[bytes]]]  # by server, and its ranks

@@ -30,11 +30,11 @@ from megarl.api.records import ServersLost, WeightUpdateMeta
 from megarl.models.gather import export_dtype
 from megarl.models.piece_table import PieceTable
 from megarl.utils.env import is_here, is_loopback
-from megarl.utils.http import Deadline, in_thread, split_address
+from megarl.utils.http import in_thread, split_address
 from megarl.weight_sync.channel import CLOSE_TIMEOUT, address_for
 from megarl.weight_sync.phases import Phases
 from megarl.weight_sync.plan import load_body
-from megarl.weight_sync.servers import GRACE, ServerInfo, Servers
+from megarl.weight_sync.servers import GRACE, Deadline, ServerInfo, Servers
 from megarl.weight_sync.slices import refusals
 from megarl.weight_sync.slices.changes import Names, SliceChanges
 from megarl.weight_sync.slices.figures import memory, metrics

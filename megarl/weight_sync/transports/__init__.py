@@ -21,9 +21,9 @@ from megarl.models.gather import BucketGatherer, Dtypes
 from megarl.models.piece_table import PieceTable
 from megarl.parallel.agreement import Agreement
 from megarl.parallel.layout import Layout
-from megarl.utils.http import Deadline
 from megarl.weight_sync.phases import Phases
 from megarl.weight_sync.plan import SyncPlan, difference, plan_sync, uniform_dtype
+from megarl.weight_sync.servers import Deadline
 
 if TYPE_CHECKING:
     from megarl.config.recipes import GRPOConfig

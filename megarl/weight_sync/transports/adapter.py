@@ -14,8 +14,7 @@ from typing import Any
 from megarl.api.records import ADAPTER_PREFIX, WeightUpdateMeta
 from megarl.ckpt.peft import save_peft
 from megarl.config.rollout import TRANSPORTS
-from megarl.utils.http import Deadline, wait_for
-from megarl.weight_sync.servers import Servers, raise_if_lost
+from megarl.weight_sync.servers import Deadline, Servers, raise_if_lost, wait_for
 from megarl.weight_sync.transports.disk import DirectoryTransport
 
 

@@ -27,11 +27,17 @@ from megarl.api.records import WeightUpdateMeta
 from megarl.config.rollout import TRANSPORTS
 from megarl.models.gather import Bucket
 from megarl.utils.env import is_here
-from megarl.utils.http import Deadline
 from megarl.weight_sync.encoding import Ready
 from megarl.weight_sync.phases import Phases
 from megarl.weight_sync.plan import load_body
-from megarl.weight_sync.servers import GRACE, BucketTransfer, ServerInfo, Servers, failures
+from megarl.weight_sync.servers import (
+    GRACE,
+    BucketTransfer,
+    Deadline,
+    ServerInfo,
+    Servers,
+    failures,
+)
 from megarl.weight_sync.slices.fingerprints import Fingerprints
 from megarl.weight_sync.stream import BucketStream
 from megarl.weight_sync.transports import Transport, WeightSource

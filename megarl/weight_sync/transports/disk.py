@@ -11,9 +11,8 @@ from megarl.api.records import WeightUpdateMeta
 from megarl.ckpt.hf import save_hf
 from megarl.ckpt.safetensors_files import SafetensorsDir
 from megarl.config.rollout import TRANSPORTS
-from megarl.utils.http import Deadline
 from megarl.weight_sync.phases import Phases
-from megarl.weight_sync.servers import Servers
+from megarl.weight_sync.servers import Deadline, Servers
 from megarl.weight_sync.transports import Transport, WeightSource
 from megarl.weight_sync.verify import Verifier
 

@@ -22,14 +22,13 @@ from functools import partial
 from megarl.api.records import WeightUpdateMeta
 from megarl.config.rollout import TRANSPORTS
 from megarl.models.gather import Bucket, BucketGatherer
-from megarl.utils.http import Deadline
 from megarl.weight_sync.buffers import BucketBuffers
 from megarl.weight_sync.channel import UpdateChannel
 from megarl.weight_sync.encoding import Changes, DeltaBase, Ready, quantize_bucket
 from megarl.weight_sync.phases import Phases
 from megarl.weight_sync.plan import SyncPlan, update_body
 from megarl.weight_sync.senders import split_budget, spread_senders
-from megarl.weight_sync.servers import BucketTransfer, Servers
+from megarl.weight_sync.servers import BucketTransfer, Deadline, Servers
 from megarl.weight_sync.slices.fingerprints import Fingerprints
 from megarl.weight_sync.slices.sync import SliceSync
 from megarl.weight_sync.stream import BucketStream
