@@ -107,8 +107,8 @@ class Batch:
         """
         comm = comm_or_default(comm)
         parts = [padded] if isinstance(padded, Mapping) else list(padded or ())
-        found = gather_rows(parts, comm)
-        return Batch(found.lengths, found.per_sample, found.per_token, home=found.home, comm=comm)
+        lengths, per_sample, per_token, home = gather_rows(parts, comm)
+        return Batch(lengths, per_sample, per_token, home=home, comm=comm)
 
     # -- fields
 

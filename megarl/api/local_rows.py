@@ -4,7 +4,6 @@ order."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,16 +23,8 @@ from megarl.api.tokens import (
     row_lengths,
 )
 
-
-@dataclass(frozen=True)
-class Rows:
-    """Holds all rows: lengths [B] and per-sample fields [B] everywhere, tokens at their
-    home."""
-
-    lengths: Tensor
-    per_sample: dict[str, Tensor]
-    per_token: dict[str, Tokens]
-    home: Home
+# of a batch: lengths [B] and per-sample fields [B] everywhere, tokens and their home
+Rows = tuple[Tensor, dict[str, Tensor], dict[str, Tokens], Home]
 
 
 def gather_rows(parts: Sequence[Mapping[str, Tensor]], comm: Comm | None) -> Rows:
@@ -67,7 +58,7 @@ def gather_rows(parts: Sequence[Mapping[str, Tensor]], comm: Comm | None) -> Row
     mine = order[drivers[order] == rank]
     mine = mine - int((drivers < rank).sum())  # my rows, as I have them, in the batch's order
     tokens = {k: f for k, f in whole["fields"].items() if f[2]}
-    return Rows(
+    return (
         torch.cat(everyones)[order],
         {k: torch.cat(v)[order] for k, v in per_sample.items()},
         {k: _ragged(parts, k, mine, lengths, f) for k, f in tokens.items()},

@@ -95,26 +95,12 @@ def build_dataset(
         if apart_from is not None:
             sources = apart(sources, part, apart_from.prompts, overlap)
         prompts.update(prompt_key(row, part) for row in sources)
-        rows = _with_tokens(sources, part, tokenizer, purpose, first_id, name)
+        named = {DATASET: name} if name else {}
+        with_tokens = enumerate(encode_rows(sources, part, tokenizer, purpose), start=first_id)
+        rows = _short_enough([{"row_id": i} | row | named for i, row in with_tokens], part)
         parts[name] = range(len(encoded), len(encoded) + len(rows))
         encoded, first_id = encoded + rows, first_id + len(sources)
     return RowDataset(encoded, prompts=frozenset(prompts), parts=parts)
-
-
-def _with_tokens(
-    sources: Sequence[Row],
-    cfg: SourceConfig,
-    tokenizer: Any,
-    purpose: str,
-    first_id: int,
-    name: str,
-) -> list[Row]:
-    """Returns the rows of one source with their tokens, numbered from `first_id`; `name` is its
-    part's in a mixture."""
-    named = {DATASET: name} if name else {}
-    encoded = enumerate(encode_rows(sources, cfg, tokenizer, purpose))
-    rows = [{"row_id": first_id + i} | row | named for i, row in encoded]
-    return _short_enough(rows, cfg)
 
 
 def _length(row: Row) -> int:
@@ -181,7 +167,12 @@ def build_dataloader(
     generator = torch.Generator().manual_seed(seed)
     sampler: Any = RandomSampler(dataset, generator=generator) if cfg.shuffle else None  # type: ignore[arg-type]
     if cfg.parts or cfg.curriculum is not None:
-        sampler = _draws(dataset, cfg, seed)
+        if not isinstance(dataset, RowDataset):
+            raise ValueError(
+                f"a {type(dataset).__name__} does not know the parts of a mixture, nor the row_id "
+                "that a curriculum goes by; make it with build_dataset"
+            )
+        sampler = Draws(dataset, cfg, seed=seed)
     if cfg.sampler.type:
         make = load_object(cfg.sampler.type, what="sampler")
         sampler = make(dataset, seed=seed, **cfg.sampler.options)
@@ -201,15 +192,6 @@ def go_on(loader: StatefulDataLoader[Any], state: dict[str, Any]) -> None:
     may do long after it has told it of pass rates."""
     loader.load_state_dict(state)
     loader.state_dict()
-
-
-def _draws(dataset: Dataset[Row], cfg: DatasetConfig, seed: int) -> Draws:
-    if not isinstance(dataset, RowDataset):
-        raise ValueError(
-            f"a {type(dataset).__name__} does not know the parts of a mixture, nor the row_id that "
-            "a curriculum goes by; make it with build_dataset"
-        )
-    return Draws(dataset, cfg, seed=seed)
 
 
 def collator(

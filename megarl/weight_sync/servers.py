@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import concurrent.futures as cf
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -136,36 +136,28 @@ class Servers:
         timeout: float,
         *,
         method: str = "POST",
+        after: Calls | None = None,
     ) -> dict[str, Future[Answer]]:
         """Calls every server in a thread of its own; `body` is one for all or one per server. The
         caller waits `timeout` s and words the error; a thread ends a little later.
+
+        after: earlier calls. A server gets this one when it has answered its own of them, and not
+        at all where the wait for that answer is in vain: this call fails with the same error.
         """
-        return self._start(method, path, body, timeout, {})
+        bodies = list(body) if isinstance(body, Sequence) else [body] * len(self.addresses)
+        earlier = {s: f for s, f in (after or {}).items() if not f.done()}
+        rest = timeout + LINGER
+        return {
+            server: in_thread(_call, method, server, path, b, rest, earlier.get(server))
+            for server, b in zip(self.addresses, bodies, strict=True)
+        }
 
     def follow(
         self, path: str, body: Mapping[str, Any], timeout: float
     ) -> dict[str, Future[Answer]]:
-        """Posts to every server as `start` does, to each when it has answered the call before, and
-        not at all where the wait for that answer is in vain: this call fails with the same error.
-        """
-        earlier = {s: f for s, f in self._followed.items() if not f.done()}
-        self._followed = calls = self._start("POST", path, body, timeout, earlier)
+        """Posts to every server as `start` does, to each when it has answered the call before."""
+        self._followed = calls = self.start(path, body, timeout, after=self._followed)
         return calls
-
-    def _start(
-        self,
-        method: str,
-        path: str,
-        body: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
-        timeout: float,
-        earlier: Calls,
-    ) -> dict[str, Future[Answer]]:
-        bodies = list(body) if isinstance(body, Sequence) else [body] * len(self.addresses)
-        timeout += LINGER
-        return {
-            server: in_thread(_call, method, server, path, b, timeout, earlier.get(server))
-            for server, b in zip(self.addresses, bodies, strict=True)
-        }
 
     def call(
         self,
@@ -217,7 +209,7 @@ class Servers:
         path, body = "/begin_weight_update", {"selector": "all"}
         calls = self.start(path, body, deadline.left)
         raise_if_lost(wait_for(calls, deadline), path)
-        if stale := [s for s, f in calls.items() if _is_open(f)]:
+        if stale := [s for s, e in _refused(calls) if "already open" in e.reason]:
             others = Servers(stale)
             _finish_session("/end_weight_update", others._end(deadline.left), deadline)
             calls |= others.start(path, body, deadline.left)
@@ -311,20 +303,9 @@ def _finish(path: str, calls: Calls, deadline: Deadline) -> dict[str, Any]:
 def _finish_session(path: str, calls: Calls, deadline: Deadline) -> bool:
     """Returns whether any of the servers knows sessions."""
     raise_if_lost(wait_for(calls, deadline), path)
-    unknown = {s for s, f in calls.items() if _status(f) == 404}
+    unknown = {s for s, e in _refused(calls) if e.status == 404}
     _finish(path, {s: f for s, f in calls.items() if s not in unknown}, deadline)
     return len(unknown) < len(calls)
-
-
-def _is_open(begin: Future[Answer]) -> bool:
-    """Returns whether SGLang refused to begin a session because there is one."""
-    error = begin.exception() if begin.done() else None
-    return isinstance(error, HttpError) and "already open" in error.reason
-
-
-def _status(future: Future[Answer]) -> int | None:
-    error = future.exception() if future.done() else None
-    return error.status if isinstance(error, HttpError) else None
 
 
 def wait_for(
@@ -395,11 +376,17 @@ def _silent(calls: Mapping[str, Future[Any]]) -> list[str]:
     return [s for s, f in calls.items() if not f.done()]
 
 
+def _refused(calls: Calls) -> Iterator[tuple[str, HttpError]]:
+    """Yields the servers whose call has ended with an error, and the error."""
+    for server, call in calls.items():
+        if call.done() and isinstance(error := call.exception(), HttpError):
+            yield server, error
+
+
 def _unanswered(call: Future[Any]) -> HttpError | None:
     """Returns the error of a call that has ended without any answer, not even a refusal."""
-    error = call.exception() if call.done() else None
-    return error if isinstance(error, HttpError) and error.status is None else None
+    return _failed({"": call}).get("")
 
 
 def _failed(calls: Mapping[str, Future[Any]]) -> dict[str, HttpError]:
-    return {s: error for s, f in calls.items() if (error := _unanswered(f)) is not None}
+    return {server: error for server, error in _refused(calls) if error.status is None}
