@@ -89,13 +89,12 @@ class Timeline:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Records a phase, and says meanwhile that the process is in it (`phase_now`)."""
-        start, begun = time.time(), time.perf_counter()
-        self._phases.append((name, start))
+        self._phases.append((name, time.time()))
         try:
-            yield
+            with self.span(PHASES, name):
+                yield
         finally:
             self._phases.pop()
-            self.record(PHASES, name, start, time.perf_counter() - begun)
 
     def phase_now(self) -> tuple[str, float] | None:
         """Returns the innermost phase that has begun and when, in Unix seconds; None outside."""
