@@ -229,8 +229,8 @@ MUTANTS = (
     ),
     Mutant(
         "rollout/gateway/session.py",
-        "and chat.tools == tools",
-        "and True",
+        "if chat.tools == tools and all(a.key == b.key for a, b in begins):",
+        "if all(a.key == b.key for a, b in begins):",
         ("tests/unit/test_gateway.py::test_a_chat_goes_on_with_the_same_tools_alone",),
     ),
     Mutant(

@@ -296,14 +296,12 @@ class Session:
         if not self._config.reuse:
             return None
         tools = digest(request.tools)
-        beginnings = [
-            chat
-            for chat in self._chats
-            if len(chat.messages) < len(request.messages)
-            and chat.tools == tools
-            and all(a.key == b.key for a, b in zip(chat.messages, request.messages, strict=False))
-        ]
-        return max(beginnings, key=lambda chat: len(chat.messages), default=None)
+        chats = sorted(self._chats, key=lambda chat: len(chat.messages), reverse=True)
+        for chat in (c for c in chats if len(c.messages) < len(request.messages)):
+            begins = zip(chat.messages, request.messages, strict=False)
+            if chat.tools == tools and all(a.key == b.key for a, b in begins):
+                return chat
+        return None
 
     def _started(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         return asyncio.get_running_loop().create_task(work, context=self._context)
