@@ -141,13 +141,13 @@ class Endpoints:
         mode = (await read_json(request, required=False)).get("mode", "abort")
         if mode not in PAUSE_MODES:
             raise ServerError(f"mode={mode!r}: use one of {', '.join(PAUSE_MODES)}")
-        await asyncio.wrap_future(self.core.scheduler.pause(mode))
+        await self.core.run(self.core.scheduler.pause, mode)
         return answer({"message": "Generation paused successfully.", "status": "ok"})
 
     async def continue_generation(self, request: Request) -> Response:
         """Goes on after a pause."""
         await read_json(request)  # SGLang requires a body; so does this server
-        await asyncio.wrap_future(self.core.scheduler.resume())
+        await self.core.run(self.core.scheduler.resume)
         return answer({"message": "Generation continued successfully.", "status": "ok"})
 
     async def flush_cache(self, request: Request) -> Response:

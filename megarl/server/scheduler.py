@@ -148,16 +148,23 @@ class Scheduler:
         """Aborts the sequences of which `chosen` is true, where they are not finished."""
         self._inbox.put(lambda: self._abort(chosen))
 
-    def pause(self, mode: str) -> Future[Any]:
+    # ---- the scheduler's thread only: the loop
+
+    def pause(self, mode: str) -> None:
         """Stops generation; `mode` is one of PAUSE_MODES: abort ends what runs, retract puts it
         back into the queue, in_place leaves it in its rows."""
-        return self.call(lambda: self._pause(mode))
+        self.paused = True
+        if mode == "abort":
+            self._abort(lambda s: True)
+        elif mode == "retract":
+            retracted = self._take_running()
+            for s in retracted:
+                s.retractions += 1
+            self.waiting.extendleft(reversed(retracted))
 
-    def resume(self) -> Future[Any]:
+    def resume(self) -> None:
         """Ends a pause."""
-        return self.call(lambda: setattr(self, "paused", False))
-
-    # ---- the scheduler's thread only: the loop
+        self.paused = False
 
     def flush_cache(self) -> bool:
         """Gives the KV memory back; False while sequences hold it or, unpaused, wait for it."""
@@ -232,16 +239,6 @@ class Scheduler:
         while self.waiting and not self.running and isinstance(head := self.waiting[0], Exclusive):
             self.waiting.popleft()
             head.finish()
-
-    def _pause(self, mode: str) -> None:
-        self.paused = True
-        if mode == "abort":
-            self._abort(lambda s: True)
-        elif mode == "retract":
-            retracted = self._take_running()
-            for s in retracted:
-                s.retractions += 1
-            self.waiting.extendleft(reversed(retracted))
 
     def _abort(self, chosen: Callable[[ServedSequence], bool]) -> None:
         queued = set(filter(chosen, self._queued()))

@@ -180,9 +180,9 @@ def test_a_decode_that_fails_ends_its_sequences_and_frees_their_rows(world):
 def test_a_prefill_that_fails_is_tried_one_by_one(world):
     scheduler, runner, submit, finish = world
     runner.poison = "r1"
-    scheduler.pause("in_place").result(10)
+    scheduler.call(lambda: scheduler.pause("in_place")).result(10)
     seqs = submit(3)
-    scheduler.resume().result(10)
+    scheduler.call(scheduler.resume).result(10)
     ends = [finish(s) for s in seqs]
     assert ["out of memory" in (s.error or "") for s in ends] == [False, True, False]
     assert [len(s.output) for s in ends] == [5, 0, 5]
@@ -192,10 +192,10 @@ def test_a_prefill_that_fails_is_tried_one_by_one(world):
 def test_rows_that_cannot_move_end_what_runs_once(world):
     """Of two new sequences the first is done with its first token, and the other moves."""
     scheduler, runner, submit, finish = world
-    scheduler.pause("in_place").result(10)
+    scheduler.call(lambda: scheduler.pause("in_place")).result(10)
     (short,), (long,) = submit(tokens=1), submit(tokens=6)
     runner.cache.full = True
-    scheduler.resume().result(10)
+    scheduler.call(scheduler.resume).result(10)
     assert finish(short).error is None and len(finish(short).output) == 1
     assert "out of memory" in finish(long).error
     assert [len(finish(s).output) for s in submit(2, tokens=3)] == [3, 3] and scheduler.alive
@@ -212,11 +212,11 @@ def test_torn_weights_generate_nothing(world):
     scheduler, runner, submit, finish = world
     runner.gate.clear()
     seqs = submit(6)
-    scheduler.pause("in_place")
+    scheduler.call(lambda: scheduler.pause("in_place"))
     done = scheduler.call_exclusive(lambda: scheduler.torn.append("torn"))
     runner.gate.set()
     done.result(10)
-    scheduler.resume()
+    scheduler.call(scheduler.resume)
     assert all(finish(s).error == "torn" for s in seqs)
     scheduler.call_exclusive(scheduler.torn.clear).result(10)
     assert len(finish(submit()[0]).output) == 5
@@ -240,7 +240,7 @@ def test_a_model_that_computes_nothing_any_more_ends_the_thread(world):
 
 def test_stop_aborts_what_waits(world):
     scheduler, _, submit, finish = world
-    scheduler.pause("in_place").result(10)
+    scheduler.call(lambda: scheduler.pause("in_place")).result(10)
     (seq,) = submit()
     assert scheduler.stop(10)
     assert finish(seq).finish_reason["type"] == "abort"
