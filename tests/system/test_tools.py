@@ -34,8 +34,8 @@ def test_grpo_with_tools_of_which_some_are_killed(tmp_path: Path) -> None:
     tools = [{"type": "tests.system.tool_run:Counter", "options": {"every": 6, "log": str(log)}}]
     options = {"tools": tools, "max_length": 64}
     workflow = {"type": "tests.system.tool_run:EagerToolWorkflow", "options": options}
-    parts = {"digit": {"type": "regex", "options": {"pattern": "[0-9]"}, "weight": 0.5}}
-    parts["early"] = {"type": "regex", "options": {"pattern": "[a-m]"}, "weight": 0.25}
+    parts = {"digit": {"type": "format", "options": {"pattern": ".*[0-9].*"}, "weight": 0.5}}
+    parts["early"] = {"type": "format", "options": {"pattern": ".*[a-m].*"}, "weight": 0.25}
     reward = {"type": "weighted", "options": {"parts": parts}}
     command = [sys.executable, "-m", "megarl.launcher.local", "--nproc", "1"]
     command += ["--config", str(ROOT / "configs" / "quickstart_grpo.yaml")]

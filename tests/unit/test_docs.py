@@ -39,7 +39,7 @@ from tests.unit.rollout_fakes import FakeServer
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-TEXTS = [*PAGES, ROOT / "README.md"]
+TEXTS = [*PAGES, ROOT / "README.md", ROOT / "AGENTS.md"]
 # what stands in the sources where the figure "group/name" is made
 FIGURES = {
     "timing": 'record_timing("{phase}")',
