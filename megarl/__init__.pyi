@@ -23,12 +23,12 @@ from megarl.api.records import SaveLoadMeta as SaveLoadMeta
 from megarl.api.records import ServersLost as ServersLost
 from megarl.api.records import WeightUpdateMeta as WeightUpdateMeta
 from megarl.api.tokens import concat_padded_tensors as concat_padded_tensors
-from megarl.config.allocation import AllocationMode as AllocationMode
 from megarl.config.base import Bounds as Bounds
 from megarl.config.base import Choices as Choices
 from megarl.config.errors import ConfigError as ConfigError
 from megarl.config.loader import load_config as load_config
 from megarl.config.loader import run_dir as run_dir
+from megarl.config.presets import AllocationMode as AllocationMode
 from megarl.config.recipes import DistillConfig as DistillConfig
 from megarl.config.recipes import DPOConfig as DPOConfig
 from megarl.config.recipes import GRPOConfig as GRPOConfig

@@ -15,7 +15,6 @@ from operator import attrgetter
 
 from megarl.config import rules
 from megarl.config.algo import ValueModelConfig
-from megarl.config.allocation import AllocationMode
 from megarl.config.check_parts import (
     actor_problems,
     data_problems,
@@ -30,6 +29,7 @@ from megarl.config.check_parts import (
 )
 from megarl.config.engine import TrainEngineConfig
 from megarl.config.errors import ConfigError, raise_if_any
+from megarl.config.presets import AllocationMode
 from megarl.config.recipe_engines import FROZEN, engines, model_path, ref_is_below_adapters
 from megarl.config.recipes import (
     BaseConfig,

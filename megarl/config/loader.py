@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, overload
 
 from megarl.config import presets
-from megarl.config.allocation import AllocationMode
 from megarl.config.command_line import parse_command_line
 from megarl.config.compose import (
     Override,
@@ -45,6 +44,7 @@ from megarl.config.compose import (
 )
 from megarl.config.errors import ConfigError, raise_if_any
 from megarl.config.help import unknown_key
+from megarl.config.presets import AllocationMode
 from megarl.config.recipes import BaseConfig, main_role, own_code, recipe_class
 from megarl.config.schema import (
     UNIONS,

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.algo import RefConfig
-from megarl.config.allocation import AllocationMode
 from megarl.config.engine import TrainEngineConfig
+from megarl.config.presets import AllocationMode
 from megarl.config.recipes import (
     BaseConfig,
     DistillConfig,

@@ -11,12 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from megarl.config.allocation import AllocationMode
 from megarl.config.command_line import CommandLine
 from megarl.config.compose import Word, parse_overrides
 from megarl.config.container import check_fileroot
 from megarl.config.errors import ConfigError, raise_if_any
 from megarl.config.loader import config_yaml, own_class
+from megarl.config.presets import AllocationMode
 from megarl.config.recipe_engines import needs_servers, settle_turns, takes_turns, trainer_processes
 from megarl.config.recipes import BaseConfig, GRPOConfig
 from megarl.config.rollout import Requirements, ServerConfig

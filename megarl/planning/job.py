@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from megarl.config.allocation import AllocationMode
+from megarl.config.presets import AllocationMode
 from megarl.config.recipe_engines import (
     engines,
     model_path,

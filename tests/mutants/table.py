@@ -6,7 +6,7 @@ from tests.mutants import Mutant
 
 MUTANTS = (
     Mutant(
-        "config/allocation.py",
+        "config/presets.py",
         'return math.prod(self.degree(letter) for letter in "dtpc")',
         'return math.prod(self.degree(letter) for letter in "dtp")',
         ("tests/unit/test_allocation.py::test_colons_any_order_and_colocation",),

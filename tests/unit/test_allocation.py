@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.allocation import AllocationMode
 from megarl.config.check import check_config
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config, save_config
+from megarl.config.presets import AllocationMode
 from megarl.config.recipe_engines import smallest_world_size
 from megarl.config.recipes import GRPOConfig, SFTConfig
 from tests.hf_stub import write_stub
