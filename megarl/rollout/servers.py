@@ -29,9 +29,18 @@ from megarl.api.records import INITIAL_VERSION, WeightUpdateMeta
 from megarl.config.recipe_engines import ADDRESSES_ENV, server_addresses
 from megarl.config.rollout import RolloutConfig
 from megarl.observability.logging import get_logger
-from megarl.rollout.calls import call_server, open_session, while_alive
 from megarl.rollout.episode_context import Home
-from megarl.utils.http import SIGN_OF_LIFE, STRANGER, HttpError, as_object, shown, split_address
+from megarl.utils.http import (
+    SIGN_OF_LIFE,
+    STRANGER,
+    HttpError,
+    as_object,
+    call_server,
+    open_session,
+    shown,
+    split_address,
+    while_alive,
+)
 
 log = get_logger(__name__)
 

@@ -17,8 +17,16 @@ from torch import Tensor
 from megarl.api.batch import Batch, Tokens
 from megarl.api.failures import on_every_rank
 from megarl.observability.logging import get_logger, warn_on_rank_zero
-from megarl.rollout.calls import call_server, open_session
-from megarl.utils.http import MAX_REST, HttpError, Retries, in_thread, is_final, shown
+from megarl.utils.http import (
+    MAX_REST,
+    HttpError,
+    Retries,
+    call_server,
+    in_thread,
+    is_final,
+    open_session,
+    shown,
+)
 
 log = get_logger(__name__)
 

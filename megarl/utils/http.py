@@ -1,17 +1,22 @@
-"""Calls servers: a small synchronous JSON-over-HTTP client, and the rules of all clients: what an
-answer means, and when a call is made again."""
+"""Calls servers by JSON over HTTP, from a thread (`call_json`) and from an event loop
+(`call_server`), and has the rules of all clients: what an answer means, and when a call is made
+again."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megarl.utils.env import JOB_TOKEN, job_token
+
+if TYPE_CHECKING:
+    import aiohttp
 
 T = TypeVar("T")
 STRANGER = (
@@ -23,6 +28,7 @@ RETRY_DELAY = 0.2  # seconds before the first retry; doubles up to MAX_RETRY_DEL
 MAX_RETRY_DELAY = 10.0
 MAX_REST = 60.0  # seconds of a server's Retry-After that are honoured
 TOO_MANY = 429  # the one refusal that asks for another try
+CONNECT_TIMEOUT = 30.0  # of one connection of call_server
 LOOK_EVERY = 1.0  # seconds between looks after servers that keep us waiting
 # answered by a server's HTTP side alone, whatever its workers do
 SIGN_OF_LIFE = "/model_info"
@@ -204,3 +210,91 @@ def backoff(attempt: int) -> float:
     """Returns the seconds before the next try: they double, and a random part of up to a half is
     left out, so that clients that failed together do not come back together."""
     return min(RETRY_DELAY * 2**attempt, MAX_RETRY_DELAY) * _jitter.uniform(0.5, 1.0)
+
+
+# -- from an event loop
+
+
+def open_session(
+    *, keeps_connections: bool = False, key: str | None = None
+) -> aiohttp.ClientSession:
+    """Returns a session for `call_server`. Control calls do not keep connections: a server may end
+    a kept one just as a call begins, which then fails. key: what servers are shown in place of the
+    job's token, "" for nothing."""
+    import aiohttp  # what only looks, such as a start's checks, goes without
+
+    connector = aiohttp.TCPConnector(limit=0, force_close=not keeps_connections)
+    return aiohttp.ClientSession(connector=connector, headers=authorization(key))
+
+
+async def call_server(
+    session: aiohttp.ClientSession,
+    method: str,
+    address: str,
+    path: str,
+    body: dict[str, Any] | None = None,
+    *,
+    timeout: float | None,
+) -> Any:
+    """Returns and raises what call_json does. address: host:port, or the beginning of a URL.
+    timeout: in seconds; None waits for ever, once it is connected."""
+    import aiohttp
+
+    url = f"{address}{path}" if "://" in address else f"http://{address}{path}"
+    exchange = asyncio.ensure_future(_exchange(session, method, url, body))
+    try:
+        if not await _ended(exchange, timeout):
+            reason = f"gave no answer within {timeout:g} s"
+            raise HttpError(address, path, reason) from TimeoutError()
+        status, raw, rest = exchange.result()
+    except TimeoutError as e:
+        reason = f"took no connection within {CONNECT_TIMEOUT:g} s"
+        raise HttpError(address, path, reason) from e
+    except (aiohttp.ClientError, OSError) as e:
+        reason = f"failed: {type(e).__name__}: {shown(str(e)) if str(e) else ''}".rstrip(": ")
+        raise HttpError(address, path, reason) from e
+    finally:
+        exchange.cancel()
+    return accepted(address, path, status, decode_answer(raw), retry_after=retry_after(rest))
+
+
+async def _exchange(
+    session: aiohttp.ClientSession, method: str, url: str, body: dict[str, Any] | None
+) -> tuple[int, bytes, str | None]:
+    import aiohttp
+
+    limit = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT)
+    async with session.request(
+        method, url, json=body, timeout=limit, allow_redirects=False
+    ) as response:
+        return response.status, await response.read(), response.headers.get("Retry-After")
+
+
+async def _ended(exchange: asyncio.Future[Any], timeout: float | None) -> bool:
+    """Returns whether an exchange has ended, after `timeout` s at most. Where the loop was blocked
+    meanwhile, what has come is looked at first: that time is not the server's."""
+    begun = time.monotonic()
+    await asyncio.wait({exchange}, timeout=timeout)
+    if timeout is not None and time.monotonic() - begun > timeout + LOOK_EVERY:
+        await asyncio.wait({exchange}, timeout=LOOK_EVERY)
+    return exchange.done()
+
+
+async def while_alive(answer: Awaitable[Any], look: Callable[[], Awaitable[Any]]) -> Any:
+    """Returns a server's answer or the HttpError of its call. While it keeps us waiting, `look`
+    asks for a sign of life; where that brings none, its error is returned."""
+    waits = [asyncio.ensure_future(answer)]
+    try:
+        while not (await asyncio.wait(waits[:1], timeout=LOOK_EVERY))[0]:
+            waits[1:] = [asyncio.ensure_future(look())]
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            error = waits[1].exception() if waits[1].done() else None
+            silent = isinstance(error, HttpError) and error.status is None
+            if silent and not waits[0].done():
+                return error
+        return waits[0].result()
+    except HttpError as e:
+        return e
+    finally:
+        for wait in waits:
+            wait.cancel()

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from megarl.rollout.calls import call_server, open_session, while_alive
-from megarl.utils.http import HttpError, accepted
+from megarl.utils.http import HttpError, accepted, call_server, open_session, while_alive
 from megarl.weight_sync.servers import Answer, Servers
 
 
@@ -130,7 +129,7 @@ async def _no_sign(seconds: float) -> None:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.rollout.calls.LOOK_EVERY", 0.05)
+    monkeypatch.setattr("megarl.utils.http.LOOK_EVERY", 0.05)
 
 
 def test_a_server_that_shows_life_has_all_its_time(quick: None) -> None:

@@ -15,10 +15,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megarl.config.recipe_engines import judge_addresses
-from megarl.rollout.calls import call_server, open_session
 from megarl.rollout.rewards.pool import share
 from megarl.rollout.rewards.results import RewardError, RewardUnavailable, Scored
-from megarl.utils.http import MAX_REST, HttpError, backoff, is_final, shown
+from megarl.utils.http import (
+    MAX_REST,
+    HttpError,
+    backoff,
+    call_server,
+    is_final,
+    open_session,
+    shown,
+)
 
 CALL = "/chat/completions"
 SYSTEM = (
