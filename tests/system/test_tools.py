@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.algos.estimators import gdpo_advantages
 from megarl.cli.view import main as view
 from megarl.observability.episodes import unpack
 from tests.unit.test_episodes import rows_of
@@ -44,7 +45,7 @@ def test_grpo_with_tools_of_which_some_are_killed(tmp_path: Path) -> None:
             *command, f"actor.path={tmp_path / 'model'}", f"fileroot={tmp_path}",
             "experiment_name=e", f"total_train_steps={STEPS}", "actor.parallel.tp=1",
             f"train_dataset.batch_size={PROMPTS}", "train_dataset.size=40", "valid_dataset=null",
-            f"train_dataset.reward={json.dumps(reward)}",
+            f"train_dataset.reward={json.dumps(reward)}", "algorithm=gdpo",
             f"gconfig.n_samples={SAMPLES}", f"gconfig.max_new_tokens={ANSWER}",
             "gconfig.ignore_eos=true", "saver.final=false",
             f"rollout.workflow={json.dumps(workflow)}", "episodes.entropy=true",
@@ -83,6 +84,9 @@ def check_viewer(run: Path, stats: list[dict[str, Any]]) -> None:
     failed = 0
     for step, row in zip((1, 2), stats, strict=True):
         batch = torch.load(run / f"batch_{step}.pt")
+        parts = torch.stack([batch["reward_part/digit"], batch["reward_part/early"]])
+        gdpo = gdpo_advantages(parts, [0.5, 0.25], batch["group_ids"], batch=True)
+        assert torch.equal(batch["advantages"], gdpo[:, None] * batch["loss_mask"]) and gdpo.any()
         at = 0
         entropies = []
         for group in [g for g in about["groups"] if g["step"] == step]:
@@ -99,10 +103,10 @@ def check_viewer(run: Path, stats: list[dict[str, Any]]) -> None:
                 for field in ("prox_logp", "advantages", "entropy"):
                     assert tokens[field].tolist() == batch[field][at, :n].tolist(), field
                 entropies += tokens["entropy"][tokens["mask"] > 0].tolist()
-                parts = {
+                of_row = {
                     name: batch[f"reward_part/{name}"][at].item() for name in ("digit", "early")
                 }
-                assert about_row["parts"] == parts
+                assert about_row["parts"] == of_row
                 assert about_row["trained"]
                 assert about_row["reward"] == batch["rewards"][at].item()
                 at += 1
