@@ -58,19 +58,9 @@ class RLTrainer(Trainer):
 
     cfg: GRPOConfig
     renamed: ClassVar[dict[str, str]] = {
-        "reads_prox_logp": "leave it out; a step that reads prox_logp before its update calls "
-        "compute_prox_logp(batch)"
+        "reads_prox_logp": "leave it out; a step that does not read batch['prox_logp'] before "
+        "the update says so by self.compute_prox_logp(batch, read=False)"
     }
-
-    def __init_subclass__(cls) -> None:
-        """Raises TypeError for an attribute that does nothing any more."""
-        super().__init_subclass__()
-        if "reads_prox_logp" in vars(cls):
-            raise TypeError(
-                f"{cls.__name__}.reads_prox_logp: remove it; a step that does not read "
-                "batch['prox_logp'] before the update says so by "
-                "self.compute_prox_logp(batch, read=False)"
-            )
 
     def __init__(self, cfg: GRPOConfig, ctx: RunContext) -> None:
         super().__init__(cfg, ctx)

@@ -218,7 +218,8 @@ def wait_until(done: Callable[[], bool], *, timeout: float) -> bool:
 class Signals:
     """Remembers SIGINT, SIGTERM and SIGHUP (but for nohup), and those `also` given, instead of
     dying of them. settle: seconds after one in which the same signal again counts as the same wish,
-    and so does SIGUSR1, with which a batch script passes a signal on that all processes get."""
+    and so does SIGUSR1 before or after another: a batch script passes a signal on by it that all
+    processes get as well, and either may come first."""
 
     def __init__(self, *also: signal.Signals, settle: float = 0.0) -> None:
         self.received: list[int] = []
@@ -247,7 +248,8 @@ class Signals:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        again = number in (*self.received[-1:], signal.SIGUSR1)
+        last = self.received[-1] if self.received else None
+        again = number == last or signal.SIGUSR1 in (number, last)
         if not again or time.monotonic() >= self._settled:
             self._settled = time.monotonic() + self._settle
             self.received.append(number)

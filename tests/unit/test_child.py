@@ -77,7 +77,8 @@ TERM, INT, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
             [TERM],
         ),  # all processes get one, and the batch script passes it on
         ([USR1, USR1], 60.0, [USR1]),
-        ([USR1, TERM], 60.0, [USR1, TERM]),  # a time limit is near, and then a user wants the end
+        ([USR1, TERM], 60.0, [USR1]),  # the script's, then the one that all processes get
+        ([USR1, TERM], 0.0, [USR1, TERM]),
         ([TERM, INT], 60.0, [TERM, INT]),
     ],
 )
