@@ -8,6 +8,7 @@ all rewards are equal, nothing says which sample is better: there the group esti
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -212,17 +213,33 @@ def opo(config: PPOActorConfig) -> AdvantageSpec:
 def gdpo(config: PPOActorConfig, *, parts: dict[str, Any], batch: bool = True) -> AdvantageSpec:
     """Returns `gdpo_advantages`. parts: by the name of a part of the reward its weight, or what the
     reward `weighted` says of it. The reward itself, and what shapes it, is not read; with kl_ctl
-    the KL to the reference is taken from each token's advantage."""
-    weights = [p.get("weight", 1.0) if isinstance(p, dict) else p for p in parts.values()]
-    weights = [1.0 if isinstance(weight, str) else weight for weight in weights]
+    the KL to the reference is taken from each token's advantage. A part that no sample of a batch
+    has is left out of it. Raises ValueError for a weight that is no number."""
+    weights = [_weight_of_part(name, part) for name, part in parts.items()]
     names = [f"{REWARD_PART}{name}" for name in parts]
 
     def per_sample(samples: dict[str, Tensor]) -> Tensor:
-        need(samples, names, what="actor.advantages=gdpo")
-        rewards = torch.stack([samples[name] for name in names])
+        if not any(name in samples for name in names):
+            need(samples, names, what="actor.advantages=gdpo")
+        lacking = torch.full(samples["group_ids"].shape, torch.nan)
+        rewards = torch.stack([samples.get(name, lacking) for name in names])
         return gdpo_advantages(rewards, weights, samples["group_ids"], batch)
 
     return AdvantageSpec(per_sample=per_sample, kl_to_go=True, needs_groups=True)
+
+
+def _weight_of_part(name: str, part: Any) -> float:
+    if isinstance(part, str) and part[:1].isalpha():
+        return 1.0  # a reward's name
+    weight = part.get("weight", 1.0) if isinstance(part, dict) else part
+    known = not isinstance(part, dict) or part.keys() <= {"type", "options", "weight"}
+    number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    if not (known and number and math.isfinite(weight)):
+        raise ValueError(
+            f"actor.advantages.options.parts.{name}={part!r}: use a number, or what "
+            "train_dataset.reward of type weighted says of the part"
+        )
+    return float(weight)
 
 
 def pass_at_k(config: PPOActorConfig, *, k: int, threshold: float = 0.0) -> AdvantageSpec:

@@ -65,7 +65,10 @@ def check_config(
     """
     problems = [*value_problems(cfg), *_run_problems(cfg)]
     if not own_script and not runs_own_code(cfg):
-        problems += [*metric_problems(cfg), *phase_problems(cfg.profiler.get("phases") or ())]
+        phases = cfg.profiler.get("phases") or ()
+        problems += metric_problems(cfg)
+        for unknown in [phase for phase in phases if phase not in PHASES][:1]:
+            problems += [f"profiler.phases={phases}: {unknown} is none; {meant(unknown, PHASES)}"]
     problems += _allocation_problems(cfg, world_size)
     for name, engine in engines(cfg).items():
         problems += _engine_problems(cfg, name, engine, world_size)
@@ -208,7 +211,7 @@ def _rl_problems(cfg: GRPOConfig) -> Iterator[str]:
     yield from rule_problems(rules.RL, cfg)
     yield from actor_problems(cfg.actor)
     yield from _comparison_problems(cfg)
-    yield from _baseline_problems(cfg)
+    yield from _input_problems(cfg)
     if isinstance(cfg, PPOConfig):
         yield from rule_problems(rules.CRITIC, cfg)
     if isinstance(cfg, DistillConfig):
@@ -240,12 +243,22 @@ def _comparison_problems(cfg: GRPOConfig) -> Iterator[str]:
         yield f"gconfig.n_samples={n}: {by} compares the samples of a prompt; take 2 or more{other}"
 
 
-def _baseline_problems(cfg: GRPOConfig) -> Iterator[str]:
-    """Yields a line for each workflow of megarl's that lacks the baseline which ReMax subtracts;
-    what a user's own workflow brings is not known. A part's workflow is its own, else all's."""
+def _input_problems(cfg: GRPOConfig) -> Iterator[str]:
+    """Yields a line for what advantages read and nothing brings: the parts of a reward that gdpo
+    compares, and the baseline that ReMax subtracts. What a user's own reward or workflow brings is
+    not known. A workflow of a part of the data is its own, else all's."""
+    parts = cfg.train_dataset.parts
+    compared = cfg.actor.advantages.options.get("parts")
+    rewards = [source.reward for source in parts.values()] or [cfg.train_dataset.reward]
+    if isinstance(compared, dict) and all(reward.type == "weighted" for reward in rewards):
+        known = {name for reward in rewards for name in reward.options.get("parts", {})}
+        for name in compared.keys() - known:
+            yield (
+                f"actor.advantages.options.parts.{name}: no reward of type weighted has this part; "
+                f"{meant(name, sorted(known))}"
+            )
     if cfg.actor.advantages.type != "remax":
         return
-    parts = cfg.train_dataset.parts
     own = {name: part.workflow for name, part in parts.items() if part.workflow.type}
     workflows = {f"train_dataset.parts.{name}.workflow": seam for name, seam in own.items()}
     if not parts or len(own) < len(parts):
@@ -322,12 +335,6 @@ def metric_problems(cfg: BaseConfig) -> Iterator[str]:
         yield f"saver.metric={metric}: no data set is called {name}; there are {', '.join(named)}"
     elif figure not in figures and not _SEVERAL.fullmatch(figure):
         yield f"saver.metric={metric}: no figure of an evaluation; {meant(figure, figures)}"
-
-
-def phase_problems(phases: Sequence[str]) -> Iterator[str]:
-    """Yields a line for the first of the phases that no step has."""
-    for unknown in [phase for phase in phases if phase not in PHASES][:1]:
-        yield f"profiler.phases={phases}: {unknown} is none; {meant(unknown, PHASES)}"
 
 
 def _figures(cfg: BaseConfig) -> Sequence[str]:

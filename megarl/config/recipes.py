@@ -317,7 +317,9 @@ def recipe_class(
         raise ConfigError([f"recipe={name}: not one of {', '.join(RECIPES)} (or pkg.module:name)"])
     else:
         named = named if name is None else RECIPES[name]
-        cls = cls or _config_class_of_trainer(tree, overrides)
+        trainer = _own_trainer(tree, overrides)
+        if cls is None and trainer is not None:
+            cls = getattr(_load(trainer, "trainer"), "config_class", None)
     if cls is None:
         return named or RECIPES[DEFAULT_RECIPE]
     if named is not None and not issubclass(cls, named):
@@ -330,14 +332,6 @@ def recipe_class(
 def find_recipe(name: str) -> type[BaseConfig]:
     """Returns the dataclass of a recipe's name or import path, or raises ConfigError."""
     return recipe_class({}, {"recipe": name})
-
-
-def _config_class_of_trainer(
-    tree: Mapping[str, Any], overrides: Mapping[str, Any]
-) -> type[BaseConfig] | None:
-    """Returns the `config_class` of a user's trainer; None where there is none."""
-    name = _own_trainer(tree, overrides)
-    return None if name is None else getattr(_load(name, "trainer"), "config_class", None)
 
 
 def _own_trainer(tree: Mapping[str, Any], overrides: Mapping[str, Any]) -> str | None:

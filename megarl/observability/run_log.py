@@ -80,28 +80,21 @@ class RunLog:
         return list(read_lines(self.path))
 
 
-def check_logs(directory: Path) -> None:
-    """Raises ConfigError as `check_age` does for LOGS in a run directory."""
-    check_age(directory / name for name in LOGS)
-
-
 def check_age(paths: Iterable[Path]) -> None:
     """Raises ConfigError for files of an older megarl, which say otherwise what counts; one line
     names them all."""
-    if older := [str(path) for path in paths if _is_older(path)]:
+    older = []
+    for path in filter(Path.is_file, paths):
+        with path.open(encoding="utf-8", errors="replace") as file:
+            if any('"after":' in line and '"step":' not in line for line in file):
+                older.append(str(path))
+    if older:
         raise ConfigError(
             [
                 f"{' and '.join(older)}: written by an older megarl; move what is named away, and "
                 "the run goes on from its checkpoint with new ones"
             ]
         )
-
-
-def _is_older(path: Path) -> bool:
-    if not path.is_file():
-        return False
-    with path.open(encoding="utf-8", errors="replace") as file:
-        return any('"after":' in line and '"step":' not in line for line in file)
 
 
 def _stays(text: str, after: int) -> bool:
@@ -122,7 +115,7 @@ def read_lines(path: Path) -> Iterator[Line]:
             try:
                 line = json.loads(text)
             except (ValueError, RecursionError) as e:
-                if text[:2] not in _BEGINNINGS:  # somebody else's file
+                if text.strip("\0")[:2] not in _BEGINNINGS:  # somebody else's file
                     raise ValueError(f"{path}:{number}: not a JSON object: {e}") from e
                 continue
             if not isinstance(line, dict):

@@ -173,7 +173,12 @@ def server_command(
     if routes:
         command += ["--enable-return-routed-experts"]
     command += releases
-    return command + (_sglang_flags(server) if sglang else _own_flags(server)) + server.arguments
+    if sglang:
+        command += _sglang_flags(server)
+    else:
+        command += ["--threads", str(server.threads)]
+        command += ["--deterministic"] if server.deterministic else []
+    return command + server.arguments
 
 
 def _sglang_flags(server: ServerConfig) -> list[str]:
@@ -183,11 +188,6 @@ def _sglang_flags(server: ServerConfig) -> list[str]:
     if server.deterministic:
         flags += ["--enable-deterministic-inference"]
     return flags
-
-
-def _own_flags(server: ServerConfig) -> list[str]:
-    deterministic = ["--deterministic"] if server.deterministic else []
-    return ["--threads", str(server.threads), *deterministic]
 
 
 def release_flags(server: ServerConfig, *, on_gpus: bool, keeps_weights: bool) -> list[str]:

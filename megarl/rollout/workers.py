@@ -203,7 +203,11 @@ class Link:
         for name, value in result.items():
             setattr(episode, name, value)
         if error is not None:
-            episode.error = cloudpickle.loads(error)
+            try:
+                episode.error = cloudpickle.loads(error)
+            except Exception as e:
+                e.add_note(f"as the error of {episode.name} was loaded, which a worker sent")
+                episode.error = e
         if episode.answers is not None and answers is not None:
             episode.answers.hear(answers)
         _resolve(end, None)
@@ -313,6 +317,7 @@ class WorkerPool:
                     raise WorkersLost(why) from e
             if episode.answers is not None:
                 episode.answers = AnswerLog(episode.answers.state())
+                episode.answers.admitted = episode.admitted
 
     async def _worker(self, *, new: bool) -> Link:
         """Returns the worker that runs the fewest episodes; the one that begins next where it is to

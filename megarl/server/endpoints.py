@@ -14,6 +14,7 @@ from megarl.server.protocol import (
     ServerError,
     answer,
     is_waited_for,
+    read,
     read_chat,
     read_json,
     read_prompts,
@@ -97,7 +98,7 @@ class Endpoints:
         body = await read_json(request)
         messages, params = read_chat(body)
         ids = self.core.text.chat_ids(messages)
-        prompt = GenerateBody(input_ids=ids, sampling_params=params)
+        prompt = read(GenerateBody, {"input_ids": ids, "sampling_params": params})
         (sequence,) = await self._written(request, [prompt])
         name = body.get("model") or self.core.model_path
         return answer(chat_answer(sequence, self.core.text, name))

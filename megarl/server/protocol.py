@@ -12,7 +12,7 @@ import functools
 import logging
 import uuid
 from collections.abc import Awaitable, Callable
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 import orjson
 from pydantic import BaseModel, FailFast, Field, ValidationError, model_validator
@@ -173,7 +173,7 @@ class GenerateBody(BaseModel, strict=True, frozen=True):
     extra_key: str | None = None
     lora_path: str | None = None
     return_logprob: bool = False
-    logprob_start_len: Literal[0, -1] = -1
+    logprob_start_len: int = Field(default=-1, ge=-1, le=0)
     top_logprobs_num: int = Field(default=0, ge=0)
     return_routed_experts: bool = False
     routed_experts_start_len: int = Field(default=0, ge=0)
@@ -263,7 +263,7 @@ def read_chat(body: dict[str, Any]) -> tuple[list[Any], SamplingParams]:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise ServerError("messages must be a list of messages, one at least")
-    params = {_CHAT_PARAMS[k]: v for k, v in body.items() if k in _CHAT_PARAMS}
+    params = {_CHAT_PARAMS[k]: v for k, v in body.items() if k in _CHAT_PARAMS and v is not None}
     return messages, read(SamplingParams, params)
 
 

@@ -36,7 +36,7 @@ from megarl.data.sources import apart, check_batches, load_rows, prompt_key
 from megarl.data.tokenizer import is_plainly_sound, run_tokenizer
 from megarl.models.hf_config import ModelConfig, check_layout, read_hf_config
 from megarl.models.lora import check_lora
-from megarl.observability.run_log import check_logs
+from megarl.observability.run_log import LOGS, check_age
 from megarl.rollout.rewards import check_rows, get_reward_fn, is_registered, load_reward
 from megarl.trainer.user_code import check_code, isolated, rewards_answers
 from megarl.utils.env import attention_problems
@@ -62,7 +62,7 @@ def check_recipe(
     view.check(lambda seen: check_config(seen, world_size, own_script=own_script))
     view.check(check_models)
     view.check(lambda seen: check_run_dir(cfg, seen))
-    view.check(lambda seen: check_logs(run_dir(seen)))
+    view.check(lambda seen: check_age(run_dir(seen) / name for name in LOGS))
 
 
 def check_contents(

@@ -32,7 +32,7 @@ from megarl.config.recipe_engines import trained_engines
 from megarl.config.recipes import BaseConfig
 from megarl.config.run import batch_path
 from megarl.observability.logging import get_logger
-from megarl.observability.run_log import LOGS, RunLog, check_logs
+from megarl.observability.run_log import LOGS, RunLog, check_age
 from megarl.utils.files import Digest, clean_up, file_digest, remove
 
 log = get_logger(__name__)
@@ -88,7 +88,7 @@ def newest_checkpoint(
 
 
 def _begin(cfg: BaseConfig, directory: Path, newest: Checkpoint | None) -> None:
-    check_logs(directory)
+    check_age(directory / name for name in LOGS)
     for name in LOGS:
         RunLog(directory / name).begin(-1 if newest is None else newest.step)
     if newest is None and cfg.recover.mode == "auto" and (directory / STATS_FILE).exists():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 
 import pytest
@@ -182,8 +183,21 @@ def test_gdpo_takes_the_parts_of_the_reward_that_the_file_names(tmp_path):
     batch |= {"group_ids": torch.zeros(3), "reward_part/late": torch.ones(3)}
     want = gdpo_advantages(values, [2.0, 1.0, 1.0], batch["group_ids"], batch=True)
     assert torch.equal(spec.per_sample(batch), want)
-    with pytest.raises(ValueError, match="gdpo: the batch has no 'reward_part/form'"):
-        spec.per_sample({k: v for k, v in batch.items() if k != "reward_part/form"})
+    lacking = {k: v for k, v in batch.items() if k != "reward_part/form"}  # as another source's
+    want = gdpo_advantages(values[::2], [2.0, 1.0], batch["group_ids"], batch=True)
+    assert torch.equal(spec.per_sample(lacking), want)
+    with pytest.raises(ValueError, match="gdpo: the batch has no 'reward_part/"):
+        spec.per_sample({"group_ids": batch["group_ids"]})
+
+
+@pytest.mark.parametrize(
+    "part", ["2", True, {"wieght": 3}, None, {"weight": None}, {"weight": "1"}, [1], math.nan]
+)
+def test_a_weight_of_gdpo_that_is_no_number_is_refused(part):
+    config = PPOActorConfig(path="nowhere")
+    config.advantages = SeamConfig(type="gdpo", options={"parts": {"a": 1, "b": part}})
+    with pytest.raises(ValueError, match=r"advantages.options.parts.b=.*: use a number"):
+        advantages_of(config)
 
 
 @pytest.mark.parametrize(
@@ -198,6 +212,14 @@ def test_gdpo_takes_the_parts_of_the_reward_that_the_file_names(tmp_path):
 def test_what_has_no_parts_to_compare_is_refused_at_the_start(words, problem):
     given = ["algorithm=gdpo", "actor.path=nowhere", *words]
     with pytest.raises(ConfigError, match=rf"actor.advantages=gdpo.* {problem}"):
+        check_config(load_config(None, given))
+
+
+def test_a_part_that_no_reward_has_is_refused_at_the_start():
+    given = ["algorithm=gdpo", "actor.path=nowhere", "train_dataset.reward.type=weighted"]
+    given.append("train_dataset.reward.options.parts={right: exact, form: format}")
+    given.append("actor.advantages.options.parts={rihgt: 1.0, form: 0.5}")
+    with pytest.raises(ConfigError, match=r"options.parts.rihgt: .* did you mean right\?"):
         check_config(load_config(None, given))
 
 

@@ -676,6 +676,20 @@ def test_a_sandbox_that_somebody_kills_is_no_verdict(monkeypatch, tmp_path):
     thread.join()
 
 
+def scaled(completion, scale, **_):
+    return scale * float(completion)
+
+
+scaled.check_row = lambda **row: None
+
+
+def test_a_reward_with_options_goes_to_a_worker_whatever_stands_beside_it(pool) -> None:
+    fn = get_reward_fn(f"{__name__}:scaled", {"scale": 2.0})
+    own = {"prompt": "", "completion": "3", "prompt_ids": [1], "completion_ids": [2]}
+    assert run(pool, fn, **own) == 6.0
+    check_rows(fn, [{"row_id": 0}])
+
+
 def test_a_row_of_a_weighted_reward_may_have_columns_of_any_name(pool) -> None:
     fn = get_reward_fn("weighted", {"parts": {"a": "exact"}})
     own = {"prompt": "1+1=", "completion": " 2", "prompt_ids": [1], "completion_ids": [2]}

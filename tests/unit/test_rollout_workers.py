@@ -308,6 +308,30 @@ def test_answers_of_workers_that_died_are_gone_on_with(connect, server, monkeypa
     assert same(done, concat_padded(alone.executor.prepare_parts(Loader(), Varied())))
 
 
+def test_an_episode_whose_first_worker_died_keeps_the_version_of_its_begin(
+    connect, server, monkeypatch
+):
+    monkeypatch.setattr("megarl.rollout.generation.ABORT_DELAY", 60.0)
+    monkeypatch.setattr("megarl.rollout.executor.LOOK_AROUND", 0.05)
+    client = connect(2)
+    client.executor.episodes.keeps_answers = True
+    client.set_version(5)
+    server.abort_after = [2] * 8
+    answers = []
+
+    def look():
+        if len(server.requests) == 4 and len(made) == 2:
+            for process in made[:2]:
+                client.opened().loop.call_soon(process.dead.set)
+        elif len(server.requests) >= 8 and not answers:
+            client.pause()
+            client.resume()
+            answers.extend(client.executor.episodes.answers())
+
+    client.executor.prepare_parts(Loader(), Varied(), meanwhile=look)
+    assert {a["admitted"] for _, kept in answers for a in kept} == {5}
+
+
 class Deadly(RolloutWorkflow):
     """Ends the worker that runs it."""
 
@@ -416,6 +440,38 @@ def test_what_a_workflow_raises_arrives_with_its_traceback(connect):
         told = "".join(error.value.__notes__)
         assert f"in the episode of row {row}" in told and "arun_episode" in told
     assert "Own: no such thing" in str(error.value)
+
+
+def load_once():
+    if loaded_once:
+        raise ModuleNotFoundError("a module that the workflow alone finds")
+    loaded_once.append(True)
+    return LoadsOnce("of the workflow")
+
+
+loaded_once = []
+
+
+class LoadsOnce(Exception):
+    def __reduce__(self):
+        return load_once, ()
+
+
+def test_an_error_that_cannot_be_loaded_here_ends_its_episode_alone(connect):
+    class Fails(RolloutWorkflow):
+        async def arun_episode(self, engine, data):
+            if data["row_id"]:
+                raise KeyError("another")
+            raise LoadsOnce
+
+    client = connect(1)
+    client.submit({"row_id": 0}, Fails())
+    with pytest.raises(ModuleNotFoundError) as error:
+        client.wait(1, timeout=30)
+    assert "as the error of row 0" in "".join(error.value.__notes__)
+    client.submit({"row_id": 1}, Fails())
+    with pytest.raises(KeyError):
+        client.wait(1, timeout=30)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

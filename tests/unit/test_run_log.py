@@ -12,10 +12,11 @@ from megarl.config.run import StatsLoggerConfig
 from megarl.observability.episodes import append_record, pack, read_bytes, read_index, unpack
 from megarl.observability.report import load_run
 from megarl.observability.run_log import (
+    LOGS,
     DiskThread,
     FingerprintFile,
     RunLog,
-    check_logs,
+    check_age,
     read_fingerprints,
 )
 from megarl.observability.stats_logger import StatsLogger
@@ -55,7 +56,7 @@ def test_what_an_older_megarl_wrote_is_refused_by_one_line(tmp_path: Path) -> No
             log.read()
     (tmp_path / "samples.jsonl").write_text('{"when": "after", "prompt": "{\\"after\\": 1}"}\n')
     with pytest.raises(ConfigError, match=" and .*".join(names)) as e:
-        check_logs(tmp_path)  # as a start does, before there are servers
+        check_age(tmp_path / name for name in LOGS)  # as a start does, before there are servers
     assert len(e.value.problems) == 1 and "samples" not in str(e.value)
 
 
@@ -109,9 +110,10 @@ def test_a_line_that_lacks_its_end_is_not_joined_with_the_next(tmp_path: Path) -
 
 
 def torn(path: Path, *, at_end: str) -> None:
-    """Cuts the second of three lines short, and adds one without an end."""
+    """Cuts the second of three lines short, and adds a line of zeros, as a power failure leaves
+    them, and one without an end."""
     first, second, third = path.read_text().splitlines()
-    path.write_text(f"{first}\n{second[:-1]}\n{third}\n{at_end}")
+    path.write_text(f"{first}\n{second[:-1]}\n{third}\n" + "\0" * 20 + f"\n{at_end}")
 
 
 def test_a_timeline_lacks_what_is_torn_alone(tmp_path: Path) -> None:
@@ -140,7 +142,7 @@ def test_metrics_lack_what_is_torn_alone(tmp_path: Path) -> None:
     logger.log(4, {"x": 4.0})
     logger.close()
     assert load_run(tmp_path).points("x") == [(1, 1.0), (3, 3.0), (4, 4.0)]
-    assert path.with_suffix(".superseded.jsonl").read_text().count("\n") == 2
+    assert path.with_suffix(".superseded.jsonl").read_text().count("\n") == 3
 
 
 def test_samples_and_rewards_of_evaluations_lack_what_is_torn_alone(tmp_path: Path) -> None:

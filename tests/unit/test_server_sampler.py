@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.server.protocol import SamplingParams, ServerError, read
+from megarl.server.protocol import GenerateBody, SamplingParams, ServerError, read, read_chat
 from megarl.server.sampler import SamplingBatch, seed_keys, truncate, uniforms
 from megarl.server.sequence import ServedSequence
 
@@ -183,3 +183,17 @@ def test_unknown_and_neutral_sampling_params():
         read(SamplingParams, {"bogus": 1}, "sampling_params")
     neutral = {"frequency_penalty": 0.0, "repetition_penalty": 1.0, "regex": None, "top_k": None}
     assert read(SamplingParams, neutral, "sampling_params") == SamplingParams()
+
+
+def test_a_null_in_a_chat_is_as_if_left_out() -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    names = "max_tokens", "max_completion_tokens"
+    for given, other in (names, names[::-1]):
+        for body in ({given: 5, other: None}, {other: None, given: 5}):
+            _, params = read_chat({"messages": messages, "temperature": None, **body})
+            assert params.max_new_tokens == 5 and params.temperature == 1.0
+
+
+def test_the_start_of_logprobs_is_no_truth_value() -> None:
+    with pytest.raises(ServerError, match="logprob_start_len"):
+        read(GenerateBody, {"input_ids": [1], "logprob_start_len": False})

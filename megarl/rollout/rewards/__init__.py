@@ -115,7 +115,7 @@ def get_reward_fn(name: str, options: Mapping[str, Any] | None = None) -> Reward
         raise ValueError(f"reward {name}: {problems}")
     if inspect.isclass(fn):
         return cast(RewardFn, fn(**options))
-    return update_wrapper(partial(fn, **options), fn, ("__module__", "__name__"))
+    return update_wrapper(partial(fn, **options), fn, ("__module__", "__name__"), ())
 
 
 def reward_of(cfg: SourceConfig) -> RewardFn:
@@ -146,7 +146,8 @@ def check_rows(
 def _beside(reward_fn: Any, name: str) -> Callable[..., Any] | None:
     """Returns a function of the reward's, or of its module, CHECK or MOST_SECONDS, which has the
     reward's options."""
-    fn = getattr(reward_fn, name, None) or getattr(inspect.getmodule(reward_fn), name, None)
+    own = reward_fn.func if isinstance(reward_fn, partial) else reward_fn
+    fn = getattr(own, name, None) or getattr(inspect.getmodule(reward_fn), name, None)
     if fn is not None and name == MOST_SECONDS and isinstance(reward_fn, partial):
         return partial(fn, **reward_fn.keywords)
     return fn

@@ -129,7 +129,11 @@ class MCPToolingEnv(ToolingEnv):
             return
         if self._client is None:  # it may hang on its way to the server
             self._task.cancel()
-        await asyncio.wait({self._task})  # an end of whoever waits is not this one's
+        try:
+            await asyncio.wait({self._task})  # an end of whoever waits is not this one's
+        except asyncio.CancelledError:  # who waits no longer has no use for the connection
+            self._task.cancel()
+            raise
 
     def _gone(self, error: Exception) -> ToolFailure:
         self._ended.set()  # it serves nobody any more
