@@ -14,7 +14,6 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import Tokenizer
 
 from megarl.api.chat_template import ChatTemplate
 from megarl.config.dataset import SourceConfig
@@ -102,6 +101,8 @@ class PlainTokenizer:
         config = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
         if config["tokenizer_class"] not in _PLAIN or config.keys() & _NOT_PLAIN:
             raise ValueError(f"{directory}: {config['tokenizer_class']} is not plain")
+        from tokenizers import Tokenizer  # here: not every check reads a tokenizer
+
         self.name_or_path = str(directory)
         self._tokens = Tokenizer.from_file(str(directory / "tokenizer.json"))
         self.added_tokens_decoder = self._tokens.get_added_tokens_decoder()
