@@ -231,10 +231,10 @@ def gdpo(config: PPOActorConfig, *, parts: dict[str, Any], batch: bool = True) -
 def _weight_of_part(name: str, part: Any) -> float:
     if isinstance(part, str) and part[:1].isalpha():
         return 1.0  # a reward's name
-    weight = part.get("weight", 1.0) if isinstance(part, dict) else part
-    known = not isinstance(part, dict) or part.keys() <= {"type", "options", "weight"}
-    number = isinstance(weight, int | float) and not isinstance(weight, bool)
-    if not (known and number and math.isfinite(weight)):
+    section = part if isinstance(part, dict) else {"weight": part}
+    weight = section.get("weight", 1.0)
+    number = type(weight) in (int, float) and math.isfinite(weight)
+    if not number or section.keys() - {"type", "options", "weight"}:
         raise ValueError(
             f"actor.advantages.options.parts.{name}={part!r}: use a number, or what "
             "train_dataset.reward of type weighted says of the part"

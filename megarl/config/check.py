@@ -252,7 +252,7 @@ def _input_problems(cfg: GRPOConfig) -> Iterator[str]:
     rewards = [source.reward for source in parts.values()] or [cfg.train_dataset.reward]
     if isinstance(compared, dict) and all(reward.type == "weighted" for reward in rewards):
         known = {name for reward in rewards for name in reward.options.get("parts", {})}
-        for name in compared.keys() - known:
+        for name in sorted(compared.keys() - known):
             yield (
                 f"actor.advantages.options.parts.{name}: no reward of type weighted has this part; "
                 f"{meant(name, sorted(known))}"

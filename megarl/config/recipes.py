@@ -310,13 +310,13 @@ def recipe_class(
     """Returns the dataclass that the keys `recipe` and `trainer` of a configuration ask for, or
     `cls` where it is given and fits them. Raises ConfigError for a name that no recipe has."""
     name = overrides.get("recipe", tree.get("recipe"))
-    named: type[BaseConfig] | None = None
+    named: type[BaseConfig] | None
     if isinstance(name, str) and is_import_path(name):
         named = _own_class(name, "recipe")
     elif name is not None and name not in tuple(RECIPES):
         raise ConfigError([f"recipe={name}: not one of {', '.join(RECIPES)} (or pkg.module:name)"])
     else:
-        named = named if name is None else RECIPES[name]
+        named = RECIPES.get(name)
         trainer = _own_trainer(tree, overrides)
         if cls is None and trainer is not None:
             cls = getattr(_load(trainer, "trainer"), "config_class", None)

@@ -107,6 +107,7 @@ class Pauses:
         """Has the executor note all answers as they are, once what the pause cut short is here;
         returns whether it came in time."""
         if not await self._settled(SETTLE_TIMEOUT):
+            log.warning("answers under way did not come in time: a checkpoint has earlier ones")
             return False
         self._executor.episodes.cut()
         return True

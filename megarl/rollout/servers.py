@@ -298,8 +298,11 @@ class ServerPool:
 
     async def _continue(self, servers: Sequence[Server]) -> None:
         """Has servers that this run leaves go on where it has paused them, lost ones, too, which
-        may be back; warns of those that cannot, or do not answer though they were not lost."""
-        paused = [s for s in servers if s.paused]
+        may be back; warns of those that cannot, or do not answer though they were not lost. A lost
+        one that had released memory is left alone: a new process in its place has released none."""
+        paused = [
+            s for s in servers if s.paused and not (s.released and s.state is ServerState.LOST)
+        ]
         answers = await asyncio.gather(*map(self._leave, paused), return_exceptions=True)
         for server, answer in zip(paused, answers, strict=True):
             if isinstance(answer, Exception):

@@ -275,7 +275,9 @@ def to_batch(
     if rewards is not None:
         for rollout, reward in zip(rollouts, rewards, strict=True):
             rollout.score(reward)
-    rows = [(i, row) for i, r in enumerate(rollouts) for row in _rows_to_keep(r)]
+    # of a rollout that failed the first row alone, so that it counts once
+    ends = [None if r.failure is None else 1 for r in rollouts]
+    rows = [(i, row) for i, r in enumerate(rollouts) for row in list(r.rows())[: ends[i]]]
     width = max([1, *(row[-1][0].end for _, row in rows)])
     earned = [math.nan if r.failure else r.reward for r in rollouts]
     batch = _blank(len(rows), width) | {
@@ -308,12 +310,6 @@ def _blank(n: int, width: int) -> Padded:
         "logprobs": torch.zeros(n, width, dtype=torch.float32),
         "versions": torch.full((n, width), -1, dtype=torch.int32),
     }
-
-
-def _rows_to_keep(rollout: Trajectory) -> list[list[tuple[Turn, bool]]]:
-    """Returns the rows of a rollout; the first alone of one that failed, so that it counts once."""
-    rows = list(rollout.rows())
-    return rows if rollout.failure is None else rows[:1]
 
 
 def _was_cut(row: Sequence[tuple[Turn, bool]]) -> bool:

@@ -277,7 +277,6 @@ class AnswersFile:
         whole = self._client.pauses.cut()
         self._written = time.monotonic()
         if not whole:
-            log.warning("the answers so far are not saved: servers did not bring them in time")
             return
         buffer, answers = io.BytesIO(), self._client.executor.episodes.answers()
         torch.save({"version": version, "answers": answers}, buffer)

@@ -217,6 +217,31 @@ def test_a_late_answer_is_an_error_and_the_process_ends_with_its_pipe(
     asyncio.run(run())
 
 
+def test_a_time_out_does_not_count_the_turn_that_a_request_waits_for(
+    options: dict[str, Any],
+) -> None:
+    async def run() -> None:
+        config = EnvironmentConfig.read(
+            options | {"args": options["args"] | {"hang": True}, "concurrent": 1}
+        )
+        worker = Worker(config)
+        task = json.loads(WIRE.read_text())["tasks"][0]
+        ids = {"base_url": "", "renderer": {}, "renderer_model_name": ""}
+        asked = {"max_tokens": 1, "session": "", "temperature": 1.0}
+        request = dict(task=task, client=ids, sampling=asked, model="policy", key="k")
+        first = asyncio.create_task(worker.ask("run", timeout=1.0, **request))
+        await asyncio.sleep(0)
+        begun = asyncio.get_running_loop().time()
+        second = asyncio.create_task(worker.ask("tasks", timeout=0.5, count=2))
+        with pytest.raises(WorkerError, match="within 1 s"):
+            await first
+        assert len((await second)["tasks"]) == 2
+        assert asyncio.get_running_loop().time() - begun > 0.9  # more than its own time-out
+        await worker.close()
+
+    asyncio.run(run())
+
+
 # -- the gateway's route
 
 

@@ -9,6 +9,7 @@ import pytest
 from megarl.config.rollout import RolloutConfig, WeightSyncConfig
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.rollout.servers import ServerState
+from megarl.utils.http import HttpError
 from tests.unit.rollout_fakes import FakeServer
 
 PATHS = ("/release_memory_occupation", "/resume_memory_occupation", "/flush_cache")
@@ -144,6 +145,19 @@ def test_the_end_of_a_run_leaves_servers_that_can_work(
     (empty,) = (s for s in servers if s is not whole)
     assert "/continue_generation" not in [p for p, _ in empty.calls]
     assert "weights were released" in caplog.text
+
+
+def test_what_may_be_a_new_process_in_a_lost_servers_place_is_asked_for_no_memory(
+    client: RemoteSGLangEngine, servers: list[FakeServer]
+) -> None:
+    pool = client.opened().pool
+    client.pause()
+    client.pauses.memory.release(("kv_cache",))
+    lost = next(s for s in servers if s.address == pool.present[0].address)
+    pool.drop({lost.address: HttpError(lost.address, "/health", "no answer")}, bound="")
+    calls = len(lost.calls)
+    client.destroy()
+    assert len(lost.calls) == calls
 
 
 def test_usage_is_of_the_device_that_has_most(

@@ -121,12 +121,12 @@ class Worker:
         self._running: _Running | None = None
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._printed: deque[str] = deque(maxlen=TAIL)
-        self._starting = asyncio.Lock()
+        self._starting, self._gate = asyncio.Lock(), asyncio.Semaphore(config.concurrent)
         self._serving: asyncio.Task[None] | None = None
 
     @property
     def load(self) -> int:
-        """Returns the number of requests that wait for an answer."""
+        """Returns the number of requests that wait for their turn or an answer."""
         return len(self._waiting)
 
     @property
@@ -135,14 +135,15 @@ class Worker:
         return self._running.process.pid if self._running is not None else None
 
     async def ask(self, op: str, *, timeout: float, **fields: Any) -> dict[str, Any]:
-        """Returns the answer to a request. Raises WorkerError where the process ends or cannot
-        start, after `timeout` seconds, and for an answer that is an error."""
+        """Returns the answer to a request, which has its turn when fewer than `concurrent` others
+        wait for theirs. Raises WorkerError where the process ends or cannot start, `timeout`
+        seconds after its turn began, and for an answer that is an error."""
         running = await self._started()
         self._last += 1
         number = self._last
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
-            async with asyncio.timeout(timeout):
+            async with self._gate, asyncio.timeout(timeout):
                 await self._send(running, {"id": number, "op": op} | fields)
                 message = await answer
         except (TimeoutError, asyncio.CancelledError) as e:
