@@ -41,9 +41,8 @@ from megarl.ckpt.convert_source import (
 )
 from megarl.ckpt.convert_work import Buffer, Job, Limits, make_directory
 from megarl.ckpt.dist import complete, describe_model
-from megarl.ckpt.hf import MAX_SHARD_BYTES
-from megarl.ckpt.hf_dir import write_config, write_sidecars
-from megarl.ckpt.safetensors_files import plan_shards, shard_header, write_index
+from megarl.ckpt.hf import MAX_SHARD_BYTES, write_config, write_sidecars
+from megarl.ckpt.safetensors import plan_shards, shard_header, write_index
 from megarl.models.gather import export_dtype
 from megarl.models.names import checkpoint_keys
 from megarl.models.piece_table import LocalParam

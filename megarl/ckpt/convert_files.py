@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from megarl.ckpt.safetensors_files import DTYPES
+from megarl.ckpt.safetensors import DTYPES
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import torch
 from megarl.ckpt.convert_files import matrix
 from megarl.ckpt.convert_source import HF, Source, main_dtype, open_source
 from megarl.ckpt.convert_work import MAX_MEMORY, Buffer, Progress, chunk_bytes
-from megarl.ckpt.marker import MARKER, read_info
+from megarl.ckpt.files import MARKER, read_info
 from megarl.utils.files import human
 
 _BITS = {2: torch.int16, 4: torch.int32}

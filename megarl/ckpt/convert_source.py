@@ -27,10 +27,10 @@ from megarl.ckpt.convert_files import (
     stored_block,
 )
 from megarl.ckpt.dist import describe_model
+from megarl.ckpt.files import MARKER, check_contents, read_info
 from megarl.ckpt.hf import check_tensors
-from megarl.ckpt.marker import MARKER, check_contents, read_info
 from megarl.ckpt.restricted import read_metadata
-from megarl.ckpt.safetensors_files import SafetensorsDir
+from megarl.ckpt.safetensors import SafetensorsDir
 from megarl.models.hf_config import ModelConfig, parse_hf_config, read_hf_config
 from megarl.models.names import checkpoint_keys
 from megarl.models.piece_table import LocalParam, PieceTable, build_piece_table

@@ -18,7 +18,6 @@ import json
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +26,19 @@ import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
 
 from megarl.ckpt.background import Background, to_host, writers_group
-from megarl.ckpt.hf_dir import check_target
-from megarl.ckpt.marker import (
+from megarl.ckpt.files import (
     MARKER,
+    Writer,
     check_contents,
+    failures_named,
     read_info,
     read_marker,
+    removed_on_failure,
     share_of_files,
+    staged,
     write_marker,
 )
 from megarl.ckpt.restricted import check_common, restricted_reading
-from megarl.ckpt.staged import failures_named, removed_on_failure, staged
-from megarl.ckpt.writer import Writer
 from megarl.models.hf_config import ModelConfig
 from megarl.parallel import mcore
 from megarl.parallel.agreement import from_zero, together
@@ -60,8 +60,6 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (  # isor
 
 # megatron-core calls torch's older name
 warnings.filterwarnings("ignore", message="`load_state_dict` is deprecated", module="megatron")
-
-_check_target = partial(check_target, marker=MARKER, what="checkpoint")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +84,7 @@ def save_sharded(path: str | Path, state: Sharded, info: Mapping[str, Any]) -> N
     there stays as it was. A failure on any rank is raised on every rank, and nothing is left
     behind.
     """
-    with staged(Path(path), _check_target) as staging:
+    with staged(Path(path), "checkpoint", MARKER) as staging:
         mine = _share_out(path, state, staging)
         checksums = _write(path, staging, mine)
         together(f"saving {path}", lambda: _finish(staging, info, checksums, Path(path)))
@@ -125,7 +123,7 @@ def begin_save(path: str | Path, state: Sharded, info: Mapping[str, Any]) -> Pen
     """Saves as `save_sharded`, but in a thread. Collective; returns when `state` is copied to host
     memory, where the copy stays until the files are written. Nothing is at `path` before
     `PendingSave.finish`."""
-    with staged(Path(path), _check_target) as staging:
+    with staged(Path(path), "checkpoint", MARKER) as staging:
         mine = _share_out(path, state, staging, copy=True)
         group = writers_group()
     return PendingSave(path, staging, info, lambda: _write(path, staging, mine, group))

@@ -6,7 +6,9 @@ rank that writes it, to which its tensors are gathered bucket by bucket.
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.ckpt.hf_dir import check_target, write_config, write_sidecars
-from megarl.ckpt.hf_files import plan_files, write_files
-from megarl.ckpt.safetensors_files import SafetensorsDir, write_index
-from megarl.ckpt.staged import staged
+from megarl.ckpt.files import staged
+from megarl.ckpt.safetensors import SafetensorsDir, plan_files, write_files, write_index
 from megarl.models.families.params import EMBEDDING, OUTPUT
 from megarl.models.gather import BucketGatherer, Dtypes
 from megarl.models.param_loading import draw, load_params
@@ -35,6 +35,23 @@ MAX_SHARD_BYTES = 5 << 30  # Hugging Face's own default
 _EMBEDDING, _HEAD = EMBEDDING.hf[0], OUTPUT.hf[0]
 _COMPARED_AT_ONCE = 8 << 20  # numbers
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
+# what a generation config and a model's own classes are made of
+_OF_MODEL = ("*.py", "generation_config.json")
+# what a tokenizer and a chat template are made of
+_OF_TOKENIZER = (
+    "*.model",
+    "*.tiktoken",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates",
+)
 
 
 def load_hf(
@@ -184,7 +201,7 @@ def save_hf(
     target, what = Path(path), f"saving {path}"
     first = next(iter(params.values()))
     dtype = dtype or first.dtype
-    with staged(target, check_target, group) as staging:
+    with staged(target, "model", "config.json", group) as staging:
         plan = plan_files(
             table,
             layout,
@@ -215,3 +232,27 @@ def _writers(staging: Path, group: dist.ProcessGroup | None) -> list[int]:
     sees: list[bool] = [False] * dist.get_world_size(group)
     dist.all_gather_object(sees, staging.is_dir(), group=group)
     return [rank for rank, there in enumerate(sees) if there]
+
+
+def write_sidecars(staging: Path, base_model_path: str | Path | None, tokenizer: Any) -> None:
+    """Copies what stands beside the weights in the base model; `tokenizer` replaces its part."""
+    if base_model_path is not None:
+        for pattern in (*_OF_MODEL, *(_OF_TOKENIZER if tokenizer is None else ())):
+            for source in Path(base_model_path).glob(pattern):
+                if source.is_dir():
+                    shutil.copytree(source, staging / source.name, dirs_exist_ok=True)
+                elif source.is_file():
+                    shutil.copyfile(source, staging / source.name)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(str(staging))
+
+
+def write_config(staging: Path, raw: Mapping[str, Any], dtype: torch.dtype) -> None:
+    """Writes config.json: `raw` with the dtype of the saved weights.
+
+    The key is `dtype` since transformers 5 and `torch_dtype` before; the one in use is kept.
+    """
+    key = "dtype" if "dtype" in raw else "torch_dtype"
+    config = {**raw, key: str(dtype).removeprefix("torch.")}
+    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+    (staging / "config.json").write_text(text, encoding="utf-8")

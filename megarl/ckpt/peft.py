@@ -12,8 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megarl.ckpt.hf_dir import check_target
-from megarl.ckpt.staged import staged
+from megarl.ckpt.files import staged
 from megarl.models.adapters import Adapters
 from megarl.models.gather import BucketGatherer, plan_buckets
 from megarl.models.lora import adapter_config, check_adapter_config
@@ -45,7 +44,7 @@ def save_peft(
         adapters.table, layout, rank, adapters.params, buckets, group=group, device=mcore.device()
     )
     target, tensors = Path(path), dict[str, Tensor]()
-    with staged(target, lambda found: check_target(found, CONFIG), group) as staging:
+    with staged(target, "model", CONFIG, group) as staging:
         for bucket in buckets:
             if (flat := gatherer.gather(bucket)) is not None:
                 tensors |= {name: t.to("cpu", copy=True) for name, t in bucket.views(flat)}

@@ -17,7 +17,7 @@ from typing import Any, TextIO
 import torch
 
 from megarl.ckpt.dist import find_damage
-from megarl.ckpt.marker import read_info
+from megarl.ckpt.files import read_info
 from megarl.config.earlier_run import (
     CONFIG_FILE,
     RECOVER_DIR,

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.api.records import SaveLoadMeta
-from megarl.ckpt.marker import write_marker
+from megarl.ckpt.files import write_marker
 from megarl.utils.files import seal
 from tests.dist.engine_jobs import batch, loss_fn, make_engine, save_model, state, weight_fn
 from tests.dist.world import World
@@ -678,7 +678,7 @@ def test_what_cannot_be_loaded_is_named(world2, models, tmp_path):
 
 
 def test_the_marker_tells_what_is_inside(world1, models, tmp_path):
-    from megarl.ckpt.marker import read_info
+    from megarl.ckpt.files import read_info
 
     world1.run(train_and_save, save_model(models, "llama", True), str(tmp_path / "ck"), {}, ZERO)
     info = read_info(tmp_path / "ck")

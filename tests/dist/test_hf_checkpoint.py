@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from megarl.ckpt.hf import load_hf, save_hf
-from megarl.ckpt.safetensors_files import ShardWriter
+from megarl.ckpt.safetensors import ShardWriter
 from megarl.models.hf_config import read_hf_config
 from megarl.models.names import named_params
 from megarl.models.piece_table import build_piece_table
@@ -79,7 +79,7 @@ def test_round_trip_is_bit_exact(
 
 def run_recorded(*args: Any, **kw: Any) -> list[str]:
     """Runs run_round_trip; returns the files that this rank wrote."""
-    from megarl.ckpt import hf_files
+    from megarl.ckpt import safetensors
 
     written: list[str] = []
 
@@ -88,7 +88,7 @@ def run_recorded(*args: Any, **kw: Any) -> list[str]:
             written.extend(shards)
             super().__init__(directory, shards)
 
-    with patch.object(hf_files, "ShardWriter", Recorded):
+    with patch.object(safetensors, "ShardWriter", Recorded):
         assert run_round_trip(*args, **kw)
     return written
 

@@ -494,7 +494,7 @@ MUTANTS = (
         ("tests/unit/test_slice_plan.py::test_messages_rounds_and_senders_are_bounded",),
     ),
     Mutant(
-        "ckpt/safetensors_files.py",
+        "ckpt/safetensors.py",
         "end += m.nbytes",
         "end = m.nbytes",
         ("tests/unit/test_convert.py::test_there_and_back_is_bit_exact",),

@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from megarl.api import chat_template
-from megarl.ckpt.hf_dir import write_sidecars
+from megarl.ckpt.hf import write_sidecars
 from megarl.config.check import check_config
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config

@@ -26,7 +26,7 @@ from megarl.ckpt.convert import dist2hf, hf2dist
 from megarl.ckpt.convert_logits import check_logits
 from megarl.ckpt.convert_report import inspect, verify
 from megarl.ckpt.convert_work import Job, Progress, chunk_bytes, resident_bytes
-from megarl.ckpt.marker import read_info, write_marker
+from megarl.ckpt.files import read_info, write_marker
 from megarl.ckpt.restricted import read_metadata
 from megarl.utils.files import seal
 from tests.files import read_all, same

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed import checkpoint as dcp
 
-from megarl.ckpt.writer import Writer
+from megarl.ckpt.files import Writer
 from megarl.utils.files import DiskFull, check_room, file_digest, full_disk_named
 from tests.full_disk import files_below
 

@@ -10,8 +10,7 @@ from unittest.mock import patch
 import torch
 
 from megarl.ckpt.hf import load_hf
-from megarl.ckpt.hf_files import plan_files
-from megarl.ckpt.safetensors_files import SafetensorsDir, shard_header, write_index
+from megarl.ckpt.safetensors import SafetensorsDir, plan_files, shard_header, write_index
 from megarl.models.hf_config import parse_hf_config
 from megarl.models.piece_table import PieceTable, build_piece_table
 from megarl.parallel.layout import Layout

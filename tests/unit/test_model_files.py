@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from megarl.ckpt.hf import load_hf
-from megarl.ckpt.safetensors_files import INDEX, SINGLE, SafetensorsDir
+from megarl.ckpt.safetensors import INDEX, SINGLE, SafetensorsDir
 from megarl.models.hf_config import read_hf_config
 from megarl.models.piece_table import build_piece_table
 from megarl.parallel.layout import Layout

@@ -18,7 +18,7 @@ import torch
 
 from megarl import run as entry
 from megarl.ckpt import background
-from megarl.ckpt.marker import check_contents, write_marker
+from megarl.ckpt.files import check_contents, write_marker
 from megarl.config.check import check_config
 from megarl.config.earlier_run import check_run_dir, checkpoints, config_changes
 from megarl.config.errors import ConfigError

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.ckpt.safetensors_files import SafetensorsDir
+from megarl.ckpt.safetensors import SafetensorsDir
 from megarl.config.dataset import DatasetConfig
 from megarl.data.sources import load_rows
 from megarl.data.tokenizer import load_hf_tokenizer

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megarl.api.records import WeightUpdateMeta
 from megarl.ckpt.hf import save_hf
-from megarl.ckpt.safetensors_files import SafetensorsDir
+from megarl.ckpt.safetensors import SafetensorsDir
 from megarl.config.rollout import TRANSPORTS
 from megarl.weight_sync.phases import Phases
 from megarl.weight_sync.servers import Deadline, Servers
