@@ -28,6 +28,7 @@ from megarl.utils.http import (
     in_thread,
     shown,
 )
+from megarl.weight_sync.slices import LOADER
 
 # A broken broadcast shows sooner than the server's own words about it; wait this long for them.
 GRACE = 5.0
@@ -112,6 +113,24 @@ class ServerInfo:
             drafts=str(answer.get("speculative_algorithm") or ""),
             shares_weights=answer.get("weight_cache_mode", "off") not in (None, "off"),
         )
+
+    @property
+    def refuses_slices(self) -> str:
+        """Returns why the server cannot receive slices, or say what it holds of them, "" where it
+        can."""
+        if self.applies_delta:
+            return "is megarl's own, which keeps whole tensors"
+        if LOADER not in self.loaders:
+            return f"was not started with --custom-weight-loader {LOADER}"
+        if self.replicas > 1 or self.stages > 1:
+            return f"runs with dp_size={self.replicas}, pp_size={self.stages}"
+        if self.moves_experts:
+            return "moves experts while it runs (enable_eplb)"
+        if self.drafts:
+            return f"has a draft model (speculative_algorithm={self.drafts}), which loads by itself"
+        if self.shares_weights:
+            return "shares its weights with others (weight_cache_mode)"
+        return ""
 
 
 class Servers:

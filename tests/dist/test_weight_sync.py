@@ -39,7 +39,7 @@ from megarl.weight_sync.channel import UpdateChannel
 from megarl.weight_sync.plan import plan_sync
 from megarl.weight_sync.sender import WeightSender
 from megarl.weight_sync.senders import split_budget
-from megarl.weight_sync.slices import refusals
+from megarl.weight_sync.slices import sync as slice_sync
 from megarl.weight_sync.transports import WeightSource, distributed
 from megarl.wire.process_group import destroy_update_group, init_update_group
 from tests.dist.engine_jobs import make_engine
@@ -461,7 +461,9 @@ def run_across_a_restart(
     made: list[tuple[int, int]] = []
     with (
         mock.patch.object(distributed, "UpdateChannel", wraps=UpdateChannel) as channels,
-        mock.patch.object(refusals, "of_servers", wraps=refusals.of_servers) as asked,
+        mock.patch.object(
+            slice_sync, "refusal_of_servers", wraps=slice_sync.refusal_of_servers
+        ) as asked,
     ):
         for k, meta in enumerate(metas):
             if k == 2 and dist.get_rank() == 0:

@@ -28,10 +28,15 @@ from megarl.weight_sync.channel import address_for
 from megarl.weight_sync.phases import Phases
 from megarl.weight_sync.reallocation_plan import copies, holders
 from megarl.weight_sync.servers import Deadline, ServerInfo
-from megarl.weight_sync.slices import refusals
-from megarl.weight_sync.slices.link import Link, Members, open_store
+from megarl.weight_sync.slices.link import (
+    Link,
+    Members,
+    PackedTables,
+    open_store,
+    record,
+    spec_of,
+)
 from megarl.weight_sync.slices.receiver.megarl_receiver.strides import MODULUS, fingerprint
-from megarl.weight_sync.slices.recorded import PackedTables, record, spec_of
 from megarl.weight_sync.slices.tables import Entry
 from megarl.weight_sync.transports import WeightSource
 from megarl.weight_sync.verify import once_each
@@ -153,7 +158,7 @@ class Fingerprints:
         if self.meta.verify != "full" and self.source.device.type == "cuda":
             _not_compared(dict.fromkeys(stock, ON_GPU))
             return []
-        why = {a: refusals.of_server(i) for a, i in stock.items()}
+        why = {a: i.refuses_slices for a, i in stock.items()}
         _not_compared({a: f"it {reason}" for a, reason in why.items() if reason})
         able = {a: i.tp for a, i in stock.items() if not why[a]}
         if not able:

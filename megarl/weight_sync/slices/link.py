@@ -19,8 +19,9 @@ import pickle
 import threading
 import time
 import uuid
+import zlib
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -32,6 +33,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megarl.models.ops import Shape
+from megarl.models.piece_table import PieceTable
 from megarl.utils.env import JOB_TOKEN, job_token
 from megarl.utils.http import call_json, in_thread
 from megarl.utils.rendezvous import listen
@@ -58,6 +61,9 @@ REPLY_LOOKS = 500
 # watchdog ends the process.
 MARGIN = 60.0
 _GONE = "the rank that speaks to the servers is gone ({})"
+
+PackedTables = list[tuple[str, list[bytes]]]  # by server, and its ranks
+Spec = Sequence[tuple[str, Shape, str]]  # (name, shape, dtype) of each HF tensor, as it is sent
 
 
 @dataclass(frozen=True)
@@ -326,6 +332,26 @@ class Link:
     def _use_device(self) -> None:
         if self.device.type == "cuda":  # threads begin with device 0
             torch.cuda.set_device(self.device)
+
+
+def spec_of(table: PieceTable, dtype_of: Callable[[str], torch.dtype]) -> Spec:
+    """Returns the spec of a table's HF tensors. dtype_of: that a tensor is sent in, by name."""
+    return [(t.name, t.shape, str(dtype_of(t.name)).removeprefix("torch.")) for t in table.tensors]
+
+
+def record(link: Link, spec: Spec, deadline: Deadline) -> PackedTables:
+    """Returns the tables of all ranks, packed; a server that still has them answers at once. On the
+    rank that speaks, in an update session, which undoes what is packed in place. Raises as
+    `Link.call` does."""
+    link.box.put("spec/spec", zlib.compress(json.dumps(spec).encode()))
+    replies = link.call("record", deadline, spec="spec")
+    kept: dict[bytes, bytes] = {}  # equal tables become one object, which is pickled once
+
+    def take(at: str) -> bytes:
+        raw = link.box.take(f"table/{at}")
+        return kept.setdefault(raw, raw)
+
+    return [(server, [take(reply["at"]) for reply in ranks]) for server, ranks in replies.items()]
 
 
 def _empty_tensor(name: str) -> str:

@@ -35,15 +35,21 @@ from megarl.weight_sync.channel import CLOSE_TIMEOUT, address_for
 from megarl.weight_sync.phases import Phases
 from megarl.weight_sync.plan import load_body
 from megarl.weight_sync.servers import GRACE, Deadline, ServerInfo, Servers
-from megarl.weight_sync.slices import refusals
 from megarl.weight_sync.slices.changes import Names, SliceChanges
-from megarl.weight_sync.slices.figures import memory, metrics
 from megarl.weight_sync.slices.fingerprints import Fingerprints
-from megarl.weight_sync.slices.link import MARGIN, Link, Meeting, Members, open_store
+from megarl.weight_sync.slices.link import (
+    MARGIN,
+    Link,
+    Meeting,
+    Members,
+    PackedTables,
+    open_store,
+    record,
+    spec_of,
+)
 from megarl.weight_sync.slices.messages import Group, Outgoing, lay_out, whole_messages
 from megarl.weight_sync.slices.plan import Message, SlicePlan, plan_slices
 from megarl.weight_sync.slices.quantized import BlockFp8
-from megarl.weight_sync.slices.recorded import PackedTables, record, spec_of
 from megarl.weight_sync.slices.tables import ServerTable
 from megarl.weight_sync.transports import WeightSource
 from megarl.weight_sync.verify import Verifier
@@ -51,6 +57,7 @@ from megarl.wire.shared_memory import machine
 
 log = logging.getLogger(__name__)
 
+_SHOWN = 3  # parameters of a server rank
 PLAN = "plan"  # its name in commands: a session has one
 
 
@@ -128,7 +135,7 @@ class SliceSync:
     def _prepare(self, meta: WeightUpdateMeta, deadline: Deadline) -> str:
         """Connects where that is needed. Returns why slices cannot be sent, "" where they can."""
         backend = meta.comm_backend or ("nccl" if self.source.device.type == "cuda" else "gloo")
-        if why := refusals.of_meta(meta, backend):
+        if why := refusal_of_meta(meta, backend):
             return why
         agreement = self.source.agreement
         half = max(1, meta.bucket_bytes // 2)
@@ -195,7 +202,7 @@ class SliceSync:
         read = {raw: json.loads(zlib.decompress(raw)) for raw in distinct}
         made = {raw: _server_table(found, raw) for raw, found in read.items()}
         by_rank = {a: [read[raw] for raw in ranks] for a, ranks in tables}
-        if why := refusals.of_tables(by_rank):
+        if why := refusal_of_tables(by_rank):
             return why
         nodes = [next((w for w, near in spots if near[i]), None) for i in range(len(hosts))]
         plan = plan_slices(
@@ -225,7 +232,7 @@ class SliceSync:
         """Asks the servers what they are."""
         self._servers = Servers(target.addresses)
         info = self._servers.info(deadline)
-        return refusals.of_servers(info), info
+        return refusal_of_servers(info), info
 
     def _open(self, members: Members, deadline: Deadline) -> None:
         """Opens the store, and reaches it from every rank. Collective."""
@@ -321,9 +328,9 @@ class SliceSync:
                 )
             phases.metrics["verified"] = float(any(verified))
         mine = self._sent.counts + Counter(bytes=sent)
-        extra = memory(self._groups, changes=names is not None)
+        extra = _memory(self._groups, changes=names is not None)
         figures = agreement.gather((mine, extra, received))
-        phases.metrics |= metrics([f[:2] for f in figures], figures[self._speaker][2])
+        phases.metrics |= _metrics([f[:2] for f in figures], figures[self._speaker][2])
 
     def _begin(self, meta: WeightUpdateMeta, deadline: Deadline) -> Names | None:
         """Opens a session. Returns the names of the weights before and after, None where changes
@@ -384,3 +391,81 @@ class SliceSync:
 
 def _server_table(found: dict[str, Any], packed: bytes) -> ServerTable:
     return ServerTable.from_rows(found["entries"], hashlib.sha256(packed).hexdigest())
+
+
+# ---- why whole tensors are sent instead
+
+
+def refusal_of_meta(meta: WeightUpdateMeta, backend: str) -> str:
+    """Returns why an update is not sent by slices whatever the servers are, "" where it may be."""
+    if backend == "nccl" and meta.sharded == "auto":
+        return "slices have not been measured over NCCL yet; sharded=true sends them"
+    if meta.bucket_bytes < 1:
+        return f"bucket_bytes={meta.bucket_bytes}: use at least 1"
+    return ""
+
+
+def refusal_of_servers(info: Mapping[str, ServerInfo]) -> str:
+    """Returns which servers cannot receive slices, and why, "" where all can."""
+    return "; ".join(f"server {s} {why}" for s, i in info.items() if (why := i.refuses_slices))
+
+
+def refusal_of_tables(tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """Returns what the servers' loaders do that slices cannot repeat, "" where there is nothing.
+    tables: by server and rank, as `megarl_receiver` records them."""
+    return "; ".join(
+        f"server {server}, rank {rank}, {why}"
+        for server, ranks in tables.items()
+        for rank, table in enumerate(ranks)
+        if (why := _of_table(table))
+    )
+
+
+def _of_table(table: Mapping[str, Any]) -> str:
+    """Names parameters that are not filled by copies of HF elements, each exactly once."""
+    kinds = {
+        "computes instead of copying": table["computed"],
+        "writes twice": table["twice"],
+        "fills from no HF tensor": table["unfilled"],
+    }
+    return ", ".join(
+        f"{kind}: {', '.join(list(found)[:_SHOWN])}"
+        + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
+        for kind, found in kinds.items()
+        if found
+    )
+
+
+# ---- figures
+
+
+def _memory(groups: Sequence[Group], *, changes: bool) -> int:
+    """Returns the bytes of two groups of messages, the largest that follow each other; with
+    `changes` also of the largest message as it was and of what differs, but not of what is kept."""
+    sizes = [sum(parts.nbytes for _, _, parts in group) for group in groups]
+    two = max((a + b for a, b in zip(sizes, [*sizes[1:], 0], strict=True)), default=0)
+    largest = max((parts.nbytes for group in groups for _, _, parts in group), default=0)
+    return two + (2 * largest if changes else 0)
+
+
+def _metrics(
+    ranks: Sequence[tuple[Counter[str], int]], received: Sequence[dict[str, Any]]
+) -> dict[str, float]:
+    """Returns the metrics of a sync. ranks: what each trainer rank counted, and its memory;
+    received: the replies of all server ranks.
+
+    changed: the part of the numbers that differ from the version before, where versions were
+    compared; then bytes_whole is what all of them would have been.
+    """
+    total = sum((counts for counts, _ in ranks), Counter[str]())
+    found = {
+        "bytes": float(total["bytes"]),
+        "senders": float(sum(counts["bytes"] > 0 for counts, _ in ranks)),
+        "peak_extra_bytes": float(max(extra for _, extra in ranks)),
+        "slice_bytes": float(max(r["received"] for r in received)),
+        "server_extra_bytes": float(max(r["peak"] for r in received)),
+    }
+    if total["compared"]:
+        found["changed"] = total["changed"] / total["compared"]
+        found["bytes_whole"] = float(total["whole"])
+    return found
