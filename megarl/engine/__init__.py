@@ -1,5 +1,5 @@
 """Training. Importing this decides the device (see megarl.parallel.mcore)."""
 
-from megarl.engine.megatron import MegatronEngine
+from megarl.engine.engine import MegatronEngine
 
 __all__ = ["MegatronEngine"]

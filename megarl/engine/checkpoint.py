@@ -1,16 +1,21 @@
-"""Saves what a training checkpoint of an engine holds, and puts it back.
+"""Moves an engine's weights in and out: files, generation servers, full tensors by HF name.
 
-With adapters it holds these alone: the weights below them are the model's that the engine starts
-from. Of a moving average it holds the fp32 numbers.
+A training checkpoint of a model with adapters holds these alone: the weights below them are the
+model's that the engine starts from. Of a moving average it holds the fp32 numbers. Everything but
+`check_meta` is collective, in the scope of the engine's groups.
 """
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megarl.api.records import SaveLoadMeta
 from megarl.ckpt.dist import (
@@ -22,21 +27,30 @@ from megarl.ckpt.dist import (
     save_sharded,
 )
 from megarl.ckpt.dist import begin_save as write_behind
+from megarl.ckpt.hf import save_hf
 from megarl.ckpt.keys import settle_keys
+from megarl.ckpt.peft import load_peft, save_peft
 from megarl.ckpt.rng import reseed, rng_state, set_rng_state
-from megarl.engine import average
 from megarl.engine import optimizer as opt
+from megarl.engine.copying import average_in_place, begin_average, end_average, round_off
 from megarl.engine.optimizer_state import load_state, sharded_state
-from megarl.engine.setup import EngineState
+from megarl.engine.setup import EngineState, head_seed, load_base
+from megarl.models.gather import BucketGatherer, plan_buckets
 from megarl.models.lora import is_trained, meaning
 from megarl.models.names import unwrap
+from megarl.models.tensor_hash import weight_hashes
 from megarl.observability.logging import get_logger
 from megarl.parallel import mcore
+from megarl.utils.files import Fingerprint
+from megarl.weight_sync.sender import WeightSender
+from megarl.weight_sync.transports import WeightSource
 
 import megatron.core  # isort: skip
 from megatron.core.dist_checkpointing import ShardedObject  # isort: skip
 
 log = get_logger(__name__)
+
+_STATE_BUCKET_BYTES = 256 << 20
 
 
 def check_meta(meta: SaveLoadMeta, state: EngineState) -> None:
@@ -64,18 +78,74 @@ def check_meta(meta: SaveLoadMeta, state: EngineState) -> None:
         )
 
 
-def save(state: EngineState, path: str, with_optim: bool, version: int) -> None:
+def save(state: EngineState, meta: SaveLoadMeta, version: int) -> None:
+    """Writes to meta.path in meta.weight_format: a training checkpoint, adapters, or an HF
+    directory."""
+    opt.gather_params(state.chunks)
+    base = meta.base_model_path or state.config.path
+    if meta.weight_format == "dist":
+        _save_dist(state, meta.path, meta.with_optim, version)
+    elif meta.weight_format == "peft":
+        assert state.adapters is not None  # check_meta has seen to it
+        save_peft(
+            meta.path,
+            state.adapters,
+            state.layout,
+            state.groups.rank,
+            base_model_path=base,
+            tokenizer=meta.tokenizer,
+        )
+    else:
+        save_hf(
+            meta.path,
+            state.table,
+            state.layout,
+            state.groups.rank,
+            state.whole_weights(),
+            base_model_path=base,
+            tokenizer=meta.tokenizer,
+        )
+    state.groups.barrier()
+
+
+def load(state: EngineState, meta: SaveLoadMeta) -> int | None:
+    """Loads meta.path; returns the version that a training state was saved with, None for weights
+    alone."""
+    version = None
+    if meta.weight_format == "dist":
+        info = _load_dist(state, meta.path, meta.with_optim)
+        version = info["version"] if meta.with_optim else None
+    elif meta.weight_format == "peft":
+        assert state.adapters is not None
+        load_peft(meta.path, state.adapters)
+    else:
+        load_base(
+            meta.path, state.table, state.groups, state.params, head_seed(state.config, state.seed)
+        )
+        end_average(state)
+        if state.adapters is not None:  # whole weights come without: these start anew
+            state.adapters.reset(state.seed)
+    if state.optimizer is not None and not meta.with_optim:
+        opt.reload_main_params(state.optimizer)
+    state.groups.barrier()
+    return version
+
+
+# ---- training checkpoints ----------------------------------------------------------------------
+
+
+def _save_dist(state: EngineState, path: str, with_optim: bool, version: int) -> None:
     """Writes the weights to `path`; with `with_optim` also optimizer state (moments, step, fp32
     weights), the schedule's position, every rank's random states, and the weight version.
     Collective."""
-    with average.in_place(state):
+    with average_in_place(state):
         save_sharded(path, *_to_save(state, with_optim, version))
 
 
 def begin_save(state: EngineState, path: str, with_optim: bool, version: int) -> PendingSave:
-    """Begins `save`; a thread writes the files. Collective."""
+    """Begins a save of the "dist" format; a thread writes the files. Collective."""
     opt.gather_params(state.chunks)
-    with average.in_place(state):
+    with average_in_place(state):
         return write_behind(path, *_to_save(state, with_optim, version))
 
 
@@ -94,7 +164,7 @@ def _to_save(state: EngineState, with_optim: bool, version: int) -> tuple[Sharde
     return Sharded(shared=tensors, own=own, replicas=state.groups.dp_cp), info
 
 
-def load(state: EngineState, path: str, with_optim: bool) -> dict[str, Any]:
+def _load_dist(state: EngineState, path: str, with_optim: bool) -> dict[str, Any]:
     """Loads a checkpoint; returns what was saved about it ("version", "layout", ...). Raises
     ValueError, naming value and fix, for one that does not fit this engine. Collective.
 
@@ -106,12 +176,12 @@ def load(state: EngineState, path: str, with_optim: bool) -> dict[str, Any]:
     """
     info = open_checkpoint(path, lambda found: _check(state, path, found, with_optim))
     if info.get("averaged"):
-        average.begin(state)
+        begin_average(state)
     else:
-        average.end(state)
-    with average.in_place(state):
+        end_average(state)
+    with average_in_place(state):
         _load(state, path, with_optim, info)
-    average.round_off(state)
+    round_off(state)
     return info
 
 
@@ -232,3 +302,62 @@ def _check(state: EngineState, path: str, found: dict[str, Any], with_optim: boo
                 f"{path} was trained with {name}={found[name]!r}, this engine has {mine[name]!r}: "
                 f"set {field} as it was, or load the weights alone (with_optim=False)"
             )
+
+
+# ---- servers, full tensors by HF name ----------------------------------------------------------
+
+
+def sender(state: EngineState) -> WeightSender:
+    """Makes the sender of this engine's weights to servers."""
+    source = WeightSource(
+        state.table,
+        state.layout,
+        state.groups.rank,
+        state.whole_weights(),
+        state.groups.world,
+        dtype=state.dtype if state.adapters else None,
+        adapters=state.adapters,
+        base_model_path=state.config.path,
+    )
+    return WeightSender(source)
+
+
+def fingerprints(state: EngineState) -> dict[str, Fingerprint]:
+    """Returns the fingerprints of the trained weights; see MegatronEngine.fingerprints."""
+    opt.gather_params(state.chunks)
+    table = state.adapters.table if state.adapters else state.table.trained
+    found = weight_hashes(table, state.groups.rank, state.params, mcore.device())
+    for per_tensor in found:
+        dist.all_reduce(per_tensor, group=state.groups.world)
+    hashes, squares = (per_tensor.tolist() for per_tensor in found)
+    kind = str(state.dtype).removeprefix("torch.")
+    return {
+        tensor.name: Fingerprint(
+            f"{number % (1 << 64):016x}", math.sqrt(square), shape=f"{kind} {list(tensor.shape)}"
+        )
+        for tensor, number, square in zip(table.tensors, hashes, squares, strict=True)
+    }
+
+
+def hf_state(
+    state: EngineState, grads: bool, scope: Callable[[], AbstractContextManager[None]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields full tensors by HF name; see MegatronEngine.hf_state. `scope` is left while the caller
+    has a bucket's tensors. Raises ValueError for `grads` without an optimizer."""
+    values, table, dtype = state.whole_weights(), state.table, state.dtype
+    if grads:
+        if state.optimizer is None:
+            raise ValueError("this engine has no optimizer, so it keeps no gradients")
+        table, dtype = state.adapters.table if state.adapters else table.trained, torch.float32
+        trained = {n: p for n, p in state.params.items() if p.requires_grad}
+        values = {n: p.main_grad for n, p in trained.items()}  # type: ignore[attr-defined]
+    buckets = plan_buckets(table, dtype, _STATE_BUCKET_BYTES)
+    gatherer = BucketGatherer(
+        table, state.layout, state.groups.rank, values, buckets, device=mcore.device()
+    )
+    for bucket in buckets:
+        with scope():
+            opt.gather_params(state.chunks)
+            flat = gatherer.gather(bucket)
+        if flat is not None:
+            yield from bucket.views(flat)

@@ -5,13 +5,15 @@ Ranks of the source, of the target, or of both take part; each calls with what i
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from megarl.engine import average, checkpoint, optimizer
+from megarl.ckpt.dist import describe_model
+from megarl.engine import optimizer
 from megarl.engine.offload import Memory
 from megarl.engine.setup import EngineState, Resolved
 from megarl.models.piece_table import PieceTable, build_piece_table
@@ -23,7 +25,7 @@ from megarl.weight_sync.reallocate import Reallocator
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class WeightHolder:
     """Says how an engine holds its weights.
 
     ranks: which of all ranks hold them, as the layout's ranks 0, 1, ...
@@ -51,14 +53,14 @@ class Held:
         return f"ranks {list(self.ranks)}"
 
 
-class Inflow:
+class WeightCopier:
     """Copies weights into one engine, and keeps the plan for the next copy from the same source."""
 
     def __init__(self) -> None:
         self._plan: tuple[Resolved, Reallocator] | None = None
 
     def copy(
-        self, source: Held, target: Held, *, keep: float, version: int
+        self, source: WeightHolder, target: WeightHolder, *, keep: float, version: int
     ) -> tuple[dict[str, float], int]:
         """Returns the metrics of MegatronEngine.copy_weights, and the `version` of the source,
         which its ranks tell the others."""
@@ -86,7 +88,7 @@ class Inflow:
             return _move(move, source.state, target.state, keep), version
 
 
-def _plan(source: Held, target: Held) -> Reallocator:
+def _plan(source: WeightHolder, target: WeightHolder) -> Reallocator:
     """Plans the copy of weights between two engines. Raises ValueError for models of unlike shapes,
     and for a target with adapters. Collective over the ranks of both."""
     if target.adapted:
@@ -94,7 +96,7 @@ def _plan(source: Held, target: Held) -> Reallocator:
             "copy_weights: the engine that receives has adapters, whose base would change under "
             "them; leave its `lora` out"
         )
-    mine, theirs = (checkpoint.describe_model(h.what.model)["model"] for h in (target, source))
+    mine, theirs = (describe_model(h.what.model)["model"] for h in (target, source))
     for name, value in mine.items():
         if theirs[name] != value:
             raise ValueError(
@@ -126,9 +128,9 @@ def _move(
     if target is None:
         return move(weights, None)
     with model_scope(target.groups):
-        (average.begin if keep else average.end)(target)
+        (begin_average if keep else end_average)(target)
         stats = move(weights, target.params | target.average, keep=keep)
-        average.round_off(target)
+        round_off(target)
         if target.optimizer is not None:
             optimizer.reload_main_params(target.optimizer)
     return stats
@@ -139,3 +141,47 @@ def _told(move: Reallocator, source: EngineState | None, version: int) -> int:
     known = torch.tensor([-1 if source is None else version], device=mcore.device())
     dist.all_reduce(known, dist.ReduceOp.MAX, move.group)
     return int(known.item())
+
+
+# ---- a moving average in fp32 ------------------------------------------------------------------
+
+
+def begin_average(state: EngineState) -> None:
+    """Makes the average of parameters that are not in fp32 out of them, unless it is there. It
+    rests in host memory where the engine's weights do (`offload`)."""
+    if state.average:
+        return
+    for name, param in state.params.items():
+        if param.dtype != torch.float32:
+            state.average[name] = _at_rest(state, param.detach().float())
+
+
+def end_average(state: EngineState) -> None:
+    """Drops the average."""
+    state.average.clear()
+
+
+@torch.no_grad()
+def round_off(state: EngineState) -> None:
+    """Sets the parameters to their average, where there is one."""
+    for name, values in state.average.items():
+        state.params[name].copy_(values)
+
+
+@contextmanager
+def average_in_place(state: EngineState) -> Iterator[None]:
+    """Has the parameters be their average in fp32 inside, for a checkpoint; what they are then
+    loaded with becomes the average (`round_off` then makes it the parameters)."""
+    rounded = {name: state.params[name].data for name in state.average}
+    for name, values in state.average.items():
+        state.params[name].data = values.to(rounded[name].device)
+    try:
+        yield
+    finally:
+        for name, data in rounded.items():
+            state.average[name].copy_(state.params[name].data)
+            state.params[name].data = data
+
+
+def _at_rest(state: EngineState, values: torch.Tensor) -> torch.Tensor:
+    return values.cpu() if state.config.offload else values

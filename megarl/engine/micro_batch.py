@@ -1,30 +1,42 @@
-"""A batch cut into this rank's packed micro-batches.
+"""Brings a pass its tokens: a batch is placed for the step, cut into micro-batches, and packed.
 
-B sequences of the batch, b of a micro-batch, S positions (right-padded), T packed tokens.
+A batch is placed for the step, borrowed from where another engine has it, or made of a dict. Where
+passes compute shared prefixes once (mb_spec.share_prefixes), what sequences share is known from
+their tokens, which only the ranks of their data-parallel index hold: each index plans by itself,
+and they agree on the number of micro-batches.
+
+B sequences of the batch, b of a micro-batch or that a rank holds, S positions (right-padded), T
+packed tokens.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from megarl.api.batch import Batch, Padded, Tokens
+from megarl.api.batch import Batch, Home, Padded, Tokens
+from megarl.engine.routing import ROUTED
+from megarl.engine.setup import EngineState
+from megarl.models.flops import sequence_cost
 from megarl.models.trie_params import trie_params
-from megarl.parallel import mcore
+from megarl.parallel import exchange, mcore
 from megarl.parallel.layout import Layout
 from megarl.parallel.packed_rotary import place_tokens
 from megarl.parallel.packing import Alignment, Packed, pack
-from megarl.parallel.trie import Trie
-from megarl.parallel.trie_packing import pack_trie
+from megarl.parallel.placement import engine_home, place_rows, units_of
+from megarl.parallel.trie import Bytes, Trie, token_bytes
+from megarl.parallel.trie_packing import pack_trie, plan_tries
 
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
 
 GIVEN_IDS = "given_ids"  # batch key [B,S,n]: the ids of the outputs about given tokens
+SHARED = "prefix_ratio"  # metric: tokens of the batch for each that a pass computes
 
 
 @dataclass(frozen=True)
@@ -79,6 +91,92 @@ def alignment(layout: Layout, token_unit: int = 1) -> Alignment:
     return Alignment(slot=slot, row=math.lcm(slot, layout.cp * share * token_unit))
 
 
+# ---- where a batch is ---------------------------------------------------------------------------
+
+
+def as_batch(given: Batch | Padded, names: Iterable[str] | None = None) -> Batch:
+    """Returns a Batch as it is, or makes one of a plain dict that is the same on every rank.
+    `names`: the fields of the dict that are needed, None for all."""
+    if isinstance(given, Batch):
+        return given
+    wanted = set(given if names is None else names) | {"input_ids", "attention_mask"}
+    padded = {k: v for k, v in given.items() if k in wanted}
+    return Batch.from_padded(padded, comm=exchange.world_comm())
+
+
+def group_ids(batch: Batch, *, whole_groups: bool) -> Tensor | None:
+    """Returns ids [B] of rows that stay together on a rank, with `whole_groups` in a micro-batch
+    too; None if each is by itself. Raises ValueError where `whole_groups` has no field to go by."""
+    if "unit_ids" in batch or ("rollout_ids" in batch and not whole_groups):
+        return batch.unit_ids
+    if not whole_groups:
+        return None
+    if "group_ids" not in batch:
+        raise ValueError(
+            "whole_groups=True needs batch['group_ids'] [B]: which rows belong together"
+        )
+    ids: Tensor = batch["group_ids"]
+    return ids
+
+
+def home_of(state: EngineState, batch: Batch, *, whole_groups: bool = False) -> Home:
+    """Returns the batch's own home if this engine can work on it there, else the home that this
+    engine would give it; where prefixes are shared, rows of a group stay together in it as far as
+    the work stays even. Raises ValueError for a batch of other ranks than the engine's."""
+    _check_ranks(batch)
+    of_rank = tuple(c.dp for c in state.layout.all_coords)
+    units = group_ids(batch, whole_groups=whole_groups)
+    if batch.placed and batch.home.of_rank == of_rank and _whole(units, batch.home.of_row):
+        return batch.home
+    of_row = place_rows(
+        batch.lengths.tolist(),
+        torch.arange(len(batch)) if units is None else units,
+        batch.minibatches,
+        dp=state.layout.dp,
+        cost=sequence_cost(state.model),
+        slot=alignment(state.layout).slot,
+        together=batch.get("group_ids") if state.config.mb_spec.share_prefixes else None,
+    )
+    return engine_home(state.layout, of_row)
+
+
+def _check_ranks(batch: Batch) -> None:
+    """Raises ValueError unless the batch is of the ranks of the world in scope."""
+    theirs, ours = batch.comm, exchange.world_comm()
+    if theirs is ours or not isinstance(theirs, exchange.WorldComm | None):
+        return
+    named = [f"ranks {list(c.ranks)}" if c else "one rank alone" for c in (theirs, ours)]
+    raise ValueError(
+        f"this batch is of {named[0]}, the engine of {named[1]}: make the batch on the engine's "
+        "ranks, inside `with world.scope():`"
+    )
+
+
+def _whole(units: Tensor | None, of_row: Tensor) -> bool:
+    """Returns whether every unit stands at one data-parallel index."""
+    if units is None:
+        return True
+    index = of_row.tolist()
+    return all(len({index[r] for r in unit}) == 1 for unit in units_of(units))
+
+
+def place(state: EngineState, batch: Batch, *, whole_groups: bool = False) -> None:
+    """Moves the batch to where this engine works on it, if none has placed it yet. Collective."""
+    if not batch.placed:
+        exchange.place(batch, home_of(state, batch, whole_groups=whole_groups))
+
+
+def settle(state: EngineState, batch: Batch, *, whole_groups: bool = False) -> Batch:
+    """Returns the batch where this engine works on it. A batch that has not been placed in this
+    step is placed for good; of one placed for another layout, a copy is made of what is not at
+    hand. Collective."""
+    place(state, batch, whole_groups=whole_groups)
+    return exchange.placed(batch, home_of(state, batch, whole_groups=whole_groups))
+
+
+# ---- packing ------------------------------------------------------------------------------------
+
+
 def build(
     batch: Batch,
     micro_batches: Sequence[list[int]],
@@ -116,6 +214,56 @@ def build(
             batch.packed[how] = packed
         out.append(MicroBatch(rows, batch, packed))
     return out
+
+
+def trie_rows(
+    state: EngineState, batch: Batch, *, whole_groups: bool, backward: bool
+) -> list[list[int]]:
+    """Returns the rows of this rank's micro-batches, as many as on every data-parallel index. The
+    batch has been placed. Collective."""
+    spec, layout = state.config.mb_spec, state.layout
+    larger = None if backward else spec.forward_max_tokens_per_mb
+    held = batch.rows
+    groups = group_ids(batch, whole_groups=True) if whole_groups else None
+    needs = plan_tries(
+        _rows(batch, match_field(state, batch)),
+        max_tokens=larger or spec.max_tokens_per_mb,
+        align=alignment(layout),
+        cost=sequence_cost(state.model),
+        units=None if groups is None else units_of(groups[held]),
+    )
+    count = torch.tensor(needs.count, device=mcore.device())
+    if layout.world_size > 1:
+        dist.all_reduce(count, dist.ReduceOp.MAX)
+    multiple = layout.pp if layout.vpp > 1 else 1
+    rows = held.tolist()
+    filled = needs.micro_batches(-(-int(count) // multiple) * multiple)
+    return [sorted(rows[i] for i in mb) for mb in filled]
+
+
+def match_field(state: EngineState, batch: Batch) -> str | None:
+    """Returns the field that tokens must have equal to be one beside their ids: the routes that a
+    pass over the batch replays."""
+    replays = state.config.mb_spec.share_prefixes and state.config.replays
+    return ROUTED if replays and ROUTED in batch else None
+
+
+def _rows(batch: Batch, field: str | None) -> list[Bytes]:
+    """Returns token_bytes [n,w] of each row that this rank holds."""
+    ids = batch["input_ids"]
+    whole = token_bytes(ids.values, None if field is None else batch[field].values)
+    ends = ids.lengths.cumsum(0)
+    return [whole[e - n : e] for n, e in zip(ids.lengths.tolist(), ends.tolist(), strict=True)]
+
+
+def prefix_ratios(micro_batches: Iterable[MicroBatch]) -> Iterator[dict[str, tuple[float, float]]]:
+    """Yields the sums of SHARED of each micro-batch: tokens of its sequences, and of its trie."""
+    for mb in micro_batches:
+        if mb.packed.trie is not None and mb.rows:
+            yield {SHARED: (float(mb.source.lengths[mb.rows].sum()), float(mb.packed.trie.tokens))}
+
+
+# ---- per-token results --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

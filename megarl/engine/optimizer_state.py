@@ -3,20 +3,22 @@
 The distributed optimizer's moments and fp32 weights stand on disk as megatron-core's
 "fully_reshardable" format has them, tensors of the model's shapes that any layout reads. Its own
 writer gathers them over the data-parallel ranks first, each of which then holds the state of all.
-Here every rank writes its range of each parameter as boxes (optimizer_shards.py) and reads it so.
+Here every data-parallel rank writes its range of each flattened parameter as a few boxes of the
+parameter, and reads it so: nothing is gathered, and any layout can read what another one wrote.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.ckpt.optimizer_shards import cut
 from megarl.engine.optimizer import decoupled, kind, parts
 from megarl.parallel import mcore  # noqa: F401  before megatron
 
@@ -189,4 +191,66 @@ def _cut_over(
             mine = state[low - start : high - start]
             found += cut(whole, f"{prefix}.{whole.key}", low - begin, high - begin, mine)
         begin = end
+    return found
+
+
+# ---- flat ranges as boxes ----------------------------------------------------------------------
+
+
+Shape = tuple[int, ...]
+
+
+def flat_boxes(shape: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
+    """Yields (offsets, sizes) of the boxes that are elements [start, stop) of a row-major array of
+    `shape`, in their order. There are at most 2 * ndim - 1: the end of a row, whole rows, the
+    beginning of a row."""
+    if start >= stop:
+        return
+    if len(shape) <= 1:
+        yield (start,), (stop - start,)
+        return
+    width = math.prod(shape[1:])
+    first, last = -(-start // width), stop // width  # whole rows
+    if first > last:  # within one row
+        yield from _in_row(shape, last, start, stop)
+        return
+    yield from _in_row(shape, first - 1, start, first * width)
+    if first < last:
+        rest = shape[1:]
+        yield (first, *(0 for _ in rest)), (last - first, *rest)
+    yield from _in_row(shape, last, last * width, stop)
+
+
+def _in_row(shape: Shape, row: int, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
+    skipped = row * math.prod(shape[1:])
+    for offsets, sizes in flat_boxes(shape[1:], start - skipped, stop - skipped):
+        yield (row, *offsets), (1, *sizes)
+
+
+def cut(whole: ShardedTensor, key: str, start: int, stop: int, data: Tensor) -> list[ShardedTensor]:
+    """Returns the boxes of tensor `key` that are elements [start, stop) of what `whole` is locally,
+    with views of `data` [stop - start], which holds them.
+
+    `whole` is a parameter's, alike on the data-parallel ranks; a box belongs to one of them.
+    """
+    lead = whole.global_offset[: whole.prepend_axis_num]
+    inner = whole.global_offset[whole.prepend_axis_num :]
+    found, at = [], 0
+    for offsets, sizes in flat_boxes(tuple(whole.local_shape), start, stop):
+        n, shape = math.prod(sizes), (*(1 for _ in lead), *sizes)
+        found.append(
+            replace(
+                whole,
+                key=key,
+                data=data[at : at + n].view(shape),
+                dtype=data.dtype,
+                local_shape=shape,
+                global_offset=(*lead, *(a + b for a, b in zip(inner, offsets, strict=True))),
+                axis_fragmentations=None,  # no regular grid
+                prepend_axis_num=0,
+                replica_id=(*whole.replica_id[:2], 0),  # type: ignore[index]
+            )
+        )
+        at += n
+    assert at == data.numel() == stop - start, (whole, start, stop, data.shape)
     return found

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,6 @@ from torch import Tensor
 
 from megarl.api.batch import Tokens
 from megarl.config.engine import TrainEngineConfig
-from megarl.engine.micro_batch import Frame, MicroBatch
 from megarl.models.hf_config import ModelConfig
 from megarl.models.options import EngineOptions
 from megarl.parallel import mcore
@@ -32,6 +31,9 @@ from megarl.parallel.groups import ProcessGroups
 
 from megatron.core.transformer.moe import moe_utils  # isort: skip
 from megatron.core.transformer.moe.router import TopKRouter  # isort: skip
+
+if TYPE_CHECKING:
+    from megarl.engine.micro_batch import Frame, MicroBatch
 
 ROUTED = "routed_experts"  # output and batch key: [B,S,L,k], expert numbers, 0 in dense layers
 

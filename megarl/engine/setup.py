@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megarl.api.records import FinetuneSpec
 from megarl.ckpt.hf import load_hf
@@ -31,7 +33,7 @@ from megarl.models.options import EngineOptions, recompute_fields
 from megarl.models.piece_table import PieceTable
 from megarl.models.trie_params import check_share_prefixes
 from megarl.parallel import mcore
-from megarl.parallel.groups import ProcessGroups
+from megarl.parallel.groups import ProcessGroups, model_scope
 from megarl.parallel.layout import Layout
 from megarl.utils.env import attention_problems
 
@@ -267,3 +269,27 @@ def release(state: EngineState) -> None:
             kept |= {k: None for k, v in kept.items() if torch.is_tensor(v)}
     for cached in (RotaryEmbedding, YarnRotaryEmbedding):
         cached.forward.cache_clear()
+
+
+def construct_rank(cfg: TrainEngineConfig, world_size: int, rank: int) -> int:
+    """Builds the modules of `rank` among `world_size` ranks from fake tensors and a fake process
+    group; returns how many parameters the rank has. `cfg.path` needs no more than a config.json.
+
+    Raises ValueError for what model, layout or world cannot do, AssertionError where a parameter is
+    not as the piece table has it, and RuntimeError where a process group exists already.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # needs no process group
+
+    if dist.is_initialized():
+        raise RuntimeError("a process group exists: construct ranks in a process of their own")
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        what = resolve(cfg, world_size)
+        groups = ProcessGroups(what.layout)
+        with FakeTensorMode(allow_non_fake_inputs=True), model_scope(groups):
+            made = make_modules(cfg, what, groups, seed=0)
+            params = named_params(made.chunks)
+            made.table.check_params(groups.coords, {n: p.shape for n, p in params.items()})
+        return sum(p.numel() for p in params.values())
+    finally:
+        dist.destroy_process_group()

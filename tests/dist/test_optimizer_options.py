@@ -279,9 +279,9 @@ def test_the_precision_aware_optimizer_clips_and_reloads_what_it_keeps(world2, m
 
 def steps_with_activations_on_host(path: str, **over: Any) -> tuple[dict[str, Any], int]:
     """Runs `steps` with every activation offloaded; also returns the number of offloads."""
-    from megarl.engine import activations
+    from megarl.engine import passes
 
-    gone, hooks = 0, activations.saved_tensors_hooks
+    gone, hooks = 0, passes.saved_tensors_hooks
 
     def counting(pack: Any, unpack: Any) -> Any:
         def counted(tensor: torch.Tensor) -> Any:
@@ -292,7 +292,7 @@ def steps_with_activations_on_host(path: str, **over: Any) -> tuple[dict[str, An
 
         return hooks(counted, unpack)
 
-    with mock.patch.multiple(activations, MIN_BYTES=0, saved_tensors_hooks=counting):
+    with mock.patch.multiple(passes, MIN_BYTES=0, saved_tensors_hooks=counting):
         return steps(path, dict(tp=2), n=2, options=dict(offload_activations=True), **over), gone
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.engine.sharing import SHARED
+from megarl.engine.micro_batch import SHARED
 from tests.dist.engine_jobs import SP, Tensors, make_engine, state
 from tests.dist.invariance import FAMILIES, GRADIENTS, LAYOUTS, OUTPUTS, check, train, worst
 from tests.dist.lora_files import ALL, lora

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.ckpt.optimizer_shards import flat_boxes
+from megarl.engine.optimizer_state import flat_boxes
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())

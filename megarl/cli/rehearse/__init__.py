@@ -219,7 +219,7 @@ def construct(name: str, engine: TrainEngineConfig, world_size: int, ranks: Sequ
     """Constructs the model of an engine on each of `ranks`, without memory and without peers, in a
     process without process groups; returns the most parameters of a rank. engine.path: a directory
     with the model's config.json. Raises RehearsalFailed for a rank that cannot be constructed."""
-    from megarl.engine.shapes import construct_rank  # here, so that --help is instant
+    from megarl.engine.setup import construct_rank  # here, so that --help is instant
 
     most = 0
     for rank in ranks:

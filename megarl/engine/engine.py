@@ -6,31 +6,39 @@ engine's world: all its ranks call it with the same arguments.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from megarl.api.batch import Batch, Padded
-from megarl.api.engine import PARTS, LossFn, LossWeightFn, PendingSave
+from megarl.api.engine import PARTS, LossFn, LossWeightFn, PendingSave, TrainEngine
 from megarl.api.failures import on_every_rank
-from megarl.api.records import SaveLoadMeta, WeightUpdateMeta
-from megarl.engine import average, checkpoint, intake, optimizer, passes, weights
-from megarl.engine.copying import Held
-from megarl.engine.life import EngineLife
+from megarl.api.records import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
+from megarl.config.engine import TrainEngineConfig
+from megarl.engine import checkpoint, copying, micro_batch, optimizer, passes
+from megarl.engine.copying import WeightCopier, WeightHolder
+from megarl.engine.offload import Memory
 from megarl.engine.probe import Part, Probe
 from megarl.engine.routing import ROUTED
+from megarl.engine.setup import EngineState, Resolved, build, release, resolve
+from megarl.parallel import cpu_memory, mcore
 from megarl.parallel.exchange import world_comm
-from megarl.parallel.groups import model_scope
-from megarl.parallel.worlds import ranks_of
+from megarl.parallel.groups import ProcessGroups, init_distributed, model_scope, waiting_for
+from megarl.parallel.worlds import World, inside, ranks_of, this_rank
 from megarl.utils.env import uses_gpus
 from megarl.utils.files import Fingerprint
+from megarl.weight_sync.sender import WeightSender
+
+T = TypeVar("T")
 
 
-class MegatronEngine(EngineLife):
+class MegatronEngine(TrainEngine):
     """Trains or runs one model in one layout. `initialize` makes it real, `destroy` gives
     everything back; a pass or a save outside of the two raises RuntimeError.
 
@@ -38,13 +46,141 @@ class MegatronEngine(EngineLife):
     ranks it is a placeholder without weights: besides initialize, destroy and copy_weights, what
     needs weights raises RuntimeError there."""
 
+    # ---- life ----------------------------------------------------------------------------------
+
+    def __init__(
+        self, config: TrainEngineConfig, *, seed: int = 1, world: World | None = None
+    ) -> None:
+        self.config, self.seed, self.world = config, seed, world
+        self._version = 0
+        self._uploaded: int | None = None  # the last version that reached the servers
+        self._training = config.optimizer is not None
+        self._what: Resolved | None = None  # once it is initialized
+        self._groups: ProcessGroups | None = None
+        self._built: EngineState | None = None
+        self._memory: Memory | None = None
+        self._sender: WeightSender | None = None
+        self._copier = WeightCopier()
+
+    @property
+    def device(self) -> torch.device:
+        """Returns the device on which this rank computes."""
+        return mcore.device()
+
+    @property
+    def is_member(self) -> bool:
+        """Returns whether this rank is one of the engine's; else it is a placeholder here."""
+        return self.world is None or self.world.member
+
+    def _made(self, part: T | None) -> T:
+        """Returns what `initialize` makes. Raises RuntimeError before it, and in a placeholder."""
+        if self._what is None:
+            raise RuntimeError("the engine is not initialized: call initialize() first")
+        if part is None:
+            raise RuntimeError(f"this engine is on {self.world}, not on rank {this_rank()}")
+        return part
+
+    def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
+        """Makes process groups, model, weights, optimizer and schedule, in the world that `addr`
+        ("host:port") or torchrun's environment names; `ft_spec` gives the schedule its length.
+        Raises ValueError where model, machine or world cannot do what the config asks, and when
+        called twice. Collective."""
+        if self._what is not None or self._groups is not None:
+            raise ValueError("initialize() was called twice; call destroy() in between")
+        init_distributed(addr)
+        what = resolve(self.config, len(self.world.ranks) if self.world else dist.get_world_size())
+        self.model_config, self.layout, self.dtype = what.model, what.layout, what.dtype
+        if self.is_member:
+            with inside(self.world.group if self.world else dist.group.WORLD):
+                self._groups = ProcessGroups(what.layout)
+                world_comm()  # where it has to be made, all ranks make it here
+            with model_scope(self._groups), waiting_for(self._groups, "initialize"):
+                self._built = build(self.config, what, self._groups, self.seed, ft_spec)
+                self._memory = Memory(self._built)
+                self.train(self._training)
+                if self.config.offload:
+                    self._memory.offload(("params",))
+        self._what = what
+
+    def destroy(self) -> None:
+        """Gives back connections, model and process groups; does nothing before `initialize`.
+        Collective."""
+        self._what, self._copier = None, WeightCopier()
+        if self._groups is None:
+            return
+        if self._sender is not None:
+            with inside(self._groups.world):
+                self._sender.close()
+        if self._memory is not None:
+            self._memory.arrive()
+        if self._built is not None:
+            release(self._built)
+        self._sender = self._memory = self._built = None
+        gc.collect()
+        torch.cuda.empty_cache()
+        cpu_memory.give_back()
+        groups, self._groups = self._groups, None
+        with inside(groups.world), waiting_for(groups, "destroy"):
+            groups.barrier()
+            groups.release()
+
+    @property
+    def groups(self) -> ProcessGroups:
+        """Returns the process groups of the layout. Raises RuntimeError before `initialize`."""
+        return self._made(self._groups)
+
+    @property
+    def state(self) -> EngineState:
+        """Returns all that `initialize` made. Raises RuntimeError before it."""
+        return self._made(self._built)
+
+    @property
+    def memory(self) -> Memory:
+        """Returns the keeper of offloaded parts. Raises RuntimeError before `initialize`."""
+        return self._made(self._memory)
+
+    def scope(self) -> AbstractContextManager[None]:
+        """Returns a context in which torch's default process group is of the engine's ranks alone.
+        Raises RuntimeError on another rank."""
+        if self._groups is not None:
+            return inside(self._groups.world)
+        return self.world.scope() if self.world is not None else super().scope()
+
+    @contextmanager
+    def _scope(
+        self, what: str, needs: Sequence[str] = ("params",), *, behind: bool = False
+    ) -> Iterator[None]:
+        """Puts this engine's groups into megatron-core's globals, and has a wait that fails say who
+        waited for `what`. Raises RuntimeError where a part in `needs` is offloaded. behind: `what`
+        is a pass, whose modules wait for weights that are on their way."""
+        self.memory.require(what, needs, behind=behind)
+        with model_scope(self.groups), waiting_for(self.groups, what):
+            yield
+
+    def train(self, mode: bool = True) -> Self:
+        """Puts the modules into training mode or out of it, and returns the engine. Each pass sets
+        its own mode and restores this one."""
+        self._training = mode
+        for chunk in self._built.chunks if self._built else ():
+            chunk.train(mode)
+        return self
+
+    @contextmanager
+    def _mode(self, training: bool) -> Iterator[None]:
+        before = self._training
+        self.train(training)
+        try:
+            yield
+        finally:
+            self.train(before)
+
     # ---- passes --------------------------------------------------------------------------------
 
     def place(self, batch: Batch) -> None:
         """Moves the batch's tokens to the ranks that work on them in this step, unless it has been
         placed. Collective."""
         with self._scope("place", ()):
-            intake.place(self.state, batch)
+            micro_batch.place(self.state, batch)
 
     def train_batch(
         self,
@@ -75,7 +211,7 @@ class MegatronEngine(EngineLife):
             spike = self.config.optimizer.spike_norm if self.config.optimizer else None
             stats |= {"lr": lr, **optimizer.step(mine, stats["loss"], spike_norm=spike)}
             if stats["update_successful"]:
-                average.end(self.state)  # of the weights before
+                copying.end_average(self.state)  # of the weights before
         return stats
 
     def backward_batch(
@@ -177,7 +313,7 @@ class MegatronEngine(EngineLife):
         offloaded. Raises ValueError for a format that this engine does not have. Collective."""
         checkpoint.check_meta(meta, self.state)
         with self._saving(meta):
-            weights.save(self.state, meta, self._version)
+            checkpoint.save(self.state, meta, self._version)
 
     def begin_save(self, meta: SaveLoadMeta) -> PendingSave:
         """Begins a save: of the "dist" format, a thread writes what is copied to host memory here;
@@ -200,7 +336,7 @@ class MegatronEngine(EngineLife):
         ValueError for a checkpoint that does not fit this engine. Collective."""
         checkpoint.check_meta(meta, self.state)
         with self.memory.at_hand(changes=True), self._scope("load", ("params", "optimizer")):
-            version = weights.load(self.state, meta)
+            version = checkpoint.load(self.state, meta)
         if version is not None:
             self.set_version(version)
 
@@ -212,7 +348,7 @@ class MegatronEngine(EngineLife):
         with self._scope("upload_weights"):
             optimizer.gather_params(self.state.chunks)
             if self._sender is None:
-                self._sender = weights.sender(self.state)
+                self._sender = checkpoint.sender(self.state)
             stats: dict[str, float] = self._sender.upload(meta)
         self._uploaded = meta.number
         return stats
@@ -227,17 +363,17 @@ class MegatronEngine(EngineLife):
 
         Returns this rank's bytes "sent" to others and "kept", and "peak", the largest message.
         Collective over the ranks of both engines; on any other it does nothing."""
-        ends = source._held(), self._held()
-        stats, version = self._inflow.copy(*ends, keep=keep, version=source.get_version())
+        ends = source._holder(), self._holder()
+        stats, version = self._copier.copy(*ends, keep=keep, version=source.get_version())
         self.set_version(version)
         return stats
 
-    def _held(self) -> Held:
+    def _holder(self) -> WeightHolder:
         """Returns how the engine holds its weights, in a placeholder too."""
         what, adapted = self._made(self._what), self.config.lora is not None
         ranks = self.world.ranks if self.world else ranks_of(self.groups.world)
         here = (self.state, self.memory) if self.is_member else None
-        return Held(what=what, adapted=adapted, ranks=ranks, here=here)
+        return WeightHolder(what=what, adapted=adapted, ranks=ranks, here=here)
 
     def hf_state(self, *, grads: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields full tensors by HF name, adapters merged in, on rank 0; the other ranks iterate
@@ -247,14 +383,14 @@ class MegatronEngine(EngineLife):
         by PEFT's names; they are whole only without the distributed optimizer, which leaves each
         rank its own part. Raises ValueError for `grads` without an optimizer."""
         needs = ("params", "grads") if grads else ("params",)
-        return weights.hf_state(self.state, grads, partial(self._scope, "hf_state", needs))
+        return checkpoint.hf_state(self.state, grads, partial(self._scope, "hf_state", needs))
 
     def fingerprints(self) -> dict[str, Fingerprint]:
         """Returns the hash and the norm of every trained weight by HF name (of adapters by PEFT's
         names), the same on every rank and, to the last bit of a hash, in every layout. It needs no
         memory, and nothing but the hashes travels. Collective."""
         with self.memory.at_hand(), self._scope("fingerprints"):
-            return weights.fingerprints(self.state)
+            return checkpoint.fingerprints(self.state)
 
     def set_version(self, version: int) -> None:
         """Sets the version of the weights. After a return to earlier weights, later uploads may
