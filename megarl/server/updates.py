@@ -55,7 +55,7 @@ class WeightUpdates:
         self._room: torch.Tensor | None = None
         self._released = False  # and not updated since
         self._lock = threading.Lock()
-        self.joins = 0  # under way
+        self.joins = set[str]()  # groups whose other members are waited for
 
     def begin(self) -> None:
         """Opens a session. Opening one that a dead trainer left open is no error."""
@@ -71,8 +71,6 @@ class WeightUpdates:
     def init_group(self, body: dict[str, Any]) -> None:
         """Joins the group as rank `rank_offset`; waits for the others (not the model's thread)."""
         name = group_name(body)
-        if name in self._groups:
-            raise ControlError(f"group {name!r} exists; destroy_weights_update_group first")
         backend = body.get("backend") or "nccl"
         if backend == "nccl" and self.device.type != "cuda":
             raise ControlError(f"backend 'nccl' needs a GPU, this server is on {self.device}")
@@ -95,18 +93,24 @@ class WeightUpdates:
     @contextlib.contextmanager
     def _joining(self, name: str) -> Iterator[None]:
         with self._lock:
-            if self.joins >= MAX_JOINS:
+            if name in self._groups:
+                raise ControlError(f"group {name!r} exists; destroy_weights_update_group first")
+            if name in self.joins:
                 raise ControlError(
-                    f"group {name!r}: {self.joins} groups wait for their other members already, "
+                    f"group {name!r} is being joined by an earlier call; wait for its answer"
+                )
+            if len(self.joins) >= MAX_JOINS:
+                raise ControlError(
+                    f"group {name!r}: {MAX_JOINS} groups wait for their other members already, "
                     f"each for up to {self._timeout:g} s (--dist-timeout); try again later",
                     status=503,
                 )
-            self.joins += 1
+            self.joins.add(name)
         try:
             yield
         finally:
             with self._lock:
-                self.joins -= 1
+                self.joins.remove(name)
 
     def emptied(self) -> None:
         """Notes that the numbers of all weights are lost: their memory is given back."""

@@ -285,6 +285,9 @@ def test_joins_that_nobody_answers_hold_up_nothing(server, tmp_path):
             time.sleep(0.01)
         ((status, answer),) = [c.result() for c in done]
         assert status == 503 and "64 groups wait for their other members" in answer["message"]
+        waiting = next(str(i) for i, c in enumerate(calls) if not c.done())
+        status, answer = busy.post(path, body | {"group_name": waiting})
+        assert status == 400 and f"{waiting!r} is being joined" in answer["message"]
         assert busy.get("/health", timeout=5)[0] == 200
         assert busy.terminate() == 0
     assert not wait(calls, 10).not_done
