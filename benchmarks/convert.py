@@ -30,7 +30,7 @@ CONVERT = """
 import sys, time
 from megarl.ckpt.convert import dist2hf, hf2dist
 way, source, out, workers, memory = sys.argv[1:]
-kw = dict(workers=int(workers), max_memory=int(memory), quiet=True)
+kw = dict(workers=int(workers), max_memory=int(memory))
 start = time.monotonic()
 (hf2dist if way == "hf2dist" else dist2hf)(source, out, **kw)
 status = dict(line.split(":", 1) for line in open("/proc/self/status"))

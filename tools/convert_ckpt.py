@@ -1,12 +1,11 @@
 """Converts checkpoints between Hugging Face directories and megatron-core's dist format, on CPU.
 
-    python tools/convert_ckpt.py hf2dist --hf MODEL --out CKPT [--dtype bfloat16] [--check-logits]
+    python tools/convert_ckpt.py hf2dist --hf MODEL --out CKPT [--dtype bfloat16]
     python tools/convert_ckpt.py dist2hf --dist CKPT --out MODEL [--max-shard-size 5GiB]
     python tools/convert_ckpt.py inspect DIR
     python tools/convert_ckpt.py verify A B
 
-It needs one process, bounded memory and no GPU. A conversion that was killed continues where it
-stopped when it is run again. docs/recovery.md has more.
+It needs one process, bounded memory and no GPU. docs/recovery.md has more.
 """
 
 from __future__ import annotations
@@ -55,13 +54,17 @@ def parser() -> argparse.ArgumentParser:
         convert.add_argument("--out", required=True, type=Path, metavar="DIR")
         convert.add_argument("--dtype", choices=DTYPES, help="of the weights; default: as they are")
         convert.add_argument("--workers", type=int, default=2, metavar="N", help="threads")
-        convert.add_argument(
-            "--check-logits", nargs="?", const="", metavar="PROMPT",
-            help="compare both models' logits at the end (both in memory, in fp32)",
-        )  # fmt: skip
+        convert.add_argument("--check-logits", nargs="?", action=_Gone, help=argparse.SUPPRESS)
     for limited in (hf2dist, dist2hf, verify):
         limited.add_argument("--max-memory", type=size, default="4GiB", metavar="SIZE")
     return top
+
+
+class _Gone(argparse.Action):
+    """Refuses the proof by logits, which there is no more."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        parser.error("--check-logits: logits are no longer compared; compare all bits by verify")
 
 
 def convert(args: argparse.Namespace) -> int:
@@ -77,23 +80,16 @@ def convert(args: argparse.Namespace) -> int:
     )
     if args.command == "hf2dist":
         hf2dist(args.hf, args.out, **common)
-        hf, checkpoint = args.hf, args.out
     else:
         shard = args.max_shard_size
         dist2hf(args.dist, args.out, base=args.base, max_shard_bytes=shard, **common)
-        hf, checkpoint = args.out, args.dist
-    if args.check_logits is not None:
-        from megarl.ckpt.convert_logits import check_logits
-
-        worst = check_logits(hf, checkpoint, args.check_logits or None)
-        print(f"logits: at most {worst:.1e} of the largest apart")
     print(args.out)
     return 0
 
 
 def inspect(args: argparse.Namespace) -> int:
     """Prints what a directory holds; returns 0 where it is whole, else 1."""
-    from megarl.ckpt.convert_report import inspect
+    from megarl.ckpt.convert import inspect
 
     found = inspect(args.dir)
     for name, value in found.items():
@@ -103,7 +99,7 @@ def inspect(args: argparse.Namespace) -> int:
 
 def verify(args: argparse.Namespace) -> int:
     """Prints the tensors that differ, the worst first; returns 0 where none does, else 1."""
-    from megarl.ckpt.convert_report import verify
+    from megarl.ckpt.convert import verify
 
     differences = verify(args.a, args.b, max_memory=args.max_memory)
     for difference in differences[:20]:

@@ -10,6 +10,7 @@ import json
 import re
 import shutil
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.ckpt.files import staged
-from megarl.ckpt.safetensors import SafetensorsDir, plan_files, write_files, write_index
+from megarl.ckpt.safetensors import SafetensorsDir, main_dtype, plan_files, write_files, write_index
 from megarl.models.families.params import EMBEDDING, OUTPUT
 from megarl.models.gather import BucketGatherer, Dtypes
 from megarl.models.param_loading import draw, load_params
@@ -99,10 +100,10 @@ def check_tensors(files: SafetensorsDir, table: PieceTable) -> None:
             if t.name == _HEAD:
                 hint = "set tie_word_embeddings=true in config.json if the model has no output head"
             raise ValueError(f"{files.path}: tensor {t.name} {list(t.shape)} is missing; {hint}")
-        if (found := files.shape(t.name)) != t.shape:
+        if (stored := files.stored(t.name)).shape != t.shape:
             raise ValueError(
-                f"{files.file_of(t.name)}: tensor {t.name} has shape {list(found)}, config.json "
-                f"asks for {list(t.shape)}; use the config.json that belongs to these weights"
+                f"{stored.file}: tensor {t.name} has shape {list(stored.shape)}, config.json asks "
+                f"for {list(t.shape)}; use the config.json that belongs to these weights"
             )
     if further := [n for n in files.names() if _predicts_further(n, table)]:
         log.info(
@@ -114,7 +115,7 @@ def check_tensors(files: SafetensorsDir, table: PieceTable) -> None:
     unknown = [n for n in files.names() if n not in table.by_name and not _ignorable(n, table)]
     if unknown:
         raise ValueError(
-            f"{files.file_of(unknown[0])}: {len(unknown)} tensors are not part of a "
+            f"{files.stored(unknown[0]).file}: {len(unknown)} tensors are not part of a "
             f"{table.model.family} model with this config.json, the first is {unknown[0]}; "
             "use the config.json that belongs to these weights"
         )
@@ -135,8 +136,8 @@ def _check_layers(files: SafetensorsDir, table: PieceTable) -> None:
 
 
 def _check_tied(files: SafetensorsDir) -> None:
-    rows, cols = files.shape(_EMBEDDING)
-    same = files.shape(_HEAD) == (rows, cols)
+    rows, cols = files.stored(_EMBEDDING).shape
+    same = files.stored(_HEAD).shape == (rows, cols)
     step = max(1, _COMPARED_AT_ONCE // cols)
     for row in range(0, rows if same else 0, step):
         box = (slice(row, row + step), slice(None))
@@ -221,7 +222,8 @@ def save_hf(
             if len(plan.files) > 1:
                 write_index(staging, plan.files)
             write_sidecars(staging, base_model_path, tokenizer)
-            write_config(staging, table.model.raw, plan.main_dtype)
+            members = chain.from_iterable(plan.files.values())
+            write_config(staging, table.model.raw, main_dtype(members))
             put_in_place(staging, target)
 
         together(what, finish, group)

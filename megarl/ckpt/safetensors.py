@@ -17,7 +17,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -33,60 +32,66 @@ from megarl.wire.buckets import Bucket, Member
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_MAX_HEADER = 100 << 20  # bytes; the library's own limit
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Says where a tensor lies: row-major, from byte `offset` of `file` on. `dtype` is the format's
+    name for it."""
+
+    file: Path
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
 class SafetensorsDir:
     """Opens the tensors of a model directory, in one file or in shards. A context manager.
 
-    It raises ValueError, naming file, tensor and fix, for every problem a user can have with the
-    files.
+    Files are mapped to memory when a tensor is read. It raises ValueError, naming file, tensor and
+    fix, for every problem a user can have with the files.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._stack = ExitStack()
-        self._handles: dict[str, Any] = {}  # file name -> safe_open
-        self._file_of: dict[str, str] = {}  # tensor -> file name
+        self._open = ExitStack()
+        self._handles: dict[Path, Any] = {}  # safe_open
+        self._stored: dict[str, Stored] = {}
 
     def __enter__(self) -> SafetensorsDir:
-        with ExitStack() as stack:  # closes what is open if a later file is broken
-            for file in self._files():
-                handle = stack.enter_context(self._open(file))
-                self._handles[file] = handle
-                self._file_of.update(dict.fromkeys(handle.keys(), file))
-            self._stack = stack.pop_all()
+        for file in self._files():
+            self._stored |= _read_header(self.path / file)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._stack.close()
+        self._open.close()
 
     def __contains__(self, name: str) -> bool:
-        return name in self._file_of
+        return name in self._stored
 
     def names(self) -> Iterable[str]:
         """Returns the names of all tensors."""
-        return self._file_of.keys()
+        return self._stored.keys()
 
-    def file_of(self, name: str) -> Path:
-        """Returns the file that holds a tensor."""
-        return self.path / self._file_of[name]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Returns the shape of a tensor."""
-        return tuple(self._slice(name).get_shape())
+    def stored(self, name: str) -> Stored:
+        """Returns where a tensor lies."""
+        return self._stored[name]
 
     def read(self, name: str, box: tuple[slice, ...]) -> Tensor:
         """Returns the box of a tensor, in the file's dtype; only its bytes are read."""
+        file = self._stored[name].file
         try:
-            return self._slice(name)[box]
+            if file not in self._handles:
+                handle = safe_open(str(file), framework="pt", device="cpu")
+                self._handles[file] = self._open.enter_context(handle)
+            tensor: Tensor = self._handles[file].get_slice(name)[box]
         except SafetensorError as e:
-            raise ValueError(f"{self.file_of(name)}: cannot read {name}{list(box)} ({e})") from e
-
-    def _slice(self, name: str) -> Any:
-        return self._handles[self._file_of[name]].get_slice(name)
+            raise ValueError(f"{file}: cannot read {name}{list(box)} ({e})") from e
+        return tensor
 
     def _files(self) -> list[str]:
         index, single = self.path / INDEX, self.path / SINGLE
@@ -116,17 +121,37 @@ class SafetensorsDir:
             )
         raise ValueError(f"{self.path}: neither {SINGLE} nor {INDEX} there; {hint}")
 
-    def _open(self, name: str) -> Any:
-        file = self.path / name
-        if not file.is_file():
-            raise ValueError(f"{file} is missing but {INDEX} lists it; download the model again")
-        try:
-            return safe_open(str(file), framework="pt", device="cpu")
-        except SafetensorError as e:
-            raise ValueError(
-                f"{file}: not a whole safetensors file ({e}; {file.stat().st_size} bytes); "
-                "download or save the model again"
-            ) from e
+
+def _read_header(file: Path) -> dict[str, Stored]:
+    """Returns what a file holds, by name. Raises ValueError unless it is whole."""
+    if not file.is_file():
+        raise ValueError(f"{file} is missing but {INDEX} lists it; download the model again")
+    size = file.stat().st_size
+    tensors = {}
+    try:
+        with file.open("rb") as f:
+            (length,) = struct.unpack("<Q", f.read(8))
+            if length > min(size - 8, _MAX_HEADER):
+                raise ValueError(f"a header of {length} bytes")
+            entries = json.loads(f.read(length))
+        end = 0
+        for name, entry in entries.items():
+            if name == "__metadata__":
+                continue
+            (start, stop), shape = entry["data_offsets"], tuple(entry["shape"])
+            dtype = DTYPES.get(entry["dtype"])
+            if dtype is not None and stop - start != math.prod(shape) * dtype.itemsize:
+                raise ValueError(f"{name} {list(shape)} has {stop - start} bytes")
+            tensors[name] = Stored(file, 8 + length + start, entry["dtype"], shape)
+            end = max(end, stop)
+        if 8 + length + end != size:
+            raise ValueError(f"{8 + length + end} are expected")
+    except (struct.error, ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
+        raise ValueError(
+            f"{file}: not a whole safetensors file ({e}; {size} bytes); download or save the model "
+            "again"
+        ) from e
+    return tensors
 
 
 def plan_shards(members: Sequence[Member], max_shard_bytes: int) -> dict[str, list[Member]]:
@@ -144,6 +169,14 @@ def plan_shards(members: Sequence[Member], max_shard_bytes: int) -> dict[str, li
         return {SINGLE: shards[0]}
     n = len(shards)
     return {f"model-{i + 1:05d}-of-{n:05d}.safetensors": s for i, s in enumerate(shards)}
+
+
+def main_dtype(members: Iterable[Member]) -> torch.dtype:
+    """Returns the dtype of most numbers."""
+    numbers: Counter[torch.dtype] = Counter()
+    for m in members:
+        numbers[m.dtype] += math.prod(m.shape)
+    return numbers.most_common(1)[0][0]
 
 
 class ShardWriter:
@@ -230,14 +263,6 @@ class FilePlan:
     writer_of: dict[str, int]
     buckets: list[Bucket]
     writers: list[int]
-
-    @property
-    def main_dtype(self) -> torch.dtype:
-        """Returns the dtype of most numbers."""
-        numbers: Counter[torch.dtype] = Counter()
-        for m in chain.from_iterable(self.files.values()):
-            numbers[m.dtype] += math.prod(m.shape)
-        return numbers.most_common(1)[0][0]
 
 
 def plan_files(

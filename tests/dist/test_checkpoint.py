@@ -404,7 +404,7 @@ def changed_config(path: str, out: str) -> tuple[float, float, int]:
 
 def save_under_settled_names(path: str, out: Path) -> dict[str, Any]:
     """Returns the keys of a saved state, and the figures of a step after the save and the load."""
-    from megarl.ckpt.convert_source import read_metadata
+    from megarl.ckpt.restricted import read_metadata
 
     engine = engine_for(path, {}, ZERO)
     train(engine, 1)

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from megarl.api.records import SaveLoadMeta
-from megarl.ckpt.convert import dist2hf, hf2dist
-from megarl.ckpt.convert_report import inspect, verify
+from megarl.ckpt.convert import dist2hf, hf2dist, inspect, verify
 from tests.dist.engine_jobs import batch, loss_fn, make_engine, save_model, weight_fn
 from tests.dist.models_util import built_model
 from tests.dist.world import World
@@ -56,18 +55,18 @@ def check(world: World, path: str, root: Path, before: Parallel, after: Parallel
           dtype: str = "float32") -> None:  # fmt: skip
     """Checks that dist -> HF and HF -> dist -> engine -> HF equal the engine's own HF save."""
     world.run(train, path, root, before, optim, dtype)
-    dist2hf(root / "dist", root / "converted", quiet=True)
-    assert verify(root / "converted", root / "hf", quiet=True) == []
-    assert verify(root / "dist", root / "hf", quiet=True) == []
-    assert verify(path, root / "hf", quiet=True)  # it was trained
+    dist2hf(root / "dist", root / "converted")
+    assert verify(root / "converted", root / "hf") == []
+    assert verify(root / "dist", root / "hf") == []
+    assert verify(path, root / "hf")  # it was trained
     found = inspect(root / "dist")
     assert found["complete"] == "yes" and (found["optimizer state"] == "no") != optim
     degrees = {k: v for k, v in before.items() if k != "sequence_parallel"}
     assert all(f"{k}={v}" in found["layout"] for k, v in degrees.items())
-    hf2dist(root / "hf", root / "made", part_bytes=100_000, quiet=True)
+    hf2dist(root / "hf", root / "made", part_bytes=100_000)
     world.run(load_and_save, path, root, after)
     if dtype == "float32":
-        assert verify(root / "again", root / "hf", quiet=True) == []
+        assert verify(root / "again", root / "hf") == []
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -117,7 +116,7 @@ def test_megatrons_own_load(world2: World, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     path = save_model(tmp_path, "llama", False)
-    hf2dist(path, tmp_path / "ck", quiet=True)
+    hf2dist(path, tmp_path / "ck")
     want = load_file(Path(path) / "model.safetensors")
     for got in world2.run(megatron_loads, path, tmp_path / "ck"):
         for i in range(4):

@@ -96,7 +96,7 @@ def verify_files(
         verifier = Verifier.of(meta, servers.info(deadline), names)
         assert verifier is not None, "who wants no verification does not call this"
         for name in names if verifier.names is None else verifier.names:
-            box = tuple(slice(0, n) for n in files.shape(name))
+            box = tuple(slice(0, n) for n in files.stored(name).shape)
             verifier.add([(name, files.read(name, box))])
     return verifier.check(deadline)
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megarl.ckpt.convert_files import matrix
-from megarl.ckpt.convert_source import HF, Source, main_dtype, open_source
-from megarl.ckpt.convert_work import MAX_MEMORY, Buffer, Progress, chunk_bytes
+from megarl.ckpt.convert.rows import MAX_MEMORY, Buffer, chunk_bytes, chunks
+from megarl.ckpt.convert.source import HF, Source, open_source
 from megarl.ckpt.files import MARKER, read_info
+from megarl.ckpt.safetensors import main_dtype
 from megarl.utils.files import human
 
+Rows = Iterator[tuple[int, torch.Tensor]]
 _BITS = {2: torch.int16, 4: torch.int32}
 
 
@@ -30,68 +32,49 @@ class Difference:
         return f"{self.name}: {self.what}"
 
 
-def verify(
-    a: str | Path,
-    b: str | Path,
-    *,
-    base: Path | None = None,
-    max_memory: int = MAX_MEMORY,
-    quiet: bool = False,
-) -> list[Difference]:
+def verify(a: str | Path, b: str | Path, *, max_memory: int = MAX_MEMORY) -> list[Difference]:
     """Returns every HF tensor that is not the same bits in `a` and `b`, the worst first.
 
-    Either may be a model directory or a dist checkpoint of any layout; `base` is the model
-    directory of an `a` without its config. Raises ValueError if one of them is not whole.
+    Either may be a model directory or a dist checkpoint of any layout. Raises ValueError if one of
+    them is not whole.
     """
     size = chunk_bytes(max_memory, workers=3)  # two buffers, and what a comparison makes of them
-    first, second = open_source(a, base), open_source(b, base)
-    shapes = [{t.name: t.shape for t in s.table.tensors} for s in (first, second)]
-    found = []
-    both = []
-    for name in dict.fromkeys([*shapes[0], *shapes[1]]):
-        if (x := shapes[0].get(name)) != (y := shapes[1].get(name)):
-            found.append(Difference(name=name, what=f"{x} and {y}", worst=float("inf")))
-        else:
-            both.append(name)
-    total = sum(shapes[0][n][0] * matrix(shapes[0][n])[1] for n in both)
+    sources = open_source(Path(a)), open_source(Path(b))
+    members = [{m.name: m for m in source.members()} for source in sources]
     buffers = Buffer(size), Buffer(size)
-    with Progress(total * main_dtype(first.dtypes, first).itemsize, quiet=quiet) as progress:
-        for name in both:
-            found += _compare(first, second, name, shapes[0][name], buffers, progress)
-    return sorted(found, key=lambda d: -d.worst)
+    differences = []
+    for name in dict.fromkeys([*members[0], *members[1]]):
+        pair = members[0].get(name), members[1].get(name)
+        shapes = [m and m.shape for m in pair]
+        if shapes[0] == shapes[1]:
+            streams = (
+                chunks(source.blocks[name], m, buffer, itemsize=8)  # as fp64, where they differ
+                for source, m, buffer in zip(sources, pair, buffers, strict=True)
+                if m is not None
+            )
+            differences += _compare(name, *streams)
+        else:
+            what = f"{shapes[0]} and {shapes[1]}"
+            differences.append(Difference(name=name, what=what, worst=float("inf")))
+    return sorted(differences, key=lambda d: -d.worst)
 
 
-def _compare(
-    a: Source,
-    b: Source,
-    name: str,
-    shape: tuple[int, ...],
-    buffers: tuple[Buffer, Buffer],
-    progress: Progress,
-) -> list[Difference]:
-    rows, width = matrix(shape)
-    dtypes = a.dtypes[name], b.dtypes[name]
-    step = buffers[0].rows(width * 8)  # as fp64, where they differ
-    count, worst = 0, 0.0
-    for row in range(0, rows, step):
-        n = min(step, rows - row)
-        x, y = (buf.tensor((n, width), dt) for buf, dt in zip(buffers, dtypes, strict=True))
-        a.read(name, row, x)
-        b.read(name, row, y)
-        if dtypes[0] != dtypes[1] or not torch.equal(_bits(x), _bits(y)):
-            same = dtypes[0] == dtypes[1]
-            differ = _bits(x) != _bits(y) if same else x.double() != y.double()
-            apart = (x.double() - y.double()).abs_().masked_fill_(~differ, 0.0)
-            count += int(differ.sum())
-            worst = max(worst, float(apart.nan_to_num_(nan=float("inf")).max()))
-        progress.add(x.numel() * x.element_size())
-    if dtypes[0] != dtypes[1]:
-        what = f"{dtypes[0]} and {dtypes[1]}, {count} of {rows * width} numbers differ"
-    elif count:
-        what = f"{count} of {rows * width} numbers differ"
-    else:
+def _compare(name: str, a: Rows, b: Rows) -> list[Difference]:
+    """Returns the difference of a tensor, if there is one, given its rows on both sides."""
+    count, numbers, worst, dtypes = 0, 0, 0.0, ""
+    for (_, x), (_, y) in zip(a, b, strict=True):
+        numbers += x.numel()
+        dtypes = "" if x.dtype == y.dtype else f"{x.dtype} and {y.dtype}, "
+        if not dtypes and torch.equal(_bits(x), _bits(y)):
+            continue
+        differ = x.double() != y.double() if dtypes else _bits(x) != _bits(y)
+        apart = (x.double() - y.double()).abs_().masked_fill_(~differ, 0.0)
+        count += int(differ.sum())
+        worst = max(worst, float(apart.nan_to_num_(nan=float("inf")).max()))
+    if not dtypes and not count:
         return []
-    return [Difference(name=name, what=f"{what}, by {worst:.3g} at most", worst=worst)]
+    what = f"{dtypes}{count} of {numbers} numbers differ, by {worst:.3g} at most"
+    return [Difference(name=name, what=what, worst=worst)]
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:
@@ -101,12 +84,6 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
 def inspect(path: str | Path) -> dict[str, Any]:
     """Returns what `path` is, as lines of a table. Raises ValueError if it is no directory."""
     path = Path(path)
-    work = path.absolute().with_name(f".{path.absolute().name}.converting")
-    if not path.exists() and work.is_dir():
-        path = work
-    if (path / "input.json").is_file() and (path / "notes").is_dir():
-        done = [f.name for f in (path / "notes").glob("*.json")]
-        return {"what": "an unfinished conversion", "complete": "no", "files done": len(done)}
     if not path.is_dir():
         raise ValueError(f"{path} is no directory")
     try:
@@ -116,16 +93,16 @@ def inspect(path: str | Path) -> dict[str, Any]:
 
 
 def _whole(source: Source) -> dict[str, Any]:
-    model, info = source.model, source.info
+    model = source.table.model
     stored = sum(f.stat().st_size for f in source.path.rglob("*") if f.is_file())
     what: dict[str, Any] = {
         "what": "a Hugging Face model" if source.kind == HF else "a dist checkpoint",
         "family": model.family + (" (value model)" if model.head == "value" else ""),
         "parameters": f"{sum(t.numel for t in source.table.tensors):,}",
-        "dtype": str(main_dtype(source.dtypes, source)).removeprefix("torch."),
+        "dtype": str(main_dtype(source.members())).removeprefix("torch."),
         "tied embedding": "yes" if model.tie_word_embeddings else "no",
     }
-    return {**what, **_training(info), "size": human(stored), "complete": "yes"}
+    return {**what, **_training(source.info), "size": human(stored), "complete": "yes"}
 
 
 def _training(info: Any) -> dict[str, Any]:
