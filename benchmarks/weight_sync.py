@@ -9,8 +9,8 @@ servers load the weights and answer control calls. A broadcast of the same bytes
 as the buckets, one after another, shows what gloo itself is slower by in pieces. Processor time per
 GB, of trainer and server together, is the cost of a sync where the processors are busy anyway.
 
-Prints a Markdown table: one row for each layout of the trainer, then tensor by tensor instead of in
-buckets, and with checksums of a few tensors and of all. Seconds are medians over the rounds; the
+Prints a Markdown table: one row for each layout of the trainer, then with checksums of a few
+tensors and of all. Seconds are medians over the rounds; the
 first one, which connects and faults pages in, is left out. A second table says what each part takes
 alone, and how near a sync could come to the plain broadcast: by the pieces, and the calls before
 and after them, if all else hid behind these.
@@ -46,7 +46,6 @@ from megarl.utils.env import free_port
 from megarl.utils.http import call_json
 from megarl.weight_sync.plan import plan_sync
 from megarl.weight_sync.sender import WeightSender
-from megarl.weight_sync.senders import split_budget
 from megarl.weight_sync.transports import WeightSource
 from megarl.wire.process_group import destroy_update_group, init_update_group
 
@@ -57,9 +56,7 @@ START_TIMEOUT = 120.0
 @dataclass(frozen=True, kw_only=True)
 class Case:
     layout: Layout
-    flattened: bool = True
     verify: str = "off"
-    senders: int = 1
 
 
 CASES = {
@@ -67,8 +64,6 @@ CASES = {
     "tp2": Case(layout=Layout(tp=2)),
     "pp2": Case(layout=Layout(pp=2)),
     "tp2pp2": Case(layout=Layout(tp=2, pp=2)),
-    "tp2pp2-2-senders": Case(layout=Layout(tp=2, pp=2), senders=2),
-    "tp1-per-tensor": Case(layout=Layout(), flattened=False),
     "tp1-sampled": Case(layout=Layout(), verify="sample"),
     "tp1-verified": Case(layout=Layout(), verify="full"),
 }
@@ -151,7 +146,7 @@ def plain_broadcast(data: torch.Tensor, sizes: list[int], group: dist.ProcessGro
 def bucket_sizes(model: Path, bucket_mib: int) -> list[int]:
     """Returns the bytes of the buckets that a sync from one rank sends."""
     table = build_piece_table(read_hf_config(model), Layout())
-    plan = plan_sync(table, torch.bfloat16, split_budget(bucket_mib << 20)[0])
+    plan = plan_sync(table, torch.bfloat16, bucket_mib << 20)
     return [bucket.nbytes for bucket in plan.buckets]
 
 
@@ -215,8 +210,7 @@ def measure(
     for version in range(1, args.reps + 2):
         meta = WeightUpdateMeta(
             type="distributed", version=version, addresses=addresses, timeout=600,
-            bucket_bytes=args.bucket_mib << 20, flattened=case.flattened, verify=case.verify,
-            senders=case.senders,
+            bucket_bytes=args.bucket_mib << 20, verify=case.verify, sharded="off",
         )  # fmt: skip
         if plain:
             before = [timed(functools.partial(plain, s)) for s in ([sum(sizes)], sizes)]
@@ -245,7 +239,7 @@ def paused_upload(sender: WeightSender, meta: WeightUpdateMeta) -> dict[str, flo
 COLUMNS = (
     "trainer", "plain GB/s", "in pieces GB/s", "sync GB/s", "ratio", "plain CPU s/GB",
     "sync CPU s/GB", "paused s", "connect s", "session s", "gather s", "of it pack s",
-    "broadcast s", "load wait s", "checksum s", "verify s", "broadcasts/GB", "extra MB",
+    "broadcast s", "load wait s", "checksum s", "verify s", "extra MB",
 )  # fmt: skip
 
 
@@ -273,7 +267,6 @@ def row(name: str, gb: float, samples: list[Sample]) -> Iterator[str]:
         "verify",
     ):  # fmt: skip
         yield f"{figure(samples, phase + '_s'):.3f}"
-    yield f"{figure(samples, 'broadcasts') / gb:.0f}"
     yield f"{figure(samples, 'peak_extra_bytes') / 1e6:.0f}"
 
 

@@ -62,7 +62,6 @@ from megarl.planning.traffic import (  # noqa: E402
     holdings,
     plan_gather,
 )
-from megarl.weight_sync.senders import split_budget, spread_senders  # noqa: E402
 
 GIB = 1 << 30
 # memory in GiB, dense bf16 TFLOP/s, NVLink in GB/s one way: of data sheets that docs/engine.md
@@ -121,9 +120,6 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         type=_positive,
         default=512,
         help="weight_sync.bucket_mb (default %(default)s)",
-    )
-    add(
-        "--senders", type=_positive, default=1, help="ranks that send buckets (default %(default)s)"
     )
     add("--sharded", action="store_true", help="plan a sync shard to shard, too (takes seconds)")
     add("--server-ep", type=_positive, default=1, help="ranks a server deals experts to (1)")
@@ -334,10 +330,7 @@ def _serving(
     if room <= 0:
         kv = "which does NOT fit: raise --server-tp or take larger GPUs"
     yield f"  {weights / GIB:.1f} GiB of weights per GPU, {kv}"
-    buckets = plan_gather(
-        list(holdings(m, layout)), layout, bucket_bytes=split_budget(args.bucket_mb << 20)[0],
-        senders=spread_senders(layout, args.senders),
-    )  # fmt: skip
+    buckets = plan_gather(list(holdings(m, layout)), layout, bucket_bytes=args.bucket_mb << 20)
     yield from _sync(estimate_sync(m, layout, receivers, cluster, buckets), layout)
     if args.sharded:
         yield from report_sharded(

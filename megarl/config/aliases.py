@@ -59,8 +59,7 @@ _THEIRS: Mapping[str, str] = {
     "*.optimizer.options.": "exp_avg_dtype exp_avg_sq_dtype main_params_dtype initial_loss_scale "
     "min_loss_scale loss_scale_window use_precision_aware_optimizer optimizer_cpu_offload "
     "optimizer_offload_fraction",
-    "weight_sync.options.": "weight_sync.delta weight_sync.sharded weight_sync.flattened "
-    "weight_sync.senders weight_sync.quantization",
+    "weight_sync.options.": "weight_sync.delta weight_sync.sharded weight_sync.quantization",
     "preference.options.": "preference.beta preference.label_smoothing preference.gamma "
     "preference.length_normalized preference.sft_coef preference.desirable_weight "
     "preference.undesirable_weight",
@@ -186,6 +185,8 @@ NEEDLESS = {
     "poll_seconds": "leave it out: the launcher asks Slurm every 2 s",
     "value_head_bias": "leave it out: a reward model's head has no bias, a critic's has one",
     "delta_on_host": "leave it out: the copy is in host memory",
+    "weight_sync.senders": "leave it out: one rank gathers and sends",
+    "weight_sync.flattened": "leave it out: a bucket goes as one broadcast",
     "max_queue": "set rollout.max_concurrent_rollouts, the number of episodes in flight; servers "
     "queue what is more than they can run",
     "return_raw_chat": "leave it out: a row keeps its messages",

@@ -83,7 +83,7 @@ def check_config(
             problems += rule_problems(rules.PAIRS, source, f"{key}.")
     if isinstance(cfg, GRPOConfig):
         problems += _rl_problems(cfg)
-        problems += rollout_problems(cfg, world_size)
+        problems += rollout_problems(cfg)
     if ref_is_below_adapters(cfg):
         problems += _shared_ref_problems(cfg)
     raise_if_any(problems)
@@ -199,7 +199,7 @@ def _sft_problems(cfg: SFTConfig, world_size: int | None) -> Iterator[str]:
         yield f"{key}: needs held-out data; set valid_dataset.type"
     if cfg.generation is not None:
         yield from generation_problems("generation.gconfig", cfg.generation.gconfig)
-        yield from sync_problems(cfg.generation.weight_sync, world_size, "generation.weight_sync")
+        yield from sync_problems(cfg.generation.weight_sync, "generation.weight_sync")
         for name, data in held_out_sets(cfg).items():
             yield from reward_problems(held_out_key(name), data)
 

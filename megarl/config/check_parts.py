@@ -301,9 +301,8 @@ def kv_problems(rollout: RolloutConfig, weight_sync: WeightSyncConfig) -> Iterat
     yield from rule_problems(rules.KV, SimpleNamespace(rollout=rollout, weight_sync=weight_sync))
 
 
-def rollout_problems(cfg: GRPOConfig, world_size: int | None = None) -> Iterator[str]:
-    """Yields the problems of sampling, servers, the client and a built-in transport. world_size:
-    trainer processes, None where they are not known."""
+def rollout_problems(cfg: GRPOConfig) -> Iterator[str]:
+    """Yields the problems of sampling, servers, the client and a built-in transport."""
     yield from generation_problems("gconfig", cfg.gconfig)
     yield from generation_problems("eval_gconfig", cfg.eval_gconfig)
     yield from _address_problems(cfg)
@@ -315,24 +314,15 @@ def rollout_problems(cfg: GRPOConfig, world_size: int | None = None) -> Iterator
     yield from _judge_problems(cfg)
     if (built_in := built_in_transport(cfg.weight_sync.type)) is not None:
         yield from transport_problems(cfg, built_in.requirements)
-    yield from sync_problems(cfg.weight_sync, world_size)
+    yield from sync_problems(cfg.weight_sync)
 
 
-def sync_problems(
-    sync: WeightSyncConfig, world_size: int | None, key: str = "weight_sync"
-) -> Iterator[str]:
-    """Yields the options of a sync that its transport, or the number of trainers, has no use for;
-    `key` is its section."""
+def sync_problems(sync: WeightSyncConfig, key: str = "weight_sync") -> Iterator[str]:
+    """Yields the options of a sync that its transport has no use for; `key` is its section."""
     built_in, options = built_in_transport(sync.type), sync.options
     for name, values in _LESS.items():
         if built_in and not built_in.requirements.less and options.get(name) in values:
             yield f"{key}.options.{name}={options[name]}: needs type=distributed"
-    senders = options.get("senders")
-    if isinstance(senders, int) and world_size and not 0 < senders <= world_size:
-        yield (
-            f"{key}.options.senders={senders}: there are {world_size} trainer processes; use at "
-            "most that many, or null for one on each pipeline stage"
-        )
 
 
 def _address_problems(cfg: GRPOConfig) -> Iterator[str]:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from megarl.config.base import (
     FRACTION_ABOVE_ZERO,
@@ -84,21 +84,20 @@ ALIASES: Mapping[str, str] = {"nccl": "distributed"}  # the design documents' wo
 class SyncOptions:
     """Gives the options of megarl's own transports (`weight_sync.options`).
 
-    flattened: one broadcast per bucket instead of one per tensor (distributed, colocated).
-    senders: ranks that gather and send buckets in turn, spread over pipeline stages and nodes
-        (distributed); None is one for each stage.
     sharded: sends each server rank the slices that it keeps (distributed): "auto", where all
         servers can take them, whole tensors otherwise, and the log says why; True or "on", and
         anything else is an error; False or "off", whole tensors.
     delta: sends only what changed since the last update that the servers hold (distributed). It
-        needs host memory for a copy of the weights on the senders, and embedded servers or SGLang
+        needs host memory for a copy of the weights on the sender, and embedded servers or SGLang
         with sharded=True.
     quantization: "fp8_block" sends linear maps as block-wise FP8, e4m3 in blocks of 128 x 128 with
         scales (distributed), for servers of an FP8 checkpoint.
     """
 
-    flattened: bool = True
-    senders: int | None = 1
+    GONE: ClassVar = {
+        "senders": "leave it out: one rank gathers and sends, a server takes one bucket at a time",
+        "flattened": "leave it out: a bucket goes as one broadcast",
+    }
     sharded: bool | Literal["auto", "on", "off"] = "auto"
     delta: bool = False
     quantization: Literal["none", "fp8_block"] = "none"
@@ -113,10 +112,9 @@ class WeightSyncConfig:
     the trainers' GPUs read the trainers' memory; adapter: with actor.lora, adapters alone through a
     shared PEFT directory"""
     options: Options = free()
-    """options of the transport, such as one of your own; of distributed: senders (trainer ranks
-    that gather and send buckets in turn; null is one on each pipeline stage), sharded (each server
-    rank gets only the slices that it stores: auto, true, false), delta (send only numbers that
-    changed), quantization (none, fp8_block), flattened (one broadcast per bucket)"""
+    """options of the transport, such as one of your own; of distributed: sharded (each
+    server rank gets only the slices that it stores: auto, true, false), delta (send only numbers
+    that changed), quantization (none, fp8_block)"""
     bucket_mb: Annotated[int, POSITIVE] = 512
     """size of one streamed bucket in MiB; two exist at a time"""
     pause_mode: Annotated[str, Choices("abort", "drain", "retract", "in_place")] = "abort"

@@ -3,8 +3,8 @@
 Used by saving and by weight sync; works for anything shaped like the parameters (gradients too).
 Every source rank packs its strided pieces of a bucket into one contiguous message, or into several
 where the memory for them is bounded; the root copies received and own pieces straight into their
-places in the flat bucket. Ranks that share the bucket's memory copy their pieces there themselves.
-Fused matrices are never un-fused into temporaries, and the vocabulary padding is never sent.
+places in the flat bucket. Fused matrices are never un-fused into temporaries, and the vocabulary
+padding is never sent.
 
 Messages go from one rank to another, so no other rank takes part: neither the other pipeline stages
 nor, for experts that the root holds whole (ETP=1), the other expert-parallel ranks.
@@ -43,31 +43,27 @@ def plan_buckets(
     dtype: Dtypes,
     bucket_bytes: int,
     *,
-    first: int | None = None,
     unit: Callable[[str], str] = str,
 ) -> tuple[Bucket, ...]:
-    """Fills buckets of at most `bucket_bytes` with the table's tensors in HF order. With `first`,
-    the first bucket has at most as many bytes, and the next ones twice as many as the limit, or the
-    bytes where a tensor is larger, of the one before.
+    """Fills buckets of at most `bucket_bytes` with the table's tensors in HF order.
 
     Offsets are multiples of the member's itemsize. Tensors that follow each other and for whose
     names `unit` says the same share a bucket; a unit larger than a bucket gets its own.
     """
     buckets: list[Bucket] = []
     members: list[Member] = []
-    limit, end = bucket_bytes if first is None else first, 0
+    end = 0
 
     def close() -> None:
-        nonlocal members, end, limit
+        nonlocal members, end
         if members:
             buckets.append(Bucket(len(buckets), tuple(members), end))
-            limit = min(2 * max(limit, end), bucket_bytes)
         members, end = [], 0
 
     for _, group in groupby(table.tensors, key=lambda t: unit(t.name)):
         tensors = list(group)
         added = _members(tensors, dtype, end)
-        if members and added[-1].offset + added[-1].nbytes > limit:
+        if members and added[-1].offset + added[-1].nbytes > bucket_bytes:
             close()
             added = _members(tensors, dtype, 0)
         members += added
@@ -147,14 +143,12 @@ class BucketGatherer:
         bucket: Bucket,
         out: Tensor | None = None,
         *,
-        shared: bool = False,
         packing: Packing = nullcontext,
     ) -> Tensor | None:
         """Gathers one bucket. Returns it flat, uint8 [nbytes], on its root (in `out` if given) and
         None on the other ranks.
 
-        shared: every rank gives an `out`, and all of them are the same host memory. packing:
-        entered while this rank copies.
+        packing: entered while this rank copies.
 
         Collective over the layout's ranks, which all gather the same buckets in the same order.
         Returns once this rank's part is done; the process group's timeout bounds the wait.
@@ -163,14 +157,8 @@ class BucketGatherer:
         if self.rank == root:
             if out is None:
                 out = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self.device)
-            (self._meet if shared else self._receive)(bucket, out, packing)
+            self._receive(bucket, out, packing)
             return out[: bucket.nbytes]
-        if shared and messages:
-            assert out is not None
-            with packing():
-                self._place_own(bucket, out)
-            self._send(self._take_room(1), root)
-            return None
         room = self._take_room(max(map(length, messages), default=0))
         for message in messages:
             data = room[: length(message)]
@@ -178,35 +166,6 @@ class BucketGatherer:
                 self._pack(message, data)
             self._send(data, root)
         return None
-
-    def lying(self, bucket: Bucket) -> Tensor | None:
-        """Returns the bytes of a bucket, uint8 [nbytes], where its root has all of them one after
-        another in its own parameters, in the dtypes of the bucket; else, and on other ranks, None.
-        It is the memory of the parameters: nothing is copied, and nobody need gather."""
-        parts = [p for message in self._plans[bucket.index].get(self.rank, []) for p in message]
-        names = [m.name for m in bucket.members]
-        if self.rank != self.roots[bucket.index] or [p.name for p in parts] != names:
-            return None
-        views = [local_view(self.params[p.piece.param], p.piece) for p in parts]
-        storage, start = views[0].untyped_storage(), views[0].data_ptr()
-        for member, view in zip(bucket.members, views):
-            fits = view.dtype == member.dtype and view.is_contiguous()
-            same = view.untyped_storage().data_ptr() == storage.data_ptr()
-            at = view.data_ptr() - start == member.offset
-            if not (fits and same and at and view.nbytes == member.nbytes):
-                return None
-        flat = torch.empty(0, dtype=torch.uint8, device=self.device)
-        return flat.set_(storage, start - storage.data_ptr(), (bucket.nbytes,), (1,))
-
-    def _meet(self, bucket: Bucket, out: Tensor, packing: Packing) -> None:
-        """Fills a shared bucket; each source sends a byte when its parts are in place."""
-        sources = self._remote(bucket)
-        said = self._take_room(len(sources)).split(1)
-        works = self._post([self._receipt(byte, src) for byte, src in zip(said, sources)])
-        with packing():
-            self._place_own(bucket, out)
-        for work in works:
-            self._wait(work)
 
     def _receive(self, bucket: Bucket, out: Tensor, packing: Packing) -> None:
         """Copies own parts and receives everybody else's, one message of each source at a time."""

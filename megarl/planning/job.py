@@ -56,7 +56,6 @@ def _generation(cfg: GRPOConfig) -> dict[str, Any]:
         "server_fp8": sync.options.get("quantization") == "fp8_block",
         "server_memory": float(server.options.get("mem_fraction_static", 0.85)),
         "bucket_mb": sync.bucket_mb,
-        "senders": sync.options.get("senders", 1) or cfg.actor.parallel.pp,
         "turns": _takes_turns(cfg),
     }
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, lru_cache
+from operator import attrgetter
 
 from megarl.models.families import family_of
 from megarl.models.hf_config import ModelConfig
@@ -18,7 +19,7 @@ from megarl.models.ops import Op
 from megarl.models.piece_table import Place, padded_vocab_size
 from megarl.parallel.layout import Layout
 from megarl.planning.memory import BF16, FP32, server_weights
-from megarl.weight_sync.senders import assign, by_turns, first_bytes, units
+from megarl.weight_sync.order import in_order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,40 +113,28 @@ class BucketTraffic:
 
 
 def plan_gather(
-    held: Sequence[Holding], layout: Layout, *, bucket_bytes: int, senders: Sequence[int] = (0,)
+    held: Sequence[Holding], layout: Layout, *, bucket_bytes: int, sender: int = 0
 ) -> list[BucketTraffic]:
     """Returns the buckets of the distributed transport (weight_sync.plan.plan_sync), in order."""
-    together = units(held, lambda h: h.name)
-    weighed = (
-        (tuple(p for h in unit for p in h.parts), sum(h.numel * h.itemsize for h in unit))
-        for unit in together
-    )
-    chosen = assign(weighed, layout, senders)
-    mine: dict[int, list[list[Holding]]] = {sender: [] for sender in senders}
-    order = sorted(range(len(chosen)), key=lambda i: -max(h.itemsize for h in together[i]))
-    for i in order:
-        mine[chosen[i]].append(together[i])
-    queues = {s: list(_buckets(own, layout, bucket_bytes, s)) for s, own in mine.items() if own}
-    turns = by_turns({sender: len(queue) for sender, queue in queues.items()})
-    return [replace(queues[sender].pop(0), index=i) for i, sender in enumerate(turns)]
+    units = in_order(held, attrgetter("name"), attrgetter("itemsize"))
+    return list(_buckets(units, layout, bucket_bytes, sender))
 
 
 def _buckets(
     held: Sequence[Sequence[Holding]], layout: Layout, bucket_bytes: int, sender: int
 ) -> Iterator[BucketTraffic]:
-    """Yields the buckets of one sender, of whole load units, numbered as if it were alone."""
+    """Yields buckets of whole load units."""
     coords, sources = layout.coords(sender), dict[int, int]()
-    index, end, tensors, limit = 0, 0, 0, first_bytes(bucket_bytes)
+    index, end, tensors = 0, 0, 0
 
     @cache
     def source(place: Place) -> int:
         return sender if place.holds(coords) else place.rank(layout)
 
     for unit in held:
-        if tensors and _end(unit, end) > limit:
+        if tensors and _end(unit, end) > bucket_bytes:
             yield BucketTraffic(index, sender, end, tensors, sources)
-            index, limit = index + 1, min(2 * max(limit, end), bucket_bytes)
-            sources, end, tensors = {}, 0, 0
+            index, sources, end, tensors = index + 1, {}, 0, 0
         for h in unit:
             for place, n in h.parts:
                 rank = source(place)
@@ -203,8 +192,7 @@ def estimate_sync(
 ) -> SyncEstimate:
     """Estimates one sync. Gathers overlap with sending earlier buckets: a sender holds two, and
     bucket k+1 goes out after the servers' answer for k. gather_seconds, broadcast_seconds and
-    load_seconds are sums over buckets (for gathers, of the busiest sender)."""
-    senders = sorted({b.sender for b in buckets})
+    load_seconds are sums over buckets."""
     gathers = [_gather(b, cluster) for b in buckets]
     rate = cluster.nic * cluster.link_efficiency
     sends = [b.nbytes / rate + cluster.latency * receivers.gpus for b in buckets]
@@ -214,12 +202,6 @@ def estimate_sync(
     nic, nvlink = ([_incoming(b, cluster)[i] for b in buckets] for i in (0, 1))
     total = sum(b.nbytes for b in buckets)
     nodes = math.ceil(receivers.gpus / cluster.gpus_per_node)
-
-    def busiest(values: Sequence[float]) -> float:
-        return max(
-            sum(v for b, v in zip(buckets, values, strict=True) if b.sender == s) for s in senders
-        )
-
     return SyncEstimate(
         nbytes=total,
         buckets=len(buckets),
@@ -228,13 +210,11 @@ def estimate_sync(
         gather_nic=sum(nic),
         broadcast_nvlink=total * (receivers.gpus - nodes),
         broadcast_nic=total * nodes,
-        gather_seconds=busiest(gathers),
+        gather_seconds=sum(gathers),
         broadcast_seconds=sum(sends),
         load_seconds=sum(loads),
-        seconds=_pipelined(gathers, [s + x for s, x in zip(sends, loads)], len(senders)),
-        bound=max(
-            total / cluster.nic, busiest(nic) / cluster.nic, busiest(nvlink) / cluster.nvlink
-        ),
+        seconds=_pipelined(gathers, [s + x for s, x in zip(sends, loads)]),
+        bound=max(total / cluster.nic, sum(nic) / cluster.nic, sum(nvlink) / cluster.nvlink),
         sharded_bound=_sharded_bound(m, layout, receivers) / cluster.nic,
     )
 
@@ -259,13 +239,11 @@ def _gather(b: BucketTraffic, cluster: Cluster) -> float:
     return seconds + cluster.latency * len(b.sources)
 
 
-def _pipelined(gathers: Sequence[float], sends: Sequence[float], senders: int) -> float:
-    """Returns when the last bucket is answered for, in seconds from the start."""
-    gathered: list[float] = []
-    answered: list[float] = []
-    for k, (gather, send) in enumerate(zip(gathers, sends, strict=True)):
-        idle = gathered[k - senders] if k >= senders else 0.0
-        free = answered[k - 2 * senders] if k >= 2 * senders else 0.0
-        gathered.append(max(idle, free) + gather)
-        answered.append(max(gathered[k], answered[-1] if answered else 0.0) + send)
-    return answered[-1]
+def _pipelined(gathers: Sequence[float], sends: Sequence[float]) -> float:
+    """Returns when the last bucket is answered for, in seconds from the start: bucket k is gathered
+    once k-1 is sent off, and sent when k-1 is answered for."""
+    sent_off = answered = 0.0
+    for gather, send in zip(gathers, sends, strict=True):
+        sent_off = max(sent_off + gather, answered)
+        answered = sent_off + send
+    return answered

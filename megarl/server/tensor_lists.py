@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch.distributed as dist
 
 from megarl.server.protocol import ControlError
 from megarl.server.weights import Spec
-from megarl.wire import block_fp8, delta
+from megarl.wire import delta
 
 _DTYPES = {
     name: getattr(torch, name)
@@ -54,17 +53,6 @@ class TensorList:
                 raise ControlError(f"{name}: named twice")
             specs[name] = (tuple(shape), kind)
         return cls(specs)
-
-    def receive(
-        self, group: dist.ProcessGroup, place: Callable[[str, Spec], torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
-        """Receives one broadcast for each tensor, in order, into what `place` returns for it."""
-        out = {name: place(name, spec) for name, spec in self.specs.items()}
-        wires = [block_fp8.as_sent(t) for t in out.values()]
-        works = [dist.broadcast(t, src=0, group=group, async_op=True) for t in wires]
-        for work in works:
-            work.wait()
-        return out
 
     @property
     def sizes(self) -> list[int]:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from megarl.server.adapters import Adapters
 from megarl.server.protocol import MAX_GROUP_SIZE, MAX_JOINS, ControlError
 from megarl.server.tensor_lists import Changes, TensorList
-from megarl.server.weights import Spec, WeightStore
+from megarl.server.weights import WeightStore
 from megarl.wire import block_fp8, delta, handles
 from megarl.wire.process_group import (
     abort_collectives,
@@ -171,10 +171,8 @@ class WeightUpdates:
             raise ControlError(f"there is no group {name!r}: init_weights_update_group first")
         tensors = TensorList.parse(body)
         load_format = body.get("load_format")
-        if load_format not in (None, "flattened_bucket", "delta"):
-            raise ControlError(
-                f"load_format={load_format!r}: use null, 'flattened_bucket' or 'delta'"
-            )
+        if load_format not in ("flattened_bucket", "delta"):
+            raise ControlError(f"load_format={load_format!r}: use 'flattened_bucket' or 'delta'")
         changes = Changes.parse(body.get("delta"), tensors) if load_format == "delta" else None
         refusal = self._refusal(tensors, changes, check)
         if refusal is None:
@@ -183,8 +181,7 @@ class WeightUpdates:
             if changes is not None:
                 self._patch(tensors, changes, group, accepted=refusal is None)
             else:
-                receive = self._flattened if load_format else self._one_by_one
-                received = receive(tensors, group, accepted=refusal is None)
+                received = self._flattened(tensors, group, accepted=refusal is None)
         if refusal is not None:
             raise refusal
         if changes is None:
@@ -203,11 +200,11 @@ class WeightUpdates:
         texts, load_format = body.get("serialized_named_tensors"), body.get("load_format")
         if not isinstance(texts, list) or len(texts) != 1 or not isinstance(texts[0], str):
             raise ControlError("serialized_named_tensors must be a list of one base64 string")
-        if load_format not in (None, "flattened_bucket"):
-            raise ControlError(f"load_format={load_format!r}: use null or 'flattened_bucket'")
+        if load_format != "flattened_bucket":
+            raise ControlError(f"load_format={load_format!r}: use 'flattened_bucket'")
         check()
         try:
-            tensors = handles.unpack(texts[0], flattened=load_format is not None)
+            tensors = handles.unpack(texts[0])
             self.store.check({name: (tuple(t.shape), t.dtype) for name, t in tensors})
         except ControlError:
             raise
@@ -272,16 +269,6 @@ class WeightUpdates:
             for i, positions, bits in patches:
                 name, (_, dtype) = specs[i]
                 self.store.patch(name, dtype, positions, bits)
-
-    def _one_by_one(
-        self, tensors: TensorList, group: dist.ProcessGroup, *, accepted: bool
-    ) -> dict[str, torch.Tensor]:
-        def place(name: str, spec: Spec) -> torch.Tensor:
-            own = self.store.place(name, spec) if accepted else None
-            return torch.empty(spec[0], dtype=spec[1], device=self.device) if own is None else own
-
-        with self.store.writing(block_fp8.plain_specs(tensors.specs) if accepted else ()):
-            return tensors.receive(group, place)
 
     def _flattened(
         self, tensors: TensorList, group: dist.ProcessGroup, *, accepted: bool

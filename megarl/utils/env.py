@@ -21,6 +21,7 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 CGROUPS = Path("/sys/fs/cgroup")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # one per running kernel
 JOB_TOKEN = "MEGARL_JOB_TOKEN"  # what a job's own processes share
 # set where a launcher has started a process's workers: group=host:port,... at which it meets them;
 # empty when it has
@@ -150,6 +151,11 @@ def is_loopback(host: str) -> bool:
 
 def _host(address: str) -> str:
     return address.removeprefix("http://").rpartition(":")[0].strip("[]")
+
+
+def machine() -> str:
+    """Returns one name for each running kernel."""
+    return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
 
 
 def is_here(address: str) -> bool:

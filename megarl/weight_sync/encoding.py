@@ -23,7 +23,7 @@ class Ready:
 
     flat: its bytes. tensors: what is sent of it, none where nothing changed. changes: how a server
     applies a bucket of changes. compared, changed: how many numbers were compared with the version
-    before, and how many differ. lent: `flat` is the parameters' own memory.
+    before, and how many differ.
     """
 
     bucket: Bucket
@@ -32,15 +32,13 @@ class Ready:
     changes: dict[str, Any] | None = None
     compared: int = 0
     changed: int = 0
-    lent: bool = False
 
     def extra_bytes(self, buffers: Sequence[torch.Tensor]) -> int:
-        """Returns the bytes of memory that lies outside of `buffers` and of parameters: FP8,
-        changes."""
+        """Returns the bytes of memory that lies outside of `buffers`: FP8, changes."""
         storages = {
             s.data_ptr(): s for t in (self.flat, *self.tensors) if (s := t.untyped_storage())
         }
-        for buffer in (*buffers, *([self.flat] if self.lent else ())):
+        for buffer in buffers:
             storages.pop(buffer.untyped_storage().data_ptr(), None)
         return sum(s.nbytes() for s in storages.values())
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,17 +17,17 @@ from typing import Any
 import torch
 
 from megarl.models.gather import Bucket, Dtypes, export_dtype, plan_buckets
-from megarl.models.piece_table import HfTensor, PieceTable
-from megarl.weight_sync.senders import assign, by_turns, first_bytes, load_unit, units
+from megarl.models.piece_table import PieceTable
+from megarl.weight_sync.order import in_order, load_unit
 
 
 @dataclass(frozen=True)
 class SyncPlan:
-    """Holds the buckets in the order they are sent, and the rank that gathers and sends each of
-    them. The plan must be the same on every rank; `difference` finds where it is not."""
+    """Holds the buckets in the order they are sent, and the rank that gathers and sends them. The
+    plan must be the same on every rank; `difference` finds where it is not."""
 
     buckets: tuple[Bucket, ...]
-    senders: tuple[int, ...]
+    sender: int
     table: PieceTable = field(repr=False, compare=False)
 
     @property
@@ -42,14 +41,6 @@ class SyncPlan:
         return max(b.nbytes for b in self.buckets)
 
     @property
-    def sizes(self) -> dict[int, int]:
-        """Returns the bytes of each sender's largest bucket, in order of their first buckets."""
-        sizes = dict.fromkeys(self.senders, 0)
-        for sender, bucket in zip(self.senders, self.buckets, strict=True):
-            sizes[sender] = max(sizes[sender], bucket.nbytes)
-        return sizes
-
-    @property
     def names(self) -> list[str]:
         """Returns the HF names of all tensors, in the order they are sent."""
         return [m.name for b in self.buckets for m in b.members]
@@ -59,8 +50,8 @@ class SyncPlan:
         """Returns what goes where, a line for each tensor, to compare between ranks."""
         return [
             f"{m.name} {list(m.shape)} {m.dtype} at byte {m.offset} of bucket {b.index + 1}, sent "
-            f"by rank {sender}, cut as {_hash(repr(self.table.by_name[m.name].pieces))[:8]}"
-            for b, sender in zip(self.buckets, self.senders, strict=True)
+            f"by rank {self.sender}, cut as {_hash(repr(self.table.by_name[m.name].pieces))[:8]}"
+            for b in self.buckets
             for m in b.members
         ]
 
@@ -69,85 +60,23 @@ class SyncPlan:
         """Returns a hash that is equal exactly where the plans are equal."""
         return _hash("\n".join(self.entries))
 
-    @cached_property
-    def turns(self) -> tuple[int, ...]:
-        """Returns, for each bucket, how many buckets its sender has had before it."""
-        seen: Counter[int] = Counter()
-        turns = []
-        for sender in self.senders:
-            turns.append(seen[sender])
-            seen[sender] += 1
-        return tuple(turns)
 
-    @cached_property
-    def gathers(self) -> tuple[tuple[int, ...], ...]:
-        """Returns, for each step k, the indices of the buckets to gather in it. Bucket k-1 is under
-        way then, and the servers have answered for all before it. At the end of step k bucket k is
-        ready, and no sender ever has more than two.
+def plan_sync(table: PieceTable, dtype: Dtypes, bucket_bytes: int, sender: int = 0) -> SyncPlan:
+    """Plans buckets of at most `bucket_bytes` (tensors that go together and are larger get their
+    own), all without gaps.
 
-        Where k is not ready yet, every sender gathers: senders that share no sources do so at once.
-        """
-        queues: dict[int, list[int]] = {}
-        for index, sender in enumerate(self.senders):
-            queues.setdefault(sender, []).append(index)
-        done = dict.fromkeys(queues, 0)
-        steps: list[tuple[int, ...]] = []
-        for k, sender in enumerate(self.senders):
-            now = []
-            for s, queue in queues.items() if self.turns[k] >= done[sender] else ():
-                n = done[s]
-                if n < len(queue) and (n < 2 or queue[n - 2] < k - 1):
-                    now.append(queue[n])
-                    done[s] += 1
-            steps.append(tuple(sorted(now)))
-        return tuple(steps)
-
-
-def plan_sync(
-    table: PieceTable, dtype: Dtypes, bucket_bytes: int, senders: Sequence[int] = (0,)
-) -> SyncPlan:
-    """Plans buckets of at most `bucket_bytes` (a larger tensor gets its own), the first ones
-    smaller, all without gaps; senders take turns. Each gets what it or its pipeline stage holds,
-    where it can.
-
-    Receivers of a flattened bucket rebuild offsets by adding up sizes, so members follow each other
-    directly: tensors of larger items come first, which keeps every offset aligned. Raises
-    ValueError for `bucket_bytes` below 1.
+    Receivers of a bucket rebuild offsets by adding up sizes, so members follow each other directly:
+    tensors of larger items come first, which keeps every offset aligned. Raises ValueError for
+    `bucket_bytes` below 1.
     """
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes={bucket_bytes}: use at least 1")
-    limits = {"bucket_bytes": bucket_bytes, "first": first_bytes(bucket_bytes)}
-    queues: dict[int, list[Bucket]] = {}
-    for sender, tensors in _by_sender(table, dtype, senders).items():
-        own = dataclasses.replace(table, tensors=tensors)
-        queues[sender] = list(plan_buckets(own, dtype, **limits, unit=load_unit))
-    turns = by_turns({sender: len(queue) for sender, queue in queues.items()})
-    buckets = tuple(
-        dataclasses.replace(queues[sender].pop(0), index=i) for i, sender in enumerate(turns)
-    )
+    units = in_order(table.tensors, attrgetter("name"), lambda t: export_dtype(t, dtype).itemsize)
+    ordered = dataclasses.replace(table, tensors=tuple(t for unit in units for t in unit))
+    buckets = plan_buckets(ordered, dtype, bucket_bytes, unit=load_unit)
     for b in buckets:
         assert sum(m.nbytes for m in b.members) == b.nbytes, f"bucket {b.index} has gaps"
-    return SyncPlan(buckets, tuple(turns), table)
-
-
-def _by_sender(
-    table: PieceTable, dtype: Dtypes, senders: Sequence[int]
-) -> dict[int, tuple[HfTensor, ...]]:
-    """Returns the tensors of each sender that has any, larger items first, else in HF order but for
-    those that go together (senders.load_unit)."""
-    together = units(table.tensors, attrgetter("name"))
-    itemsizes = [max(export_dtype(t, dtype).itemsize for t in unit) for unit in together]
-    parts = (
-        (
-            tuple((p.place, p.numel) for t in unit for p in t.pieces),
-            sum(t.numel * export_dtype(t, dtype).itemsize for t in unit),
-        )
-        for unit in together
-    )
-    chosen = assign(parts, table.layout, senders)
-    order = sorted(range(len(chosen)), key=itemsizes.__getitem__, reverse=True)
-    own = {s: tuple(t for i in order if chosen[i] == s for t in together[i]) for s in senders}
-    return {sender: tensors for sender, tensors in own.items() if tensors}
+    return SyncPlan(buckets, sender, table)
 
 
 def _hash(text: str) -> str:
@@ -169,7 +98,6 @@ def update_body(
     bucket: Bucket,
     *,
     group_name: str,
-    flattened: bool,
     version: int,
     last: bool,
     flush: bool = True,
@@ -186,7 +114,8 @@ def update_body(
         "dtypes": [str(m.dtype).removeprefix("torch.") for m in bucket.members],
         "shapes": [list(m.shape) for m in bucket.members],
         "group_name": group_name,
-        **load_body(flattened=flattened, version=version, last=last, flush=flush),
+        "load_format": "flattened_bucket",
+        **load_body(version=version, last=last, flush=flush),
     }
     if changes is not None:
         body |= {"load_format": "delta", "delta": changes}
@@ -195,13 +124,11 @@ def update_body(
     return body
 
 
-def load_body(*, flattened: bool, version: int, last: bool, flush: bool = True) -> dict[str, Any]:
+def load_body(*, version: int, last: bool, flush: bool = True) -> dict[str, Any]:
     """Returns the fields of every request to load a bucket. Only the last bucket flushes the cache,
     where it is to be flushed, and bumps the version: before it, the server's weights are no version
     at all."""
     body: dict[str, Any] = {"flush_cache": last and flush}
-    if flattened:
-        body["load_format"] = "flattened_bucket"
     if last:
         body["weight_version"] = str(version)
     return body

@@ -24,7 +24,7 @@ class WeightSender:
         server serves `meta.version`.
 
         The servers should be paused. Returns the leading rank's metrics on every rank: bytes,
-        buckets, broadcasts, gb_per_s, seconds by phase, all under "weight_sync/". A failure of any
+        buckets, gb_per_s, seconds by phase, all under "weight_sync/". A failure of any
         rank or server is an error on every rank, in at most `meta.timeout` seconds plus half a
         minute; the servers may then hold a mixture, under their old version, and the next upload
         starts from scratch.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import concurrent.futures as cf
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from megarl.api.records import INITIAL_VERSION, ServersLost
+from megarl.utils.env import address_towards, is_loopback
 from megarl.utils.http import (
     LOOK_EVERY,
     SIGN_OF_LIFE,
@@ -27,12 +28,14 @@ from megarl.utils.http import (
     call_json,
     in_thread,
     shown,
+    split_address,
 )
 from megarl.weight_sync.slices import LOADER
 
 # A broken broadcast shows sooner than the server's own words about it; wait this long for them.
 GRACE = 5.0
 LINGER = 2.0  # seconds a thread may outlive the wait for its call
+CLOSE_TIMEOUT = 30.0  # seconds for servers to leave a group at the end of a run
 
 
 class Deadline:
@@ -146,7 +149,6 @@ class Servers:
             raise ValueError(f"server addresses {list(addresses)}: one is given twice; remove it")
         self.addresses = tuple(addresses)
         self._in_session = False
-        self._followed: Calls = {}
 
     def start(
         self,
@@ -155,28 +157,14 @@ class Servers:
         timeout: float,
         *,
         method: str = "POST",
-        after: Calls | None = None,
     ) -> dict[str, Future[Answer]]:
         """Calls every server in a thread of its own; `body` is one for all or one per server. The
-        caller waits `timeout` s and words the error; a thread ends a little later.
-
-        after: earlier calls. A server gets this one when it has answered its own of them, and not
-        at all where the wait for that answer is in vain: this call fails with the same error.
-        """
+        caller waits `timeout` s and words the error; a thread ends a little later."""
         bodies = list(body) if isinstance(body, Sequence) else [body] * len(self.addresses)
-        earlier = {s: f for s, f in (after or {}).items() if not f.done()}
-        rest = timeout + LINGER
         return {
-            server: in_thread(_call, method, server, path, b, rest, earlier.get(server))
+            server: in_thread(_call, method, server, path, b, timeout + LINGER)
             for server, b in zip(self.addresses, bodies, strict=True)
         }
-
-    def follow(
-        self, path: str, body: Mapping[str, Any], timeout: float
-    ) -> dict[str, Future[Answer]]:
-        """Posts to every server as `start` does, to each when it has answered the call before."""
-        self._followed = calls = self.start(path, body, timeout, after=self._followed)
-        return calls
 
     def call(
         self,
@@ -374,15 +362,15 @@ def _call(
     path: str,
     body: dict[str, Any] | None,
     timeout: float,
-    earlier: Future[Answer] | None,
 ) -> Answer:
-    deadline = Deadline(timeout)
-    if earlier is not None:
-        cf.wait([earlier], timeout)
-        if (error := _unanswered(earlier)) is not None:
-            raise error
-    value = call_json(method, server, path, body, timeout=deadline.left)
-    return Answer(server, value, time.monotonic())
+    return Answer(server, call_json(method, server, path, body, timeout=timeout), time.monotonic())
+
+
+def address_for(servers: Iterable[str]) -> str:
+    """Returns this process's address for all servers: loopback only if all of them are here."""
+    hosts = [split_address(a)[0] for a in servers]
+    far = [h for h in hosts if not is_loopback(h)]
+    return address_towards((far or hosts)[0])
 
 
 def sign_of_life(server: str, patience: float) -> None:

@@ -3,7 +3,6 @@
 checksums      whether two holders of a tensor have the same bits
 buckets        HF tensors in one flat buffer
 handles        memory of this machine as text that another process can map
-shared_memory  host memory without a name that processes of one machine share
 delta          what changed between two versions of a bucket
 block_fp8      block-wise FP8 weights as DeepSeek-V3 publishes them
 process_group  the group in which a sender broadcasts to servers

@@ -60,11 +60,6 @@ def dequantize(q: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def as_sent(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns an FP8 tensor as its bytes, since gloo knows no FP8; others stay as they are."""
-    return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
-
-
 def dequantized(
     tensors: Iterable[tuple[str, torch.Tensor]],
 ) -> Iterator[tuple[str, torch.Tensor]]:

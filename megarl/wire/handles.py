@@ -49,38 +49,33 @@ def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
-def pack(bucket: Bucket, flat: torch.Tensor, *, flattened: bool) -> str:
-    """Returns the text of a bucket for one reader. flattened: SGLang's load_format
-    "flattened_bucket", else a list of tensors.
+def pack(bucket: Bucket, flat: torch.Tensor) -> str:
+    """Returns the text of a bucket for one reader, as SGLang's load_format "flattened_bucket" has
+    it.
 
     flat: the bucket's bytes, in memory from `allocate`, which must stay as they are until read.
     """
-    content: Any = list(bucket.views(flat))
-    if flattened:
-        members = [
-            SimpleNamespace(
-                name=m.name,
-                shape=m.shape,
-                dtype=m.dtype,
-                start_idx=m.offset,
-                end_idx=m.offset + m.nbytes,
-                numel=m.nbytes,
-            )
-            for m in bucket.members
-        ]
-        content = {"flattened_tensor": flat, "metadata": members}
+    members = [
+        SimpleNamespace(
+            name=m.name,
+            shape=m.shape,
+            dtype=m.dtype,
+            start_idx=m.offset,
+            end_idx=m.offset + m.nbytes,
+            numel=m.nbytes,
+        )
+        for m in bucket.members
+    ]
     out = io.BytesIO()
-    _Pickler(out).dump(content)
+    _Pickler(out).dump({"flattened_tensor": flat, "metadata": members})
     return base64.b64encode(out.getvalue()).decode()
 
 
-def unpack(text: str, *, flattened: bool) -> Sequence[tuple[str, torch.Tensor]]:
+def unpack(text: str) -> Sequence[tuple[str, torch.Tensor]]:
     """Returns the tensors under their names, in the writer's memory. Raises ValueError for any
     other text."""
     try:
         content = _Unpickler(io.BytesIO(base64.b64decode(text, validate=True))).load()
-        if not flattened:
-            return [(str(name), tensor) for name, tensor in content]
         flat = content["flattened_tensor"]
         return [
             (str(m.name), flat[m.start_idx : m.end_idx].view(m.dtype).view(m.shape))

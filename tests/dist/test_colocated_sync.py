@@ -62,17 +62,16 @@ def run_read_from_both(parallel: dict[str, Any], uploads: list[Upload]) -> Any:
 
 @pytest.mark.parametrize("job", (run_uploads, run_read_from_both))
 @pytest.mark.parametrize("parallel", (dict(tp=2), dict(tp=1)), ids=("tp2", "dp2"))
-@pytest.mark.parametrize("flattened", (True, False), ids=("flattened", "by-tensor"))
 def test_servers_hold_what_save_writes(
     world: World, servers: list[Server], old: Path, new: Path, tmp_path: Path,
-    job: Any, parallel: dict[str, Any], flattened: bool,
+    job: Any, parallel: dict[str, Any],
 ) -> None:  # fmt: skip
     """One sender sends the new weights, the old ones and the new ones again."""
     for server in servers:
         load(server, old)
     before, saved = checksums(servers[0]), tmp_path / "saved"
     uploads = [
-        Upload(source, saved if source == new else None, meta(*servers, flattened=flattened))
+        Upload(source, saved if source == new else None, meta(*servers))
         for source in (new, old, new)
     ]
     for figures in world.run(job, parallel, uploads):

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 import tests.embedded_server as embedded
 from megarl.api.records import WeightUpdateMeta
 from megarl.ckpt.hf import load_hf
-from megarl.weight_sync.channel import UpdateChannel
+from megarl.weight_sync.broadcast import UpdateChannel
 from megarl.weight_sync.sender import WeightSender
 from megarl.weight_sync.servers import ServerInfo, Servers
 from megarl.weight_sync.transports import WeightSource
@@ -184,9 +184,7 @@ def test_fp8_weights_are_held_as_their_products(
     """The embedded server computes in its own dtype: it multiplies FP8 weights by their scales."""
     sender = sending(dict(tp=2))
     for i in (1, 2):
-        nbytes, part = sender.to(
-            servers, versions[i], delta=False, quantization="fp8_block", flattened=i == 1
-        )
+        nbytes, part = sender.to(servers, versions[i], delta=False, quantization="fp8_block")
         assert part is None and nbytes < 0.7 * size(versions[i])
         for name, t in load_file(versions[i] / "model.safetensors").items():
             if is_linear(name):
@@ -202,10 +200,10 @@ def size(path: Path) -> float:
 def test_only_what_changed_is_sent(
     sending: Callable[..., Sending], servers: list[Server], versions: list[Path], i: int
 ) -> None:
-    """For several layouts and senders; `flattened` matters only for whole buckets."""
+    """For several layouts and senders."""
     sender, whole = sending(list(LAYOUTS.values())[i], sender=i % 2), size(versions[0])
     assert sender.to(servers, versions[0]) == (whole, None)
-    nbytes, part = sender.to(servers, versions[1], flattened=bool(i))
+    nbytes, part = sender.to(servers, versions[1])
     assert part is not None and 0.009 < part < 0.011 and nbytes < 0.02 * whole
     nbytes, part = sender.to(servers, versions[2])
     assert part is not None and nbytes < 0.2 * whole
@@ -213,18 +211,6 @@ def test_only_what_changed_is_sent(
     assert sender.to(servers, versions[2])[1] == 0.0  # again, and nothing changed
     load(servers[0], versions[2])
     assert streamed == [checksums(servers[0])] * 2
-
-
-def test_every_owner_remembers_its_buckets(
-    sending: Callable[..., Sending], servers: list[Server], versions: list[Path]
-) -> None:
-    sender, whole = sending(dict(pp=2, pipeline_split=[3, 1])), size(versions[0])
-    assert sender.to(servers, versions[0], senders=None) == (whole, None)
-    nbytes, part = sender.to(servers, versions[1], senders=None)
-    assert part is not None and 0.009 < part < 0.011 and nbytes < 0.02 * whole
-    load(servers[1], versions[0])
-    assert sender.to(servers, versions[2], senders=None) == (whole, None)
-    assert sender.to(servers, versions[1], senders=1) == (whole, None)  # by other senders
 
 
 def test_what_does_not_pay_is_sent_whole(

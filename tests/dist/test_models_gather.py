@@ -17,10 +17,7 @@ from megarl.models.gather import BucketGatherer, plan_buckets
 from megarl.models.hf_config import read_hf_config
 from megarl.models.names import named_params
 from megarl.models.piece_table import build_piece_table
-from megarl.parallel.agreement import Agreement
 from megarl.parallel.layout import Layout
-from megarl.weight_sync import buffers as sync_buffers
-from megarl.wire.shared_memory import attach
 from tests.dist.models_util import built_model
 from tests.dist.world import World
 from tests.tiny import save_tiny
@@ -119,43 +116,6 @@ def test_any_rank_can_gather(
         assert tensor.dtype == expected.dtype and torch.equal(tensor, expected), name
 
 
-def run_lying(path: Path, parallel: dict[str, Any], dtype: torch.dtype) -> set[str]:
-    """Returns the HF names of the tensors in buckets that lie in parameters of rank 0 as they are
-    to be sent. Buckets hold one tensor; gate and up, which follow each other there, share one."""
-    with built_model(path, parallel) as (model, groups):
-        params = {n: p.detach() for n, p in named_params(model.chunks).items()}
-        buckets = plan_buckets(model.table, dtype, 1, unit=lambda n: n.replace("up_", "gate_"))
-        gatherer = BucketGatherer(model.table, groups.layout, groups.rank, params, buckets)
-        want, found = load_file(path / "model.safetensors"), set()
-        for bucket in buckets:
-            if (flat := gatherer.lying(bucket)) is not None:
-                for name, view in bucket.views(flat):
-                    assert torch.equal(view, want[name])
-                    found.add(name.removeprefix("model.").removeprefix("layers.0."))
-                for p in params.values():
-                    p.neg_()  # it is their memory
-                assert torch.equal(-want[bucket.members[0].name], next(bucket.views(flat))[1])
-                for p in params.values():
-                    p.neg_()
-        return found
-
-
-def test_what_lies_in_parameters_as_it_is_sent(world: World, model_path: Path) -> None:
-    def found(parallel: dict[str, Any], dtype: torch.dtype = torch.float32) -> Any:
-        first, *others = world.run(run_lying, model_path, parallel, dtype)
-        assert others == [set()] * 3
-        return {name for name in first if not name.startswith("layers.")}
-
-    norms = {"input_layernorm.weight", "post_attention_layernorm.weight"}
-    norms |= {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}
-    mlp = {f"mlp.{m}_proj.weight" for m in ("gate", "up", "down")}
-    assert found({}, HALF) == set()
-    assert found(dict(tp=2)) == norms | {"norm.weight"}
-    ours = norms | mlp | {"self_attn.o_proj.weight", "embed_tokens.weight"}
-    assert found(dict(pp=2)) == ours
-    assert found({}) == ours | {"norm.weight", "lm_head.weight"}
-
-
 @contextmanager
 def batched() -> Iterator[list[torch.Tensor]]:
     """Yields the list of tensors that this rank sends in batches inside the context."""
@@ -188,46 +148,3 @@ def test_one_message_per_source_and_none_from_replicas(world: World, model_path:
     assert world.run(run_count, model_path, dict(tp=2), 0) == [0, 1, 0, 0]  # ranks 2, 3: dp=1
     assert world.run(run_count, model_path, dict(tp=2), 3) == [1, 0, 0, 0]
     assert world.run(run_count, model_path, dict(), 1) == [0, 0, 0, 0]
-
-
-def run_shared(path: Path, root: int, reachable: bool) -> tuple[bool, int, dict[str, Any]]:
-    """Returns whether the buffers are shared, the bytes of this rank's largest message, and the
-    gathered tensors. Unless `reachable`, rank 1 cannot attach to the sender's memory.
-    """
-    agreement = Agreement(None)
-    result: dict[str, Any] = {}
-    with built_model(path, dict(tp=2, pp=2)) as (model, groups):
-        params = named_params(model.chunks)
-        buckets = plan_buckets(model.table, torch.float32, 30_000)
-        gatherer = BucketGatherer(
-            model.table, groups.layout, groups.rank, params, buckets, root=root
-        )
-        buffers = sync_buffers.BucketBuffers(agreement, root, torch.device("cpu"))
-        lost = not reachable and groups.rank == 1
-        with mock.patch.object(sync_buffers, "attach", (lambda _: None) if lost else attach):
-            buffers.take(max(b.nbytes for b in buckets))
-        with batched() as sent:
-            for b in buckets:
-                out = buffers.slot(b.index)
-                flat = gatherer.gather(b, out, shared=buffers.shared)
-                if flat is not None:
-                    result |= {n: t.clone() for n, t in b.views(flat)}
-                torch.distributed.barrier()
-    agreement.close()
-    return buffers.shared, max((message.numel() for message in sent), default=0), result
-
-
-@pytest.mark.parametrize("root", (0, 3))
-@pytest.mark.parametrize("reachable", (True, False))
-def test_ranks_of_one_host_put_their_pieces_in_place(
-    world: World, model_path: Path, root: int, reachable: bool
-) -> None:
-    ranks = world.run(run_shared, model_path, root, reachable)
-    want = load_file(model_path / "model.safetensors")
-    for rank, (shared, largest, result) in enumerate(ranks):
-        assert shared is reachable
-        if rank == root:
-            assert result.keys() == want.keys()
-            assert all(torch.equal(result[name], want[name]) for name in want)
-        else:
-            assert largest == 1 if reachable else largest > 100

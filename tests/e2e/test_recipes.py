@@ -106,7 +106,7 @@ CASES = {
     "tp2": ["actor.parallel.tp=2", "actor.ppo_n_minibatches=1"],
     "pp2-async-decoupled": [
         "actor.parallel.tp=1", "actor.parallel.pp=2", "rollout.max_head_offpolicyness=2",
-        "actor.use_decoupled_loss=true", "weight_sync.options.flattened=false", "actor.lora.r=4",
+        "actor.use_decoupled_loss=true", "actor.lora.r=4",
         "actor.kl_coef=0.01",
         "trainer=examples.custom_trainer:Annealed", "kl_start=0.1",
     ],

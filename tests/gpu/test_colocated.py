@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from tests.unit.test_colocated import check_shared
 
 
-@pytest.mark.parametrize("flattened", (True, False))
-def test_another_process_reads_and_writes_the_same_memory(flattened: bool) -> None:
-    check_shared(torch.device("cuda", 0), flattened)
+def test_another_process_reads_and_writes_the_same_memory() -> None:
+    check_shared(torch.device("cuda", 0))

@@ -120,14 +120,6 @@ MUTANTS = (
         ("tests/unit/test_user_code.py::test_mistakes_in_data_and_code_are_one_line",),
     ),
     Mutant(
-        "weight_sync/servers.py",
-        "cf.wait([earlier], timeout)",
-        "cf.wait([earlier], 0)",
-        (
-            "tests/unit/test_liveness.py::test_the_next_request_leaves_after_the_answer_to_the_one_before",
-        ),
-    ),
-    Mutant(
         "utils/http.py",
         "return error.status is not None and error.status < 500 and error.status != TOO_MANY",
         "return error.status is not None and error.status < 500",
@@ -466,10 +458,12 @@ MUTANTS = (
         ("tests/unit/test_slice_plan.py::test_numbers_in_no_box_are_counted",),
     ),
     Mutant(
-        "weight_sync/plan.py",
-        "if n < len(queue) and (n < 2 or queue[n - 2] < k - 1):",
-        "if n < len(queue):",
-        ("tests/unit/test_weight_sync_plan.py::test_gathers_run_ahead_by_two_buckets_of_an_owner",),
+        "weight_sync/broadcast.py",
+        "self.pair[bucket.index % 2] if self.pair else None,",
+        "self.pair[0] if self.pair else None,",
+        (
+            "tests/unit/test_weight_sync_stream.py::test_a_bucket_follows_when_the_one_before_is_answered_for",
+        ),
     ),
     Mutant(
         "weight_sync/plan.py",

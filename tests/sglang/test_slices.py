@@ -292,8 +292,12 @@ def run_with_a_stranger(upload: Upload, server: str, tp: int, tensor: str) -> An
 
     def compare_later(mine: Fingerprints) -> Any:
         if mine.source.rank == 0:
-            texts = [handles.pack(bucket, memory, flattened=False) for _ in range(tp)]
-            body = {"serialized_named_tensors": texts, "flush_cache": False}
+            texts = [handles.pack(bucket, memory) for _ in range(tp)]
+            body = {
+                "serialized_named_tensors": texts,
+                "load_format": "flattened_bucket",
+                "flush_cache": False,
+            }
             call_json("POST", server, "/update_weights_from_tensor", body, timeout=60)
         return compare(mine)
 

@@ -48,12 +48,11 @@ def check_holds(pair: Pair, saved: Path, version: int) -> None:
 
 
 WAYS = {
-    "tp2-flattened": (TP2, dict(flattened=True)),
-    "dp2-by-tensor": (DP2, dict(flattened=False)),
+    "tp2": (TP2, {}),
+    "dp2": (DP2, {}),
     "tp2-disk": (TP2, dict(type="disk")),
     "tp2-colocated": (TP2, dict(type="colocated")),
-    "dp2-colocated-by-tensor": (DP2, dict(type="colocated", flattened=False)),
-    "tp2-two-owners": (TP2, dict(senders=2)),
+    "dp2-colocated": (DP2, dict(type="colocated")),
 }  # fmt: skip
 
 

@@ -98,25 +98,20 @@ class Sender:
 
         return result
 
-    def send(self, tensors, *, flat=False, session=True, **extra):
+    def send(self, tensors, *, session=True, **extra):
         """(status, answer) of one update with everything that belongs to it."""
         body = {
             "names": list(tensors),
             "group_name": self.name,
             "dtypes": [str(t.dtype).removeprefix("torch.") for t in tensors.values()],
             "shapes": [list(t.shape) for t in tensors.values()],
+            "load_format": "flattened_bucket",
         } | extra
-        if flat:
-            body["load_format"] = "flattened_bucket"
         if session:
             self.server.ok("/begin_weight_update")
         answer = self._post("/update_weights_from_distributed", body)
-        if flat:
-            raw = [t.contiguous().flatten().view(torch.uint8) for t in tensors.values()]
-            dist.broadcast(torch.cat(raw), src=0, group=self.group)
-        else:
-            for t in tensors.values():
-                dist.broadcast(t.contiguous(), src=0, group=self.group)
+        raw = [t.contiguous().flatten().view(torch.uint8) for t in tensors.values()]
+        dist.broadcast(torch.cat(raw), src=0, group=self.group)
         result = answer()
         if session:
             self.server.ok("/end_weight_update")
@@ -145,10 +140,9 @@ def greedy(server, count=6):
 # ---- weights
 
 
-@pytest.mark.parametrize("flat", [False, True])
-def test_distributed_updates_arrive_bit_for_bit(server, sender, weights, flat):
+def test_distributed_updates_arrive_bit_for_bit(server, sender, weights):
     base = greedy(server)
-    status, answer = sender.send(weights[1], flat=flat, weight_version="7")
+    status, answer = sender.send(weights[1], weight_version="7")
     assert (status, answer) == (
         200,
         {
@@ -160,7 +154,7 @@ def test_distributed_updates_arrive_bit_for_bit(server, sender, weights, flat):
     after = greedy(server)
     assert after["meta_info"]["weight_versions"] == [{"version": "7", "start": 0, "end": 6}]
     assert after["meta_info"]["output_token_logprobs"] != base["meta_info"]["output_token_logprobs"]
-    sender.send(weights[0], flat=not flat, weight_version="8")
+    sender.send(weights[0], weight_version="8")
     again = greedy(server)
     assert again["meta_info"]["output_token_logprobs"] == base["meta_info"]["output_token_logprobs"]
     assert server.get("/model_info")[1]["weight_version"] == "8"
@@ -169,7 +163,7 @@ def test_distributed_updates_arrive_bit_for_bit(server, sender, weights, flat):
 def test_updates_cast_to_the_servers_dtype_and_may_carry_the_tied_head(server, sender, weights):
     half = {n: t.bfloat16() for n, t in weights[1].items()}
     half["lm_head.weight"] = half["model.embed_tokens.weight"]
-    status, answer = sender.send(half, flat=True)
+    status, answer = sender.send(half)
     assert status == 200, answer
     assert checksums(server) == sums_of({n: weights[1][n].bfloat16().float() for n in weights[1]})
 
@@ -185,8 +179,7 @@ def test_updates_are_refused_outside_a_session(server, weights):
     assert server.post("/end_weight_update", {})[0] == 400
 
 
-@pytest.mark.parametrize("flat", [False, True])
-def test_a_wrong_tensor_is_named_and_changes_nothing(server, sender, weights, flat):
+def test_a_wrong_tensor_is_named_and_changes_nothing(server, sender, weights):
     first, second = list(weights[1])[:2]
     before = checksums(server)
     for tensors, words in (
@@ -194,12 +187,12 @@ def test_a_wrong_tensor_is_named_and_changes_nothing(server, sender, weights, fl
         ({second: weights[1][second], first: torch.zeros(2, 3)}, [first, "[2, 3]"]),
         ({first: weights[1][first].to(torch.float64)[:1]}, [first, "shape"]),
     ):
-        status, answer = sender.send(tensors, flat=flat)
+        status, answer = sender.send(tensors)
         assert status == 400 and answer["success"] is False
         assert all(w in answer["message"] for w in words), answer
         assert checksums(server) == before
     # the group is still in step: the next bucket is taken for itself
-    assert sender.send(weights[1], flat=flat)[0] == 200
+    assert sender.send(weights[1])[0] == 200
     assert checksums(server) == sums_of(weights[1])
 
 
@@ -313,7 +306,7 @@ def memory(server):
     return state["memory_bytes"], state["released"]
 
 
-@pytest.mark.parametrize("way", ["one-by-one", "flat", "disk"])
+@pytest.mark.parametrize("way", ["broadcast", "disk"])
 def test_released_memory_is_free_and_weights_come_back_by_an_update(
     server, sender, dirs, weights, way
 ):
@@ -338,7 +331,7 @@ def test_released_memory_is_free_and_weights_come_back_by_an_update(
     if way == "disk":
         server.ok("/update_weights_from_disk", {"model_path": str(dirs[0])})
     else:
-        assert sender.send(weights[0], flat=way == "flat")[0] == 200
+        assert sender.send(weights[0])[0] == 200
     assert memory(server)[0]["kv_cache"] == 0  # the update needed none
     assert checksums(server) == sums_of(weights[0])
     server.ok("/resume_memory_occupation", {"tags": ["kv_cache"]})

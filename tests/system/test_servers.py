@@ -20,7 +20,7 @@ from megarl.api.records import ModelRequest, WeightUpdateMeta
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig, WeightSyncConfig
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.utils.env import free_port
-from megarl.weight_sync.channel import UpdateChannel
+from megarl.weight_sync.broadcast import UpdateChannel
 from megarl.weight_sync.servers import Deadline, Servers
 from tests.embedded_server import Server, addresses, embedded_server, two_servers
 from tests.tiny import save_tiny

@@ -31,13 +31,9 @@ CASES = _cases()
 LORA_CASES = ("qwen3-tp", "qwen3_moe-tp", "deepseek_v3-tp")
 # name in configs/models -> (layout, owners of a sync)
 BIG = {
-    "qwen3-235b-a22b": (
-        Layout(**SP | dict(tp=4), pp=4, dp=16, ep=8, split=(24, 24, 23, 23)), 4
-    ),
-    "deepseek-v3": (
-        Layout(**SP | dict(tp=8), pp=8, dp=4, ep=32, split=(8,) * 5 + (7,) * 3), 8
-    ),
-    "llama-3.1-405b": (Layout(**SP | dict(tp=8), pp=14, cp=2, dp=2), 14),
+    "qwen3-235b-a22b": Layout(**SP | dict(tp=4), pp=4, dp=16, ep=8, split=(24, 24, 23, 23)),
+    "deepseek-v3": Layout(**SP | dict(tp=8), pp=8, dp=4, ep=32, split=(8,) * 5 + (7,) * 3),
+    "llama-3.1-405b": Layout(**SP | dict(tp=8), pp=14, cp=2, dp=2),
 }  # fmt: skip
 
 

@@ -17,8 +17,8 @@ import torch
 
 from megarl.api.records import ServersLost
 from megarl.utils.http import HttpError
-from megarl.weight_sync import channel as module
-from megarl.weight_sync.channel import UpdateChannel
+from megarl.weight_sync import broadcast as module
+from megarl.weight_sync.broadcast import UpdateChannel
 from megarl.weight_sync.servers import Answer, Deadline, ServerInfo, Servers
 
 SERVER = "127.0.0.1:30000"
@@ -110,8 +110,6 @@ class OneServer:
         done: Future[Answer] = Future()
         done.set_result(Answer(SERVER, {}, 0.0))
         return {SERVER: self.answer if "update_weights" in path else done}
-
-    follow = start
 
     def abandon_update(self, timeout: float) -> dict[str, Future[Answer]]:
         return {}

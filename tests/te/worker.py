@@ -132,7 +132,7 @@ def big() -> Facts:
     pretend_gpu()
     build.build_piece_table = cache(build.build_piece_table)  # type: ignore[assignment]
     found: Facts = {}
-    for name, (layout, owners) in BIG.items():
+    for name, layout in BIG.items():
         raw = json.loads(Path(f"configs/models/{name}.json").read_text(encoding="utf-8"))
         model = parse_hf_config(raw)
         ranks: Facts = {}
@@ -141,7 +141,7 @@ def big() -> Facts:
                 with built_model(model, layout, rank, spec) as (made, groups):
                     ranks[f"{rank} {spec}"] = summary(made, groups)
                     table = made.table
-        found[name] = dict(ranks=ranks, pairs=pairs(table, layout, owners))
+        found[name] = dict(ranks=ranks, sources=sources(table, layout))
     return found
 
 
@@ -165,22 +165,14 @@ def summary(made: Any, groups: Any) -> Facts:
     )
 
 
-def pairs(table: Any, layout: Any, count: int) -> dict[str, int]:
-    """Returns, for every sender, how many ranks send to it in a whole sync."""
+def sources(table: Any, layout: Any) -> int:
+    """Returns how many ranks send to rank 0 in a whole sync."""
     from megarl.models.gather import BucketGatherer
     from megarl.weight_sync.plan import plan_sync
-    from megarl.weight_sync.senders import split_budget, spread_senders
 
-    bucket_bytes, staging = split_budget(1 << 30)
-    plan = plan_sync(table, torch.bfloat16, bucket_bytes, spread_senders(layout, count))
-    gatherer = BucketGatherer(
-        table, layout, 0, {}, plan.buckets, plan.senders, device="meta", staging=staging
-    )
-    sources: dict[int, set[int]] = {}
-    for bucket, messages in gatherer._plans.items():
-        sender = gatherer.roots[bucket]
-        sources.setdefault(sender, set()).update(messages.keys() - {sender})
-    return {str(sender): len(found) for sender, found in sources.items()}
+    plan = plan_sync(table, torch.bfloat16, 1 << 30)
+    gatherer = BucketGatherer(table, layout, 0, {}, plan.buckets, device="meta", staging=1 << 27)
+    return len({source for messages in gatherer._plans.values() for source in messages} - {0})
 
 
 if __name__ == "__main__":

@@ -135,7 +135,7 @@ def test_a_stock_server_is_told_names_dtypes_and_shapes(saved: Path) -> None:
     and its scales are in one bucket.
     """
     for bucket, flat in buckets_of(saved, 100_000):
-        body = update_body(bucket, group_name="g", flattened=True, version=1, last=False)
+        body = update_body(bucket, group_name="g", version=1, last=False)
         assert body["load_format"] == "flattened_bucket"
         end, specs = 0, {}
         for name, dtype, shape in zip(body["names"], body["dtypes"], body["shapes"], strict=True):

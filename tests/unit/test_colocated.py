@@ -77,8 +77,7 @@ def bucket_of(
 READER = """
 import sys, torch
 from megarl.wire import handles
-text, flattened = sys.stdin.read(), sys.argv[1] == "True"
-for name, tensor in handles.unpack(text, flattened=flattened):
+for name, tensor in handles.unpack(sys.stdin.read()):
     print(name, list(tensor.shape), tensor.dtype, tensor.float().sum().item())
     tensor.zero_()  # it is the writer's own memory
     if tensor.is_cuda:
@@ -86,23 +85,22 @@ for name, tensor in handles.unpack(text, flattened=flattened):
 """
 
 
-def check_shared(device: torch.device, flattened: bool) -> None:
+def check_shared(device: torch.device) -> None:
     """Another process, no relative of the memory's owner, reads and writes it, twice."""
     values = {"w": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
     bucket, flat = bucket_of(values, device)
     for total in (15.0, 0.0):
         done = subprocess.run(
-            [sys.executable, "-c", READER, str(flattened)], text=True, capture_output=True,
-            input=handles.pack(bucket, flat, flattened=flattened), timeout=120, env=os.environ,
+            [sys.executable, "-c", READER], text=True, capture_output=True,
+            input=handles.pack(bucket, flat), timeout=120, env=os.environ,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         assert f"w [2, 3] torch.float32 {total}" in done.stdout
         assert not flat.any()
 
 
-@pytest.mark.parametrize("flattened", (True, False))
-def test_another_process_reads_and_writes_the_same_memory(flattened: bool) -> None:
-    check_shared(HOST, flattened)
+def test_another_process_reads_and_writes_the_same_memory() -> None:
+    check_shared(HOST)
 
 
 @pytest.mark.parametrize(
@@ -111,10 +109,10 @@ def test_another_process_reads_and_writes_the_same_memory(flattened: bool) -> No
 def test_nothing_but_tensors_is_unpacked(content: object) -> None:
     text = base64.b64encode(pickle.dumps(content)).decode()
     with pytest.raises(ValueError, match="not a list of tensors"):
-        handles.unpack(text, flattened=True)
+        handles.unpack(text)
 
 
 def test_text_that_is_no_pickle() -> None:
     for text in ("", "%%", base64.b64encode(b"nonsense").decode()):
         with pytest.raises(ValueError, match="not a list of tensors"):
-            handles.unpack(text, flattened=True)
+            handles.unpack(text)

@@ -497,13 +497,13 @@ def test_a_section_that_is_null_is_named_beside_what_an_allocation_sets_in_it() 
 
 def test_a_file_that_repeats_the_default_type_keeps_the_options_below(tmp_path: Path) -> None:
     below, above = tmp_path / "below.yaml", tmp_path / "above.yaml"
-    below.write_text("weight_sync: {options: {senders: 2}}\n")
+    below.write_text("weight_sync: {options: {delta: true}}\n")
     above.write_text("defaults: [below]\nrecipe: grpo\nweight_sync: {type: distributed}\n")
-    assert load_config(above, ["actor.path=m"]).weight_sync.options == {"senders": 2}
+    assert load_config(above, ["actor.path=m"]).weight_sync.options == {"delta": True}
     named = load_config(above, ["actor.path=m", "weight_sync.type=nccl"])  # another word for it
-    assert named.weight_sync.options == {"senders": 2}
+    assert named.weight_sync.options == {"delta": True}
     above.write_text("defaults: [below]\nrecipe: grpo\nweight_sync: {type: nccl}\n")
-    assert load_config(above, ["actor.path=m"]).weight_sync.options == {"senders": 2}
+    assert load_config(above, ["actor.path=m"]).weight_sync.options == {"delta": True}
     other = load_config(above, ["actor.path=m", "weight_sync.type=disk"])
     assert other.weight_sync.options == {}
 

@@ -52,9 +52,8 @@ class Slow:
         self.address = f"127.0.0.1:{self.http.server_port}"
         self.servers = Servers([self.address])
 
-    def follow(self, path: str, body: dict[str, Any], timeout: float) -> Future[Answer]:
-        """Posts when the server has answered what was posted before."""
-        return self.servers.follow(path, body, timeout)[self.address]
+    def post(self, path: str, timeout: float = 20) -> Future[Answer]:
+        return self.servers.start(path, {}, timeout)[self.address]
 
 
 @pytest.fixture
@@ -66,49 +65,32 @@ def slow() -> Iterator[Slow]:
     server.http.server_close()
 
 
-def test_the_next_request_leaves_after_the_answer_to_the_one_before(slow: Slow) -> None:
-    calls = [slow.follow("/ok", {"n": n}, 20) for n in range(3)]
-    for n, call in enumerate(calls):
-        assert slow.begun.acquire(timeout=20) and [b["n"] for b in slow.handled][n:] == [n]
-        slow.go.release()
-        answer = call.result(20)
-        assert answer.value == {"message": f"about {{'n': {n}}}"} and answer.at > 0
-        assert not any(c.done() for c in calls[n + 1 :])
-
-
 def test_a_refusal_is_that_of_one_request_alone(slow: Slow) -> None:
-    calls = [slow.follow(path, {}, 20) for path in ("/refuse", "/ok")]
+    calls = [slow.post(path) for path in ("/refuse", "/ok")]
     slow.go.release(2)
     with pytest.raises(HttpError, match=f"{slow.address}: /refuse answered 400: about"):
         calls[0].result(20)
     assert calls[1].result(20).value == {"message": "about {}"}
 
 
-def test_a_call_without_answer_fails_what_waits_behind_it_but_not_the_next(
-    slow: Slow,
-) -> None:
-    calls = [slow.follow(path, {}, 20) for path in ("/break", "/ok")]
-    slow.go.release(1)
-    for call in calls:
-        with pytest.raises(HttpError, match="/break failed: ") as error:
-            call.result(20)
-        assert error.value.status is None and not isinstance(error.value.__cause__, TimeoutError)
-    slow.go.release(1)
-    assert slow.follow("/ok", {}, 20).result(20).value == {"message": "about {}"}
+def test_a_call_without_answer_fails_but_not_the_next(slow: Slow) -> None:
+    slow.go.release(2)
+    with pytest.raises(HttpError, match="/break failed: ") as error:
+        slow.post("/break").result(20)
+    assert error.value.status is None and not isinstance(error.value.__cause__, TimeoutError)
+    assert slow.post("/ok").result(20).value == {"message": "about {}"}
 
 
 def test_an_answer_may_be_late(slow: Slow) -> None:
-    calls = [slow.follow("/ok", {}, 0.2) for _ in range(2)]
-    for call in calls:
-        with pytest.raises(HttpError, match="/ok gave no answer within") as error:
-            call.result(20)
-        assert isinstance(error.value.__cause__, TimeoutError)
+    with pytest.raises(HttpError, match="/ok gave no answer within") as error:
+        slow.post("/ok", 0.2).result(20)
+    assert isinstance(error.value.__cause__, TimeoutError)
 
 
 def test_nobody_listens() -> None:
     nobody = "127.0.0.1:1"
     with pytest.raises(HttpError, match=r"127\.0\.0\.1:1: /ok failed: ConnectionRefusedError"):
-        Servers([nobody]).follow("/ok", {}, 20)[nobody].result(20)
+        Servers([nobody]).start("/ok", {}, 20)[nobody].result(20)
 
 
 def test_an_answer_that_says_it_failed_is_an_error_whatever_its_status() -> None:

@@ -19,7 +19,6 @@ from megarl.weight_sync.plan import (
     update_body,
 )
 from megarl.weight_sync.sender import WeightSender
-from megarl.weight_sync.senders import spread_senders
 from megarl.weight_sync.servers import ServerInfo
 from megarl.weight_sync.transports import WeightSource
 from megarl.weight_sync.verify import by_replica, compare_with_each_other, differences
@@ -63,8 +62,7 @@ def test_mixed_dtypes_leave_no_gaps(table: PieceTable, bound: int) -> None:
 def test_digest_sees_whatever_changes_the_plan(table: PieceTable) -> None:
     plans = [
         plan_sync(table, torch.bfloat16, 50_000),
-        plan_sync(table, torch.bfloat16, 50_000, [1]),
-        plan_sync(table, torch.bfloat16, 50_000, [0, 1]),
+        plan_sync(table, torch.bfloat16, 50_000, 1),
         plan_sync(table, torch.bfloat16, 70_000),
         plan_sync(table, torch.float32, 50_000),
         plan_sync(build_piece_table(table.model, Layout(pp=2)), torch.bfloat16, 50_000),
@@ -88,87 +86,14 @@ def test_the_first_entry_that_differs_is_named(table: PieceTable) -> None:
     assert "rank 1 has nothing where" in (difference([ours.entries, ours.entries[:-1]]) or "")
 
 
-def test_a_sender_gathers_from_its_own_stage(table: PieceTable) -> None:
-    layout = Layout(tp=2, pp=2, dp=2)
-    cut = build_piece_table(table.model, layout)
-    owners = spread_senders(layout, 2)
-    assert owners == (0, 4)  # the first rank of each stage
-    plan = plan_sync(cut, torch.bfloat16, 20_000, owners)
-    assert set(plan.senders) == set(owners)
-    for bucket, owner in zip(plan.buckets, plan.senders, strict=True):
-        pieces = [p for m in bucket.members for p in cut.by_name[m.name].pieces]
-        assert {p.place.pp for p in pieces} == {layout.coords(owner).pp}
-    names = [m.name for b in plan.buckets for m in b.members]
-    assert sorted(names) == sorted(t.name for t in table.tensors)
-    assert [b.index for b in plan.buckets] == list(range(len(plan.buckets)))
-    # by turns: where one is, the others are not far
-    halves = [plan.senders[: len(plan.senders) // 2].count(o) for o in owners]
-    assert all(abs(2 * h - plan.senders.count(o)) <= 1 for h, o in zip(halves, owners))
-
-
-def test_senders_of_one_stage_share_its_tensors_evenly(table: PieceTable) -> None:
-    """Data-parallel replicas need nothing from each other."""
-    layout = Layout(dp=2)
-    plan = plan_sync(build_piece_table(table.model, layout), torch.bfloat16, 20_000, [0, 1])
-    loads = [
-        sum(b.nbytes for b, o in zip(plan.buckets, plan.senders, strict=True) if o == owner)
-        for owner in (0, 1)
-    ]
-    assert sum(loads) == plan.nbytes and max(loads) < 0.7 * plan.nbytes
-
-
-@pytest.mark.parametrize("etp", (1, 2))
-def test_a_sender_sends_the_experts_it_holds(
-    etp: int, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    path = save_tiny(tmp_path_factory.mktemp("moe"), "qwen3_moe", layers=2)
-    layout = Layout(tp=2, dp=2, ep=4 // etp, etp=etp)
-    table = build_piece_table(read_hf_config(path), layout)
-    plan = plan_sync(table, torch.bfloat16, 20_000, range(4))
-    for owner in range(4):
-        buckets = [b for b, o in zip(plan.buckets, plan.senders, strict=True) if o == owner]
-        names = [m.name for b in buckets for m in b.members if ".experts." in m.name]
-        assert names
-        homes = {p.place.ep for name in names for p in table.by_name[name].pieces}
-        assert homes == {layout.coords(owner).ep}
-
-
-@pytest.mark.parametrize("owners", ([0], [0, 1], [0, 1, 2], [0, 2, 4, 6], [3, 1]))
-@pytest.mark.parametrize("bucket_bytes", (5_000, 20_000, 1 << 30))
-def test_gathers_run_ahead_by_two_buckets_of_an_owner(
-    table: PieceTable, owners: list[int], bucket_bytes: int
-) -> None:
-    layout = Layout(tp=2, pp=2, dp=2)
-    cut = build_piece_table(table.model, layout)
-    plan = plan_sync(cut, torch.bfloat16, bucket_bytes, owners)
-    held: set[int] = set()
-    for k, gathered in enumerate(plan.gathers):
-        held -= {i for i in held if i < k - 1}  # answered; k - 1 is under way
-        held |= set(gathered)
-        assert k in held
-        for owner in owners:
-            slots = [plan.turns[i] % 2 for i in held if plan.senders[i] == owner]
-            assert len(slots) == len(set(slots)) <= 2
-    assert sorted(i for step in plan.gathers for i in step) == list(range(len(plan.buckets)))
-    if len(owners) == 1:
-        assert plan.gathers == tuple((k,) for k in range(len(plan.buckets)))
-
-
-def test_owners_are_ranks(table: PieceTable) -> None:
-    assert spread_senders(Layout(dp=8), 3, first=7) == (7, 1, 4)
-    for count in (0, 9):
-        with pytest.raises(ValueError, match=rf"weight_sync.options.senders={count}: use 1 to 8"):
-            spread_senders(Layout(dp=8), count)
-
-
 def test_only_the_last_bucket_flushes_and_bumps_the_version(table: PieceTable) -> None:
     bucket = plan_sync(table, torch.bfloat16, 1 << 30).buckets[0]
-    first = update_body(bucket, group_name="g", flattened=True, version=7, last=False)
-    last = update_body(bucket, group_name="g", flattened=False, version=7, last=True)
+    first = update_body(bucket, group_name="g", version=7, last=False)
+    last = update_body(bucket, group_name="g", version=7, last=True)
     assert first["flush_cache"] is False and "weight_version" not in first
     assert last["flush_cache"] is True and last["weight_version"] == "7"
-    assert first["load_format"] == "flattened_bucket" and "load_format" not in last
-    kept = update_body(bucket, group_name="g", flattened=True, version=7, last=True, flush=False)
+    assert first["load_format"] == last["load_format"] == "flattened_bucket"
+    kept = update_body(bucket, group_name="g", version=7, last=True, flush=False)
     assert kept["flush_cache"] is False and kept["weight_version"] == "7"
     at = first["names"].index(NORM)
     assert first["dtypes"][at] == "bfloat16" and first["shapes"][at] == [64]

@@ -172,7 +172,7 @@ def shrink_config(
     engine's small model, by the engine's key."""
     tree = _tree(cfg)
     _set(tree, OVERLAY["replace"] | {"fileroot": fileroot})
-    _set(tree, OVERLAY["limit"] | {"weight_sync.options.senders": layouts.world_size}, _limited)
+    _set(tree, OVERLAY["limit"], _limited)
     for name in engines(cfg):
         _set(tree[name], OVERLAY["engine"])
         tree[name] |= {"path": models[name], "parallel": asdict(layouts.parallel[name])}

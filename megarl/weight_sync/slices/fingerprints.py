@@ -24,10 +24,9 @@ from megarl.models.ops import Shape
 from megarl.models.piece_table import Piece
 from megarl.utils.http import in_thread
 from megarl.weight_sync.boxes import Box, cut, intersection, uncovered
-from megarl.weight_sync.channel import address_for
 from megarl.weight_sync.phases import Phases
 from megarl.weight_sync.reallocation_plan import copies, holders
-from megarl.weight_sync.servers import Deadline, ServerInfo
+from megarl.weight_sync.servers import Deadline, ServerInfo, address_for
 from megarl.weight_sync.slices.link import (
     Link,
     Members,

@@ -29,12 +29,18 @@ import torch
 from megarl.api.records import ServersLost, WeightUpdateMeta
 from megarl.models.gather import export_dtype
 from megarl.models.piece_table import PieceTable
-from megarl.utils.env import is_here, is_loopback
+from megarl.utils.env import is_here, is_loopback, machine
 from megarl.utils.http import in_thread, split_address
-from megarl.weight_sync.channel import CLOSE_TIMEOUT, address_for
 from megarl.weight_sync.phases import Phases
 from megarl.weight_sync.plan import load_body
-from megarl.weight_sync.servers import GRACE, Deadline, ServerInfo, Servers
+from megarl.weight_sync.servers import (
+    CLOSE_TIMEOUT,
+    GRACE,
+    Deadline,
+    ServerInfo,
+    Servers,
+    address_for,
+)
 from megarl.weight_sync.slices.changes import Names, SliceChanges
 from megarl.weight_sync.slices.fingerprints import Fingerprints
 from megarl.weight_sync.slices.link import (
@@ -53,7 +59,6 @@ from megarl.weight_sync.slices.quantized import BlockFp8
 from megarl.weight_sync.slices.tables import ServerTable
 from megarl.weight_sync.transports import WeightSource
 from megarl.weight_sync.verify import Verifier
-from megarl.wire.shared_memory import machine
 
 log = logging.getLogger(__name__)
 
@@ -373,9 +378,7 @@ class SliceSync:
     def _accept(self, meta: WeightUpdateMeta, deadline: Deadline) -> None:
         """Names the version, once every rank has received, and ends the session."""
         if self._servers is not None and self._link is not None:
-            body = load_body(
-                flattened=False, version=meta.number, last=True, flush=meta.flush_cache
-            )
+            body = load_body(version=meta.number, last=True, flush=meta.flush_cache)
             self._link.call("accept", deadline, body=body)
             self._servers.end_update(deadline)
 

@@ -8,8 +8,8 @@ megarl's own also has a line in config/rollout.py, where names, help and require
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -37,8 +37,7 @@ class WeightSource:
     params: canonical name -> local parameter; read at every upload. They are all on `device`.
     group:  spans the layout's ranks; None is the default group. `agreement` is of the same ranks.
     dtype:  of what is sent, one for all or by HF name; None is the parameters' own.
-    sender: the rank that gathers and sends, the first of them where there are several (files are
-            always written by rank 0).
+    sender: the rank that gathers and sends (files are always written by rank 0).
     adapters: of the model at base_model_path; then they can be sent alone.
 
     Raises ValueError for a `sender` outside the layout, and for parameters of several dtypes
@@ -83,7 +82,7 @@ class Transport(ABC):
     def __init__(self, source: WeightSource) -> None:
         self.source = source
         self.lead = source.sender
-        self._planned: tuple[Any, SyncPlan, BucketGatherer] | None = None
+        self._planned: tuple[int, SyncPlan, BucketGatherer] | None = None
 
     @classmethod
     def validate(cls, cfg: GRPOConfig) -> Iterable[str]:
@@ -101,33 +100,28 @@ class Transport(ABC):
     def close(self) -> None:  # noqa: B027 (most keep nothing)
         """Gives back what is kept between uploads."""
 
-    def plan_buckets(
-        self, bucket_bytes: int, senders: Sequence[int] | None = None, *, staging: int = 0
-    ) -> tuple[SyncPlan, BucketGatherer]:
+    def plan_buckets(self, bucket_bytes: int) -> tuple[SyncPlan, BucketGatherer]:
         """Returns the buckets that hold all weights, and what gathers them (see
-        `models.gather.BucketGatherer`); made anew where an argument has changed. Collective. Raises
-        RuntimeError naming the first entry in which a rank's plan is not rank 0's.
-
-        senders: ranks that gather and send by turns, by default `source.sender` alone. staging:
-        bytes of the messages on their way to a sender, 0 for as many as a bucket's.
-        """
-        s, key = self.source, (bucket_bytes, senders, staging)
+        `models.gather.BucketGatherer`) to `source.sender`, with an eighth of a bucket for messages;
+        made anew where `bucket_bytes` has changed. Collective. Raises RuntimeError naming the first
+        entry in which a rank's plan is not rank 0's."""
+        s = self.source
 
         def make() -> tuple[SyncPlan, BucketGatherer]:
-            if self._planned is None or self._planned[0] != key:
-                plan = plan_sync(s.table, s.dtype, bucket_bytes, senders or (s.sender,))
+            if self._planned is None or self._planned[0] != bucket_bytes:
+                plan = plan_sync(s.table, s.dtype, bucket_bytes, s.sender)
                 gatherer = BucketGatherer(
                     s.table,
                     s.layout,
                     s.rank,
                     s.params,
                     plan.buckets,
-                    plan.senders,
+                    s.sender,
                     group=s.group,
                     device=s.device,
-                    **({"staging": staging} if staging else {}),
+                    staging=bucket_bytes // 8,
                 )
-                self._planned = key, plan, gatherer
+                self._planned = bucket_bytes, plan, gatherer
             return self._planned[1:]
 
         plan, gatherer = s.agreement.together(make)

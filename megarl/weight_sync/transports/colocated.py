@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,8 @@ import torch.distributed as dist
 from megarl.api.records import WeightUpdateMeta
 from megarl.config.rollout import TRANSPORTS
 from megarl.models.gather import Bucket
-from megarl.utils.env import is_here
+from megarl.utils.env import is_here, machine
+from megarl.weight_sync.broadcast import BucketStream
 from megarl.weight_sync.encoding import Ready
 from megarl.weight_sync.phases import Phases
 from megarl.weight_sync.plan import load_body
@@ -39,11 +40,9 @@ from megarl.weight_sync.servers import (
     failures,
 )
 from megarl.weight_sync.slices.fingerprints import Fingerprints
-from megarl.weight_sync.stream import BucketStream
 from megarl.weight_sync.transports import Transport, WeightSource
 from megarl.weight_sync.verify import Verifier
 from megarl.wire import handles
-from megarl.wire.shared_memory import machine
 
 log = logging.getLogger(__name__)
 
@@ -193,8 +192,6 @@ class ColocatedSession(BucketStream):
     from. spread: there are such ranks beside the sender. pair: the buffers of ranks that are read.
     """
 
-    exchanges: ClassVar[bool] = True
-
     servers: Servers | None
     sources: Sequence[tuple[int, ...]]
     spread: bool
@@ -240,8 +237,7 @@ class ColocatedSession(BucketStream):
             for w, rank in enumerate(ranks):
                 if rank == source.rank:
                     assert flat is not None, "a rank that is read from has buffers"
-                    text = handles.pack(bucket, flat, flattened=self.meta.flattened)
-                    self._places[s, w] = text
+                    self._places[s, w] = handles.pack(bucket, flat)
         return Ready(bucket, flat, [flat]) if sends and flat is not None else None
 
     def exchange(self) -> None:
@@ -252,9 +248,7 @@ class ColocatedSession(BucketStream):
     def deliver(self, ready: Ready, what: str) -> BucketTransfer:
         """Tells every server where its workers find the bucket. Called on the sender."""
         assert self.servers is not None, "the sender speaks to the servers"
-        self.counts["bytes"] += ready.bucket.nbytes
-        body: dict[str, Any] = load_body(
-            flattened=self.meta.flattened,
+        body: dict[str, Any] = {"load_format": "flattened_bucket"} | load_body(
             version=self.meta.number,
             last=self.is_last(ready.bucket),
             flush=self.meta.flush_cache,

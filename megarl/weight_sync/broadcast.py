@@ -1,0 +1,485 @@
+"""Brings buckets of HF tensors to all servers: one rank gathers each and broadcasts it.
+
+The sender joins a group with all servers' workers as its rank 0, as SGLang wants it. Bucket k+1 is
+sent when every server has answered for bucket k, and gathered meanwhile.
+
+Memory beyond the parameters, on the sender: two buckets, and an eighth of one for the messages that
+a bucket is put together from. A rank that gives pieces holds one message. To send changes alone
+also takes a copy of all buckets (see `DeltaBase`) and up to two buckets of changes; to send FP8,
+two of it.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures as cf
+import contextlib
+import logging
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megarl.api.records import WeightUpdateMeta
+from megarl.models.gather import BucketGatherer
+from megarl.utils.http import in_thread
+from megarl.utils.rendezvous import listen
+from megarl.weight_sync.encoding import Changes, DeltaBase, Ready, quantize_bucket
+from megarl.weight_sync.phases import Phases
+from megarl.weight_sync.plan import SyncPlan, rank_offsets, update_body
+from megarl.weight_sync.servers import (
+    CLOSE_TIMEOUT,
+    GRACE,
+    BucketTransfer,
+    Deadline,
+    Servers,
+    address_for,
+    failures,
+)
+from megarl.weight_sync.slices.fingerprints import Fingerprints
+from megarl.weight_sync.transports import WeightSource
+from megarl.weight_sync.verify import Verifier
+from megarl.wire.buckets import Bucket
+from megarl.wire.process_group import (
+    destroy_update_group,
+    init_update_group,
+    set_group_timeout,
+)
+
+log = logging.getLogger(__name__)
+
+# How much longer than a sync may take its collectives live: ours is the readable error, and NCCL's
+# watchdog ends the process.
+MARGIN = 60.0
+
+
+@dataclass(kw_only=True)
+class BucketStream(ABC):
+    """Brings all buckets of a plan to the servers, whatever carries them. Every rank takes the same
+    steps, together; all but the sender only gather. The version arrives with the last bucket."""
+
+    source: WeightSource
+    plan: SyncPlan
+    gatherer: BucketGatherer
+    meta: WeightUpdateMeta
+    deadline: Deadline
+    phases: Phases
+    verifier: Verifier | None
+    counts: Counter[str] = field(default_factory=Counter)
+    _under_way: BucketTransfer | None = None
+
+    @abstractmethod
+    def gather(self, bucket: Bucket) -> Ready | None:
+        """Gathers a bucket. Returns it on the sender, None elsewhere. Collective."""
+
+    @abstractmethod
+    def deliver(self, ready: Ready, what: str) -> BucketTransfer:
+        """Starts to bring a bucket to all servers, on the sender; `what` names it in errors."""
+
+    @abstractmethod
+    def memory(self) -> int:
+        """Returns the most bytes that this rank has allocated for the sync so far."""
+
+    def exchange(self) -> None:  # noqa: B027 (most need none)
+        """Tells other ranks what they need to know of the bucket just gathered. Collective."""
+
+    def run(self) -> None:
+        """Returns when all servers hold all buckets. Collective."""
+        together = self.source.agreement.together
+        for bucket in self.plan.buckets:
+            ready = together(self.gather, bucket)
+            self.exchange()
+            together(self._follow, ready)
+        together(self._settle)
+
+    def is_last(self, bucket: Bucket) -> bool:
+        """Returns whether the version arrives with this bucket."""
+        return bucket.index == len(self.plan.buckets) - 1
+
+    def verify(self, proved: Mapping[str, bool]) -> None:
+        """Compares what was sent with what the servers hold. proved: see `Verifier.check`.
+        Collective."""
+
+        def check() -> bool:
+            return self.verifier is not None and self.verifier.check(self.deadline, proved)
+
+        self.phases.metrics["verified"] = float(self.source.agreement.together(check))
+
+    def account(self) -> None:
+        """Notes the metrics at the end. Collective.
+
+        changed: the part of the numbers that differ from the version before, where versions were
+        compared; then bytes_whole is what all of them would have been. peak_extra_bytes: the most
+        that a rank has allocated for the sync, the delta's copy aside.
+        """
+        metrics: dict[str, float] = {
+            "bytes": self.counts["bytes"],
+            "buckets": len(self.plan.buckets),
+            "peak_extra_bytes": max(self.source.agreement.gather(self.memory())),
+        }
+        if self.counts["compared"]:
+            metrics["changed"] = self.counts["changed"] / self.counts["compared"]
+            metrics["bytes_whole"] = self.plan.nbytes
+        self.phases.metrics |= {name: float(value) for name, value in metrics.items()}
+
+    def _follow(self, ready: Ready | None) -> None:
+        """Sends the bucket when the servers have answered for the one before it."""
+        self._settle()
+        if ready is None:
+            return
+        self.counts.update(compared=ready.compared, changed=ready.changed)
+        if ready.tensors:
+            first, final = ready.bucket.members[0].name, ready.bucket.members[-1].name
+            what = (
+                f"weights of version {self.meta.number}, bucket {ready.bucket.index + 1} of "
+                f"{len(self.plan.buckets)} ({first} to {final})"
+            )
+            self.counts["bytes"] += sum(t.nbytes for t in ready.tensors)
+            self._under_way = self.deliver(ready, what)
+        if self.verifier is not None:
+            with self.phases.time("checksum"):
+                self.verifier.add(ready.bucket.views(ready.flat))
+
+    def _settle(self) -> None:
+        """Waits until every server has loaded the bucket under way, if there is one."""
+        transfer, self._under_way = self._under_way, None
+        if transfer is None:
+            return
+        transfer.wait(self.deadline)
+        left = max(transfer.begun, transfer.ours.result())
+        self.phases.add("broadcast", left - transfer.begun)
+        self.phases.add("load_wait", max(0.0, transfer.answered() - left))
+
+
+class Broadcast:
+    """Broadcasts to servers, through a group that is kept from one upload to the next. Every rank
+    of the source makes one; the sender alone is in the group, and has the buffers."""
+
+    def __init__(self, source: WeightSource) -> None:
+        self.source, self._base = source, DeltaBase()
+        self._channel: UpdateChannel | None = None
+        self._pair: list[torch.Tensor] = []
+
+    def upload(
+        self,
+        plan: SyncPlan,
+        gatherer: BucketGatherer,
+        meta: WeightUpdateMeta,
+        deadline: Deadline,
+        phases: Phases,
+    ) -> bool:
+        """Sends all buckets or their changes. Returns whether the servers had to be connected
+        again. Collective. Raises RuntimeError where a rank or server fails, ServersLost where some
+        are lost; the next upload then connects anew."""
+        together = self.source.agreement.together
+        try:
+            together(self._allocate, plan.largest)
+            with phases.time("connect"):
+                changes = self._changes(plan, meta, deadline)
+                again = self._from_sender(self._connect, meta, deadline)
+            with phases.time("session"):
+                verifier, changes = together(self._open, plan, changes, meta, deadline)
+            stream = GroupStream(
+                source=self.source,
+                plan=plan,
+                gatherer=gatherer,
+                meta=meta,
+                deadline=deadline,
+                phases=phases,
+                verifier=verifier,
+                channel=self._channel,
+                changes=changes,
+                pair=self._pair,
+            )
+            info = self._channel.info if self._channel else {}
+            fingerprints = Fingerprints(self.source, self.source.sender, meta, deadline, phases)
+            fingerprints.record(info)
+            stream.run()
+            proved = fingerprints.compare()
+            with phases.time("session"):
+                together(self._close_session, deadline)
+            if changes is not None:
+                self._base.id = changes.id
+            if meta.verify != "off":
+                with phases.time("verify"):
+                    stream.verify(proved)
+            stream.account()
+        except BaseException:  # the next upload takes buffers that no broadcast still reads
+            self.close(abort=True)
+            raise
+        if self.source.device.type == "cuda":
+            self._pair = []  # training needs the memory
+        return bool(again)
+
+    def forget(self) -> None:
+        """Drops the copy of what was sent, as servers have got weights in another way."""
+        self._base.forget()
+
+    def close(self, *, abort: bool = False) -> None:
+        """Drops buffers and copies, and leaves the group. abort: of something that failed. Servers
+        may object, which is logged."""
+        self._pair = []
+        self._base.forget()
+        self._leave(abort=abort)
+
+    def _from_sender(self, fn: Any, *args: Any) -> Any:
+        """Returns on every rank what `fn` returns on the sender. Collective."""
+        sends, agreement = self.source.rank == self.source.sender, self.source.agreement
+        value = agreement.together(lambda: fn(*args) if sends else None)
+        return agreement.gather_from([self.source.sender], value)[0]
+
+    def _allocate(self, nbytes: int) -> None:
+        """Makes room for two buckets on the sender. Hosts keep it: the kernel takes longer to hand
+        out fresh pages than a gather takes to fill them."""
+        if self.source.rank == self.source.sender and (
+            not self._pair or self._pair[0].numel() < nbytes
+        ):
+            self._pair = []  # freed before their successors are allocated
+            self._pair = [
+                torch.empty(nbytes, dtype=torch.uint8, device=self.source.device) for _ in range(2)
+            ]
+
+    def _changes(
+        self, plan: SyncPlan, meta: WeightUpdateMeta, deadline: Deadline
+    ) -> Changes | None:
+        """Returns what changes are made against; None where all weights are to be sent and none
+        remembered. Collective."""
+        if not meta.delta:
+            self._base.forget()
+            return None
+        name, stale = self._from_sender(self._name_version, plan, meta, deadline)
+        if stale:
+            self._base.forget()
+            self._leave(abort=True)
+        base = self._base.begin(plan.digest)
+        return Changes(self._base, base, f"v{meta.number}-{name}")
+
+    def _name_version(
+        self, plan: SyncPlan, meta: WeightUpdateMeta, deadline: Deadline
+    ) -> tuple[str, bool]:
+        """Returns a name for the new version, and whether a server does not hold what was sent
+        last: it may be a new process at an old address, in no group, so all are connected anew.
+        Copies made by another plan are forgotten here."""
+        name = uuid.uuid4().hex[:12]
+        if self._base.plan != plan.digest:
+            self._base.forget()
+        if self._base.id is None:
+            return name, False
+        infos = Servers(meta.addresses).info(deadline)
+        other = [
+            f"{s} (version {i.weight_version})"
+            for s, i in infos.items()
+            if i.weights_id != self._base.id
+        ]
+        if other:
+            log.info("all weights are sent: %s not at update %s", ", ".join(other), self._base.id)
+        return name, bool(other)
+
+    def _connect(self, meta: WeightUpdateMeta, deadline: Deadline) -> bool:
+        """Joins a group with the servers where there is none: at first, after a failure, and when
+        servers are others or started anew. Returns whether it replaces one."""
+        backend = meta.comm_backend or ("nccl" if self.source.device.type == "cuda" else "gloo")
+        channel = self._channel
+        if channel and (channel.servers.addresses, channel.backend) == (meta.addresses, backend):
+            again = channel.servers.started_again(deadline)
+            if not again:
+                return False
+            log.info("connecting to all servers again: %s started anew", ", ".join(again))
+        self._leave(abort=True)  # some in the group may be dead
+        self._channel = UpdateChannel(
+            Servers(meta.addresses),
+            backend=backend,
+            device=self.source.device,
+            deadline=deadline,
+        )
+        return channel is not None
+
+    def _open(
+        self, plan: SyncPlan, changes: Changes | None, meta: WeightUpdateMeta, deadline: Deadline
+    ) -> tuple[Verifier | None, Changes | None]:
+        """Opens a session on the servers. Returns who verifies it, and changes where all can apply
+        them."""
+        if self._channel is None:
+            return None, changes
+        verifier = Verifier.of(meta, self._channel.info, plan.names)
+        unable = [s for s, i in self._channel.info.items() if not i.applies_delta]
+        if changes is not None and unable:
+            log.warning(
+                "weight_sync.options.delta: all weights are sent, for %s cannot apply changes (the "
+                "embedded server can, a stock SGLang server with sharded=true)",
+                ", ".join(unable),
+            )
+        self._channel.servers.begin_update(deadline)
+        return verifier, None if unable else changes
+
+    def _close_session(self, deadline: Deadline) -> None:
+        if self._channel is not None:
+            self._channel.servers.end_update(deadline)
+
+    def _leave(self, *, abort: bool) -> None:
+        if self._channel is not None:
+            channel, self._channel = self._channel, None
+            for objection in channel.close(abort=abort):
+                log.warning("leaving the update group: %s", objection)
+
+
+@dataclass(kw_only=True)
+class GroupStream(BucketStream):
+    """Brings buckets to the servers by broadcasts. channel: on the sender, None elsewhere; pair:
+    its buffers."""
+
+    channel: UpdateChannel | None
+    changes: Changes | None
+    pair: Sequence[torch.Tensor]
+    _encoded: int = 0  # the most bytes of FP8 and changes that there were
+
+    def gather(self, bucket: Bucket) -> Ready | None:
+        """Gathers and encodes a bucket: on the sender, else None. Collective."""
+        device = self.source.device
+        with self.phases.time_on(device, "gather"):
+            flat = self.gatherer.gather(
+                bucket,
+                self.pair[bucket.index % 2] if self.pair else None,
+                packing=partial(self.phases.time_on, device, "pack"),
+            )
+        if flat is None:
+            return None
+        last = self.is_last(bucket)
+        with self.phases.time_on(device, "encode"):
+            if self.meta.quantization == "fp8_block":
+                bucket, flat = quantize_bucket(bucket, flat)
+            ready = Ready(bucket, flat, [flat])
+            if self.changes is not None:
+                ready = self.changes.encode(ready, last=last)
+        self._encoded = max(self._encoded, 2 * ready.extra_bytes(self.pair))
+        return ready
+
+    def deliver(self, ready: Ready, what: str) -> BucketTransfer:
+        """Broadcasts the bucket to all servers and asks them to load it. Called on the sender."""
+        assert self.channel is not None, "the sender has a channel"
+        body = update_body(
+            ready.bucket,
+            group_name=self.channel.group_name,
+            version=self.meta.number,
+            last=self.is_last(ready.bucket),
+            flush=self.meta.flush_cache,
+            weights_id=None if self.changes is None else self.changes.id,
+            changes=ready.changes,
+        )
+        return self.channel.deliver(what, ready.tensors, body, self.deadline)
+
+    def memory(self) -> int:
+        """Returns the bytes of buffers, messages and (at most) encoded buckets on this rank."""
+        return self._encoded + self.gatherer.message_bytes + sum(b.nbytes for b in self.pair)
+
+
+class UpdateChannel:
+    """Joins a group with all servers' workers as its rank 0.
+
+    Opening joins the group while every server is asked to. A channel that failed once is closed for
+    good: its group may hold half a broadcast. Raises RuntimeError where a server does not join
+    before the deadline, ServersLost where some are lost.
+    """
+
+    def __init__(
+        self, servers: Servers, *, backend: str, device: torch.device, deadline: Deadline
+    ) -> None:
+        self.servers, self.backend, self.device = servers, backend, device
+        # the store's prefix: servers are told it in a control call, and nobody else can guess it
+        self.group_name = f"megarl_weights_{uuid.uuid4().hex}"
+        self.info = servers.receivers(deadline)
+        offsets, world_size = rank_offsets([i.tp for i in self.info.values()])
+        address = address_for(servers.addresses)
+        store = listen(address, timeout=deadline.left)
+        group: dict[str, Any] = {
+            "master_address": address,
+            "master_port": store.port,
+            "world_size": world_size,
+            "group_name": self.group_name,
+            "backend": backend,
+        }
+        bodies = [{**group, "rank_offset": n} for n in offsets]
+        asked = servers.start("/init_weights_update_group", bodies, deadline.left)
+        joined = in_thread(init_update_group, **group, rank=0, timeout=deadline.left, store=store)
+        what = f"connecting to {len(offsets)} servers over {backend}"
+        try:
+            BucketTransfer(what, joined, asked).wait(deadline)
+        except BaseException:
+            joined.add_done_callback(_leave_late)  # at once, where it has joined already
+            raise
+        self.group: dist.ProcessGroup = joined.result()
+        # Broadcasts have a stream of their own: what waits for one, or for a server that is gone,
+        # is not in the way of the stream that gathers.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def deliver(
+        self,
+        what: str,
+        tensors: Sequence[torch.Tensor],
+        body: Mapping[str, Any],
+        deadline: Deadline,
+    ) -> BucketTransfer:
+        """Starts sending `tensors`, in order, to every server; `what` names them in errors. They
+        stay untouched until the transfer's `wait` has returned, and so does the channel. Its `ours`
+        gives the moment when they had left."""
+        set_group_timeout(self.group, deadline.left + MARGIN)
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        answers = self.servers.start("/update_weights_from_distributed", body, deadline.left)
+        return BucketTransfer(what, in_thread(_send, tensors, self.group, self._stream), answers)
+
+    def close(self, *, abort: bool = False) -> list[str]:
+        """Leaves the group, servers first, and ends an open session. Returns what the servers
+        objected, for the log: after a failure they may be stuck. One that has ended has left.
+
+        `abort` does not wait for a broadcast under way: it ends, here and at servers that wait for
+        it, when the servers that are not part of it leave the group.
+        """
+        patience = GRACE if abort else CLOSE_TIMEOUT
+        name = {"group_name": self.group_name}
+        rounds = [self.servers.start("/destroy_weights_update_group", name, patience)]
+        rounds.append(self.servers.abandon_update(patience))
+        cf.wait([f for calls in rounds for f in calls.values()], patience)
+        destroy_update_group(self.group, abort=abort)
+        ended = {server for server, call in rounds[0].items() if _has_ended(call)}
+        left = [{s: f for s, f in calls.items() if s not in ended} for calls in rounds]
+        return [objection for calls in left for objection in failures(calls)]
+
+
+def _has_ended(call: cf.Future[Any]) -> bool:
+    """Tells whether nothing listens at the server's address any more."""
+    error = call.exception() if call.done() else None
+    return error is not None and isinstance(error.__cause__, ConnectionRefusedError)
+
+
+def _leave_late(joined: cf.Future[dist.ProcessGroup]) -> None:
+    """Leaves a group that was joined when nobody waited for it any more."""
+    if joined.exception() is None:
+        destroy_update_group(joined.result(), abort=True)
+
+
+def _send(
+    tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, stream: torch.cuda.Stream | None
+) -> float:
+    """Sends from rank 0, and blocks until everything has left. Runs in a thread of its own: NCCL
+    connects at the first broadcast, and without a receiver that call never returns. On a GPU it
+    broadcasts on `stream`: a thread's current stream is the device's default one, which the main
+    thread's work is queued on. The host waits for the end, not the stream: with one hardware queue
+    (CUDA_DEVICE_MAX_CONNECTIONS=1) a stream that waits holds up what all others queue after it.
+    """
+    with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+        works = [dist.broadcast(t, src=0, group=group, async_op=True) for t in tensors]
+        for work in works:
+            assert work is not None
+            while stream is not None and not work.is_completed():
+                time.sleep(0.001)
+            work.wait()
+    if stream is not None:
+        stream.synchronize()
+    return time.monotonic()
