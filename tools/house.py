@@ -35,6 +35,7 @@ CORE = (
     "api",
     "parallel",
     "models",
+    "transfer",
     "weight_sync",
     "engine",
     "rollout",
@@ -450,8 +451,7 @@ def check_limits(
     over = [name for name, limit in limits.items() if found[name] > limit]
     for name, limit in limits.items():
         print(f"{name} {found[name]:,} of {limit:,}{' TOO MANY' if name in over else ''}")
-    whole = table[-1][1]
-    print(*(f"{name} {getattr(whole, name):,}" for name in KEPT), sep=", ")
+    print(*(f"{name} {getattr(table[-1][1], name):,}" for name in KEPT), sep=", ")
     if over:
         print(
             f"{', '.join(over)}: take something out; a limit of [tool.house.limits] in "

@@ -21,7 +21,7 @@ from megarl.parallel import mcore
 from megarl.parallel.agreement import together
 from megarl.parallel.groups import model_scope, waiting_for
 from megarl.parallel.worlds import everyone, union_group
-from megarl.weight_sync.reallocate import Reallocator
+from megarl.transfer.reallocate import Reallocator
 
 
 @dataclass(frozen=True, kw_only=True)

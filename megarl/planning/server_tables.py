@@ -14,12 +14,12 @@ from megarl.models.hf_config import ModelConfig
 from megarl.models.ops import FusedQKV, Op
 from megarl.models.piece_table import View, padded_vocab_size
 from megarl.models.sharding import SliceMap, shard_map
-from megarl.weight_sync.slices.tables import Entry, ServerTable
+from megarl.transfer.geometry import Entry, TargetTable
 
 VOCAB_PADDING = 64  # rows of a rank are a multiple of this
 
 
-def server_tables(m: ModelConfig, tp: int, ep: int = 1) -> list[ServerTable]:
+def server_tables(m: ModelConfig, tp: int, ep: int = 1) -> list[TargetTable]:
     """Returns the table of each of the `tp` ranks of a server, its experts dealt out over `ep`
     groups of them and cut within a group. Raises ValueError where the model does not divide so."""
     _check(m, tp, ep)
@@ -40,7 +40,7 @@ def server_tables(m: ModelConfig, tp: int, ep: int = 1) -> list[ServerTable]:
                 entry = Entry(tensor, b.start, b.stop, name, at, b.view.shape, b.view.strides)
                 found[first + b.rank].append(entry)
     made = f"{m.family}-{m.num_layers}x{m.hidden_size}-tp{tp}-ep{ep}"
-    return [ServerTable(entries, f"{made}-rank{rank}") for rank, entries in enumerate(found)]
+    return [TargetTable(entries, f"{made}-rank{rank}") for rank, entries in enumerate(found)]
 
 
 _Cut = tuple[int, list[tuple[SliceMap, ...]]]  # numbers of a rank, and boxes of each HF tensor

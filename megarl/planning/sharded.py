@@ -15,22 +15,26 @@ from megarl.parallel.layout import Layout
 from megarl.planning.memory import BF16, FP32
 from megarl.planning.server_tables import server_tables
 from megarl.planning.traffic import Cluster, Receivers
-from megarl.weight_sync.slices.geometry import Geometry
-from megarl.weight_sync.slices.plan import SlicePlan, plan_slices
+from megarl.transfer.geometry import Geometry, Sources
+from megarl.transfer.plan import Receiver, TransferPlan, plan_transfer
 
 REQUESTS = 4  # to each server: begin, receive, accept, end
 
 
 def plan_sharded(
     m: ModelConfig, layout: Layout, receivers: Receivers, *, server_ep: int, round_bytes: int
-) -> SlicePlan:
+) -> TransferPlan:
     """Plans slices from trainers in `layout` to stock SGLang servers, alike, on nodes of their own.
     Raises ValueError where the model does not divide over a server."""
     tables = server_tables(m, receivers.tp, server_ep)
     pieces = build_piece_table(m, layout)
     itemsizes = {t.name: FP32 if t.buffer else BF16 for t in pieces.tensors}
-    servers = [tables] * receivers.servers
-    return plan_slices(pieces, servers, itemsizes=itemsizes, round_bytes=round_bytes)
+    targets = {
+        Receiver(server, rank): table
+        for server in range(receivers.servers)
+        for rank, table in enumerate(tables)
+    }
+    return plan_transfer(Sources(pieces), targets, itemsizes=itemsizes, round_bytes=round_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,11 +59,11 @@ class ShardedEstimate:
     seconds: float
 
 
-def estimate_sharded(plan: SlicePlan, cluster: Cluster) -> ShardedEstimate:
+def estimate_sharded(plan: TransferPlan, cluster: Cluster) -> ShardedEstimate:
     """Estimates one sync by a plan in which nothing stays on a node."""
     rounds = max(g.rounds for g in plan.geometries)
     shares = {id(g): _shares(g, rounds, plan.senders.shape[1]) for g in plan.geometries}
-    sent = np.zeros((plan.table.layout.world_size, rounds), dtype=np.int64)
+    sent = np.zeros((plan.sources.table.layout.world_size, rounds), dtype=np.int64)
     posted, packed = np.zeros_like(sent), np.zeros(len(sent), dtype=np.int64)
     received, taken, unpacked, senders, largest = [], [], [], 0, 0
     for geometry, row in zip(plan.geometries, plan.senders, strict=True):

@@ -452,7 +452,7 @@ MUTANTS = (
         ("tests/unit/test_piece_table.py::test_every_element_once_in_every_layout",),
     ),
     Mutant(
-        "weight_sync/boxes.py",
+        "transfer/boxes.py",
         "return (start, stop) if all(x < y for x, y in zip(start, stop, strict=True)) else None",
         "return (start, stop) if any(x < y for x, y in zip(start, stop, strict=True)) else None",
         ("tests/unit/test_slice_plan.py::test_numbers_in_no_box_are_counted",),
@@ -482,7 +482,7 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "weight_sync/slices/plan.py",
+        "transfer/plan.py",
         "if group and load + nbytes > self.round_bytes:",
         "if False:",
         ("tests/unit/test_slice_plan.py::test_messages_rounds_and_senders_are_bounded",),

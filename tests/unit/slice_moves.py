@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from megarl.models.piece_table import PieceTable, View
-from megarl.weight_sync.boxes import Box
-from megarl.weight_sync.slices.plan import Receiver, ServerTable, SlicePlan
+from megarl.transfer.boxes import Box
+from megarl.transfer.geometry import TargetTable
+from megarl.transfer.plan import Receiver, TransferPlan
 
 Memory = dict[str, Tensor]  # a rank's storages by parameter
 EMPTY = -1.0
@@ -60,10 +61,10 @@ def trainers(table: PieceTable) -> list[Memory]:
     return found
 
 
-def send(plan: SlicePlan) -> dict[tuple[int, Receiver, int], Tensor]:
+def send(plan: TransferPlan) -> dict[tuple[int, Receiver, int], Tensor]:
     """What every trainer rank sends, by (rank, receiver, round)."""
     sent: dict[tuple[int, Receiver, int], Tensor] = {}
-    for rank, memory in enumerate(trainers(plan.table)):
+    for rank, memory in enumerate(trainers(plan.sources.table)):
         for m in (m for group in plan.sends(rank) for m in group):
             key = rank, m.receiver, m.round
             assert key not in sent, "one message for a pair and round"
@@ -73,13 +74,13 @@ def send(plan: SlicePlan) -> dict[tuple[int, Receiver, int], Tensor]:
     return sent
 
 
-def assert_delivered(plan: SlicePlan, servers: Sequence[Sequence[ServerTable]]) -> None:
+def assert_delivered(plan: TransferPlan, servers: Sequence[Sequence[TargetTable]]) -> None:
     """Every element of every entry arrives exactly once, and nothing else is sent."""
-    sent, values = send(plan), hf_values(plan.table)
+    sent, values = send(plan), hf_values(plan.sources.table)
     for receiver in plan.receivers:
-        entries = servers[receiver.server][receiver.rank].entries
+        entries = servers[receiver.target][receiver.rank].entries
         memory = storages((e.param, e.view) for e in entries)
-        rounds = json.loads(json.dumps(plan.receives(*receiver)))  # as it travels
+        rounds = json.loads(json.dumps(plan.receives(receiver)))  # as it travels
         for number, messages in enumerate(rounds):
             for sender, slices in messages:
                 flat = sent.pop((sender, receiver, number))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -26,10 +28,11 @@ from megarl.models.piece_table import (
     check_coverage,
 )
 from megarl.parallel.layout import Layout
-from megarl.weight_sync import boxes as box_module
-from megarl.weight_sync.boxes import Box
-from megarl.weight_sync.reallocate import copy_views
-from megarl.weight_sync.reallocation_plan import Transfer, plan_rounds, plan_transfers
+from megarl.transfer import boxes as box_module
+from megarl.transfer.boxes import Box
+from megarl.transfer.geometry import Slice
+from megarl.transfer.moves import Parts, land, lay_out, pack
+from megarl.transfer.reallocate import plan_reallocation
 from tests.unit.family_configs import FAMILIES, config
 
 Params = list[dict[str, torch.Tensor]]  # by rank
@@ -88,24 +91,76 @@ def numbered(table: PieceTable) -> Params:
     return params
 
 
-def move(transfers: list[Transfer], source: Params, target: Params) -> None:
-    for t in transfers:
-        flat = torch.empty(t.numel)
-        copy_views(source[t.source.rank], t.source, flat, out=True)
-        copy_views(target[t.target.rank], t.target, flat, out=False)
+class Way:
+    """A reallocation, and what every rank does in it, by rank."""
+
+    def __init__(self, a: PieceTable, b: PieceTable, limit: int = 1 << 30, **options: Any) -> None:
+        self.sources: Any = options.pop("source_ranks", range(a.layout.world_size))
+        self.targets: Any = options.pop("target_ranks", range(b.layout.world_size))
+        plan = plan_reallocation(
+            a, b, self.sources, self.targets, itemsize=2, bucket_bytes=limit, **options
+        )
+        self.steps = {
+            rank: plan.steps(rank, self.sources, limit)
+            for rank in sorted({*self.sources, *self.targets})
+        }
+
+    @property
+    def kept(self) -> list[tuple[int, Slice]]:
+        """(rank of the target, where it puts a slice)"""
+        return [
+            (self.targets.index(rank), part)
+            for rank, steps in self.steps.items()
+            for step in steps
+            for part in (*(s for _, s in step.stays), *(s for m in step.receives for s in m.slices))
+        ]
+
+    @property
+    def pairs(self) -> set[tuple[int, int]]:
+        """Ranks that send, and to whom."""
+        return {
+            (rank, m.receiver.rank)
+            for rank, steps in self.steps.items()
+            for step in steps
+            for m in step.sends
+        }
+
+    def move(self, source: Params, target: Params) -> None:
+        sent = {
+            (m.round, m.sender, m.receiver.rank): pack(source[m.sender], whole(m.slices), CPU)
+            for steps in self.steps.values()
+            for step in steps
+            for m in step.sends
+        }
+        for rank, steps in self.steps.items():
+            for step in steps:
+                for m in step.receives:
+                    message = sent.pop((m.round, m.sender, rank))
+                    land(target[self.targets.index(rank)], whole(m.slices), message)
+                for here, there in step.stays:
+                    message = pack(source[self.sources.index(rank)], whole([here]), CPU)
+                    land(target[self.targets.index(rank)], whole([there]), message)
+        assert not sent, "all that is sent is received"
+
+
+CPU = torch.device("cpu")
+
+
+def whole(slices: Sequence[Slice]) -> Parts:
+    return lay_out(slices, lambda name: torch.float32)
 
 
 @settings(max_examples=40, deadline=None)
-@given(moves())
+@given(moves(), st.sampled_from((300, 1 << 30)))
 def test_each_element_once_and_there_and_back_is_the_identity(
-    tables: tuple[PieceTable, PieceTable],
+    tables: tuple[PieceTable, PieceTable], limit: int
 ) -> None:
     a, b = tables
-    there, back = list(plan_transfers(a, b)), list(plan_transfers(b, a))
+    there, back = Way(a, b, limit), Way(b, a)
     written = empty(b)
-    for t in there:
-        for v in t.target.views:
-            param = written[t.target.rank][t.target.param]
+    for rank, part in there.kept:
+        for v in part.views:
+            param = written[rank][part.param]
             param.as_strided(v.shape, v.strides, v.offset).add_(1)
     for c, local in zip(b.layout.all_coords, written, strict=True):
         for name, p in b.local_params(c).items():
@@ -113,9 +168,9 @@ def test_each_element_once_and_there_and_back_is_the_identity(
             expected[slice(*p.padding)] = 0
             assert torch.equal(local[name], expected), (c, name)
     source, middle, end = numbered(a), empty(b), empty(a)
-    move(there, source, middle)
+    there.move(source, middle)
     assert_equal(middle, numbered(b))
-    move(back, middle, end)
+    back.move(middle, end)
     assert_equal(end, source)
 
 
@@ -155,7 +210,7 @@ def matrix(shape: tuple[int, int], boxes: list[Box]) -> PieceTable:
 def test_every_piece_of_mixed_cuts_is_found(tables: tuple[PieceTable, PieceTable]) -> None:
     a, b = tables
     target = empty(b, float("nan"))
-    move(list(plan_transfers(a, b)), numbered(a), target)
+    Way(a, b).move(numbered(a), target)
     assert_equal(target, numbered(b))
 
 
@@ -163,18 +218,19 @@ def test_rows_out_of_columns() -> None:
     """Source in two by columns, target in two by rows: each row block needs both columns."""
     columns = [((0, 0), (8, 4)), ((0, 4), (8, 8))]
     rows = [((0, 0), (4, 8)), ((4, 0), (8, 8))]
-    transfers = list(plan_transfers(matrix((8, 8), columns), matrix((8, 8), rows)))
-    assert [(t.source.param, t.target.param, t.numel) for t in transfers] == [
-        ("p0", "p0", 16), ("p1", "p0", 16), ("p0", "p1", 16), ("p1", "p1", 16),
+    way = Way(matrix((8, 8), columns), matrix((8, 8), rows))
+    assert sorted((rank, part.start, part.stop) for rank, part in way.kept) == [
+        (0, (0, 0), (4, 4)), (0, (0, 4), (4, 8)), (1, (4, 0), (8, 4)), (1, (4, 4), (8, 8)),
     ]  # fmt: skip
+    assert way.pairs == {(0, 1), (1, 0)}
 
 
 def test_a_source_with_a_hole_is_refused() -> None:
     whole = matrix((4, 4), [((0, 0), (4, 4))])
     (tensor,) = matrix((4, 4), [((0, 0), (2, 4)), ((2, 0), (4, 4))]).tensors
     hole = replace(whole, tensors=(replace(tensor, pieces=tensor.pieces[:1]),))
-    with pytest.raises(AssertionError, match="w: 8 elements found of those of"):
-        list(plan_transfers(hole, whole))
+    with pytest.raises(ValueError, match="w: trainers hold 8 of the 16"):
+        Way(hole, whole)
 
 
 def assert_equal(a: Params, b: Params) -> None:
@@ -186,43 +242,59 @@ def assert_equal(a: Params, b: Params) -> None:
 def test_the_same_layout_moves_nothing() -> None:
     for layout in (Layout(tp=2, pp=2, dp=2), Layout(tp=4, pp=2)):
         table = build_piece_table(config(tie_word_embeddings=True), layout)
-        assert all(t.source.rank == t.target.rank for t in plan_transfers(table, table))
+        assert not Way(table, table).pairs
 
 
 def test_the_nearest_replica_sends_and_replicas_take_turns() -> None:
     m = config(vocab_size=32)
     a, b = build_piece_table(m, Layout(tp=2, dp=4)), build_piece_table(m, Layout(tp=4, dp=2))
-    for t in plan_transfers(a, b, node_size=2):  # a node holds everything
-        assert t.source.rank // 2 == t.target.rank // 2
-    pairs = {
-        (t.source.rank, t.target.rank)
-        for t in plan_transfers(a, b, target_ranks=range(8, 16), node_size=8)
-    }
-    assert {s for s, _ in pairs} == set(range(8))
+    near = Way(a, b, node_size=2)  # a node holds everything
+    assert all(sender // 2 == receiver // 2 for sender, receiver in near.pairs)
+    far = Way(a, b, target_ranks=range(8, 16), node_size=8)
+    assert {sender for sender, _ in far.pairs} == set(range(8))
     # rank 1 of the world is rank 0 of the target: what it has it takes from itself
     one = build_piece_table(m, Layout())
-    own = [t for t in plan_transfers(a, one, target_ranks=[1]) if t.source.rank == 1]
-    assert sum(t.numel for t in own) > sum(t.numel for t in one.tensors) / 2
+    stays = [s for step in Way(a, one, target_ranks=[1]).steps[1] for s, _ in step.stays]
+    assert sum(s.numel for s in stays) > sum(t.numel for t in one.tensors) / 2
 
 
 @pytest.mark.parametrize("limit", (1, 500, 1 << 20))
-def test_rounds_are_bounded_on_every_rank(limit: int) -> None:
+def test_steps_are_bounded_on_every_rank(limit: int) -> None:
     m = config("Qwen3MoeForCausalLM")
     a, b = build_piece_table(m, Layout(tp=2, pp=2, ep=2)), build_piece_table(m, Layout(tp=4))
-    transfers = list(plan_transfers(a, b))
-    rounds = plan_rounds(transfers, [2] * len(transfers), limit)
-    assert [i for r in rounds for i in r] == list(range(len(transfers)))
-    for r in rounds:
-        load: dict[int, int] = {}
-        for t in (transfers[i] for i in r):
-            for rank in {t.source.rank, t.target.rank}:
-                load[rank] = load.get(rank, 0) + 2 * t.numel
-        assert len(r) == 1 or max(load.values()) <= limit
-    assert (len(rounds) == 1) == (limit == 1 << 20)
+    way = Way(a, b, limit)
+    for steps in way.steps.values():
+        for messages in ([*step.sends, *step.receives] for step in steps):
+            sizes = [sum(2 * s.numel for s in message.slices) for message in messages]
+            assert sum(sizes) <= limit or sizes == [2], "one number is the least that is sent"
+    assert all(len(steps) == 1 for steps in way.steps.values()) == (limit == 1 << 20)
 
 
-def test_the_work_is_linear_in_transfers_and_pieces() -> None:
-    """Twice the layers cost twice the intersections, and more tensor ranks no more than pieces."""
+def test_no_rank_waits_in_a_circle() -> None:
+    """A rank posts the messages of a step at once, and takes the next when all of them are done."""
+    m = config("Qwen3MoeForCausalLM")
+    a, b = build_piece_table(m, Layout(tp=2, pp=2, ep=2)), build_piece_table(m, Layout(tp=4))
+    left = {
+        rank: [
+            {(m.round, m.sender, m.receiver) for m in (*step.sends, *step.receives)}
+            for step in steps
+        ]
+        for rank, steps in Way(a, b, 300).steps.items()
+    }
+    while any(left.values()):
+        posted = Counter(key for steps in left.values() for key in (steps[0] if steps else ()))
+        met = {key for key, ends in posted.items() if ends == 2}
+        ended = [steps for steps in left.values() if steps and not steps[0] - met]
+        assert ended, "nobody can go on"
+        for steps in left.values():
+            if steps:
+                steps[0] -= met
+        for steps in ended:
+            steps.pop(0)
+
+
+def test_the_work_is_that_of_the_pieces_and_not_of_the_layers() -> None:
+    """Layers that are alike cost no intersection, and more tensor ranks no more than pieces."""
 
     def calls(layers: int, tp: int) -> tuple[int, int]:
         m = config(num_hidden_layers=layers, num_attention_heads=16, num_key_value_heads=16,
@@ -230,11 +302,10 @@ def test_the_work_is_linear_in_transfers_and_pieces() -> None:
         a, b = (build_piece_table(m, Layout(tp=n)) for n in (tp, 2 * tp))
         pieces = sum(len(t.pieces) + len(t.replicas) for x in (a, b) for t in x.tensors)
         with mock.patch.object(box_module, "intersection", wraps=box_module.intersection) as spy:
-            list(plan_transfers(a, b))
+            Way(a, b)
         return spy.call_count, pieces
 
-    per_layer = calls(4, 4)[0] - calls(2, 4)[0]
-    assert calls(6, 4)[0] - calls(4, 4)[0] == per_layer
+    assert calls(6, 4)[0] == calls(2, 4)[0]
     for tp in (2, 4, 8):
         count, pieces = calls(2, tp)
         assert count <= 2 * pieces

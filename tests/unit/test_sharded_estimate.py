@@ -15,11 +15,11 @@ from megarl.planning.memory import server_weights
 from megarl.planning.server_tables import server_tables
 from megarl.planning.sharded import REQUESTS, estimate_sharded, plan_sharded
 from megarl.planning.traffic import Cluster, Receivers
-from megarl.weight_sync.slices.plan import ServerTable
+from megarl.transfer.geometry import TargetTable
 from tests.unit.family_configs import FAMILIES, config
 
 
-def elements(table: ServerTable) -> dict[str, torch.Tensor]:
+def elements(table: TargetTable) -> dict[str, torch.Tensor]:
     """How often each element of each parameter is filled."""
     counts: dict[str, torch.Tensor] = defaultdict(lambda: torch.zeros(20_000))
     for e in table.entries:

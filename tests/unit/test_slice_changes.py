@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from megarl.models.piece_table import View
-from megarl.weight_sync.reallocation_plan import Side
+from megarl.transfer.geometry import Slice
+from megarl.transfer.moves import Parts, Slot
 from megarl.weight_sync.slices.changes import SliceChanges
-from megarl.weight_sync.slices.messages import Parts, Slot
-from megarl.weight_sync.slices.plan import Slice
 from megarl.weight_sync.slices.receiver.megarl_receiver.holding import Holding
 from megarl.weight_sync.slices.receiver.megarl_receiver.messages import View as There
 from megarl.weight_sync.slices.receiver.megarl_receiver.messages import land
@@ -28,12 +27,11 @@ NBYTES = 50 * 4 + 2 * NUMBERS * 2
 
 def parts() -> Parts:
     """b in fp32; a part of w; all of w again, for another parameter."""
-    b = Side(0, "b", (View(3, (50,), (1,)),))
-    w = Side(0, "w", (View(0, (ROWS, COLUMNS), (COLUMNS, 1)),))
+    b = Slice("b", (0,), (50,), "b", (View(3, (50,), (1,)),))
+    w = Slice("w", (0,), (NUMBERS,), "w", (View(0, (ROWS, COLUMNS), (COLUMNS, 1)),))
     ends = [0, 200, 200 + 2 * NUMBERS, NBYTES]
     dtypes = [torch.float32, torch.bfloat16, torch.bfloat16]
-    slices = [Slice("", (), (), side.param, side.views) for side in (b, w, w)]
-    return Parts(NBYTES, [*map(Slot, slices, [b, w, w], dtypes, ends, ends[1:])])
+    return Parts(NBYTES, [*map(Slot, [b, w, w], dtypes, ends, ends[1:])])
 
 
 # transposed, in two views with other numbers between; held in a wider dtype

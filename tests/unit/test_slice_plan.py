@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,9 +15,9 @@ import tools.plan as tool
 from megarl.models.piece_table import HfTensor, Piece, PieceTable, Place, View, build_piece_table
 from megarl.parallel.layout import Layout
 from megarl.planning.server_tables import server_tables
-from megarl.weight_sync.boxes import Box, extents, uncovered
-from megarl.weight_sync.slices import plan as slice_plan
-from megarl.weight_sync.slices.plan import Entry, ServerTable, SlicePlan, plan_slices
+from megarl.transfer.boxes import Box, extents, uncovered
+from megarl.transfer.geometry import Entry, Sources, TargetTable
+from megarl.transfer.plan import Receiver, TransferPlan, nearest, plan_transfer
 from tests.unit.family_configs import FAMILIES, config
 from tests.unit.slice_moves import assert_delivered, itemsizes
 from tests.unit.test_reallocation_plan import layouts
@@ -26,8 +25,13 @@ from tests.unit.test_reallocation_plan import layouts
 MOE = "Qwen3MoeForCausalLM"
 
 
-def planned(table: PieceTable, servers: Any, round_bytes: int = 1 << 20, **nodes: Any) -> SlicePlan:
-    return plan_slices(table, servers, itemsizes=itemsizes(table), round_bytes=round_bytes, **nodes)
+def planned(
+    table: PieceTable, servers: Any, round_bytes: int = 1 << 20, **options: Any
+) -> TransferPlan:
+    targets = {Receiver(s, r): t for s, ranks in enumerate(servers) for r, t in enumerate(ranks)}
+    return plan_transfer(
+        Sources(table), targets, itemsizes=itemsizes(table), round_bytes=round_bytes, **options
+    )
 
 
 @settings(max_examples=10, deadline=None)
@@ -82,7 +86,7 @@ def test_any_box_meets_any_pieces_through_any_view(data: Any) -> None:
         Entry("w", *box, f"q{i}", v.offset, v.shape, v.strides) for i, (box, v) in enumerate(theirs)
     ]
     limit = data.draw(st.sampled_from((2, 10, 1 << 20)))
-    servers = [[ServerTable(entries, "a"), ServerTable(entries[:1], "b")]]
+    servers = [[TargetTable(entries, "a"), TargetTable(entries[:1], "b")]]
     assert_delivered(planned(table, servers, limit), servers)
 
 
@@ -103,7 +107,7 @@ def test_a_row_of_a_view_that_runs_over_two_dimensions() -> None:
     """A loader that flattened a matrix left one dimension for its rows and columns."""
     piece = Piece(Place(0, 0, tp=0), "p", View(0, (12,), (1,)), (0, 0), (3, 4))
     table = PieceTable(config(), Layout(), 21, (HfTensor("w", (3, 4), (piece,)),), ())
-    servers = [[ServerTable([Entry("w", (1, 1), (3, 3), "q", 0, (2, 2), (2, 1))], "a")]]
+    servers = [[TargetTable([Entry("w", (1, 1), (3, 3), "q", 0, (2, 2), (2, 1))], "a")]]
     assert_delivered(planned(table, servers), servers)
 
 
@@ -132,9 +136,9 @@ def test_all_sources_send_all_the_time() -> None:
             assert sent == pytest.approx(k / 10, abs=0.12)  # of a slice, as these are few
 
 
-def sent_bytes(plan: SlicePlan) -> Any:
+def sent_bytes(plan: TransferPlan) -> Any:
     """What each trainer rank sends, and the largest share that one receiver takes of a source."""
-    load = np.zeros(plan.table.layout.world_size, dtype=np.int64)
+    load = np.zeros(plan.sources.table.layout.world_size, dtype=np.int64)
     largest = 0
     for g, row in zip(plan.geometries, plan.senders, strict=True):
         share = g.bytes_of_sources(len(row))
@@ -160,7 +164,7 @@ def test_a_server_takes_from_its_own_node_what_is_there() -> None:
     m = config(MOE)
     table = build_piece_table(m, Layout(tp=2, dp=4, ep=2))
     servers, trainers = [server_tables(m, 2)] * 3, ["a"] * 4 + ["b"] * 4
-    plan = planned(table, servers, trainer_nodes=trainers, server_nodes=["a", "b", None])
+    plan = planned(table, servers, prefer=nearest(trainers, lambda to: ["a", "b", None][to.target]))
     rows = [{trainers[i] for i in row[row >= 0]} for row in plan.senders]
     assert rows == [{"a"}, {"a"}, {"b"}, {"b"}, {"a", "b"}, {"a", "b"}]
     assert_delivered(plan, servers)
@@ -169,16 +173,12 @@ def test_a_server_takes_from_its_own_node_what_is_there() -> None:
 def test_every_rank_makes_the_same_plan_and_equal_servers_share_one() -> None:
     m = config(MOE)
     layout = Layout(tp=2, pp=2, dp=2, ep=2)
-    plans = []
-    with mock.patch.object(slice_plan, "cut_table", wraps=slice_plan.cut_table) as spy:
-        for _ in range(2):
-            servers = [server_tables(m, 2), *[server_tables(m, 4)] * 7]
-            plans.append(planned(build_piece_table(m, layout), servers, 500))
-    assert spy.call_count == 2 * (2 + 4)
-    a, b = plans
+    servers = [server_tables(m, 2), *[server_tables(m, 4)] * 7]
+    a, b = (planned(build_piece_table(m, layout), servers, 500) for _ in range(2))
+    assert len({id(g) for g in a.geometries}) == 2 + 4 and a.digest == b.digest
     assert a.receivers == b.receivers and len(a.receivers) == 2 + 7 * 4
     assert [list(a.sends(r)) for r in range(8)] == [list(b.sends(r)) for r in range(8)]
-    assert [a.receives(*r) for r in a.receivers] == [b.receives(*r) for r in b.receivers]
+    assert [a.receives(r) for r in a.receivers] == [b.receives(r) for r in b.receivers]
 
 
 def test_what_cannot_be_filled_is_an_error_that_names_it() -> None:
@@ -188,7 +188,7 @@ def test_what_cannot_be_filled_is_an_error_that_names_it() -> None:
 
     def refuse(words: str, entry: Entry, made: PieceTable = table) -> None:
         with pytest.raises(ValueError, match=words):
-            planned(made, [[ServerTable([entry], "x")]])
+            planned(made, [[TargetTable([entry], "x")]])
 
     norm = next(e for e in theirs.entries if e.tensor == "model.norm.weight")
     refuse(
@@ -206,7 +206,7 @@ def test_what_cannot_be_filled_is_an_error_that_names_it() -> None:
     entry = next(e for e in theirs.entries if e.tensor == up)
     refuse(f"{up}: trainers hold 64 of the 128", entry, replace(table, tensors=(hole,)))
     with pytest.raises(ValueError, match="rank 1 of server 0 has another table of digest x"):
-        planned(table, [[ServerTable([norm], "x"), ServerTable([entry], "x")]])
+        planned(table, [[TargetTable([norm], "x"), TargetTable([entry], "x")]])
     with pytest.raises(ValueError, match="round_bytes=0: must be > 0"):
         planned(table, [[theirs]], 0)
 
@@ -219,7 +219,7 @@ def test_a_large_cluster_is_planned_within_seconds() -> None:
     servers = [server_tables(m, 8)] * 32
     started = time.process_time()
     plan = planned(table, servers, 256 << 20)
-    own = list(plan.sends(0)), plan.receives(31, 7)
+    own = list(plan.sends(0)), plan.receives(Receiver(31, 7))
     assert time.process_time() - started < 30 and all(own)
     load, largest = sent_bytes(plan)
     assert load.max() < 1.1 * load.mean() and largest < load.max()

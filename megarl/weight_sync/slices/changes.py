@@ -10,20 +10,25 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
+from megarl.transfer.moves import Parts, pack
 from megarl.weight_sync.encoding import PAYS
 from megarl.weight_sync.servers import Deadline
 from megarl.weight_sync.slices.link import Link
-from megarl.weight_sync.slices.messages import Group, Outgoing, Parts, pack
 from megarl.weight_sync.slices.receiver.megarl_receiver.messages import HEADS, KINDS, ROW
 from megarl.wire.delta import encode
 
 log = logging.getLogger(__name__)
+
+# messages that go at once: (round, the receiver's number in the link, message)
+Group = Sequence[tuple[int, int, Parts]]
+# a tag, the receiver's number, a function that returns the bytes
+Outgoing = tuple[int, int, Callable[[], torch.Tensor]]
 
 
 class Names(NamedTuple):
@@ -93,7 +98,7 @@ class SliceChanges:
         them."""
         begun = time.monotonic()
         slots = (slot for group in groups for _, _, parts in group for slot in parts.slots)
-        for name, dtype in {slot.side.param: slot.dtype for slot in slots}.items():
+        for name, dtype in {slot.part.param: slot.dtype for slot in slots}.items():
             param = params[name].detach()
             if name not in self._held:
                 pin = param.device.type == "cuda"

@@ -22,10 +22,10 @@ from megarl.api.records import ServersLost, WeightUpdateMeta
 from megarl.models.gather import export_dtype
 from megarl.models.ops import Shape
 from megarl.models.piece_table import Piece
+from megarl.transfer.boxes import Box, cut, intersection, uncovered
+from megarl.transfer.geometry import Entry, copies, holders
 from megarl.utils.http import in_thread
-from megarl.weight_sync.boxes import Box, cut, intersection, uncovered
 from megarl.weight_sync.phases import Phases
-from megarl.weight_sync.reallocation_plan import copies, holders
 from megarl.weight_sync.servers import Deadline, ServerInfo, address_for
 from megarl.weight_sync.slices.link import (
     Link,
@@ -36,7 +36,6 @@ from megarl.weight_sync.slices.link import (
     spec_of,
 )
 from megarl.weight_sync.slices.receiver.megarl_receiver.strides import MODULUS, fingerprint
-from megarl.weight_sync.slices.tables import Entry
 from megarl.weight_sync.transports import WeightSource
 from megarl.weight_sync.verify import once_each
 
@@ -257,7 +256,7 @@ class Fingerprints:
     def _sums(self, parts: Sequence[Part]) -> list[int]:
         """Returns the fingerprints of what this rank answers for of each part."""
         s, order = self.source, {t.name: i for i, t in enumerate(self.source.table.tensors)}
-        held_by, coords = holders(s.layout, None), s.layout.coords(s.rank)
+        held_by, coords = holders(s.layout), s.layout.coords(s.rank)
         mine: dict[str, list[Piece]] = {}
 
         def own(name: str) -> Iterator[Piece]:

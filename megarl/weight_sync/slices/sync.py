@@ -22,6 +22,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,9 @@ import torch
 from megarl.api.records import ServersLost, WeightUpdateMeta
 from megarl.models.gather import export_dtype
 from megarl.models.piece_table import PieceTable
+from megarl.transfer.geometry import Sources, TargetTable
+from megarl.transfer.moves import lay_out, pack
+from megarl.transfer.plan import Message, Receiver, TransferPlan, nearest, plan_transfer
 from megarl.utils.env import is_here, is_loopback, machine
 from megarl.utils.http import in_thread, split_address
 from megarl.weight_sync.phases import Phases
@@ -41,7 +45,7 @@ from megarl.weight_sync.servers import (
     Servers,
     address_for,
 )
-from megarl.weight_sync.slices.changes import Names, SliceChanges
+from megarl.weight_sync.slices.changes import Group, Names, Outgoing, SliceChanges
 from megarl.weight_sync.slices.fingerprints import Fingerprints
 from megarl.weight_sync.slices.link import (
     MARGIN,
@@ -53,10 +57,7 @@ from megarl.weight_sync.slices.link import (
     record,
     spec_of,
 )
-from megarl.weight_sync.slices.messages import Group, Outgoing, lay_out, whole_messages
-from megarl.weight_sync.slices.plan import Message, SlicePlan, plan_slices
 from megarl.weight_sync.slices.quantized import BlockFp8
-from megarl.weight_sync.slices.tables import ServerTable
 from megarl.weight_sync.transports import WeightSource
 from megarl.weight_sync.verify import Verifier
 
@@ -205,22 +206,30 @@ class SliceSync:
         # servers alike have equal tables: each is read once
         distinct = {raw for _, ranks in tables for raw in ranks}
         read = {raw: json.loads(zlib.decompress(raw)) for raw in distinct}
-        made = {raw: _server_table(found, raw) for raw, found in read.items()}
+        made = {
+            raw: TargetTable.from_rows(table["entries"], hashlib.sha256(raw).hexdigest())
+            for raw, table in read.items()
+        }
         by_rank = {a: [read[raw] for raw in ranks] for a, ranks in tables}
         if why := refusal_of_tables(by_rank):
             return why
         nodes = [next((w for w, near in spots if near[i]), None) for i in range(len(hosts))]
-        plan = plan_slices(
-            self._table,
-            [[made[raw] for raw in ranks] for _, ranks in tables],
+        plan = plan_transfer(
+            Sources(self._table),
+            {
+                Receiver(i, rank): made[raw]
+                for i, (_, ranks) in enumerate(tables)
+                for rank, raw in enumerate(ranks)
+            },
             itemsizes={t.name: self._dtype(t.name).itemsize for t in self._table.tensors},
             round_bytes=target.round_bytes,
-            trainer_nodes=[where for where, _ in spots],
-            server_nodes=nodes,
+            prefer=nearest([where for where, _ in spots], lambda to: nodes[to.target]),
         )
+        if len(set(agreement.gather(plan.digest))) > 1:
+            return "the ranks plan otherwise than each other: give all of them the same model"
         agreement.together(self._share, plan, by_rank)
         self._groups = [
-            [(m.round, self._number(members, m), lay_out(m, s.rank, self._dtype)) for m in group]
+            [(m.round, self._number(members, m), lay_out(m.slices, self._dtype)) for m in group]
             for group in plan.sends(s.rank)
         ]
         agreement.together(self._join, deadline, meta.timeout)
@@ -262,12 +271,12 @@ class SliceSync:
         self._servers.begin_update(deadline)
         return record(self._link, spec_of(self._table, self._dtype), deadline)
 
-    def _share(self, plan: SlicePlan, tables: dict[str, list[dict[str, Any]]]) -> None:
+    def _share(self, plan: TransferPlan, tables: dict[str, list[dict[str, Any]]]) -> None:
         """Puts the plans of some receivers into the store; the others are other ranks' to put."""
         assert self._link is not None
         by_number, size = list(tables.values()), self.source.layout.world_size
-        for server, rank in plan.receivers[self.source.rank :: size]:
-            rounds = plan.receives(server, rank)
+        for receiver in plan.receivers[self.source.rank :: size]:
+            (server, rank), rounds = receiver, plan.receives(receiver)
             text = json.dumps({"digest": by_number[server][rank]["digest"], "rounds": rounds})
             self._link.box.put(f"plan/{PLAN}/{server}/{rank}", zlib.compress(text.encode()))
 
@@ -293,7 +302,7 @@ class SliceSync:
             self._servers.end_update(deadline)
 
     def _number(self, members: Members, message: Message) -> int:
-        return members.firsts[message.receiver.server] + message.receiver.rank
+        return members.firsts[message.receiver.target] + message.receiver.rank
 
     @property
     def _table(self) -> PieceTable:
@@ -372,7 +381,11 @@ class SliceSync:
         params, device = self.source.params, self._link.device
         if names is None:
             params = params if self._fp8 is None else self._fp8.params()
-            return whole_messages(self._groups, params, device, self._fp8)
+            quantize = self._fp8.quantize if self._fp8 else None
+            return (
+                [(n, to, partial(pack, params, parts, device, quantize)) for n, to, parts in group]
+                for group in self._groups
+            )
         return self._sent.messages(self._groups, params, device, whole=names.base is None)
 
     def _accept(self, meta: WeightUpdateMeta, deadline: Deadline) -> None:
@@ -390,10 +403,6 @@ class SliceSync:
             return False
         verifier = Verifier.of(meta, self._info, [t.name for t in self.source.table.tensors])
         return verifier is not None and verifier.check(deadline, proved)
-
-
-def _server_table(found: dict[str, Any], packed: bytes) -> ServerTable:
-    return ServerTable.from_rows(found["entries"], hashlib.sha256(packed).hexdigest())
 
 
 # ---- why whole tensors are sent instead

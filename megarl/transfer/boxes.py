@@ -3,6 +3,13 @@
 A box is [start, stop) in each dimension of a tensor. A view that equals a box has its numbers in
 the box's row-major order; a dimension of the box may be several of the view (a head's rows in each
 query group).
+
+Example: q [4, 2], of two query groups, lies in a parameter with k (one row a group) between. The
+view of box (0, 0) to (4, 2) has shape (2, 2, 2) and strides (6, 2, 1), from offset 0 on:
+
+    row of the parameter   0    1    2    3    4    5
+    holds                  q0   q1   k0   q2   q3   k1
+    box (1, 0) to (3, 2)        --        --            views at 2 and 6, of shape (1, 2) each
 """
 
 from __future__ import annotations

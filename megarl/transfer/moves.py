@@ -1,0 +1,210 @@
+"""Carries out plans: packs, sends, receives and lands messages, in bounded memory.
+
+A message holds its slices one after the other, larger items first, so that all are aligned. Nothing
+is un-fused on the way: numbers are copied from the views of a parameter into the message, and from
+there into the views of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+from megarl.models.piece_table import View
+from megarl.transfer.boxes import Box
+from megarl.transfer.geometry import Slice
+from megarl.transfer.plan import Step
+
+ALIGNMENT = 64  # bytes, that of torch's host allocator
+FP8 = torch.float8_e4m3fn
+
+Params = Mapping[str, Tensor]
+DtypeOf = Callable[[str], torch.dtype]  # that an HF tensor is sent in
+# writes a box of an HF tensor into a flat tensor in FP8; `read` copies its numbers into another
+Quantize = Callable[[str, Box, Callable[[Tensor], None], Tensor], None]
+
+
+class Slot(NamedTuple):
+    """Says where a slice is: on this rank, and in the bytes [start, stop) of a message."""
+
+    part: Slice
+    dtype: torch.dtype
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Holds where a message's slices are in its `nbytes` bytes."""
+
+    nbytes: int
+    slots: Sequence[Slot]
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """Returns (bytes of an element, bytes) of each slice, larger elements first."""
+        return [(s.dtype.itemsize, s.stop - s.start) for s in self.slots]
+
+
+def lay_out(slices: Sequence[Slice], dtype_of: DtypeOf) -> Parts:
+    """Returns where slices are in a message (on servers: `megarl_receiver.messages.laid_out`)."""
+    slots, end = [], 0
+    typed = [(part, dtype_of(part.tensor)) for part in slices]
+    for part, dtype in sorted(typed, key=lambda p: -p[1].itemsize):
+        start, end = end, end + part.numel * dtype.itemsize
+        slots.append(Slot(part, dtype, start, end))
+    return Parts(end, slots)
+
+
+def pack(
+    params: Params, parts: Parts, device: torch.device, quantize: Quantize | None = None
+) -> Tensor:
+    """Returns a message, uint8 [nbytes] on `device`, of these parameters."""
+    message = torch.empty(parts.nbytes, dtype=torch.uint8, device=device)
+    pack_into(message, params, parts, quantize)
+    return message
+
+
+@torch.no_grad()
+def pack_into(
+    message: Tensor, params: Params, parts: Parts, quantize: Quantize | None = None
+) -> None:
+    """Fills a message of these parameters. A parameter may be made on demand (merged adapters), so
+    it is asked for once for slices that follow each other. Raises AssertionError for a slice of
+    other numbers than its views."""
+    for name, slots in groupby(parts.slots, key=lambda slot: slot.part.param):
+        param = params[name]
+        for part, dtype, start, stop in slots:
+            flat, read = message[start:stop].view(dtype), partial(_read, param, part.views)
+            if quantize is not None and dtype == FP8:
+                quantize(part.tensor, (part.start, part.stop), read, flat)
+            else:
+                read(flat)
+
+
+@torch.no_grad()
+def land(params: Params, parts: Parts, message: Tensor, keep: float = 0.0) -> None:
+    """Copies a message into parameters, which keep the share `keep` of their own."""
+    for part, dtype, start, stop in parts.slots:
+        flat = message[start:stop].view(dtype)
+        for local, there in _pairs(params[part.param], part.views, flat):
+            _blend(local, there, keep)
+
+
+def _read(param: Tensor, views: Sequence[View], flat: Tensor) -> None:
+    for local, there in _pairs(param, views, flat):
+        there.copy_(local)
+
+
+def _pairs(param: Tensor, views: Sequence[View], flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields each view of a parameter, and its numbers in `flat`."""
+    end = 0
+    for v in views:
+        local = seen(param, v)
+        yield local, flat[end : end + local.numel()].view(v.shape)
+        end += local.numel()
+    assert end == flat.numel(), f"{views}: {end} of {flat.numel()} numbers"
+
+
+def seen(param: Tensor, view: View) -> Tensor:
+    """Returns a strided view of a parameter: no copy, no autograd."""
+    assert param.is_contiguous(), f"{view} of a parameter that is not contiguous"
+    data = param.detach()
+    return data.as_strided(view.shape, view.strides, data.storage_offset() + view.offset)
+
+
+def _blend(target: Tensor, source: Tensor, keep: float) -> None:
+    if keep:
+        target.lerp_(source.to(target), 1.0 - keep)
+    else:
+        target.copy_(source)
+
+
+class Mover:
+    """Takes the steps of plans on one rank of a process group; None is the default group.
+
+    device: where messages live, that of the parameters and of the backend. Memory: the messages of
+    a step, and one slice that stays on its rank; on hosts, where fresh pages cost more than the
+    copy, it is kept for the next step. `message_bytes` is the most bytes that messages have taken.
+    The group's timeout bounds every wait.
+    """
+
+    def __init__(
+        self, dtype_of: DtypeOf, group: dist.ProcessGroup | None, device: torch.device | str
+    ) -> None:
+        self.dtype_of, self.group, self.device = dtype_of, group, torch.device(device)
+        self.message_bytes = 0
+        self._room: Tensor | None = None
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        step: Step,
+        ends: Sequence[int],
+        source: Params,
+        target: Params,
+        keep: float = 0.0,
+    ) -> tuple[int, int]:
+        """Takes a step. ends: the group's ranks that those of the source are. Returns the bytes
+        sent, and those of all messages. Collective over the ranks that have a part in it."""
+        outgoing = [(m.receiver.rank, lay_out(m.slices, self.dtype_of)) for m in step.sends]
+        incoming = [(ends[m.sender], lay_out(m.slices, self.dtype_of)) for m in step.receives]
+        room = self._take([parts.nbytes for _, parts in (*outgoing, *incoming)])
+        for (_, parts), message in zip(outgoing, room):
+            pack_into(message, source, parts)
+        into = room[len(outgoing) :]
+        works = self.post(
+            [(dist.isend, message, to) for (to, _), message in zip(outgoing, room)]
+            + [(dist.irecv, message, sender) for (sender, _), message in zip(incoming, into)]
+        )
+        for here, there in step.stays:
+            self._copy(here, source, there, target, keep)
+        for i, work in enumerate(works):
+            self.wait(work)
+            if i >= len(outgoing):
+                land(target, incoming[i - len(outgoing)][1], room[i], keep)
+        sent = sum(parts.nbytes for _, parts in outgoing)
+        return sent, sent + sum(parts.nbytes for _, parts in incoming)
+
+    def _copy(self, here: Slice, source: Params, there: Slice, target: Params, keep: float) -> None:
+        """Copies what stays on the rank, with the bits that it would have after a message."""
+        message = pack(source, lay_out([here], self.dtype_of), self.device)
+        land(target, lay_out([there], self.dtype_of), message, keep)
+
+    def _take(self, sizes: Sequence[int]) -> list[Tensor]:
+        """Returns memory for messages of these bytes."""
+        padded = [-(-n // ALIGNMENT) * ALIGNMENT for n in sizes]
+        total = sum(padded)
+        if self._room is None or self._room.numel() < total:
+            self._room = None  # freed before its successor is allocated
+            self._room = torch.empty(total, dtype=torch.uint8, device=self.device)
+            self.message_bytes = max(self.message_bytes, total)
+        room = self._room.split([*padded, self._room.numel() - total])
+        if self.device.type != "cpu":
+            self._room = None
+        return [whole[:n] for whole, n in zip(room, sizes)]
+
+    def post(self, messages: Sequence[tuple[Any, Tensor, int]]) -> list[dist.Work]:
+        """Starts messages, each (isend or irecv, bytes, the other rank), and returns the work to
+        wait for of each. Those of a batch go over the group's own NCCL communicator; a single one
+        would make a communicator for its two ranks, which lives as long as the group."""
+        ops = [dist.P2POp(op, x, group=self.group, group_peer=peer) for op, x, peer in messages]
+        works = dist.batch_isend_irecv(ops) if ops else []
+        return works if len(works) == len(ops) else works * len(ops)  # NCCL: one for the batch
+
+    def wait(self, work: dist.Work) -> None:
+        """Waits as long as the group's timeout is now. By default gloo waits for the timeout that
+        the group was made with."""
+        if self.device.type != "cpu":
+            work.wait()
+            return
+        group = self.group or c10d._get_default_group()
+        work.wait(group._get_backend(self.device).options._timeout)

@@ -1,0 +1,149 @@
+"""Moves weights from one Megatron layout into another, from rank to rank: no HF names, no disk.
+
+megatron-core has a resharding of its own (megatron.core.resharding, from 0.16 on). It is not used
+here: it needs vocabularies padded alike in both layouts (they are padded to a multiple of tp), its
+plan takes a collective over both models, and it posts all messages of the model at once.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.models.piece_table import PieceTable
+from megarl.transfer.geometry import Ranks, Sources, layout_targets
+from megarl.transfer.moves import Mover
+from megarl.transfer.plan import Receiver, TransferPlan, nearest, plan_transfer
+
+BUCKET_BYTES = 512 << 20
+
+
+def plan_reallocation(
+    source: PieceTable,
+    target: PieceTable,
+    source_ranks: Sequence[int],
+    target_ranks: Sequence[int],
+    *,
+    itemsize: int,
+    bucket_bytes: int = BUCKET_BYTES,
+    node_size: int = 8,
+) -> TransferPlan:
+    """Plans the way from one layout into another of the same model, padding aside.
+
+    source_ranks, target_ranks: the ranks of a group that the layouts' ranks 0, 1, ... are. A rank
+    takes from itself what it has, else from a rank of its node of `node_size` where there is one.
+    itemsize: bytes of a number; those of buffers have 4. Raises ValueError where the source does
+    not have what the target keeps.
+    """
+    near = nearest([r // node_size for r in source_ranks], lambda to: to.rank // node_size)
+    own = nearest(source_ranks, lambda to: to.rank)
+
+    def prefer(to: Receiver, ranks: Ranks) -> Ranks:
+        return own(to, near(to, ranks))
+
+    return plan_transfer(
+        Sources(source),
+        {Receiver(0, r): t for r, t in zip(target_ranks, layout_targets(target), strict=True)},
+        itemsizes={t.name: 4 if t.buffer else itemsize for t in source.tensors},
+        round_bytes=max(1, bucket_bytes // 2),  # a rank may send as much as it receives
+        prefer=prefer,
+    )
+
+
+class Reallocator:
+    """Plans once, moves as often as asked; every rank of `group` constructs it alike.
+
+    source_ranks, target_ranks: ranks of `group` (None: the default group) that the layouts' ranks
+    0, 1, ... are; by default the same. dtype: of the messages (buffers travel in fp32); both sides
+    cast. device: where messages live, that of the parameters and of the backend.
+
+    Memory: messages of at most `bucket_bytes` per rank, and a copy of one slice that stays on its
+    rank. Raises ValueError where ranks are missing, or the ranks' plans differ.
+    """
+
+    def __init__(
+        self,
+        source: PieceTable,
+        target: PieceTable,
+        rank: int,
+        *,
+        dtype: torch.dtype,
+        source_ranks: Sequence[int] | None = None,
+        target_ranks: Sequence[int] | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        node_size: int = 8,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes={bucket_bytes}: use at least 1")
+        self._from = _ranks("source_ranks", source_ranks, source)
+        self._to = _ranks("target_ranks", target_ranks, target)
+        self._target, self.rank, self.group, self.device = target, rank, group, torch.device(device)
+        self._dtypes = {t.name: torch.float32 if t.buffer else dtype for t in source.tensors}
+        plan = plan_reallocation(
+            source,
+            target,
+            self._from,
+            self._to,
+            itemsize=dtype.itemsize,
+            bucket_bytes=bucket_bytes,
+            node_size=node_size,
+        )
+        self._check_alike(zlib.crc32(f"{plan.digest} {dtype}".encode()))
+        self._steps = plan.steps(rank, self._from, bucket_bytes)
+
+    def _check_alike(self, digest: int) -> None:
+        """Raises ValueError where the ranks' plans differ. Collective over `group`, which for NCCL
+        has to come before messages of some of it."""
+        extremes = torch.tensor([digest, -digest], dtype=torch.int64, device=self.device)
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self.group)
+        if extremes[0] != -extremes[1]:
+            raise ValueError(
+                "the ranks of a reallocation do not agree: give all of them the same model, "
+                "layouts, ranks, dtype, bucket_bytes and node_size"
+            )
+
+    def __call__(
+        self,
+        source: Mapping[str, Tensor] | None,
+        target: Mapping[str, Tensor] | None,
+        *,
+        keep: float = 0.0,
+    ) -> dict[str, float]:
+        """Copies `source` (canonical name -> local parameter; None where this rank is not in that
+        layout) into `target`, whose padding rows become zero; with `keep` into the mean of both, of
+        which `target` has that share. Collective over both layouts' ranks.
+
+        Returns this rank's bytes "sent" and "kept", and the largest step's "peak". The group's
+        timeout bounds every wait. Raises ValueError where `source` or `target` is given on the
+        wrong ranks.
+        """
+        for name, given, ranks in (("source", source, self._from), ("target", target, self._to)):
+            if (given is not None) != (self.rank in ranks):
+                raise ValueError(
+                    f"rank {self.rank}: give `{name}` on ranks {list(ranks)} and None elsewhere"
+                )
+        move = Mover(self._dtypes.__getitem__, self.group, self.device)
+        sent, kept, peak = 0, 0, 0
+        for step in self._steps:
+            outgoing, messages = move(step, self._from, source or {}, target or {}, keep)
+            sent, peak = sent + outgoing, max(peak, messages)
+            kept += sum(s.numel * self._dtypes[s.tensor].itemsize for s, _ in step.stays)
+        if target is not None:
+            coords = self._target.layout.coords(self._to.index(self.rank))
+            for name, local in self._target.local_params(coords).items():
+                target[name].detach()[slice(*local.padding)].zero_()
+        return {"sent": float(sent), "kept": float(kept), "peak": float(peak)}
+
+
+def _ranks(name: str, ranks: Sequence[int] | None, table: PieceTable) -> tuple[int, ...]:
+    size = table.layout.world_size
+    named = tuple(range(size)) if ranks is None else tuple(ranks)
+    if len(named) != size or len(set(named)) != size:
+        raise ValueError(f"{name}={list(named)}: name each of the layout's {size} ranks once")
+    return named
