@@ -40,6 +40,8 @@ from megarl.ckpt.files import (
 )
 from megarl.ckpt.restricted import check_common, restricted_reading
 from megarl.models.hf_config import ModelConfig
+from megarl.models.names import checkpoint_key, checkpoint_keys
+from megarl.models.piece_table import PieceTable
 from megarl.parallel import mcore
 from megarl.parallel.agreement import from_zero, together
 from megarl.parallel.worlds import PerWorld, inside
@@ -48,6 +50,7 @@ from megarl.utils.files import check_room, full_disk_named, put_in_place
 from megatron.core import dist_checkpointing as mcore_ckpt  # isort: skip
 from megatron.core.dist_checkpointing import ShardedTensor  # isort: skip
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config  # isort: skip
+from megatron.core.dist_checkpointing.dict_utils import nested_values  # isort: skip
 from megatron.core.dist_checkpointing.serialization import (  # isort: skip
     get_default_save_sharded_strategy,
 )
@@ -228,6 +231,18 @@ def complete(
     that are known already, by the file's name."""
     save_config(CheckpointingConfig("torch_dist", 1), str(staging))
     write_marker(staging, info, checksums)
+
+
+def settle_keys(state: Mapping[str, Any], table: PieceTable) -> None:
+    """Renames the norms in a model's sharded `state`. megatron-core names them after its modules,
+    and which module a norm belongs to differs between the local layers and Transformer Engine's."""
+    names = {p.name for p in table.params}
+    settled: dict[str, str] = {}
+    for name in names:
+        settled |= dict.fromkeys(checkpoint_keys(name)[0], checkpoint_key(name, names))
+    for tensor in nested_values(state):
+        if isinstance(tensor, ShardedTensor):
+            tensor.key = settled.get(tensor.key, tensor.key)
 
 
 def describe_model(model: ModelConfig) -> dict[str, Any]:

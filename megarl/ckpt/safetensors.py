@@ -179,51 +179,6 @@ def main_dtype(members: Iterable[Member]) -> torch.dtype:
     return numbers.most_common(1)[0][0]
 
 
-class ShardWriter:
-    """Streams tensors, in plan order, into the shards of `directory`, synced to disk.
-
-    A context manager: a block that ends well must have written the whole plan; one that fails
-    leaves a partial file.
-    """
-
-    def __init__(self, directory: Path, shards: dict[str, list[Member]]) -> None:
-        self.directory, self.shards = directory, shards
-        self._plan = [(file, m) for file, members in shards.items() for m in members]
-        self._at = 0
-        self._file: Any = None
-        self._name = ""
-
-    def write(self, name: str, tensor: Tensor) -> None:
-        """Appends the next tensor of the plan, which must be `name`."""
-        file, member = self._plan[self._at]
-        assert (name, tuple(tensor.shape), tensor.dtype) == (
-            member.name,
-            member.shape,
-            member.dtype,
-        ), f"expected {member}, got {name}{tuple(tensor.shape)} {tensor.dtype}"
-        if file != self._name:
-            self._close_file()
-            self._name, self._file = file, (self.directory / file).open("wb")
-            self._file.write(shard_header(self.shards[file]))
-        self._file.write(_bytes(tensor))
-        self._at += 1
-
-    def __enter__(self) -> ShardWriter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._close_file()
-        if kind is None:
-            assert self._at == len(self._plan), f"{len(self._plan) - self._at} tensors are missing"
-
-    def _close_file(self) -> None:
-        if self._file is not None:
-            with self._file as f:
-                self._file = None
-                f.flush()
-                os.fsync(f.fileno())
-
-
 def write_index(directory: Path, shards: Mapping[str, Sequence[Member]]) -> None:
     """Writes the index that names the file of every tensor."""
     total = sum(m.nbytes for members in shards.values() for m in members)
@@ -248,21 +203,20 @@ def shard_header(members: Sequence[Member]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _bytes(tensor: Tensor) -> Any:
-    """Returns the row-major bytes of a tensor on any device, as a buffer."""
-    return tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()
-
-
 @dataclass(frozen=True, kw_only=True)
 class FilePlan:
-    """Says which rank writes which file. files: the tensors of each file, by the file's name.
-    writer_of: the rank that writes each file. buckets: in the order of gathering, each within one
-    file and gathered to the rank at its index in `writers`."""
+    """Says which rank writes which file.
+
+    files: the tensors of each file, by the file's name. writer_of: the rank that writes each file.
+    buckets: in the order of gathering, each gathered to the rank at its index in `writers` and
+    written to the file at its index in `file_of`.
+    """
 
     files: dict[str, list[Member]]
     writer_of: dict[str, int]
     buckets: list[Bucket]
     writers: list[int]
+    file_of: list[str]
 
 
 def plan_files(
@@ -285,7 +239,7 @@ def plan_files(
     load = dict.fromkeys(writers, 0)
     coords = {w: layout.coords(w) for w in writers}
     writer_of: dict[str, int] = {}
-    turns: list[tuple[int, int, Bucket]] = []  # (how many its writer has before, writer, bucket)
+    turns: list[tuple[int, int, str, Bucket]] = []  # (how many its writer has before, writer, ...)
     count = dict.fromkeys(writers, 0)
     for file, members in files.items():
         stage = _stage_of(members, table)
@@ -295,15 +249,15 @@ def plan_files(
         writer_of[file] = writer
         part = replace(table, tensors=tuple(table.by_name[m.name] for m in members))
         for bucket in plan_buckets(part, dtype, bucket_bytes):
-            turns.append((count[writer], writer, bucket))
+            turns.append((count[writer], writer, file, bucket))
             count[writer] += 1
     turns.sort(key=lambda turn: turn[:2])
-    buckets = [replace(bucket, index=i) for i, (_, _, bucket) in enumerate(turns)]
     return FilePlan(
         files=files,
         writer_of=writer_of,
-        buckets=buckets,
-        writers=[writer for _, writer, _ in turns],
+        buckets=[replace(bucket, index=i) for i, (*_, bucket) in enumerate(turns)],
+        writers=[writer for _, writer, _, _ in turns],
+        file_of=[file for _, _, file, _ in turns],
     )
 
 
@@ -320,19 +274,11 @@ def write_files(staging: Path, plan: FilePlan, gatherer: BucketGatherer, rank: i
 
     A failure to write is raised at the end: the other ranks go on gathering, and need this one.
     """
-    mine = {f: members for f, members in plan.files.items() if plan.writer_of[f] == rank}
     rooms = [torch.empty(0, dtype=torch.uint8, device=gatherer.device)] * 2
     writing: Future[None] | None = None
-    with ExitStack() as stack:
-        shards = stack.enter_context(ShardWriter(staging, mine))
-        thread = stack.enter_context(ThreadPoolExecutor(1))
-        failure: BaseException | None = None
-
-        def write(bucket: Bucket, flat: Tensor) -> None:
-            for name, tensor in bucket.views(flat):
-                shards.write(name, tensor)
-
-        for bucket, writer in zip(plan.buckets, plan.writers, strict=True):
+    failure: BaseException | None = None
+    with ThreadPoolExecutor(1) as thread:
+        for bucket, writer, name in zip(plan.buckets, plan.writers, plan.file_of, strict=True):
             if writer != rank:
                 gatherer.gather(bucket)
                 continue
@@ -342,6 +288,23 @@ def write_files(staging: Path, plan: FilePlan, gatherer: BucketGatherer, rank: i
             flat = gatherer.gather(bucket, rooms[0])
             assert flat is not None
             failure = failure or (writing.exception() if writing else None)
-            writing = thread.submit(write, bucket, flat) if failure is None else None
+            if failure is None:
+                writing = thread.submit(_append, staging / name, plan.files[name], bucket, flat)
         if failure := failure or (writing.exception() if writing else None):
             raise failure
+
+
+def _append(file: Path, members: Sequence[Member], bucket: Bucket, flat: Tensor) -> None:
+    """Writes the next bucket of a file, in row-major bytes; the file is synced to disk once all of
+    its `members` are there."""
+    with file.open("ab") as f:
+        if bucket.members[0].name == members[0].name:
+            f.write(shard_header(members))
+        for _, tensor in bucket.views(flat):
+            numbers: Any = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()
+            f.write(numbers)
+        if bucket.members[-1].name == members[-1].name:
+            f.flush()
+            os.fsync(f.fileno())
+            size = len(shard_header(members)) + sum(m.nbytes for m in members)
+            assert f.tell() == size, f"{file} has {f.tell()} bytes, not {size}"

@@ -25,16 +25,22 @@ from megarl.ckpt.dist import (
     load_sharded,
     open_checkpoint,
     save_sharded,
+    settle_keys,
 )
 from megarl.ckpt.dist import begin_save as write_behind
 from megarl.ckpt.hf import save_hf
-from megarl.ckpt.keys import settle_keys
 from megarl.ckpt.peft import load_peft, save_peft
-from megarl.ckpt.rng import reseed, rng_state, set_rng_state
 from megarl.engine import optimizer as opt
 from megarl.engine.copying import average_in_place, begin_average, end_average, round_off
 from megarl.engine.optimizer_state import load_state, sharded_state
-from megarl.engine.setup import EngineState, head_seed, load_base
+from megarl.engine.setup import (
+    EngineState,
+    head_seed,
+    load_base,
+    reseed,
+    rng_state,
+    set_rng_state,
+)
 from megarl.models.gather import BucketGatherer, plan_buckets
 from megarl.models.lora import is_trained, meaning
 from megarl.models.names import unwrap

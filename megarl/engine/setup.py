@@ -4,10 +4,12 @@ machine and world (`resolve`), then makes modules, weights, adapters, optimizer 
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -43,7 +45,10 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import (  # iso
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (  # isort: skip
     YarnRotaryEmbedding,
 )
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # isort: skip
+from megatron.core.tensor_parallel.random import (  # isort: skip
+    get_cuda_rng_tracker,
+    model_parallel_cuda_manual_seed,
+)
 from megatron.core.transformer.module import Float16Module  # isort: skip
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -293,3 +298,38 @@ def construct_rank(cfg: TrainEngineConfig, world_size: int, rank: int) -> int:
         return sum(p.numel() for p in params.values())
     finally:
         dist.destroy_process_group()
+
+
+# ---- random states -----------------------------------------------------------------------------
+
+
+def rng_state() -> dict[str, Any]:
+    """Returns the state of everything that draws numbers on this rank. The engine must be in scope,
+    for its tracker."""
+    state = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "tracker": dict(get_cuda_rng_tracker().get_states()),
+    }
+    if mcore.on_cuda():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Puts back what `rng_state` gave, on the same kind of device."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if mcore.on_cuda():
+        torch.cuda.set_rng_state(state["cuda"])
+    get_cuda_rng_tracker().set_states(state["tracker"])
+
+
+def reseed(seed: int) -> None:
+    """Seeds all of them, as at a start: alike on every rank, the tracker's by coordinates."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)

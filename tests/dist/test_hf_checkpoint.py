@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,7 +18,6 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from megarl.ckpt.hf import load_hf, save_hf
-from megarl.ckpt.safetensors import ShardWriter
 from megarl.models.hf_config import read_hf_config
 from megarl.models.names import named_params
 from megarl.models.piece_table import build_piece_table
@@ -77,20 +78,26 @@ def test_round_trip_is_bit_exact(
     same(source, tmp_path / "b")
 
 
+@contextmanager
+def weight_files_opened(then: Callable[[str], object]) -> Iterator[None]:
+    """Calls `then` with the name of a weight file whenever this rank opens it to write."""
+    real = Path.open
+
+    def opened(path: Path, mode: str = "r", *args: Any, **kw: Any) -> Any:
+        if path.suffix == ".safetensors" and mode not in ("r", "rb"):
+            then(path.name)
+        return real(path, mode, *args, **kw)
+
+    with patch.object(Path, "open", opened):
+        yield
+
+
 def run_recorded(*args: Any, **kw: Any) -> list[str]:
     """Runs run_round_trip; returns the files that this rank wrote."""
-    from megarl.ckpt import safetensors
-
-    written: list[str] = []
-
-    class Recorded(ShardWriter):
-        def __init__(self, directory: Path, shards: dict[str, Any]) -> None:
-            written.extend(shards)
-            super().__init__(directory, shards)
-
-    with patch.object(safetensors, "ShardWriter", Recorded):
+    written: set[str] = set()
+    with weight_files_opened(written.add):
         assert run_round_trip(*args, **kw)
-    return written
+    return sorted(written)
 
 
 def test_every_rank_writes_and_the_layout_does_not_show(
@@ -223,22 +230,24 @@ def run_full_disk(source: Path, target: Path, rank: int) -> str:
     """Fills one rank's disk while the rank still has buckets to send and to receive."""
     writes = 0
 
-    def full(*args: Any) -> None:
+    def full(name: str) -> None:
         nonlocal writes
         writes += torch.distributed.get_rank() == rank
         if writes == 5:
             raise OSError(28, "No space left on device")
-        real(*args)
 
-    real, ShardWriter.write = ShardWriter.write, full  # type: ignore[method-assign]
     try:
-        run_round_trip(
-            source, target, dict(pp=2), torch.float32, bucket_bytes=20_000, max_shard_bytes=80_000
-        )
+        with weight_files_opened(full):
+            run_round_trip(
+                source,
+                target,
+                dict(pp=2),
+                torch.float32,
+                bucket_bytes=20_000,
+                max_shard_bytes=80_000,
+            )
     except (OSError, RuntimeError) as e:
         return str(e)
-    finally:
-        ShardWriter.write = real  # type: ignore[method-assign]
     return ""
 
 

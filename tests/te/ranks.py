@@ -63,7 +63,7 @@ def built_model(model: Any, layout: Any, rank: int, spec: str, **fields: Any) ->
 def describe(made: Any, groups: Any) -> dict[str, Any]:
     """Returns the parameters by name (shape, marks, whether the gradient norm counts it), the piece
     table's view of them, and what a checkpoint would hold."""
-    from megarl.ckpt.keys import settle_keys
+    from megarl.ckpt.dist import settle_keys
     from megarl.models.names import named_params
 
     from megatron.core.tensor_parallel.layers import (  # isort: skip
