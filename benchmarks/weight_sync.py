@@ -9,7 +9,7 @@ servers load the weights and answer control calls. A broadcast of the same bytes
 as the buckets, one after another, shows what gloo itself is slower by in pieces. Processor time per
 GB, of trainer and server together, is the cost of a sync where the processors are busy anyway.
 
-Prints a Markdown table: one row for each layout of the trainer, then with checksums of a few
+Prints a Markdown table: one row for each layout of the trainer, then with fingerprints of a few
 tensors and of all. Seconds are medians over the rounds; the
 first one, which connects and faults pages in, is left out. A second table says what each part takes
 alone, and how near a sync could come to the plain broadcast: by the pieces, and the calls before
@@ -239,7 +239,7 @@ def paused_upload(sender: WeightSender, meta: WeightUpdateMeta) -> dict[str, flo
 COLUMNS = (
     "trainer", "plain GB/s", "in pieces GB/s", "sync GB/s", "ratio", "plain CPU s/GB",
     "sync CPU s/GB", "paused s", "connect s", "session s", "gather s", "of it pack s",
-    "broadcast s", "load wait s", "checksum s", "verify s", "extra MB",
+    "broadcast s", "load wait s", "verify s", "extra MB",
 )  # fmt: skip
 
 
@@ -263,7 +263,7 @@ def row(name: str, gb: float, samples: list[Sample]) -> Iterator[str]:
     yield f"{median(lambda s: s.plain[1]) / gb:.2f}"
     yield f"{median(lambda s: s.sync[1]) / gb:.2f}"
     for phase in (
-        "paused", "connect", "session", "gather", "pack", "broadcast", "load_wait", "checksum",
+        "paused", "connect", "session", "gather", "pack", "broadcast", "load_wait",
         "verify",
     ):  # fmt: skip
         yield f"{figure(samples, phase + '_s'):.3f}"

@@ -90,7 +90,7 @@ class WeightUpdateMeta(SyncOptions):
     addresses: host:port of every server.
     alloc_mode: kept for scripts that give it, without effect: the engine knows its layout.
     comm_backend: "nccl" | "gloo"; None picks by device.
-    verify: "off" | "sample": compares checksums of a few tensors, others for every version, with
+    verify: "off" | "sample": compares fingerprints of a few tensors, others for every version, with
         the servers' afterwards | "full": of all. True and False stand for "full" and "off".
     first: of a run's updates: with "sample" it compares all tensors, which shows whether the two
         sides fit at all.

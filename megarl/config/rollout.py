@@ -122,8 +122,8 @@ class WeightSyncConfig:
     they end first; retract: they wait in the server, which recomputes their KV; in_place: they
     continue on the old weights' KV, and no cache is flushed"""
     verify: Annotated[str, Choices("off", "sample", "full")] = "sample"
-    """compare the servers' checksums with the trainer's after a sync: sample: all tensors after the
-    first sync, a few after later ones; full: all after each; off: never"""
+    """compare the servers' fingerprints with the trainer's after a sync: sample: all tensors after
+    the first sync, a few after later ones; full: all after each; off: never"""
     timeout: Annotated[float, TIMEOUT] = 600.0
     """seconds one sync may take before it is an error"""
     server_timeout: Annotated[float, TIMEOUT] = 30.0

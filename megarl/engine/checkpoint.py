@@ -44,12 +44,13 @@ from megarl.engine.setup import (
 from megarl.models.gather import BucketGatherer, plan_buckets
 from megarl.models.lora import is_trained, meaning
 from megarl.models.names import unwrap
-from megarl.models.tensor_hash import weight_hashes
 from megarl.observability.logging import get_logger
 from megarl.parallel import mcore
 from megarl.utils.files import Fingerprint
 from megarl.weight_sync.sender import WeightSender
+from megarl.weight_sync.slices.receiver.megarl_receiver.fingerprint import hash_text
 from megarl.weight_sync.transports import WeightSource
+from megarl.weight_sync.verify import weight_hashes
 
 import megatron.core  # isort: skip
 from megatron.core.dist_checkpointing import ShardedObject  # isort: skip
@@ -339,7 +340,7 @@ def fingerprints(state: EngineState) -> dict[str, Fingerprint]:
     kind = str(state.dtype).removeprefix("torch.")
     return {
         tensor.name: Fingerprint(
-            f"{number % (1 << 64):016x}", math.sqrt(square), shape=f"{kind} {list(tensor.shape)}"
+            hash_text(number), math.sqrt(square), shape=f"{kind} {list(tensor.shape)}"
         )
         for tensor, number, square in zip(table.tensors, hashes, squares, strict=True)
     }

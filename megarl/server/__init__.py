@@ -12,7 +12,7 @@ answers as SGLang 0.5.23 does, what it does not support it refuses with a 4xx th
     kv_cache.py          slot KV cache, the attention that reads it, layers that are one product
     runner.py            batched prefill and decode over the model; routes, logprobs of prompts
     scheduler.py         continuous batching, pause, abort: one thread that owns the model
-    weights.py           HF names -> tensors; validated loads, checksums
+    weights.py           HF names -> tensors; validated loads, fingerprints
     adapters.py          LoRA adapters, merged into the weights
     tensor_lists.py      what an update's body says about its tensors; receiving them
     updates.py           weight-update sessions and process groups

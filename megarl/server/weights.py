@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
 from megarl.server.protocol import ControlError
-from megarl.wire.checksums import tensor_checksum
+from megarl.weight_sync.slices.receiver.megarl_receiver.fingerprint import hash_text, tensor_hash
 
 Spec = tuple[tuple[int, ...], torch.dtype]
 ALIGNMENT = 64  # bytes, that of torch's host allocator
@@ -132,13 +132,13 @@ class WeightStore:
             self._parameters[name].data = self.tensors[name] = tensor
 
     def checksums(self, names: Collection[str] | None = None) -> dict[str, str]:
-        """Returns tensor_checksum by HF name, of all tensors or of `names`, without tied heads.
+        """Returns the tensors' hashes by HF name, of all or of `names`, without tied heads.
 
         Each is cast to the server's dtype first, also what transformers keeps in float32, so that
         one rule holds for every tensor.
         """
         wanted = self.tensors.keys() if names is None else self.tensors.keys() & set(names)
-        return {name: tensor_checksum(self.tensors[name].to(self.dtype)) for name in wanted}
+        return {n: hash_text(tensor_hash(self.tensors[n], casts=[self.dtype])) for n in wanted}
 
     def load_directory(self, path: str) -> None:
         """Loads a whole HF safetensors directory; ControlError names what is missing or wrong."""

@@ -42,9 +42,8 @@ from megarl.weight_sync.servers import (
     address_for,
     failures,
 )
-from megarl.weight_sync.slices.fingerprints import Fingerprints
 from megarl.weight_sync.transports import WeightSource
-from megarl.weight_sync.verify import Verifier
+from megarl.weight_sync.verify import Fingerprints
 from megarl.wire.buckets import Bucket
 from megarl.wire.process_group import (
     destroy_update_group,
@@ -70,7 +69,6 @@ class BucketStream(ABC):
     meta: WeightUpdateMeta
     deadline: Deadline
     phases: Phases
-    verifier: Verifier | None
     counts: Counter[str] = field(default_factory=Counter)
     _under_way: BucketTransfer | None = None
 
@@ -101,15 +99,6 @@ class BucketStream(ABC):
     def is_last(self, bucket: Bucket) -> bool:
         """Returns whether the version arrives with this bucket."""
         return bucket.index == len(self.plan.buckets) - 1
-
-    def verify(self, proved: Mapping[str, bool]) -> None:
-        """Compares what was sent with what the servers hold. proved: see `Verifier.check`.
-        Collective."""
-
-        def check() -> bool:
-            return self.verifier is not None and self.verifier.check(self.deadline, proved)
-
-        self.phases.metrics["verified"] = float(self.source.agreement.together(check))
 
     def account(self) -> None:
         """Notes the metrics at the end. Collective.
@@ -142,9 +131,6 @@ class BucketStream(ABC):
             )
             self.counts["bytes"] += sum(t.nbytes for t in ready.tensors)
             self._under_way = self.deliver(ready, what)
-        if self.verifier is not None:
-            with self.phases.time("checksum"):
-                self.verifier.add(ready.bucket.views(ready.flat))
 
     def _settle(self) -> None:
         """Waits until every server has loaded the bucket under way, if there is one."""
@@ -182,9 +168,9 @@ class Broadcast:
             together(self._allocate, plan.largest)
             with phases.time("connect"):
                 changes = self._changes(plan, meta, deadline)
-                again = self._from_sender(self._connect, meta, deadline)
+                again = self.source.from_rank(self.source.sender, self._connect, meta, deadline)
             with phases.time("session"):
-                verifier, changes = together(self._open, plan, changes, meta, deadline)
+                changes = together(self._open, changes, deadline)
             stream = GroupStream(
                 source=self.source,
                 plan=plan,
@@ -192,7 +178,6 @@ class Broadcast:
                 meta=meta,
                 deadline=deadline,
                 phases=phases,
-                verifier=verifier,
                 channel=self._channel,
                 changes=changes,
                 pair=self._pair,
@@ -201,14 +186,11 @@ class Broadcast:
             fingerprints = Fingerprints(self.source, self.source.sender, meta, deadline, phases)
             fingerprints.record(info)
             stream.run()
-            proved = fingerprints.compare()
+            fingerprints.compare()
             with phases.time("session"):
                 together(self._close_session, deadline)
             if changes is not None:
                 self._base.id = changes.id
-            if meta.verify != "off":
-                with phases.time("verify"):
-                    stream.verify(proved)
             stream.account()
         except BaseException:  # the next upload takes buffers that no broadcast still reads
             self.close(abort=True)
@@ -227,12 +209,6 @@ class Broadcast:
         self._pair = []
         self._base.forget()
         self._leave(abort=abort)
-
-    def _from_sender(self, fn: Any, *args: Any) -> Any:
-        """Returns on every rank what `fn` returns on the sender. Collective."""
-        sends, agreement = self.source.rank == self.source.sender, self.source.agreement
-        value = agreement.together(lambda: fn(*args) if sends else None)
-        return agreement.gather_from([self.source.sender], value)[0]
 
     def _allocate(self, nbytes: int) -> None:
         """Makes room for two buckets on the sender. Hosts keep it: the kernel takes longer to hand
@@ -253,7 +229,9 @@ class Broadcast:
         if not meta.delta:
             self._base.forget()
             return None
-        name, stale = self._from_sender(self._name_version, plan, meta, deadline)
+        name, stale = self.source.from_rank(
+            self.source.sender, self._name_version, plan, meta, deadline
+        )
         if stale:
             self._base.forget()
             self._leave(abort=True)
@@ -300,14 +278,10 @@ class Broadcast:
         )
         return channel is not None
 
-    def _open(
-        self, plan: SyncPlan, changes: Changes | None, meta: WeightUpdateMeta, deadline: Deadline
-    ) -> tuple[Verifier | None, Changes | None]:
-        """Opens a session on the servers. Returns who verifies it, and changes where all can apply
-        them."""
+    def _open(self, changes: Changes | None, deadline: Deadline) -> Changes | None:
+        """Opens a session on the servers. Returns the changes, where all can apply them."""
         if self._channel is None:
-            return None, changes
-        verifier = Verifier.of(meta, self._channel.info, plan.names)
+            return changes
         unable = [s for s, i in self._channel.info.items() if not i.applies_delta]
         if changes is not None and unable:
             log.warning(
@@ -316,7 +290,7 @@ class Broadcast:
                 ", ".join(unable),
             )
         self._channel.servers.begin_update(deadline)
-        return verifier, None if unable else changes
+        return None if unable else changes
 
     def _close_session(self, deadline: Deadline) -> None:
         if self._channel is not None:

@@ -1,115 +1,396 @@
-"""Compares what the servers hold with what was sent, by checksums, tensor by tensor."""
+"""Compares what servers hold with what trainers hold, by HF name, without moving numbers.
+
+Both sides hash what they have (see slices/receiver/megarl_receiver/fingerprint.py). The embedded
+server answers the hashes of whole tensors, a rank of a stock server with the receiver those of the
+boxes that its table names. Each trainer rank hashes what it holds of the same boxes, and one sum
+over the ranks gives what every server should have answered.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import random
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
-from megarl.api.records import WeightUpdateMeta
-from megarl.weight_sync.servers import Deadline, ServerInfo, Servers
-from megarl.wire import block_fp8
-from megarl.wire.checksums import tensor_checksum
+from megarl.api.records import ServersLost, WeightUpdateMeta
+from megarl.models.gather import export_dtype
+from megarl.models.ops import Shape
+from megarl.models.param_loading import local_view
+from megarl.models.piece_table import HfTensor, Piece, PieceTable
+from megarl.transfer.boxes import Box, intersection, uncovered
+from megarl.transfer.geometry import Entry, copies, holders
+from megarl.utils.http import in_thread
+from megarl.weight_sync.phases import Phases
+from megarl.weight_sync.servers import Deadline, ServerInfo, Servers, address_for
+from megarl.weight_sync.slices.link import (
+    Link,
+    Members,
+    PackedTables,
+    open_store,
+    record,
+    spec_of,
+)
+from megarl.weight_sync.slices.quantized import BlockFp8
+from megarl.weight_sync.slices.receiver.megarl_receiver.fingerprint import hash_text, tensor_hash
+from megarl.weight_sync.transports import WeightSource
 
 log = logging.getLogger(__name__)
 
-Checksums = Mapping[str, str]
 SAMPLE = 8  # tensors
+_SHOWN = 3  # tensors of a server
 _TOLD: dict[int, set[str]] = {}  # the servers that a line at this level has named
+ON_GPU = "this has not been run on a GPU yet; weight_sync.verify=full compares it all the same"
+# other numbers are made of what was sent, not copied: FP8 has scales beside it
+PLAIN = ("float32", "bfloat16", "float16")
+
+Checksums = Mapping[str, str]  # by HF name
 
 
-class Verifier:
-    """Collects checksums of the tensors sent, in the dtype the servers hold them, then asks the
-    servers.
+class Part(NamedTuple):
+    """Names a box of an HF tensor, and the dtype in which it is held."""
 
-    names: the tensors to compare, None for all.
+    tensor: str
+    start: Shape
+    stop: Shape
+    dtype: str
 
-    A stock SGLang server fuses (qkv, gate/up) and shards its parameters and hashes them in its own
-    way, so its checksums say nothing about HF tensors. When all tensors are compared, such servers
-    are compared by fingerprints (slices.fingerprints) where they can be. The others are only
-    compared with each other, and a warning says so. Raises RuntimeError where the dtypes that
-    servers hold differ.
+
+@dataclass
+class RecordedTable:
+    """Holds what a server rank's table says. parts: of each entry; None where the entry's parameter
+    does not show what the tensor was. unclear: why, by HF tensor."""
+
+    entries: Sequence[Entry]
+    parts: list[Part | None] = field(default_factory=list)
+    unclear: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, packed: bytes) -> RecordedTable:
+        """Reads a table."""
+        table = json.loads(zlib.decompress(packed))
+        recorded = cls([Entry(*row) for row in table["entries"]])
+        mixed = dict.fromkeys(table["computed"], "is computed from it")
+        mixed |= {p: f"takes {n} elements from two places" for p, n in table["twice"].items()}
+        mixed |= {p: f"is held as {d}" for p, d in table["params"].items() if d not in PLAIN}
+        for param, names in table["computed"].items():
+            recorded.unclear |= dict.fromkeys(names, f"{param} {mixed[param]}")
+        for e in recorded.entries:
+            if e.param in mixed:
+                recorded.unclear[e.tensor] = f"{e.param} {mixed[e.param]}"
+                recorded.parts.append(None)
+            else:
+                dtype = table["params"][e.param]
+                recorded.parts.append(Part(e.tensor, tuple(e.start), tuple(e.stop), dtype))
+        return recorded
+
+
+class Fingerprints:
+    """Compares one sync, on every rank of an engine alike, as `meta.verify` asks.
+
+    `record` comes before `compare`, both in one update session: outside of it parameters may be
+    packed, and a session in which nothing is loaded would pack some a second time. speaker: the
+    rank that asks the servers.
     """
 
     def __init__(
-        self, info: Mapping[str, ServerInfo], names: Collection[str] | None = None
+        self,
+        source: WeightSource,
+        speaker: int,
+        meta: WeightUpdateMeta,
+        deadline: Deadline,
+        phases: Phases,
     ) -> None:
-        self.names = names
-        self.comparable = [s for s, i in info.items() if i.hf_checksums]
-        self.others = [s for s, i in info.items() if not i.hf_checksums]
-        self._replicas = {s: i.replicas for s, i in info.items()}
-        dtypes = {info[s].dtype for s in self.comparable}
-        if len(dtypes) > 1:
-            raise RuntimeError(f"servers hold weights in different dtypes: {dtypes}")
-        self.dtype = dtypes.pop() if dtypes else None
-        self.sent: dict[str, str] = {}
+        self.source, self.meta, self._speaker = source, meta, speaker
+        self._deadline, self._phases = deadline, phases
+        self._link: Link | None = None
+        self._tables: PackedTables = []
+        self._dtypes: dict[str, str] = {}  # of the servers that answer hashes of whole tensors
+        self._not_compared: dict[str, str] = {}  # by server, why
+        names = [t.name for t in source.table.tensors]
+        chosen = names if meta.compares_all else sample(names, meta.number)
+        self._names = [name for name in names if name in chosen]
 
-    @classmethod
-    def of(
-        cls, meta: WeightUpdateMeta, info: Mapping[str, ServerInfo], names: Collection[str]
-    ) -> Verifier | None:
-        """Returns the verifier that `meta.verify` asks for, None for "off". With "sample" it
-        compares some of `names`, but all at the first update."""
-        if meta.verify == "off":
-            return None
-        return cls(info, None if meta.compares_all else sample(names, meta.number))
-
-    def add(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Adds the checksums of these tensors by HF name; FP8 tensors come with their scales."""
-        if not self.comparable:
+    def record(
+        self, info: Mapping[str, ServerInfo], link: Link | None = None, *, why_not: str = ""
+    ) -> None:
+        """Has the servers that can record, best before weights arrive. info, and link where there
+        is one to them all: on the rank that speaks. why_not: nothing is recorded for this reason.
+        Collective. Raises ServersLost."""
+        if self.meta.verify == "off":
             return
-        wanted = (
-            (n, t)
-            for n, t in tensors
-            if self.names is None or n.removesuffix(block_fp8.SUFFIX) in self.names
-        )
-        self.sent |= {
-            n: tensor_checksum(t.to(self.dtype or t.dtype))
-            for n, t in block_fp8.dequantized(wanted)
-        }
+        with self._phases.time("verify"):
+            found = self.source.from_rank(self._speaker, self._record, info, link, why_not)
+            self._dtypes, self._tables = found
 
-    def check(self, deadline: Deadline, proved: Mapping[str, bool] | None = None) -> bool:
-        """Returns whether all servers were compared. proved: servers that fingerprints agree with,
-        and whether they do of all tensors. Raises RuntimeError naming what differs."""
-        proved = proved or {}
-        answers = self._ask(self.comparable, deadline)
-        for server, sums in answers.items():
-            if wrong := differences(self.sent, sums[0]):
+    def compare(self) -> bool:
+        """Returns whether all servers were compared, and whole, which is the metric `verified`.
+        Collective. Raises RuntimeError naming server, rank and tensors where they hold something
+        else than the trainers, ServersLost where some are lost."""
+        if self.meta.verify == "off":
+            return False
+        with self._phases.time("verify"):
+            source = self.source
+            tables = {raw: RecordedTable.of(raw) for _, ranks in self._tables for raw in ranks}
+            parts = [p for table in tables.values() for p in table.parts if p is not None]
+            for dtype in sorted(set(self._dtypes.values())):
+                parts += [_whole(source.table.by_name[n], dtype) for n in self._names]
+            parts = list(dict.fromkeys(parts))
+            answers = source.agreement.together(self._ask)
+            sums = source.agreement.add_up(self._sums(parts)).tolist()
+            expected = dict(zip(parts, sums, strict=True))
+            verified = source.from_rank(self._speaker, self._check, answers, tables, expected)
+        self._phases.metrics["verified"] = float(verified)
+        return bool(verified)
+
+    # ---- on the rank that speaks
+
+    def _record(
+        self, info: Mapping[str, ServerInfo], link: Link | None, why_not: str
+    ) -> tuple[dict[str, str], PackedTables]:
+        dtypes = {a: str(i.dtype).removeprefix("torch.") for a, i in info.items() if i.hf_checksums}
+        stock = {a: i for a, i in info.items() if a not in dtypes}
+        if not self.meta.compares_all:
+            why_not = f"it is compared where all tensors are, not {SAMPLE} of them"
+        elif self.meta.quantization != "none":
+            why_not = "it takes FP8, and trainers hold other numbers"
+        elif self.meta.verify != "full" and self.source.device.type == "cuda":
+            why_not = ON_GPU
+        self._not_compared = {
+            a: why
+            for a, i in stock.items()
+            if (why := why_not or (f"it {i.refuses_slices}" if i.refuses_slices else ""))
+        }
+        able = {a: i.tp for a, i in stock.items() if a not in self._not_compared}
+        if not able:
+            return dtypes, []
+        try:
+            self._link = link or self._reach(able)
+            spec = spec_of(self.source.table, self._dtype)
+            return dtypes, record(self._link, spec, self._deadline)
+        except ServersLost:
+            raise
+        except RuntimeError as e:
+            self._not_compared |= dict.fromkeys(able, str(e))
+            return dtypes, []
+
+    def _reach(self, servers: Mapping[str, int]) -> Link:
+        """Returns a link for commands alone, which no other rank is in."""
+        s, timeout = self.source, self._deadline.left
+        store, where = open_store(address_for(servers), timeout)
+        members = Members(s.layout.world_size, servers, "gloo")
+        return Link(members, s.rank, where, torch.device("cpu"), timeout, store)
+
+    def _ask(self) -> tuple[Future[Any] | None, Future[Any] | None]:
+        """Starts to ask the servers for hashes: of whole tensors, and of the boxes of tables."""
+        if self.source.rank != self._speaker:
+            return None, None
+        names, link = None if self.meta.compares_all else self._names, self._link
+        boxes = in_thread(link.call, "hash", self._deadline) if link and self._tables else None
+        return in_thread(held_checksums, [*self._dtypes], self._deadline, names), boxes
+
+    def _check(
+        self,
+        answers: tuple[Future[Any], Future[Any] | None],
+        tables: Mapping[bytes, RecordedTable],
+        expected: Mapping[Part, int],
+    ) -> bool:
+        """Returns whether all servers hold what is expected, as far as they were asked."""
+        self._check_whole(answers[0].result(), expected)
+        proved = self._check_boxes(answers[1], tables, expected)
+        if self.meta.compares_all:
+            for server, why in self._not_compared.items():
+                level = once_each(logging.WARNING, [server])
+                log.log(level, "weights on %s not verified: %s", server, why)
+        return proved and not self._not_compared
+
+    def _check_whole(
+        self, answers: Mapping[str, Sequence[Checksums]], expected: Mapping[Part, int]
+    ) -> None:
+        """Compares the servers that answer hashes of HF tensors."""
+        by_name = self.source.table.by_name
+        for server, (held, *_) in answers.items():
+            dtype = self._dtypes[server]
+            sent = {n: hash_text(expected[_whole(by_name[n], dtype)]) for n in self._names}
+            if wrong := differences(sent, held):
                 raise RuntimeError(f"server {server} does not hold the weights sent: {wrong}")
         if answers:
             log.log(
                 once_each(logging.INFO, answers),
-                "checksums of %d tensors agree with server %s",
-                len(self.sent),
+                "fingerprints of %d tensors agree with server %s",
+                len(self._names),
                 ", ".join(answers),
             )
-        left = [s for s in self.others if not proved.get(s)]
-        others = self._ask(left, deadline) if self.names is None else {}
-        compare_with_each_other(by_replica(others, self._replicas))
-        others = {s: sums for s, sums in others.items() if s not in proved}
-        if others:
-            log.log(
-                once_each(logging.WARNING, others),
-                "weights on %s not verified: checksums there are of fused and sharded parameters, "
-                "which cannot be compared with HF tensors%s",
-                ", ".join(others),
-                "; these servers do agree with each other" if len(others) > 1 else "",
-            )
-        return not left
 
-    def _ask(self, addresses: Sequence[str], deadline: Deadline) -> dict[str, list[Checksums]]:
-        return held_checksums(addresses, deadline, self.names)
+    def _check_boxes(
+        self,
+        answer: Future[Any] | None,
+        tables: Mapping[bytes, RecordedTable],
+        expected: Mapping[Part, int],
+    ) -> bool:
+        """Compares the servers that have recorded a table. Returns whether that proves all of their
+        tensors."""
+        try:
+            replies = answer.result() if answer is not None else {}
+        except ServersLost:
+            raise
+        except RuntimeError as e:
+            self._not_compared |= dict.fromkeys((server for server, _ in self._tables), str(e))
+            return False
+        wrong = []
+        for server, ranks in self._tables:
+            for rank, (raw, reply) in enumerate(zip(ranks, replies[server], strict=True)):
+                if other := self._differences(tables[raw], reply, expected):
+                    wrong.append(f"server {server}, rank {rank}: {_few(other)}")
+        if wrong:
+            raise RuntimeError(
+                f"servers do not hold the weights sent: {'; '.join(wrong)}. Sync again; where it "
+                "comes back, start these servers anew and look for what else writes to their "
+                "weights"
+            )
+        unclear: dict[tuple[bytes, ...], dict[str, str]] = {}  # servers alike have equal tables
+        for server, ranks in self._tables:
+            key = tuple(ranks)
+            if key not in unclear:
+                unclear[key] = self._unclear([tables[raw] for raw in ranks])
+            self._tell(server, unclear[key])
+        return not any(unclear.values())
+
+    def _differences(
+        self, table: RecordedTable, reply: Mapping[str, Any], expected: Mapping[Part, int]
+    ) -> list[str]:
+        """Returns the boxes in which a rank holds something else, in words."""
+        assert self._link is not None
+        hashes = json.loads(zlib.decompress(self._link.box.take(f"hash/{reply['at']}")))
+        return [
+            f"{_name(part)} in {e.param}"
+            for e, part, number in zip(table.entries, table.parts, hashes, strict=True)
+            if part is not None and expected[part] != number
+        ]
+
+    def _unclear(self, ranks: Sequence[RecordedTable]) -> dict[str, str]:
+        """Returns why, by HF tensor, what a server's ranks said does not prove all of it."""
+        unclear = {name: why for table in ranks for name, why in table.unclear.items()}
+        boxes: dict[str, set[Box]] = {}
+        for part in (p for table in ranks for p in table.parts if p is not None):
+            boxes.setdefault(part.tensor, set()).add((part.start, part.stop))
+        for t in self.source.table.tensors:
+            missing = uncovered(t.shape, boxes.get(t.name, ()))
+            if missing and t.name not in unclear:
+                unclear[t.name] = f"the server keeps {t.numel - missing} of its {t.numel} elements"
+        return unclear
+
+    def _tell(self, server: str, unclear: Mapping[str, str]) -> None:
+        """Says that a server holds nothing wrong, and which tensors that does not prove."""
+        missing = _few([f"{name} ({why})" for name, why in unclear.items()])
+        log.log(
+            once_each(logging.WARNING if unclear else logging.INFO, [server]),
+            "fingerprints of %d tensors agree with all ranks of server %s%s",
+            len(self.source.table.tensors) - len(unclear),
+            server,
+            f"; not proved: {missing}" if unclear else "",
+        )
+
+    # ---- on every rank
+
+    def _dtype(self, name: str) -> torch.dtype:
+        return export_dtype(self.source.table.by_name[name], self.source.dtype)
+
+    @torch.no_grad()
+    def _sums(self, parts: Sequence[Part]) -> torch.Tensor:
+        """Returns the hashes of what this rank answers for of each part, int64 [parts]. Collective
+        where FP8 is sent."""
+        s, order = self.source, {t.name: i for i, t in enumerate(self.source.table.tensors)}
+        own, fp8 = owned_pieces(s.table, s.rank), None
+        if parts and self.meta.quantization == "fp8_block":
+            fp8 = BlockFp8(s, {part.tensor for part in parts})
+            fp8.measure()
+        sums = [torch.zeros((), dtype=torch.int64, device=s.device) for _ in parts]
+        read: dict[str, torch.Tensor] = {}
+        # in HF order, so that a parameter is read once: adapters are merged as it is read
+        places = [order[part.tensor] for part in parts]
+        for i in sorted(range(len(parts)), key=places.__getitem__):
+            part, tensor = parts[i], s.table.by_name[parts[i].tensor]
+            for piece in own(tensor):
+                if piece.param not in read:
+                    read = {piece.param: s.params[piece.param]}
+                box = intersection((piece.start, piece.stop), (part.start, part.stop))
+                if box is not None:
+                    sums[i] += self._sum(part, piece, box, read[piece.param], fp8)
+        return torch.stack(sums).cpu() if sums else torch.zeros(0, dtype=torch.int64)
+
+    def _sum(
+        self, part: Part, piece: Piece, box: Box, param: torch.Tensor, fp8: BlockFp8 | None
+    ) -> torch.Tensor:
+        """Returns the hash of box `box` of a piece, as it is once it has been sent and copied into
+        the server's parameter."""
+        (start, stop), held = box, getattr(torch, part.dtype)
+        values = piece_values(param, piece)
+        values = values[
+            tuple(slice(a - o, b - o) for a, b, o in zip(start, stop, piece.start, strict=True))
+        ]
+        if fp8 is not None and self.source.table.by_name[part.tensor].linear:
+            return tensor_hash(fp8.products(part.tensor, box, values), start, [held])
+        return tensor_hash(values, start, [self._dtype(part.tensor), held])
+
+
+# ---- hashes of what a rank holds
+
+
+def owned_pieces(table: PieceTable, rank: int) -> Callable[[HfTensor], Iterator[Piece]]:
+    """Returns a function that yields the pieces of a tensor that this rank answers for. Of the
+    ranks that hold the same numbers one does, in turn from tensor to tensor."""
+    coords, held_by = table.layout.coords(rank), holders(table.layout)
+    order = {t.name: i for i, t in enumerate(table.tensors)}
+
+    def own(tensor: HfTensor) -> Iterator[Piece]:
+        for alike in copies(tensor).values():
+            ranks = sorted({r for p in alike for r in held_by(p.place)})
+            if ranks[order[tensor.name] % len(ranks)] == rank:
+                yield next(p for p in alike if p.place.holds(coords))
+
+    return own
+
+
+def piece_values(param: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """Returns the numbers of a piece in the shape of its box."""
+    shape = [stop - start for start, stop in zip(piece.start, piece.stop, strict=True)]
+    return local_view(param, piece).reshape(shape)
+
+
+def weight_hashes(
+    table: PieceTable, rank: int, params: Mapping[str, torch.Tensor], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns, for every tensor of the table, what this rank's pieces add to its hash [N] int64 and
+    to the square of its norm [N] float64. Summed over the ranks of the layout, they are the
+    tensors'."""
+    hashes = torch.zeros(len(table.tensors), dtype=torch.int64, device=device)
+    squares = torch.zeros(len(table.tensors), dtype=torch.float64, device=device)
+    own = owned_pieces(table, rank)
+    for i, tensor in enumerate(table.tensors):
+        for piece in own(tensor):
+            values = piece_values(params[piece.param], piece)
+            hashes[i] += tensor_hash(values, piece.start)
+            squares[i] += torch.linalg.vector_norm(values, dtype=torch.float32).double().square()
+    return hashes, squares
+
+
+# ---- what servers say of their weights
 
 
 def held_checksums(
     addresses: Sequence[str], deadline: Deadline, names: Collection[str] | None = None
 ) -> dict[str, list[Checksums]]:
     """Returns the checksums of the tensors that servers hold, of `names` or (None) of all, by
-    server and its ranks. Raises RuntimeError where a server has none, ServersLost where some are
-    lost."""
+    server and its ranks: the embedded server's are hashes of HF tensors, stock SGLang's are its
+    own, of fused and sharded parameters. Raises RuntimeError where a server has none, ServersLost
+    where some are lost."""
     if not addresses:
         return {}
     body: dict[str, Any] = {"action": "checksum"}
@@ -117,64 +398,6 @@ def held_checksums(
         body["names"] = sorted(names)
     answers = Servers(addresses).call("/weights_checker", body, deadline)
     return {server: _checksums(server, answer) for server, answer in answers.items()}
-
-
-def once_each(level: int, servers: Collection[str]) -> int:
-    """Returns `level` if a line at it has not yet named each of these servers, else DEBUG."""
-    told = _TOLD.setdefault(level, set())
-    if told.issuperset(servers):
-        return logging.DEBUG
-    told.update(servers)
-    return level
-
-
-def sample(names: Collection[str], seed: int, size: int = SAMPLE) -> frozenset[str]:
-    """Returns `size` of the names at most, always the same for a seed and others for another."""
-    ordered = sorted(names)
-    return frozenset(random.Random(seed).sample(ordered, min(size, len(ordered))))
-
-
-def differences(sent: Checksums, held: Checksums, show: int = 3) -> str:
-    """Words the first tensors that are missing, differ, or were never sent; "" if all is well.
-
-    A tensor that was not sent may only be another name of one that was (a tied output layer).
-    """
-    known = set(sent.values())
-    kinds = {
-        "missing": [n for n in sent if n not in held],
-        "different": [n for n in sent if n in held and held[n] != sent[n]],
-        "never sent": [n for n, c in held.items() if n not in sent and c not in known],
-    }
-    return "; ".join(
-        f"{kind}: {', '.join(names[:show])}"
-        + (f" and {len(names) - show} more" if len(names) > show else "")
-        for kind, names in kinds.items()
-        if names
-    )
-
-
-def by_replica(
-    held: Mapping[str, Sequence[Checksums]], replicas: Mapping[str, int]
-) -> dict[str, Sequence[Checksums]]:
-    """Returns the checksums of servers' ranks with an entry for each replica of a server, whose
-    ranks follow each other."""
-    found = {}
-    for server, ranks in held.items():
-        size = len(ranks) // replicas[server]
-        for i in range(replicas[server]):
-            name = server if replicas[server] == 1 else f"{server} (replica {i})"
-            found[name] = ranks[i * size : (i + 1) * size]
-    return found
-
-
-def compare_with_each_other(held: Mapping[str, Sequence[Checksums]]) -> None:
-    """Raises RuntimeError where servers, or replicas, of one tensor-parallel degree hold different
-    weights."""
-    by_degree: dict[int, str] = {}
-    for server, ranks in held.items():
-        first = by_degree.setdefault(len(ranks), server)
-        if ranks != held[first]:
-            raise RuntimeError(f"servers {first} and {server} hold different weights")
 
 
 def _checksums(server: str, answer: Any) -> list[Checksums]:
@@ -186,3 +409,46 @@ def _checksums(server: str, answer: Any) -> list[Checksums]:
     ):
         raise RuntimeError(f"server {server}: /weights_checker answered without checksums")
     return [r["checksums"] for r in ranks]
+
+
+def differences(sent: Checksums, held: Checksums) -> str:
+    """Words the first tensors that are missing, differ, or were never sent; "" if all is well.
+
+    A tensor that was not sent may only be another name of one that was (a tied output layer).
+    """
+    known = set(sent.values())
+    kinds = {
+        "missing": [n for n in sent if n not in held],
+        "different": [n for n in sent if n in held and held[n] != sent[n]],
+        "never sent": [n for n, c in held.items() if n not in sent and c not in known],
+    }
+    return "; ".join(f"{kind}: {_few(names)}" for kind, names in kinds.items() if names)
+
+
+def sample(names: Collection[str], seed: int, size: int = SAMPLE) -> frozenset[str]:
+    """Returns `size` of the names at most, always the same for a seed and others for another."""
+    ordered = sorted(names)
+    return frozenset(random.Random(seed).sample(ordered, min(size, len(ordered))))
+
+
+def once_each(level: int, servers: Collection[str]) -> int:
+    """Returns `level` if a line at it has not yet named each of these servers, else DEBUG."""
+    told = _TOLD.setdefault(level, set())
+    if told.issuperset(servers):
+        return logging.DEBUG
+    told.update(servers)
+    return level
+
+
+def _whole(tensor: HfTensor, dtype: str) -> Part:
+    return Part(tensor.name, (0,) * len(tensor.shape), tensor.shape, dtype)
+
+
+def _name(part: Part) -> str:
+    box = ", ".join(f"{a}:{b}" for a, b in zip(part.start, part.stop, strict=True))
+    return f"{part.tensor} [{box}]"
+
+
+def _few(names: Sequence[str]) -> str:
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

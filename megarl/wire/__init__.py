@@ -1,6 +1,5 @@
 """Defines formats that a trainer and a generation server share; no trainer, no server.
 
-checksums      whether two holders of a tensor have the same bits
 buckets        HF tensors in one flat buffer
 handles        memory of this machine as text that another process can map
 delta          what changed between two versions of a bucket

@@ -172,7 +172,7 @@ def test_grpo(name, model, tmp_path):
     assert "<svg" in (run / "report.html").read_text()
     kept = [json.loads(line) for line in (run / "eval_rewards.jsonl").read_text().splitlines()]
     assert [k["step"] for k in kept] == [0, 2, 3] and len({tuple(k["rewards"]) for k in kept}) == 1
-    assert done.stdout.count("checksums of") <= 1  # of four syncs
+    assert done.stdout.count("fingerprints of") <= 1  # of four syncs
     check_books(run, done.stdout, prompts=8, samples=8)
     status, said = replay(run, 3, "--train-only")  # in the same layout, from the first step on
     assert status == 0 and "no difference in steps 1-3" in said, said

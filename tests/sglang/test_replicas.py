@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import pytest
 
 from megarl.api.records import WeightUpdateMeta
 from megarl.weight_sync.servers import Deadline, Servers
-from megarl.weight_sync.verify import Verifier
 from tests.dist.uploads import Upload, run_uploads
 from tests.dist.world import World
 from tests.sglang.conftest import Pair
@@ -46,21 +44,6 @@ def test_both_replicas_hold_what_was_saved(
     assert server.checksums() == [first, second] and server.said() == said
     server.load(pair.m0)
     assert server.checksums()[0] != first and server.said() != said
-
-
-def test_replicas_are_compared_with_each_other(
-    pair: Pair, replicas: RealServer, uploaded: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Also with a server of tp 1: all three hold the same model."""
-    for server in (replicas, pair.one):
-        server.load(uploaded)
-    servers = Servers([replicas.address, pair.one.address])
-    with caplog.at_level(logging.DEBUG):
-        assert not Verifier(servers.info(Deadline(30))).check(Deadline(30))
-    assert "these servers do agree with each other" in caplog.text
-    pair.one.load(pair.m0)
-    with pytest.raises(RuntimeError, match=r"replica 0\) and .* hold different weights"):
-        Verifier(servers.info(Deadline(30))).check(Deadline(30))
 
 
 @pytest.mark.parametrize("type_", ("distributed", "colocated"))

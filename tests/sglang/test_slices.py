@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from megarl.api.records import SaveLoadMeta, WeightUpdateMeta
 from megarl.utils.http import call_json
 from megarl.weight_sync.slices import RECEIVER
-from megarl.weight_sync.slices.fingerprints import Fingerprints
+from megarl.weight_sync.verify import Fingerprints
 from megarl.wire import block_fp8, handles
 from megarl.wire.buckets import Bucket, Member
 from tests.dist.engine_jobs import SP, batch, loss_fn, make_engine, weight_fn

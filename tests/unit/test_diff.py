@@ -24,14 +24,14 @@ from megarl.config.loader import load_config, save_config
 from megarl.config.run import batch_path, recorded_steps
 from megarl.models.param_loading import init_params
 from megarl.models.piece_table import build_piece_table
-from megarl.models.tensor_hash import tensor_hash, weight_hashes
 from megarl.observability import run_log as fp
 from megarl.observability.run_log import FingerprintFile, RunLog, compare, read_fingerprints
 from megarl.parallel.layout import Layout
 from megarl.trainer import step_recorder
 from megarl.trainer.step_recorder import StepRecorder, field_fingerprints, read_batch
 from megarl.utils.files import Fingerprint
-from megarl.wire.checksums import tensor_checksum
+from megarl.weight_sync.slices.receiver.megarl_receiver.fingerprint import hash_text, tensor_hash
+from megarl.weight_sync.verify import weight_hashes
 from tests.full_disk import files_below
 from tests.unit.bigram import BigramEngine, rollout
 from tests.unit.family_configs import config as family
@@ -48,7 +48,7 @@ class Engine(BigramEngine):
 
     def fingerprints(self):
         return {
-            name: Fingerprint(f"{int(tensor_hash(t)):x}", float(t.norm()))
+            name: Fingerprint(hash_text(tensor_hash(t)), float(t.norm()))
             for name, t in self.tensors().items()
         }
 
@@ -76,7 +76,7 @@ class Run:
         monkeypatch.setattr(step_recorder, "held_checksums", self.held)
 
     def held(self, addresses: list[str], deadline: Any) -> dict[str, list[dict[str, str]]]:
-        return {"s": [{n: tensor_checksum(t) for n, t in self.served.items()}]}
+        return {"s": [{n: hash_text(tensor_hash(t)) for n, t in self.served.items()}]}
 
     def go(self, steps: int = STEPS) -> Run:
         for step in range(1, steps + 1):

@@ -13,7 +13,7 @@ from megarl.server.protocol import SamplingParams
 from megarl.server.runner import ModelRunner
 from megarl.server.sequence import ServedSequence, TextTools
 from megarl.server.weights import WeightStore
-from megarl.wire.checksums import tensor_checksum
+from megarl.weight_sync.slices.receiver.megarl_receiver.fingerprint import hash_text, tensor_hash
 from tests.dist.moe_routing import hf_routers
 from tests.tiny import KINDS, MLA_KINDS, MOE_KINDS, VOCAB, save_tiny, tiny_hf
 
@@ -314,14 +314,16 @@ def test_a_dense_model_has_no_routes_to_return(tmp_path):
         ModelRunner(args)
 
 
-def test_checksum_is_of_the_bits_in_row_major_order():
+def test_a_hash_is_of_the_bits_in_row_major_order():
     t = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
-    assert tensor_checksum(t.T.contiguous().T) == tensor_checksum(t)
-    assert tensor_checksum(t.bfloat16()) != tensor_checksum(t)
+    whole = tensor_hash(t)
+    assert tensor_hash(t.T.contiguous().T) == whole != tensor_hash(t.T)
+    assert tensor_hash(t.bfloat16()) != whole
     flipped = t.clone()
     flipped.view(torch.int32)[2, 4] ^= 1
-    assert tensor_checksum(flipped) != tensor_checksum(t)
-    assert len(tensor_checksum(torch.tensor(1.0))) == 64
+    assert tensor_hash(flipped) != whole
+    assert tensor_hash(torch.tensor([0.0])) != tensor_hash(torch.tensor([-0.0]))
+    assert len(hash_text(tensor_hash(torch.tensor(1.0)))) == 16
 
 
 def test_command_line(capsys):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import socket
 import sys
 import threading
@@ -20,7 +19,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.weight_sync.slices.receiver.megarl_receiver import commands, strides
+from megarl.weight_sync.slices.receiver.megarl_receiver import commands, fingerprint
+from megarl.weight_sync.slices.receiver.megarl_receiver.fingerprint import tensor_hash
 from megarl.weight_sync.slices.receiver.megarl_receiver.mailbox import Mailbox
 from megarl.weight_sync.slices.receiver.megarl_receiver.recording import (
     Table,
@@ -28,7 +28,6 @@ from megarl.weight_sync.slices.receiver.megarl_receiver.recording import (
     digest_of,
     record,
 )
-from megarl.weight_sync.slices.receiver.megarl_receiver.strides import box_numbers, fingerprint
 from tests.stock_server import sglang_as
 
 PARAMS = dict(a=(20, 12), b=(2, 6, 10), c=(30,), d=(8, 6), e=(4, 3, 2), f=(7, 4), g=(4, 5))
@@ -163,7 +162,7 @@ def test_slices_land_where_a_load_puts_them(bench: Bench, monkeypatch: pytest.Mo
     for (name, start, stop, *_), held in zip(table.entries, sums, strict=True):
         if name not in "yz":  # computed
             box = values(1)[name][tuple(map(slice, start, stop))]
-            assert held == fingerprint(box, SIZES[name], start, stop), name
+            assert held == int(tensor_hash(box, start)), name
 
 
 BOXES: dict[str, tuple[list[int], list[tuple[list[int], list[int]]]]] = {
@@ -176,40 +175,31 @@ BOXES: dict[str, tuple[list[int], list[tuple[list[int], list[int]]]]] = {
 
 
 @pytest.mark.parametrize("case", BOXES)
-def test_elements_are_numbered_as_in_the_whole(case: str) -> None:
-    """In one go, and from any element of the box on."""
-    shape, boxes = BOXES[case]
-    whole = torch.arange(max(1, math.prod(shape))).view(shape)
-    for start, stop in boxes:
-        wanted = whole[tuple(map(slice, start, stop))].flatten()
-        for first in range(wanted.numel()):
-            count = wanted.numel() - first
-            found = box_numbers(shape, start, stop, first, count, whole.device)
-            assert torch.equal(found, wanted[first:])
-
-
-def test_fingerprints_of_parts_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hashes_of_parts_add_up_to_the_whole(case: str) -> None:
     """However many elements are taken at a time, and of a view in other strides."""
-    shape, boxes = BOXES["matrix"]
+    shape, boxes = BOXES[case]
     x = torch.randn(shape).bfloat16()
-    bits = x.clone()
-    whole = fingerprint(x, shape, [0, 0], shape)
-    monkeypatch.setattr(strides, "ON_HOST", 5)
-    view = x.t().contiguous().t()
-    parts = [fingerprint(view[tuple(map(slice, a, b))], shape, a, b) for a, b in boxes]
-    assert sum(parts) % 2**64 == whole == fingerprint(x, shape, [0, 0], shape)
-    rows = [fingerprint(x[i], shape, [0, 0], shape, first=8 * i) for i in range(6)]
-    assert sum(rows) % 2**64 == whole
-    wide = x.float() * (1 + 1e-4)  # which rounds to the same
-    assert fingerprint(wide, shape, [0, 0], shape, casts=[torch.bfloat16]) == whole
-    double = x.double()
-    fingerprint(double, shape, [0, 0], shape)
-    assert torch.equal(x, bits) and torch.equal(double, bits.double()), "nothing is written"
+    view, wide = x.t().contiguous().t() if x.ndim == 2 else x, x.float() * (1 + 1e-4)
+    whole, bits = int(tensor_hash(x)), x.clone()
+    for start, stop in boxes:
+        box = tuple(map(slice, start, stop))
+        inside = torch.zeros(shape, dtype=torch.bool)
+        inside[box] = True
+        rest = tensor_hash(torch.where(inside, torch.zeros_like(x), x))
+        for part in (x[box], view[box]):
+            assert int(tensor_hash(part, start) + rest) == whole
+        assert int(tensor_hash(wide[box], start, [torch.bfloat16]) + rest) == whole
+    assert torch.equal(x, bits), "nothing is written"
+
+
+def test_a_hash_of_many_elements_at_a_time_is_that_of_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(6, 8).bfloat16()
+    whole = int(tensor_hash(x))
+    monkeypatch.setattr(fingerprint, "ON_HOST", 20)
+    assert int(tensor_hash(x)) == whole
     swapped = x.clone()
     swapped[0, :2] = x[0, :2].flip(0)
-    x[5, 7] += 1
-    for other in (x, swapped):
-        assert fingerprint(other, shape, [0, 0], shape) != whole
+    assert int(tensor_hash(swapped)) != whole
 
 
 @pytest.mark.parametrize(

@@ -6,23 +6,26 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from megarl.api.records import WeightUpdateMeta
+from megarl.models.piece_table import HfTensor, Piece, PieceTable, Place, View
 from megarl.parallel.agreement import Agreement
+from megarl.parallel.layout import Layout
 from megarl.utils.env import address_towards
 from megarl.utils.http import HttpError, call_json, in_thread, split_address
 from megarl.weight_sync.phases import Phases
 from megarl.weight_sync.servers import Answer, BucketTransfer, Deadline, ServerInfo, Servers
-from megarl.weight_sync.slices.fingerprints import Fingerprints
-from megarl.weight_sync.verify import Verifier, sample
-from megarl.wire.checksums import tensor_checksum
+from megarl.weight_sync.slices.receiver.megarl_receiver.fingerprint import hash_text, tensor_hash
+from megarl.weight_sync.transports import WeightSource
+from megarl.weight_sync.verify import Fingerprints, held_checksums, sample
 
 SILENCE = "silence"  # an answer that never comes
 
@@ -122,8 +125,8 @@ def test_no_answer_is_bounded(fakes: Any) -> None:
 def test_junk_from_a_server_is_one_readable_line(fakes: Any, junk: Any) -> None:
     fake = fakes(server_info=(200, junk), model_info=(200, junk), weights_checker=(200, junk))
     servers, deadline = Servers([fake.address]), Deadline(10)
-    verifier = Verifier({fake.address: ServerInfo(tp=1, dtype=torch.float32, hf_checksums=True)})
-    for ask in (servers.info, servers.started_again, verifier.check):
+    asks = (servers.info, servers.started_again, partial(held_checksums, [fake.address]))
+    for ask in asks:
         with pytest.raises(RuntimeError, match=f"^server {fake.address}: /") as e:
             ask(deadline)
         assert "\n" not in str(e.value)
@@ -175,76 +178,104 @@ def test_servers_without_sessions_need_none(fakes: Any) -> None:
         Servers([old.address, broken.address]).begin_update(Deadline(10))
 
 
-def checker(sums: dict[str, str]) -> dict[str, Any]:
+def checker(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """What an embedded server of these tensors answers."""
+    sums = {name: hash_text(tensor_hash(t)) for name, t in tensors.items()}
     return {"weights_checker": (200, {"ranks": [{"checksums": sums}]})}
+
+
+def source_of(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> WeightSource:
+    """One rank that holds these and sends them in `dtype`."""
+    pieces = {
+        n: Piece(Place(0, 0, tp=0), n, View(0, tuple(t.shape), t.stride()), (0,), tuple(t.shape))
+        for n, t in tensors.items()
+    }
+    table = PieceTable(
+        None,  # type: ignore[arg-type]
+        Layout(),
+        0,
+        tuple(HfTensor(n, tuple(t.shape), (pieces[n],)) for n, t in tensors.items()),
+        (),
+    )
+    return WeightSource(table, table.layout, 0, tensors, dtype=dtype)
+
+
+OURS = ServerInfo(tp=1, dtype=torch.float32, hf_checksums=True)
+STOCK = ServerInfo(tp=1, dtype=None, hf_checksums=False)
+
+
+def compare(
+    tensors: Mapping[str, torch.Tensor],
+    info: Mapping[str, ServerInfo],
+    *,
+    verify: Any = "full",
+    dtype: torch.dtype = torch.float32,
+) -> bool:
+    meta = WeightUpdateMeta(type="distributed", version=3, addresses=tuple(info), verify=verify)
+    phases = Phases()
+    fingerprints = Fingerprints(source_of(tensors, dtype), 0, meta, Deadline(10), phases)
+    fingerprints.record(info)
+    verified = fingerprints.compare()
+    assert phases.metrics["verified"] == verified
+    return verified
 
 
 def test_agreement_is_one_line_a_sync_and_at_info_only_once(
     fakes: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    info = ServerInfo(tp=1, dtype=torch.float32, hf_checksums=True)
-    servers = [fakes(**checker({"w": tensor_checksum(torch.ones(2))})) for _ in range(3)]
+    tensors = {"w": torch.ones(2)}
+    servers = [fakes(**checker(tensors)) for _ in range(3)]
     with caplog.at_level(logging.DEBUG, logger="megarl.weight_sync.verify"):
         for some in (servers[:2], servers[:2], servers):  # the third comes later
-            verifier = Verifier({s.address: info for s in some})
-            verifier.add([("w", torch.ones(2))])
-            assert verifier.check(Deadline(10))
+            assert compare(tensors, {s.address: OURS for s in some})
     lines = [r for r in caplog.records if r.name == "megarl.weight_sync.verify"]
     assert [r.levelno for r in lines] == [logging.INFO, logging.DEBUG, logging.INFO]
-    both = f"checksums of 1 tensors agree with server {servers[0].address}, {servers[1].address}"
+    both = f"fingerprints of 1 tensors agree with server {servers[0].address}, {servers[1].address}"
     assert lines[0].getMessage() == both
 
 
 def test_verification_names_server_and_tensor(fakes: Any) -> None:
-    info = ServerInfo(tp=1, dtype=torch.float32, hf_checksums=True)
-    sums = {"w": tensor_checksum(torch.ones(2)), "b": tensor_checksum(torch.zeros(2))}
-
-    def check(*servers: Fake) -> bool:
-        verifier = Verifier({s.address: info for s in servers})
-        verifier.add([("w", torch.ones(2).bfloat16()), ("b", torch.zeros(2).bfloat16())])
-        return verifier.check(Deadline(10))
-
-    good, bad = fakes(**checker(sums)), fakes(**checker(sums | {"w": "?"}))
-    assert check(good)
-    with pytest.raises(RuntimeError, match=f"{bad.address} does not hold .*different: w$"):
-        check(good, bad)
+    """What was sent in bf16 is held in fp32."""
+    held = {"w": torch.ones(2), "b": torch.zeros(2)}
+    ours = {"w": torch.full([2], 1 + 2**-12), "b": torch.zeros(2)}
+    good, bad = fakes(**checker(held)), fakes(**checker(held | {"w": torch.zeros(2)}))
+    assert compare(ours, {good.address: OURS}, dtype=torch.bfloat16)
+    for kw in ({"info": {good.address: OURS, bad.address: OURS}}, {"verify": "sample"}):
+        info = {"info": {bad.address: OURS}} | kw
+        with pytest.raises(RuntimeError, match=f"{bad.address} does not hold .*different: w$"):
+            compare(ours, dtype=torch.bfloat16, **info)
+    with pytest.raises(RuntimeError, match=f"{good.address} does not hold .*different: w$"):
+        compare(ours, {good.address: OURS})
     with pytest.raises(RuntimeError, match="answered without checksums"):
-        check(fakes(weights_checker=(200, {})))
+        compare(ours, {fakes(weights_checker=(200, {})).address: OURS})
 
 
-def test_stock_servers_cannot_be_verified_and_that_is_said(
+def test_servers_without_the_receiver_cannot_be_verified_and_that_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert compare({"w": torch.ones(1)}, {"stock:1": STOCK}) is False
+        assert compare({"w": torch.ones(1)}, {"stock:1": STOCK}) is False
+    (line,) = caplog.messages  # the second time at debug
+    assert "stock:1 not verified: it was not started with --custom-weight-loader" in line
+
+
+def test_a_sample_asks_for_a_few_tensors_and_leaves_stock_servers_alone(
     fakes: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fake = fakes(**checker({"model.layers.0.self_attn.qkv_proj.weight": "1"}))
-    verifier = Verifier({fake.address: ServerInfo(tp=1, dtype=None, hf_checksums=False)})
-    verifier.add([("model.layers.0.self_attn.q_proj.weight", torch.ones(1))])
+    tensors = {f"w{i}": torch.ones(1) for i in range(100)}
+    few = sample(tensors, seed=3)
+    assert few == sample(reversed(tensors), seed=3) != sample(tensors, seed=4)  # type: ignore[arg-type]
+    assert len(few) == 8 and few < set(tensors) and sample(["a"], 1) == {"a"}
+    good, other = fakes(**checker({n: tensors[n] for n in few})), fakes()
+    info = {good.address: OURS, other.address: STOCK}
     with caplog.at_level(logging.WARNING):
-        assert verifier.check(Deadline(10)) is False
-        assert verifier.check(Deadline(10)) is False
-    (line,) = caplog.messages  # the second time at debug
-    assert f"weights on {fake.address} not verified" in line
-
-
-def test_a_sample_asks_for_a_few_tensors_and_leaves_stock_servers_alone(fakes: Any) -> None:
-    ours = ServerInfo(tp=1, dtype=torch.float32, hf_checksums=True)
-    stock = ServerInfo(tp=1, dtype=None, hf_checksums=False)
-    names = [f"w{i}" for i in range(100)]
-    few = sample(names, seed=3)
-    assert few == sample(reversed(names), seed=3) != sample(names, seed=4)
-    assert len(few) == 8 and few < set(names) and sample(["a"], 1) == {"a"}
-    one = tensor_checksum(torch.ones(1))
-    good, other = fakes(**checker(dict.fromkeys(few, one))), fakes()
-
-    def verifier(weight: float) -> Verifier:
-        v = Verifier({good.address: ours, other.address: stock}, few)
-        v.add((n, torch.full([1], weight)) for n in names)
-        return v
-
-    assert verifier(1.0).check(Deadline(10)) is False  # the stock server was not compared
+        assert compare(tensors, info, verify="sample") is False  # one was not compared
     assert good.asked == [("/weights_checker", {"action": "checksum", "names": sorted(few)})]
-    assert not other.asked
-    with pytest.raises(RuntimeError, match=f"different: {min(few, key=names.index)}"):
-        verifier(2.0).check(Deadline(10))
+    assert not other.asked and not caplog.messages
+    wrong = {n: t + 1 for n, t in tensors.items()}
+    with pytest.raises(RuntimeError, match=f"different: {min(few, key=list(tensors).index)}"):
+        compare(wrong, info, verify="sample")
 
 
 def later(seconds: float, error: str | None = None) -> Answer:
@@ -285,14 +316,15 @@ def test_a_rank_on_its_own_agrees_with_itself() -> None:
 def test_stock_servers_of_gpus_record_only_if_asked(caplog: pytest.LogCaptureFixture) -> None:
     """The first sync compares everything that servers say by themselves; nothing is recorded there
     on a GPU, where this has never been run."""
-    source: Any = SimpleNamespace(rank=0, device=torch.device("cuda"), agreement=Agreement(None))
+    source = source_of({"w": torch.ones(1)}, torch.float32)
+    source.device = torch.device("cuda")
     meta = WeightUpdateMeta(
         type="distributed", version=1, addresses=("a:1",), verify="sample", first=True
     )
     assert meta.compares_all
-    loader = ("megarl_receiver.load",)
-    info = ServerInfo(tp=1, dtype=None, hf_checksums=False, loaders=loader)
+    info = replace(STOCK, loaders=("megarl_receiver.load",))
     fingerprints = Fingerprints(source, 0, meta, Deadline(5), Phases())
     fingerprints.record({"a:1": info})  # connects nowhere
-    assert fingerprints.compare() == {}
-    assert "server a:1 is not compared by HF name: this has not been run on a GPU" in caplog.text
+    source.device = torch.device("cpu")
+    assert fingerprints.compare() is False
+    assert "weights on a:1 not verified: this has not been run on a GPU" in caplog.text

@@ -65,7 +65,7 @@ def stream(plan: SyncPlan, log: list[str], *, sends: bool) -> GroupStream:
     return GroupStream(
         source=cast(Any, SimpleNamespace(agreement=alone, device=torch.device("cpu"))), plan=plan,
         gatherer=cast(Any, Gatherer(log)), pair=pair if sends else [],
-        channel=cast(Any, Channel(log)) if sends else None, verifier=None, changes=None,
+        channel=cast(Any, Channel(log)) if sends else None, changes=None,
         meta=WeightUpdateMeta(type="distributed", version=1), deadline=Deadline(60),
         phases=Phases(),
     )  # fmt: skip

@@ -7,7 +7,7 @@ Then all ranks know all scales, and each quantises what it sends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from itertools import accumulate
 
@@ -23,19 +23,20 @@ from megarl.weight_sync.transports import WeightSource
 from megarl.wire.block_fp8 import BLOCK, LARGEST, STRIP, SUFFIX, scale_shape
 
 FP8 = torch.float8_e4m3fn
-Read = Callable[[torch.Tensor], None]  # copies numbers of a parameter into a flat tensor
+Read = Callable[[torch.Tensor], object]  # copies numbers of a parameter into a flat tensor
 
 
 class BlockFp8:
-    """Quantises a source's weights. table: of what is sent: linear maps in FP8, and the scales of
-    each, which all ranks have that hold any of it.
+    """Quantises a source's weights, or those in `names`. table: of what is sent: linear maps in
+    FP8, and the scales of each, which all ranks have that hold any of it.
 
     Memory: a number for each block of the model, and STRIP rows of a slice in fp32.
     """
 
-    def __init__(self, source: WeightSource) -> None:
+    def __init__(self, source: WeightSource, names: Collection[str] | None = None) -> None:
         self._source = source
-        linear = [t for t in source.table.tensors if t.linear]
+        chosen = (t for t in source.table.tensors if names is None or t.name in names)
+        linear = [t for t in chosen if t.linear]
         self.table = replace(source.table, tensors=tuple(_with_scales(source.table)))
         coords = source.layout.coords(source.rank)
         self._held = [(t, list(t.held_by(coords))) for t in linear]
@@ -74,16 +75,29 @@ class BlockFp8:
         """Writes box `box` of a linear map into `out`, FP8 [numbers of the box]; read: copies its
         numbers, in the dtype they are sent in without FP8, into a flat tensor."""
         (top, left), (bottom, right) = box
-        scales = self._scales(name, self._source.table.by_name[name].shape)
-        values = torch.empty(numel(box), dtype=self.plain_dtype(name), device=scales.device)
+        values = torch.empty(numel(box), dtype=self.plain_dtype(name), device=self._flat.device)
         read(values)
-        columns = torch.arange(left, right, device=scales.device) // BLOCK
-        rows = torch.arange(top, bottom, device=scales.device) // BLOCK
         width = right - left
-        for first in range(0, len(rows), STRIP):
-            strip = slice(first * width, min(first + STRIP, len(rows)) * width)
-            steps = scales[rows[first : first + STRIP]][:, columns].flatten()
+        for first in range(0, bottom - top, STRIP):
+            last = min(first + STRIP, bottom - top)
+            strip = slice(first * width, last * width)
+            steps = self._steps(name, ((top + first, left), (top + last, right))).flatten()
             out[strip].copy_((values[strip].float() / steps).clamp_(-LARGEST, LARGEST).to(FP8))
+
+    def products(self, name: str, box: Box, values: torch.Tensor) -> torch.Tensor:
+        """Returns what a server holds of box `box` of a linear map that multiplies what it receives
+        by the scales: float32 [rows, columns]. values: the source's numbers there."""
+        out = torch.empty(numel(box), dtype=FP8, device=values.device)
+        self.quantize(name, box, lambda flat: flat.copy_(values.reshape(-1)), out)
+        return out.view(values.shape).float() * self._steps(name, box)
+
+    def _steps(self, name: str, box: Box) -> torch.Tensor:
+        """Returns the scale of each number of a box, [rows, columns]."""
+        scales = self._scales(name, self._source.table.by_name[name].shape)
+        rows, columns = (
+            torch.arange(a, b, device=scales.device) // BLOCK for a, b in zip(*box, strict=True)
+        )
+        return scales[rows][:, columns]
 
     def _scales(self, name: str, shape: Shape) -> torch.Tensor:
         start, size = self._starts[name], scale_shape(shape)

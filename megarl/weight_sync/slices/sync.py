@@ -46,7 +46,6 @@ from megarl.weight_sync.servers import (
     address_for,
 )
 from megarl.weight_sync.slices.changes import Group, Names, Outgoing, SliceChanges
-from megarl.weight_sync.slices.fingerprints import Fingerprints
 from megarl.weight_sync.slices.link import (
     MARGIN,
     Link,
@@ -59,7 +58,7 @@ from megarl.weight_sync.slices.link import (
 )
 from megarl.weight_sync.slices.quantized import BlockFp8
 from megarl.weight_sync.transports import WeightSource
-from megarl.weight_sync.verify import Verifier
+from megarl.weight_sync.verify import Fingerprints
 
 log = logging.getLogger(__name__)
 
@@ -191,7 +190,7 @@ class SliceSync:
     def _connect(self, target: _Target, meta: WeightUpdateMeta, deadline: Deadline) -> str:
         """Records, plans and joins. Returns why slices cannot be sent. Collective."""
         s, agreement = self.source, self.source.agreement
-        why, self._info = self._from_speaker(self._survey, target, deadline)
+        why, self._info = self.source.from_rank(self._speaker, self._survey, target, deadline)
         if why:
             return why
         servers = {a: i.tp for a, i in self._info.items()}
@@ -202,7 +201,7 @@ class SliceSync:
             return "servers are at 127.0.0.1 and trainers on several machines; name their address"
         self._fp8 = BlockFp8(s) if target.quantization == "fp8_block" else None
         self._open(members, deadline)
-        tables = self._from_speaker(self._record, deadline)
+        tables = self.source.from_rank(self._speaker, self._record, deadline)
         # servers alike have equal tables: each is read once
         distinct = {raw for _, ranks in tables for raw in ranks}
         read = {raw: json.loads(zlib.decompress(raw)) for raw in distinct}
@@ -236,12 +235,6 @@ class SliceSync:
         agreement.together(self._end_session, deadline)
         return ""
 
-    def _from_speaker(self, fn: Any, *args: Any) -> Any:
-        """Returns on every rank what `fn` returns on the one that speaks. Collective."""
-        speaks, agreement = self.source.rank == self._speaker, self.source.agreement
-        found = agreement.together(lambda: fn(*args) if speaks else None)
-        return agreement.gather_from([self._speaker], found)[0]
-
     def _survey(self, target: _Target, deadline: Deadline) -> tuple[str, dict[str, ServerInfo]]:
         """Asks the servers what they are."""
         self._servers = Servers(target.addresses)
@@ -257,7 +250,7 @@ class SliceSync:
             stores.append(store)
             return where
 
-        where = self._from_speaker(meeting)
+        where = self.source.from_rank(self._speaker, meeting)
 
         def reach() -> None:
             s = self.source
@@ -319,7 +312,7 @@ class SliceSync:
     def _stream(self, meta: WeightUpdateMeta, deadline: Deadline, phases: Phases) -> None:
         """Sends everything or what has changed, then names the version. Collective."""
         agreement = self.source.agreement
-        names = self._from_speaker(self._begin, meta, deadline)
+        names = self.source.from_rank(self._speaker, self._begin, meta, deadline)
         if self._fp8 is not None:
             with phases.time("encode"):
                 self._fp8.measure()
@@ -327,7 +320,7 @@ class SliceSync:
             sent, received = agreement.together(self._transfer, meta, deadline, names)
         fingerprints = Fingerprints(self.source, self._speaker, meta, deadline, phases)
         fingerprints.record(self._info, self._link)
-        proved = fingerprints.compare()
+        fingerprints.compare()
         agreement.together(self._accept, meta, deadline)
         if names is None:
             self._sent.forget()
@@ -335,12 +328,6 @@ class SliceSync:
             keep = self._sent.keep
             agreement.together(keep, names.id, self._groups, self.source.params)
             phases.add("encode", self._sent.seconds)
-        if meta.verify != "off":
-            with phases.time("verify"):
-                verified = agreement.gather(
-                    agreement.together(self._verify, meta, deadline, proved)
-                )
-            phases.metrics["verified"] = float(any(verified))
         mine = self._sent.counts + Counter(bytes=sent)
         extra = _memory(self._groups, changes=names is not None)
         figures = agreement.gather((mine, extra, received))
@@ -394,15 +381,6 @@ class SliceSync:
             body = load_body(version=meta.number, last=True, flush=meta.flush_cache)
             self._link.call("accept", deadline, body=body)
             self._servers.end_update(deadline)
-
-    def _verify(
-        self, meta: WeightUpdateMeta, deadline: Deadline, proved: Mapping[str, bool]
-    ) -> bool:
-        """Compares servers with each other that fingerprints cannot be had of."""
-        if self._servers is None:
-            return False
-        verifier = Verifier.of(meta, self._info, [t.name for t in self.source.table.tensors])
-        return verifier is not None and verifier.check(deadline, proved)
 
 
 # ---- why whole tensors are sent instead

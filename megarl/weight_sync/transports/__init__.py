@@ -8,8 +8,8 @@ megarl's own also has a line in config/rollout.py, where names, help and require
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -68,6 +68,12 @@ class WeightSource:
         self.adapters, self.base_model_path = adapters, base_model_path
         self.device = next(iter(params.values())).device
         self.agreement = Agreement(group)
+
+    def from_rank(self, rank: int, fn: Callable[..., Any], *args: Any) -> Any:
+        """Returns on every rank what fn(*args) returns on one of them, which calls it. Collective.
+        Raises everywhere where it does there."""
+        value = self.agreement.together(lambda: fn(*args) if self.rank == rank else None)
+        return self.agreement.gather_from([rank], value)[0]
 
 
 class Transport(ABC):

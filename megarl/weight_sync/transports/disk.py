@@ -9,12 +9,11 @@ from pathlib import Path
 
 from megarl.api.records import WeightUpdateMeta
 from megarl.ckpt.hf import save_hf
-from megarl.ckpt.safetensors import SafetensorsDir
 from megarl.config.rollout import TRANSPORTS
 from megarl.weight_sync.phases import Phases
-from megarl.weight_sync.servers import Deadline, Servers
+from megarl.weight_sync.servers import Deadline, ServerInfo, Servers
 from megarl.weight_sync.transports import Transport, WeightSource
-from megarl.weight_sync.verify import Verifier
+from megarl.weight_sync.verify import Fingerprints
 
 _VERSION = re.compile(r"v\d+")
 
@@ -47,21 +46,21 @@ class DirectoryTransport(Transport):
         with phases.time("save"):
             self.save(target)
 
-        def load() -> None:
-            if self.source.rank != 0:
-                return
+        def load() -> dict[str, ServerInfo]:
             servers = Servers(meta.addresses)
             with phases.time("load_wait"):
                 self.load(servers, target, meta, deadline)
-            if meta.verify != "off" and not self.requirements.adapters:
-                with phases.time("verify"):
-                    verified = verify_files(servers, target, meta, deadline)
-                    phases.metrics["verified"] = float(verified)
             nbytes = sum(f.stat().st_size for f in target.glob("*.safetensors"))
             phases.metrics["bytes"] = float(nbytes)
-            remove_other_versions(target)
+            return servers.info(deadline) if compares else {}
 
-        self.source.agreement.together(load)
+        compares = meta.verify != "off" and not self.requirements.adapters
+        info = self.source.from_rank(0, load)
+        if compares:
+            fingerprints = Fingerprints(self.source, 0, meta, deadline, phases)
+            fingerprints.record(info, why_not="it has loaded files by itself")
+            fingerprints.compare()
+        self.source.from_rank(0, remove_other_versions, target)
 
 
 class DiskTransport(DirectoryTransport):
@@ -84,21 +83,6 @@ class DiskTransport(DirectoryTransport):
             "flush_cache": meta.flush_cache,
         }
         servers.call("/update_weights_from_disk", body, deadline)
-
-
-def verify_files(
-    servers: Servers, directory: Path, meta: WeightUpdateMeta, deadline: Deadline
-) -> bool:
-    """Returns whether every server was compared with the files (see `Verifier.check`). Raises
-    RuntimeError naming the tensors that differ."""
-    with SafetensorsDir(directory) as files:
-        names = list(files.names())
-        verifier = Verifier.of(meta, servers.info(deadline), names)
-        assert verifier is not None, "who wants no verification does not call this"
-        for name in names if verifier.names is None else verifier.names:
-            box = tuple(slice(0, n) for n in files.stored(name).shape)
-            verifier.add([(name, files.read(name, box))])
-    return verifier.check(deadline)
 
 
 def remove_other_versions(keep: Path) -> None:

@@ -9,7 +9,7 @@ name; everything else goes through a store of the trainers:
     holds    the trainers' name for the weights that are here, if nothing else has come since
     receive  take this rank's slices, round by round, and copy them in place as a plan says; or
              their changes against the weights that it holds
-    hash     a fingerprint of each part of an HF tensor here, read back from the parameters
+    hash     the hash of each part of an HF tensor here, read back from the parameters
     accept   nothing; the request carries the version, once every rank has received
     leave    leave the group
 
@@ -36,11 +36,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from .holding import Holding
+from .fingerprint import Holding, tensor_hash
 from .mailbox import TOKEN, Mailbox
 from .messages import HEAD, HEADS, laid_out, land
 from .recording import Table, digest_of, record, state
-from .strides import fingerprint
 
 CONNECT_TIMEOUT = 30.0  # seconds to reach the store
 POLL = 0.002  # seconds between looks after messages under way
@@ -294,17 +293,18 @@ def _wait(order: Order, works: Sequence[Any], until: float) -> None:
 
 
 def _hash(order: Order) -> dict[str, Any]:
-    """Replies the fingerprint of every entry of the table, read back from the live parameters."""
+    """Replies the hash of every entry of the table, read back from the live parameters."""
     table = held.table
     if table is None or table.digest != digest_of(order.model):
         raise RuntimeError("there is no table of these parameters: record first")
-    params, shapes = state(order.model), {name: shape for name, shape, _ in held.spec}
-    sums = []
+    params, hashes = state(order.model), []
     for e in table.entries:
         view = params[e.param].as_strided(tuple(e.shape), tuple(e.strides), e.offset)
-        sums.append(fingerprint(view, shapes[e.tensor], e.start, e.stop))
-    order.box.put(order.place("hash"), zlib.compress(json.dumps(sums).encode()))
-    return {"entries": len(sums)}
+        extent = [stop - start for start, stop in zip(e.start, e.stop, strict=True)]
+        hashes.append(tensor_hash(view.reshape(extent), e.start))
+    numbers = torch.stack(hashes).tolist() if hashes else []
+    order.box.put(order.place("hash"), zlib.compress(json.dumps(numbers).encode()))
+    return {"entries": len(numbers)}
 
 
 def _accept(order: Order) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from .fingerprint import BITS
 from .recording import Entry
 
 KINDS = ("gaps", "bitmap", "dense")
@@ -21,7 +22,6 @@ HEAD = 2  # numbers of a head
 HEADS = 1 << 20  # tags of heads begin here: a plan has fewer rounds
 ROW = 5 * 8  # bytes of a row of the table
 _SKIP = 255
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # first byte in the message, last, dtype, parameter, offset, shape, strides
 View = tuple[int, int, torch.dtype, str, int, Sequence[int], Sequence[int]]

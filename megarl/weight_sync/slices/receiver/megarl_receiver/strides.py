@@ -1,4 +1,4 @@
-"""Turns strided views of tensors into boxes of them, and sums elements up by their numbers."""
+"""Turns strided views of tensors into boxes of them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ Ints = Sequence[int]
 # step in the HF tensor, size, and another number: the step in the parameter, or a start
 Dim = tuple[int, int, int]
 Box = tuple[Ints, Ints, int, list[tuple[int, int]]]
-MODULUS = 1 << 64
-ON_HOST, ON_DEVICE = 1 << 16, 1 << 22  # elements at a time: those of a cache, and more
 
 
 def grid(first: int, shape: Ints, steps: Ints) -> torch.Tensor:
@@ -90,88 +88,3 @@ def _box(shape: Ints, first: int, dims: list[Dim]) -> Any:
         if step == whole[d]:
             view.append((1, view[-1][0] * view[-1][1] if view else 1))
     return start, tuple(stop), view[::-1]
-
-
-def fingerprint(
-    view: torch.Tensor,
-    shape: Ints,
-    start: Ints,
-    stop: Ints,
-    *,
-    first: int = 0,
-    casts: Sequence[torch.dtype] = (),
-) -> int:
-    """Returns the sum over elements of (bits times a weight by the element's number in its tensor),
-    modulo 2^64.
-
-    view: the elements, in row-major order, of box [start, stop) of a tensor of `shape`, from the
-    `first` of the box on. casts: what they are cast to, one after the other, before.
-
-    It is additive: the parts of a tensor add up to the tensor, in whatever layout. It finds what
-    differs by accident, and is no defence against somebody who wants it to be equal. It takes
-    memory for some numbers at a time (ON_HOST, ON_DEVICE), 8 bytes each, a few times over.
-    """
-    total = 0
-    for part in _chunks(view, ON_HOST if view.device.type == "cpu" else ON_DEVICE):
-        numbers = box_numbers(shape, start, stop, first, part.numel(), part.device)
-        first += part.numel()
-        for dtype in casts:
-            part = part.to(dtype)
-        total += _weighted_sum(part, numbers)
-    return total % MODULUS
-
-
-def box_numbers(
-    shape: Ints, start: Ints, stop: Ints, first: int, count: int, device: torch.device
-) -> torch.Tensor:
-    """Returns int64 [count], the numbers in a tensor of `shape` of the elements of box
-    [start, stop) in row-major order, from the `first` of the box on."""
-    return _numbers(_merged(shape, start, stop), first, count, device)
-
-
-def _numbers(dims: list[Dim], first: int, count: int, device: torch.device) -> torch.Tensor:
-    (step, size, low), *outer = dims
-    if not outer:
-        return torch.arange(low + first, low + first + count, device=device).mul_(step)
-    (row, begin), (rows, rest) = divmod(first, size), divmod(count, size)
-    if begin or rest:  # no whole rows
-        at = torch.arange(begin, begin + count, device=device)
-        there = _numbers(outer, row, -(-(begin + count) // size), device)
-        return there[at // size] + (at % size).add_(low).mul_(step)
-    inner = torch.arange(low, low + size, device=device).mul_(step)
-    return (_numbers(outer, row, rows, device).unsqueeze(1) + inner).flatten()
-
-
-def _merged(shape: Ints, start: Ints, stop: Ints) -> list[Dim]:
-    """Returns the dimensions of a box from the innermost on, those that it spans joined with the
-    next: (step in the tensor, size in the box, its start), the last two in such steps."""
-    dims = list(zip(shape, start, stop, strict=True)) or [(1, 0, 1)]
-    found: list[Dim] = []
-    step, inner = 1, 1  # inner: elements of the dimensions that the box spans
-    for d in range(len(dims) - 1, -1, -1):
-        n, low, high = dims[d]
-        inner, spanned = inner * n, inner
-        if d and (low, high) == (0, n):
-            continue
-        found.append((step, (high - low) * spanned, low * spanned))
-        step, inner = step * inner, 1
-    return found
-
-
-def _chunks(view: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
-    """Yields parts of a view in row-major order, of at most `most` elements."""
-    if view.numel() <= most:
-        yield view
-        return
-    d = next(d for d, n in enumerate(view.shape) if n > 1)
-    step = max(1, most * view.shape[d] // view.numel())
-    for i in range(0, view.shape[d], step):
-        yield from _chunks(view.narrow(d, i, min(step, view.shape[d] - i)), most)
-
-
-def _weighted_sum(values: torch.Tensor, numbers: torch.Tensor) -> int:
-    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
-    bits = values.contiguous().view(kind).to(torch.int64).flatten()
-    w = numbers.mul_(-7046029254386353131).add_(1442695040888963407)
-    w = (w ^ (w >> 29)).mul_(-4658895280553007687)
-    return int((w ^ (w >> 32)).bitwise_or_(1).mul_(bits + 1).sum())
