@@ -31,6 +31,7 @@ log = get_logger(__name__)
 
 # aborts in a row, without a token and without a pause of ours, before it is an error
 MAX_FRUITLESS_ABORTS = 20
+EXACT_TRIES = 2  # of those in a row that go on with an answer to the bit
 ABORT_DELAY = 0.1  # seconds before a sample that somebody else's pause aborted is sent again
 ABORT_TIMEOUT = 10.0  # seconds in which a server brings the tokens of a request that it aborts
 SETTLE_TIMEOUT = 5.0  # seconds a pause's partial answers may take to arrive
@@ -116,7 +117,9 @@ class Generator:
             if holds != self._holds:  # a pause is not the time of a server that fails
                 holds, retries = self._holds, Retries(self._retry_timeout)
             try:
-                gained = await self._ask(unfinished, begun, home, failed)
+                # reading a token at a time may take longer than a request may
+                exact = fruitless < EXACT_TRIES
+                gained = await self._ask(unfinished, begun, home, failed, exact=exact)
             except HttpError as error:
                 # on its way across an update: the adapter it names is gone
                 if self.adapter is None or holds == self._holds:
@@ -155,12 +158,21 @@ class Generator:
         ) from error
 
     async def _ask(
-        self, samples: Sequence[Sample], begun: int, home: Home | None, failed: Sequence[str]
+        self,
+        samples: Sequence[Sample],
+        begun: int,
+        home: Home | None,
+        failed: Sequence[str],
+        *,
+        exact: bool,
     ) -> int:
         """Sends one request for all, whose episode began at version `begun`, if possible to none of
-        the servers that `failed`, and takes the answers in; returns how many tokens came. Raises
+        the servers that `failed`, and takes the answers in; returns how many tokens came. exact: a
+        deterministic server reads what these weights wrote as it did then. Raises
         HttpError where it fails, RuntimeError where no server is left."""
-        body = batch_body(samples, self._cache_key(begun), self.adapter)
+        body = batch_body(
+            samples, self._cache_key(begun), self.adapter, self._version if exact else None
+        )
         routed = routes_from(samples) or 0
         budget = sum(params["max_new_tokens"] for params in body["sampling_params"])
         tokens = self._choice.expected(sum(map(len, body["input_ids"])), budget)
@@ -383,17 +395,21 @@ def fill_ids(req: ModelRequest, tokenizer: Any) -> None:
 
 
 def batch_body(
-    samples: Sequence[Sample], extra_key: str, adapter: str | None = None
+    samples: Sequence[Sample],
+    extra_key: str,
+    adapter: str | None = None,
+    version: int | None = None,
 ) -> dict[str, Any]:
     """Returns the body of ONE /generate request for all samples, each with its own parameters and
     seed. extra_key: of the prefix cache; adapter: the name of the adapter that the servers compute
-    with."""
+    with; version: of the weights whose tokens are to be read as they were written."""
     more: dict[str, Any] = {} if adapter is None else {"lora_path": [adapter] * len(samples)}
     if (start := routes_from(samples)) is not None:  # one for all samples of a request
         more |= {"return_routed_experts": True, "routed_experts_start_len": start}
     return more | {
         "rid": [f"{s.request.rid}-{uuid.uuid4().hex[:8]}" for s in samples],
         "input_ids": [s.tokens for s in samples],
+        "written": [sum(v == version for v in s.response.output_versions) for s in samples],
         "sampling_params": [s.sampling_params() for s in samples],
         "return_logprob": True,
         "extra_key": extra_key,

@@ -104,6 +104,7 @@ class ServerCore:
         return ServedSequence(
             rid=asked.rid,
             prompt=prompt,
+            written=0 if tells_prompt else asked.written,  # one pass gives a prompt's logprobs
             params=params,
             max_new_tokens=self._max_new_tokens(prompt, params),
             # as in SGLang, ignore_eos is about stop tokens of every kind

@@ -161,17 +161,21 @@ _UNSUPPORTED = (
     "bootstrap_room",
 )
 # of which a request for several prompts may have a list
-_PER_PROMPT = ("sampling_params", "return_logprob", "rid", "extra_key", "lora_path")
+_PER_PROMPT = ("sampling_params", "return_logprob", "rid", "extra_key", "lora_path", "written")
 
 
 class GenerateBody(BaseModel, strict=True, frozen=True):
-    """Asks /generate to continue one prompt; other fields of SGLang's are ignored."""
+    """Asks /generate to continue one prompt; other fields of SGLang's are ignored.
+
+    written: how many of the last `input_ids` the weights of now have written to an answer that was
+    cut short, which a deterministic server reads as it wrote them; SGLang has no such field."""
 
     input_ids: Annotated[list[int], FailFast()] = Field(min_length=1)
     sampling_params: SamplingParams = SamplingParams()
     rid: str = Field(default_factory=lambda: uuid.uuid4().hex)
     extra_key: str | None = None
     lora_path: str | None = None
+    written: int = Field(default=0, ge=0)
     return_logprob: bool = False
     logprob_start_len: int = Field(default=-1, ge=-1, le=0)
     top_logprobs_num: int = Field(default=0, ge=0)
@@ -180,6 +184,8 @@ class GenerateBody(BaseModel, strict=True, frozen=True):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.written >= (most := len(self.input_ids)):
+            raise ServerError(f"written={self.written} of {most} input_ids: use less than {most}")
         alone = self.logprob_start_len == 0 and self.sampling_params.max_new_tokens == 0
         if self.top_logprobs_num and not alone:
             raise ServerError(

@@ -135,26 +135,28 @@ class ModelRunner:
         self, seqs: Sequence[ServedSequence], first_row: int
     ) -> tuple[list[ServedSequence], torch.Tensor]:
         """Fills the cache for `seqs` from `first_row` on; prompts that are equal, and of one extra
-        key, are run once.
+        key, are run once. In deterministic mode `decode` reads what was written, as the first
+        time: a pass over all of it has other last bits.
 
         `make_room` comes first. Returns the sequences in the order of the rows they got, and
-        logits [n,V] behind the last token of each.
+        logits [n,V] behind the last token that was read of each.
         """
         by_prompt: dict[tuple[str | None, tuple[int, ...]], list[ServedSequence]] = {}
         for s in seqs:
-            by_prompt.setdefault((s.extra_key, tuple(s.tokens)), []).append(s)
-        groups = sorted(by_prompt.values(), key=lambda group: group[0].length)
+            s.read = s.length - s.written if self.deterministic else s.length
+            by_prompt.setdefault((s.extra_key, tuple(s.tokens[: s.read])), []).append(s)
+        groups = sorted(by_prompt.values(), key=lambda group: group[0].read)
         logits, row = [], first_row
         for chunk in self._chunks(groups):
-            lengths = [group[0].length for group in chunk]
-            ids = [g[0].tokens + [0] * (lengths[-1] - n) for g, n in zip(chunk, lengths)]
+            lengths = [group[0].read for group in chunk]
+            ids = [g[0].tokens[:n] + [0] * (lengths[-1] - n) for g, n in zip(chunk, lengths)]
             plan = Prefill(self.cache, row)
             hidden = self._forward(torch.tensor(ids, device=self.device), 0, plan)
             routes = None if self._routes is None else self._routes.take(len(chunk))
             for i, group in enumerate(chunk):
                 for s in group:
                     if routes is not None:
-                        s.routes = [routes[i, : s.length]]
+                        s.routes = [routes[i, : s.read]]
                     if s.prompt_top is not None and s.prompt_logprobs is None:
                         states = hidden[i, : len(s.prompt)]
                         s.prompt_logprobs = prompt_logprobs(
@@ -176,12 +178,12 @@ class ModelRunner:
         order, source = [group[0] for group in groups], list(range(len(groups)))
         for i, group in enumerate(groups):
             for s in group[1:]:
-                s.cached_tokens = s.length - 1
+                s.cached_tokens = s.read - 1
                 order.append(s)
                 source.append(i)
         copies = range(len(groups), len(order))
         self.cache.copy_rows(
-            [row + source[i] for i in copies], [row + i for i in copies], groups[-1][0].length
+            [row + source[i] for i in copies], [row + i for i in copies], groups[-1][0].read
         )
         return order, source
 
@@ -189,10 +191,10 @@ class ModelRunner:
         """Cuts groups sorted by length so that padding and activations stay bounded."""
         chunk: list[list[ServedSequence]] = []
         for group in groups:
-            length = group[0].length
+            length = group[0].read
             if chunk and (
                 self.deterministic
-                or length > _LONGEST_PROMPT_RATIO * chunk[0][0].length
+                or length > _LONGEST_PROMPT_RATIO * chunk[0][0].read
                 or length * (len(chunk) + 1) > _MAX_PREFILL_TOKENS
             ):
                 yield chunk
@@ -215,12 +217,14 @@ class ModelRunner:
 
     @torch.inference_mode()
     def decode(self, seqs: Sequence[ServedSequence], first_row: int = 0) -> torch.Tensor:
-        """Returns logits [n,V] behind the last token of `seqs`, which own the rows from `first_row`
-        on."""
-        lengths = [s.length - 1 for s in seqs]
+        """Reads one more token of `seqs`, which own the rows from `first_row` on; returns logits
+        [n,V] behind it."""
+        lengths = [s.read for s in seqs]
         plan = Decode(self.cache, first_row, lengths, exact=self.deterministic)
-        ids = torch.tensor([s.output[-1] for s in seqs], device=self.device)[:, None]
+        ids = torch.tensor([s.unread for s in seqs], device=self.device)[:, None]
         hidden = self._forward(ids, plan.positions[:, None], plan)
+        for s in seqs:
+            s.read += 1
         if self._routes is not None:
             for s, routes in zip(seqs, self._routes.take(len(seqs)), strict=True):
                 s.routes.append(routes)

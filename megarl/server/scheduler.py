@@ -180,6 +180,7 @@ class Scheduler:
         """Sets the version of the weights that write the tokens from here on."""
         self.version = version
         for s in (*self.running, *self._queued()):
+            s.written = 0
             if s.output:
                 s.start_span(version)
 
@@ -294,7 +295,7 @@ class Scheduler:
         return admitted
 
     def _prefill(self, new: list[ServedSequence]) -> None:
-        """Adds `new` to what runs, each with its first token; where that fails, one by one, so that
+        """Adds `new` to what runs, each with its next token; where that fails, one by one, so that
         only those at fault fail."""
         first = len(self.running)
         try:
@@ -323,7 +324,7 @@ class Scheduler:
             self._prefill([s])
 
     def _decode(self) -> None:
-        """Writes one more token to every sequence."""
+        """Reads one token of every sequence, and writes the next."""
         self.runner.make_room(self.running, used=len(self.running))
         if self.runner.deterministic:  # row by row: no bit may depend on the rest of the batch
             for row, s in enumerate(self.running):
@@ -342,6 +343,8 @@ class Scheduler:
     ) -> None:
         """Draws one token for each of `seqs` from logits [n,V]; finishes those it completes."""
         for s, token, logprob in zip(seqs, *batch.sample(logits)):
+            if s.read < s.length:  # its next token is there, and not read yet
+                continue
             if logprob != logprob:
                 self._finish(s, None, error=f"the model's logits are NaN (request {s.rid})")
                 continue
@@ -349,6 +352,7 @@ class Scheduler:
                 self._finish(s, {"type": "length", "length": 0})
                 continue
             s.output.append(token)
+            s.written += 1
             s.logprobs.append(logprob)
             try:
                 reason = self._finish_reason(s, token)

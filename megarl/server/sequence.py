@@ -39,6 +39,8 @@ class PromptLogprobs:
 class ServedSequence:
     """Holds a prompt and what was written to it so far.
 
+    written: how many of its last tokens the weights of now have written, in earlier requests, too.
+    read: how many of its tokens its row of the KV cache holds.
     spans: (weight version, the first output token written under it). Logprobs are in nats; an
     answer has them where `wants_logprobs`. Sequences share KV where their `extra_key` is the same.
     routes: what routers chose for its tokens but the last, in parts [n,L,k], where the server
@@ -63,6 +65,8 @@ class ServedSequence:
     routes: list[Tensor] = field(default_factory=list)
     output: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    written: int = 0
+    read: int = 0
     cached_tokens: int = 0
     retractions: int = 0
     spans: list[tuple[str, int]] = field(default_factory=list)
@@ -86,6 +90,12 @@ class ServedSequence:
     def tokens(self) -> list[int]:
         """Returns the token ids of prompt and output."""
         return self.prompt + self.output
+
+    @property
+    def unread(self) -> int:
+        """Returns the first token id that its row lacks."""
+        at = self.read - len(self.prompt)
+        return self.output[at] if at >= 0 else self.prompt[at]
 
     def start_span(self, version: str) -> None:
         """Notes that the weights `version` write the tokens from here on."""

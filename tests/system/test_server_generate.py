@@ -232,6 +232,43 @@ def test_deterministic_mode_is_bitwise_independent_of_the_rest(exact):
         future.result(60)
 
 
+def told(*answers):
+    """Tokens and logprobs of answers one behind the other, to the bit."""
+    return [entry for a in answers for entry in a["meta_info"]["output_token_logprobs"]]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_deterministic_answer_that_is_cut_anywhere_goes_on_to_the_bit(exact, seed):
+    """What was written is read again one by one, as it was written."""
+    prompt, n = prompts(4, seed=seed)[seed], 24
+    params = {"temperature": 1.0, "sampling_seed": seed, "ignore_eos": True}
+    whole = exact.generate(prompt, max_new_tokens=n, **params)
+    ids = whole["output_ids"]
+    tails = exact.generate(
+        [prompt + ids[:cut] for cut in range(n)],
+        body={
+            "written": list(range(n)),
+            "sampling_params": [params | {"max_new_tokens": n - cut} for cut in range(n)],
+        },
+    )
+    assert [told(tail) for tail in tails] == [told(whole)[cut:] for cut in range(n)]
+
+
+def test_a_deterministic_answer_that_is_retracted_goes_on_to_the_bit(exact):
+    params = {"temperature": 1.0, "sampling_seed": 3, "max_new_tokens": 100, "ignore_eos": True}
+    whole = exact.generate(PROMPT, **params)
+    again = exact.start(PROMPT, **params)
+    exact.wait_running()
+    while exact.state()["num_running_reqs"]:
+        exact.ok("/pause_generation", {"mode": "retract"})
+        retracted = exact.state()["num_waiting_reqs"]
+        exact.ok("/continue_generation")
+        if not retracted:
+            break
+    answer = again.result(60)
+    assert answer["meta_info"]["num_retractions"] and told(answer) == told(whole)
+
+
 def test_deterministic_logprobs_equal_hf(exact, model):
     answer = exact.generate(PROMPT, temperature=0.7, max_new_tokens=50, ignore_eos=True)
     expected = hf_logprobs(model, PROMPT, answer["output_ids"], 0.7)
@@ -287,6 +324,7 @@ def test_refusals_name_what_is_wrong(server):
     assert "max_new_tokens=0" in refused(server, whole | {"top_logprobs_num": 2})
     many = {"top_logprobs_num": VOCAB + 1, "sampling_params": {"max_new_tokens": 0}}
     assert "a number from 0" in refused(server, whole | many)
+    assert "written=2 of 2" in refused(server, {"input_ids": [5, 6], "written": 2})
     routes = {"return_routed_experts": True, "routed_experts_start_len": 2}
     assert "routed_experts_start_len" in refused(server, {"input_ids": [5]} | routes)
     assert "extra_key" in refused(server, {"input_ids": [5], "extra_key": 3})

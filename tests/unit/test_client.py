@@ -96,6 +96,7 @@ def test_aborted_samples_are_continued_with_what_they_had(servers, connect):
         [[1, 2, 3, 103, 104]],
         [[1, 2, 3, 103, 104, 105]],
     ]
+    assert [r["written"] for r in server.requests] == [[0, 0], [2], [2], [3]]
     budgets = [
         (p["max_new_tokens"], p["min_new_tokens"], p["sampling_seed"])
         for p in (r["sampling_params"][0] for r in server.requests)
@@ -113,6 +114,13 @@ def test_continuation_stamps_tokens_with_the_version_that_wrote_them(servers, co
     server.abort_after, server.versions = [2], ["default", "4"]
     out = generate(connect(server.address), request())[0]
     assert out.output_versions == [0, 0, 4, 4, 4, 4]
+
+
+def test_an_answer_that_is_cut_again_and_again_goes_on_without_its_last_bits(servers, connect):
+    server = servers[0]
+    server.abort_after = [2, 0, 0, 1]
+    assert generate(connect(server.address), request())[0].stop_reason == "length"
+    assert [r["written"] for r in server.requests] == [[0], [2], [2], [0], [3]]
 
 
 def test_pause_holds_requests_back_and_resume_lets_them_go(servers, connect):

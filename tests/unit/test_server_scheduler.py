@@ -62,6 +62,8 @@ class FakeRunner:
     def prefill(self, seqs, first_row):
         if self.lost or self.poison in [s.rid for s in seqs]:
             raise RuntimeError("out of memory")
+        for s in seqs:
+            s.read = s.length
         return list(seqs), self._logits(len(seqs))
 
     def decode(self, seqs):
@@ -71,6 +73,8 @@ class FakeRunner:
             self.decode_fails -= 1
             raise RuntimeError("out of memory")
         self.batches.append(len(seqs))
+        for s in seqs:
+            s.read += 1
         return self._logits(len(seqs))
 
 
