@@ -17,17 +17,18 @@ import torch
 import torch.distributed as dist
 
 from megarl.api.batch import Batch, Padded
-from megarl.api.engine import PARTS, LossFn, LossWeightFn, PendingSave, TrainEngine
+from megarl.api.engine import PARTS, LossFn, LossWeightFn, Metrics, PendingSave, TrainEngine
 from megarl.api.failures import on_every_rank
 from megarl.api.records import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from megarl.config.engine import TrainEngineConfig
 from megarl.engine import checkpoint, copying, micro_batch, optimizer, passes
 from megarl.engine.copying import WeightCopier, WeightHolder
+from megarl.engine.input_check import Request, as_batch
 from megarl.engine.offload import Memory
 from megarl.engine.probe import Part, Probe
 from megarl.engine.routing import ROUTED
 from megarl.engine.setup import EngineState, Resolved, build, release, resolve
-from megarl.parallel import cpu_memory, mcore
+from megarl.parallel import cpu_memory, exchange, mcore
 from megarl.parallel.exchange import world_comm
 from megarl.parallel.groups import ProcessGroups, init_distributed, model_scope, waiting_for
 from megarl.parallel.worlds import World, inside, ranks_of, this_rank
@@ -205,27 +206,28 @@ class MegatronEngine(TrainEngine):
             whole_groups=whole_groups,
             keep=keep,
         )
-        mine = self.state.optimizer
+        whole = self.state.optimizer
         with self._scope("train_batch (optimizer step)", PARTS):
-            lr = optimizer.current_lr(mine)
+            lr = optimizer.current_lr(whole)
             spike = self.config.optimizer.spike_norm if self.config.optimizer else None
-            stats |= {"lr": lr, **optimizer.step(mine, stats["loss"], spike_norm=spike)}
+            stats |= {"lr": lr, **optimizer.step(whole, stats["loss"], spike_norm=spike)}
             if stats["update_successful"]:
                 copying.end_average(self.state)  # of the weights before
         return stats
 
     def backward_batch(
         self, input_: Batch | Padded, loss_fn: LossFn, loss_weight_fn: LossWeightFn, **how: Any
-    ) -> dict[str, float]:
+    ) -> Metrics:
         """Does train_batch's work, with its arguments, but for the optimizer step: the gradients
         stay in place (see `hf_state`). Raises ValueError without an optimizer."""
         if self.state.optimizer is None:
             raise ValueError("this engine has no optimizer: set its `optimizer` to train it")
         with self._scope("train_batch", PARTS, behind=True), self._mode(True):
             optimizer.zero_grad(self.state.optimizer, self.state.chunks)
-            return passes.loss_pass(
-                self.state, input_, loss_fn, loss_weight_fn, backward=True, **how
+            ask = Request(
+                verb="train_batch", loss=loss_fn, weight=loss_weight_fn, backward=True, **how
             )
+            return self._run(input_, ask)
 
     def eval_batch(
         self,
@@ -239,16 +241,15 @@ class MegatronEngine(TrainEngine):
     ) -> dict[str, float]:
         """Returns the loss and stats of train_batch, without gradients (TrainEngine.eval_batch)."""
         with self._inference("eval_batch"):
-            return passes.loss_pass(
-                self.state,
-                input_,
-                loss_fn,
-                loss_weight_fn,
+            ask = Request(
+                verb="eval_batch",
+                loss=loss_fn,
+                weight=loss_weight_fn,
                 outputs=outputs,
                 temperature=temperature,
                 whole_groups=whole_groups,
-                backward=False,
             )
+            return self._run(input_, ask)
 
     def forward(
         self,
@@ -265,14 +266,15 @@ class MegatronEngine(TrainEngine):
         whole = output_seqlens is None and post_hook is None
         if isinstance(input_, Batch) and not whole:
             raise ValueError("output_seqlens and post_hook go with a plain dict of padded tensors")
+        ask = Request(verb="forward", outputs=outputs, temperature=temperature, keep=outputs)
         with self._inference("forward"):
-            result = passes.forward_pass(self.state, input_, outputs, temperature)
+            result = self._run(input_, ask).kept
         if whole:
             return result if len(result) > 1 else next(iter(result.values()))
         assert not isinstance(input_, Batch)
 
         def by_sequence() -> Any:
-            return aggregate_fn(passes.by_sequence(result, input_, output_seqlens, post_hook))
+            return aggregate_fn(_by_sequence(result, input_, output_seqlens, post_hook))
 
         with model_scope(self.groups):
             return on_every_rank("forward: post_hook or aggregate_fn", by_sequence, world_comm())
@@ -283,9 +285,25 @@ class MegatronEngine(TrainEngine):
         tokens, row after row, on every rank."""
         probe = Probe(self.state)
         outputs = ("logprobs", ROUTED) if self.state.routing else ("logprobs",)
+        ask = Request(verb="probe", outputs=outputs, keep=outputs)
         with self._inference("probe"), probe.listening():
-            result = passes.forward_pass(self.state, input_, outputs, 1.0, probe)
-        return result, probe.found
+            kept: dict[Any, torch.Tensor] = self._run(input_, ask, probe).kept
+        real = input_["attention_mask"].bool()
+        heard = {part: values[real] for part, values in kept.items() if isinstance(part, Part)}
+        return {name: kept[name] for name in outputs}, heard
+
+    def _run(self, input_: Batch | Padded, ask: Request, probe: Probe | None = None) -> Metrics:
+        """Makes a pass. What it keeps is of the rows that this rank holds of a Batch; of a plain
+        dict, which is a Batch that every rank holds whole, [B,S,...] on every rank."""
+        if isinstance(input_, Batch):
+            return passes.run(self.state, input_, ask, probe)
+        batch = as_batch(self.state, input_)
+        everywhere, width = batch.home, input_["input_ids"].shape[1]
+        metrics = passes.run(self.state, batch, ask, probe)
+        for name, tokens in metrics.kept.items():
+            moved = exchange.move(tokens, batch.lengths, batch.home, everywhere, batch.comm)
+            metrics.kept[name] = moved.padded(width=width)
+        return metrics
 
     @contextmanager
     def _inference(self, what: str) -> Iterator[None]:
@@ -426,3 +444,26 @@ class MegatronEngine(TrainEngine):
         have no GPU itself."""
         on_gpu = uses_gpus(os.environ)
         return {"gpus_per_process": int(on_gpu), "cpus_per_process": 4 if on_gpu else 1}
+
+
+def _by_sequence(
+    outputs: Padded,
+    batch: Padded,
+    output_seqlens: Sequence[int] | None,
+    post_hook: Callable[[Padded, Padded], Any] | None,
+) -> list[Any]:
+    """Returns for every sequence its outputs {name: [n]} (the first output_seqlens[i] positions,
+    all S by default), with its row of the batch through `post_hook` if there is one. Raises
+    ValueError for another number of output_seqlens, and for several outputs without a post_hook."""
+    rows = len(batch["input_ids"])
+    if output_seqlens is not None and len(output_seqlens) != rows:
+        raise ValueError(f"output_seqlens has {len(output_seqlens)} entries for {rows} sequences")
+    if post_hook is None and len(outputs) > 1:
+        raise ValueError(f"several outputs {tuple(outputs)} by sequence need a post_hook")
+    results = []
+    for i in range(rows):
+        n = None if output_seqlens is None else output_seqlens[i]
+        own = {name: values[i, :n] for name, values in outputs.items()}
+        row = {name: values[i] for name, values in batch.items()}
+        results.append(post_hook(own, row) if post_hook else next(iter(own.values())))
+    return results

@@ -8,14 +8,15 @@ and tell each other whether the rows that only some of them hold are sound. B sa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from megarl.api.batch import Batch, Padded, Tokens, row_lengths
+from megarl.api.batch import Batch, Padded, Tokens
+from megarl.api.engine import LossFn, LossWeightFn
 from megarl.engine.lm_head import check_outputs
 from megarl.engine.micro_batch import GIVEN_IDS
 from megarl.engine.routing import ROUTED
@@ -27,44 +28,69 @@ _ARGUMENTS = "the call's arguments"
 _HOME = "who holds which rows"
 
 
-def check_input(
-    state: EngineState,
-    verb: str,
-    given: Batch | Padded,
-    outputs: Sequence[str],
-    *,
-    backward: bool,
-    temperature: float,
-    **arguments: Any,
-) -> None:
-    """Raises ValueError, on every rank, for a batch or arguments that differ between ranks, and for
-    those that this engine cannot work on; TypeError for a plain dict of a Batch's Tokens.
-    Collective where there are several ranks.
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """Says what a verb asks of a pass: `outputs` at a `temperature`, the sum of a `loss` and the
+    `weight` to divide it by, with `backward` its gradients; of whole groups in each micro-batch,
+    with `whole_groups`. `keep`: the outputs that are returned by token."""
 
-    The ranks compare `verb`, its arguments and the bytes of every tensor that all ranks have (a
-    hash of 32 MiB takes a core a few milliseconds, and a few bytes of it travel); tokens that only
-    some ranks hold are checked by these ranks."""
-    if not isinstance(given, Batch):
-        _check_no_tokens(given)
-    wrong = _wrong_ids(given, state.model.vocab_size) if isinstance(given, Batch) else None
-    found_wrong = wrong is not None and bool(wrong.any())
+    verb: str
+    outputs: Sequence[str] = ("logprobs",)
+    temperature: float = 1.0
+    loss: LossFn | None = None
+    weight: LossWeightFn | None = None
+    backward: bool = False
+    whole_groups: bool = False
+    keep: Sequence[str] = ()
+
+    @property
+    def of_head(self) -> tuple[str, ...]:
+        """Returns the outputs that the output layer computes."""
+        return tuple(name for name in self.outputs if self.loss is not None or name != ROUTED)
+
+
+def as_batch(state: EngineState, given: Padded) -> Batch:
+    """Makes a Batch, which every rank holds whole, of a plain dict. Raises ValueError, on every
+    rank, where the ranks' dicts differ (a hash of 32 MiB takes a core a few milliseconds, and a few
+    bytes of it travel) or are no batch; TypeError for a Batch's Tokens. Collective."""
+    for name, value in given.items():
+        if isinstance(value, Tokens):
+            raise TypeError(
+                f"{name!r} of a Batch in a plain dict: pass the batch itself, to which keys can be "
+                "added, or batch.padded(), a dict of tensors [b,S]"
+            )
     if state.layout.world_size > 1:
-        asked = repr((verb, tuple(outputs), temperature, sorted(arguments.items())))
-        found_wrong = _same_everywhere(given, asked, found_wrong)
-    from_head = [o for o in outputs if verb != "forward" or o != ROUTED]  # losses are not given it
-    check_outputs(from_head, state.config.head, backward=backward, to_loss=verb != "forward")
-    _check_given(given, outputs)
-    if not temperature > 0:
-        raise ValueError(f"temperature={temperature}: logits are divided by it, it must be > 0")
-    if not isinstance(given, Batch):
-        row_lengths(given)
-        _check_ids(given, state.model.vocab_size)
-    elif "input_ids" not in given:
-        raise ValueError(f"the batch has no 'input_ids', only {sorted(given.keys())}")
-    elif found_wrong:
-        assert wrong is not None
-        _refuse(given, wrong, state.model.vocab_size)
-    if backward and state.config.replays and ROUTED not in given:
+        _same_everywhere({name: _digest(value) for name, value in given.items()})
+    return Batch.from_padded(given)
+
+
+def check_input(state: EngineState, batch: Batch, ask: Request) -> None:
+    """Raises ValueError, on every rank, for a batch or a request that differ between ranks, and for
+    those that this engine cannot work on. Collective where there are several ranks.
+
+    The ranks compare the request and the numbers that all of them have; tokens are checked by the
+    ranks that hold them."""
+    wrong = _wrong_ids(batch, state.model.vocab_size)
+    is_wrong = bool(wrong.any())
+    if state.layout.world_size > 1:
+        request = (ask.verb, *ask.outputs, ask.temperature, ask.whole_groups, *ask.keep)
+        is_wrong = _same_everywhere({_ARGUMENTS: _hash(repr(request))} | _digests(batch), is_wrong)
+    to_loss = ask.loss is not None
+    check_outputs(ask.of_head, state.config.head, backward=ask.backward, to_loss=to_loss)
+    if missing := [name for name in ask.keep if name not in ask.outputs]:
+        raise ValueError(
+            f"keep={missing}: not among what the pass computes, outputs={tuple(ask.outputs)}"
+        )
+    if ROUTED in ask.keep and state.model.moe is None:
+        raise ValueError(f"outputs: {ROUTED!r} needs a mixture-of-experts model")
+    _check_given(batch, ask.outputs)
+    if not ask.temperature > 0:
+        raise ValueError(f"temperature={ask.temperature}: logits are divided by it, it must be > 0")
+    if "input_ids" not in batch:
+        raise ValueError(f"the batch has no 'input_ids', only {sorted(batch.keys())}")
+    if is_wrong:
+        _refuse(batch, wrong, state.model.vocab_size)
+    if ask.backward and state.config.replays and ROUTED not in batch:
         raise ValueError(
             f"router_replay={state.config.router_replay}: the batch has no {ROUTED!r} to "
             "replay; put forward()'s output of that name into it, as an actor with "
@@ -72,16 +98,7 @@ def check_input(
         )
 
 
-def _check_no_tokens(given: Padded) -> None:
-    for name, value in given.items():
-        if isinstance(value, Tokens):
-            raise TypeError(
-                f"{name!r} of a Batch in a plain dict: pass the batch itself, to which keys can be "
-                "added, or batch.padded(), a dict of tensors [b,S]"
-            )
-
-
-def _check_given(batch: Batch | Padded, outputs: Sequence[str]) -> None:
+def _check_given(batch: Batch, outputs: Sequence[str]) -> None:
     """Raises ValueError where outputs are about given tokens, and the batch does not give any."""
     if set(GIVEN).isdisjoint(outputs):
         return
@@ -97,22 +114,12 @@ def _check_given(batch: Batch | Padded, outputs: Sequence[str]) -> None:
         )
 
 
-def _check_ids(batch: Padded, vocab_size: int) -> None:
-    """Raises ValueError for an id outside of the vocabulary; padding may hold any."""
-    ids = batch["input_ids"]
-    if not ids.numel() or (int(ids.min()) >= 0 and int(ids.max()) < vocab_size):
-        return
-    wrong = ((ids < 0) | (ids >= vocab_size)) & batch["attention_mask"].bool()
-    if wrong.any():
-        row, position = wrong.nonzero()[0].tolist()
-        raise _outside(row, position, int(ids[row, position]), int(wrong.sum()), vocab_size)
-
-
-def _wrong_ids(batch: Batch, vocab_size: int) -> Tensor | None:
-    """Returns how many ids of each held row are outside of the vocabulary, [b], if it has ids."""
+def _wrong_ids(batch: Batch, vocab_size: int) -> Tensor:
+    """Returns how many ids of each held row are outside of the vocabulary, [b]."""
+    counts = torch.zeros(len(batch.rows))
     if "input_ids" not in batch:
-        return None
-    ids, counts = batch["input_ids"], torch.zeros(len(batch["input_ids"].lengths))
+        return counts
+    ids = batch["input_ids"]
     if not len(ids.values) or (int(ids.values.min()) >= 0 and int(ids.values.max()) < vocab_size):
         return counts
     wrong = (ids.values < 0) | (ids.values >= vocab_size)
@@ -126,49 +133,42 @@ def _refuse(batch: Batch, wrong: Tensor, vocab_size: int) -> None:
     row = int(counts.nonzero()[0])
     ids = batch.fetch([row], ["input_ids"])["input_ids"][0]
     position = int(((ids < 0) | (ids >= vocab_size)).nonzero()[0])
-    raise _outside(row, position, int(ids[position]), int(counts.sum()), vocab_size)
-
-
-def _outside(row: int, position: int, value: int, count: int, vocab_size: int) -> ValueError:
-    return ValueError(
-        f"input_ids[{row}, {position}] = {value} is outside of the model's "
-        f"vocabulary of {vocab_size} ({count} such tokens in the batch); use the "
+    raise ValueError(
+        f"input_ids[{row}, {position}] = {int(ids[position])} is outside of the model's "
+        f"vocabulary of {vocab_size} ({int(counts.sum())} such tokens in the batch); use the "
         "tokenizer that belongs to the model"
     )
 
 
-def _same_everywhere(given: Batch | Padded, asked: str, found_wrong: bool) -> bool:
-    """Raises ValueError where the ranks were given different things; else returns whether one
-    `found_wrong`."""
-    digests = {_ARGUMENTS: _hash(asked)} | _digests(given)
+def _same_everywhere(digests: dict[str, int], is_wrong: bool = False) -> bool:
+    """Raises ValueError where the ranks have different `digests`; else returns whether one has
+    `is_wrong`. Collective."""
     whole = _hash(repr(sorted(digests.items()))) >> 2  # its negative is an int64, too
-    bounds = torch.tensor([whole, -whole, int(found_wrong)], device=mcore.device())
+    bounds = torch.tensor([whole, -whole, int(is_wrong)], device=mcore.device())
     dist.all_reduce(bounds, dist.ReduceOp.MAX)
     largest, smallest, wrong_somewhere = bounds.tolist()
     if largest == -smallest:
         return bool(wrong_somewhere)
-    found: list[dict[str, int]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(found, digests)
-    ranks = [rank for rank, theirs in enumerate(found) if theirs != found[0]]
-    keys = {name for theirs in found for name in theirs}
-    differing = sorted(k for k in keys if len({theirs.get(k) for theirs in found}) > 1)
+    of_rank: list[dict[str, int]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(of_rank, digests)
+    ranks = [rank for rank, theirs in enumerate(of_rank) if theirs != of_rank[0]]
+    keys = {name for theirs in of_rank for name in theirs}
+    differing = sorted(k for k in keys if len({theirs.get(k) for theirs in of_rank}) > 1)
     raise ValueError(
         f"the ranks were given different batches: {', '.join(differing)} of ranks {ranks} differ "
         "from rank 0's; every rank passes the whole batch, the same on all"
     )
 
 
-def _digests(given: Batch | Padded) -> dict[str, int]:
-    """Returns a hash by name: of every tensor of a dict; of a Batch, of its per-sample fields and
-    of what ranks know about each other's per-token fields."""
-    if not isinstance(given, Batch):
-        return {name: _digest(given[name]) for name in given}
-    home = given.home
-    out = {name: _digest(value) for name, value in given.per_sample.items()}
-    out |= {"lengths": _digest(given.lengths)}
-    plan = given.minibatches if not given.placed else None  # where its rows will go
-    out |= {_HOME: _hash(f"{home.of_rank} {given.placed} {_digest(home.of_row)} {plan}")}
-    for name, tokens in given.per_token.items():
+def _digests(batch: Batch) -> dict[str, int]:
+    """Returns a hash by name: of the per-sample fields, and of what ranks know about each other's
+    per-token fields."""
+    home = batch.home
+    out = {name: _digest(value) for name, value in batch.per_sample.items()}
+    out |= {"lengths": _digest(batch.lengths)}
+    plan = batch.minibatches if not batch.placed else None  # where its rows will go
+    out |= {_HOME: _hash(f"{home.of_rank} {batch.placed} {_digest(home.of_row)} {plan}")}
+    for name, tokens in batch.per_token.items():
         out[name] = _hash(f"{tokens.values.dtype} {tuple(tokens.values.shape[1:])}")
     return out
 

@@ -1,9 +1,9 @@
 """Brings a pass its tokens: a batch is placed for the step, cut into micro-batches, and packed.
 
-A batch is placed for the step, borrowed from where another engine has it, or made of a dict. Where
-passes compute shared prefixes once (mb_spec.share_prefixes), what sequences share is known from
-their tokens, which only the ranks of their data-parallel index hold: each index plans by itself,
-and they agree on the number of micro-batches.
+A batch is placed for the step, or borrowed from where another engine has it. Where passes compute
+shared prefixes once (mb_spec.share_prefixes), what sequences share is known from their tokens,
+which only the ranks of their data-parallel index hold: each index plans by itself, and they agree
+on the number of micro-batches.
 
 B sequences of the batch, b of a micro-batch or that a rank holds, S positions (right-padded), T
 packed tokens.
@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,11 +25,13 @@ from megarl.api.batch import Batch, Home, Padded, Tokens
 from megarl.engine.routing import ROUTED
 from megarl.engine.setup import EngineState
 from megarl.models.flops import sequence_cost
+from megarl.models.fp8 import token_unit
 from megarl.models.trie_params import trie_params
 from megarl.parallel import exchange, mcore
+from megarl.parallel.groups import ProcessGroups
 from megarl.parallel.layout import Layout
 from megarl.parallel.packed_rotary import place_tokens
-from megarl.parallel.packing import Alignment, Packed, pack
+from megarl.parallel.packing import Alignment, Packed, pack, plan_micro_batches
 from megarl.parallel.placement import engine_home, place_rows, units_of
 from megarl.parallel.trie import Bytes, Trie, token_bytes
 from megarl.parallel.trie_packing import pack_trie, plan_tries
@@ -94,16 +97,6 @@ def alignment(layout: Layout, token_unit: int = 1) -> Alignment:
 # ---- where a batch is ---------------------------------------------------------------------------
 
 
-def as_batch(given: Batch | Padded, names: Iterable[str] | None = None) -> Batch:
-    """Returns a Batch as it is, or makes one of a plain dict that is the same on every rank.
-    `names`: the fields of the dict that are needed, None for all."""
-    if isinstance(given, Batch):
-        return given
-    wanted = set(given if names is None else names) | {"input_ids", "attention_mask"}
-    padded = {k: v for k, v in given.items() if k in wanted}
-    return Batch.from_padded(padded, comm=exchange.world_comm())
-
-
 def group_ids(batch: Batch, *, whole_groups: bool) -> Tensor | None:
     """Returns ids [B] of rows that stay together on a rank, with `whole_groups` in a micro-batch
     too; None if each is by itself. Raises ValueError where `whole_groups` has no field to go by."""
@@ -160,18 +153,18 @@ def _whole(units: Tensor | None, of_row: Tensor) -> bool:
     return all(len({index[r] for r in unit}) == 1 for unit in units_of(units))
 
 
-def place(state: EngineState, batch: Batch, *, whole_groups: bool = False) -> None:
-    """Moves the batch to where this engine works on it, if none has placed it yet. Collective."""
+def place(
+    state: EngineState, batch: Batch, names: Iterable[str] | None = None, **how: Any
+) -> Batch:
+    """Returns the batch, or its fields `names`, where this engine works on it. A batch that has not
+    been placed in this step is placed for good; of one placed for another layout, a copy is made of
+    what is not at hand. how: of `home_of`. Collective."""
+    home = home_of(state, batch, **how)
     if not batch.placed:
-        exchange.place(batch, home_of(state, batch, whole_groups=whole_groups))
-
-
-def settle(state: EngineState, batch: Batch, *, whole_groups: bool = False) -> Batch:
-    """Returns the batch where this engine works on it. A batch that has not been placed in this
-    step is placed for good; of one placed for another layout, a copy is made of what is not at
-    hand. Collective."""
-    place(state, batch, whole_groups=whole_groups)
-    return exchange.placed(batch, home_of(state, batch, whole_groups=whole_groups))
+        exchange.place(batch, home)
+    if names is not None:
+        batch = batch.select(torch.arange(len(batch)), [name for name in names if name in batch])
+    return exchange.placed(batch, home)
 
 
 # ---- packing ------------------------------------------------------------------------------------
@@ -216,29 +209,42 @@ def build(
     return out
 
 
-def trie_rows(
-    state: EngineState, batch: Batch, *, whole_groups: bool, backward: bool
+def plan(
+    state: EngineState, batch: Batch, *, whole_groups: bool = False, backward: bool
 ) -> list[list[int]]:
-    """Returns the rows of this rank's micro-batches, as many as on every data-parallel index. The
-    batch has been placed. Collective."""
+    """Returns the rows of this rank's micro-batches, as many as on every data-parallel index, and
+    under the interleaved schedule a multiple of pp. The batch has been placed. Collective where
+    prefixes are shared."""
     spec, layout = state.config.mb_spec, state.layout
     larger = None if backward else spec.forward_max_tokens_per_mb
-    held = batch.rows
+    max_tokens = larger or spec.max_tokens_per_mb  # of a device
     groups = group_ids(batch, whole_groups=True) if whole_groups else None
+    multiple_of, cost = layout.pp if layout.vpp > 1 else 1, sequence_cost(state.model)
+    if not spec.share_prefixes:
+        plan_of_all = plan_micro_batches(
+            batch.lengths.tolist(),
+            dp=layout.dp,
+            max_tokens=max_tokens * layout.cp,
+            align=alignment(layout, token_unit(state.config.fp8)),
+            multiple_of=multiple_of,
+            cost=cost,
+            groups=None if groups is None else units_of(groups),
+            index=batch.home.of_row.tolist(),
+        )
+        return plan_of_all[state.groups.coords.dp]
+    rows = batch.rows
     needs = plan_tries(
-        _rows(batch, match_field(state, batch)),
-        max_tokens=larger or spec.max_tokens_per_mb,
+        _row_bytes(batch, match_field(state, batch)),
+        max_tokens=max_tokens,
         align=alignment(layout),
-        cost=sequence_cost(state.model),
-        units=None if groups is None else units_of(groups[held]),
+        cost=cost,
+        units=None if groups is None else units_of(groups[rows]),
     )
     count = torch.tensor(needs.count, device=mcore.device())
     if layout.world_size > 1:
         dist.all_reduce(count, dist.ReduceOp.MAX)
-    multiple = layout.pp if layout.vpp > 1 else 1
-    rows = held.tolist()
-    filled = needs.micro_batches(-(-int(count) // multiple) * multiple)
-    return [sorted(rows[i] for i in mb) for mb in filled]
+    filled = needs.micro_batches(-(-int(count) // multiple_of) * multiple_of)
+    return [sorted(rows[mb].tolist()) for mb in filled]
 
 
 def match_field(state: EngineState, batch: Batch) -> str | None:
@@ -248,7 +254,7 @@ def match_field(state: EngineState, batch: Batch) -> str | None:
     return ROUTED if replays and ROUTED in batch else None
 
 
-def _rows(batch: Batch, field: str | None) -> list[Bytes]:
+def _row_bytes(batch: Batch, field: str | None) -> list[Bytes]:
     """Returns token_bytes [n,w] of each row that this rank holds."""
     ids = batch["input_ids"]
     whole = token_bytes(ids.values, None if field is None else batch[field].values)
@@ -266,68 +272,74 @@ def prefix_ratios(micro_batches: Iterable[MicroBatch]) -> Iterator[dict[str, tup
 # ---- per-token results --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Frame:
-    """Says where per-token results go, flat: all rows go to every rank (`everyone`), or the rows
-    that a rank holds go to the ranks of its data-parallel index. T tokens of these rows."""
+# (where among [T,...], the numbers that stand there), one micro-batch after another
+Writes = Iterator[tuple[Any, Tensor]]
+# (name, what follows T in its shape, dtype, writes)
+Result = tuple[Any, Sequence[int], torch.dtype, Writes]
 
-    rows: Tensor  # ascending
-    lengths: Tensor  # [b], theirs
-    everyone: bool
 
-    @staticmethod
-    def of(batch: Batch, *, everyone: bool) -> Frame:
-        """Makes the frame of a batch: of all its rows for `everyone`, else of those this rank
-        holds."""
-        rows = torch.arange(len(batch)) if everyone else batch.rows
-        return Frame(rows, batch.lengths[rows], everyone)
+class ResultRows:
+    """Knows where per-token results of a batch's held rows go: flat, [T,...] of T tokens."""
 
-    def zeros(self, inner: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Returns zeros, [T, *inner], on the device."""
-        return torch.zeros(int(self.lengths.sum()), *inner, dtype=dtype, device=mcore.device())
+    def __init__(self, batch: Batch, groups: ProcessGroups) -> None:
+        self.groups = groups
+        self._rows = batch.rows
+        self._lengths = batch.lengths[self._rows]
 
-    def starts(self, rows: Sequence[int]) -> Tensor:
-        """Returns where each of these rows begins among the T tokens, [len(rows)]."""
-        ends = self.lengths.cumsum(0)
-        places = torch.searchsorted(self.rows, torch.as_tensor(rows, dtype=torch.long))
-        return (ends - self.lengths)[places]
+    def collect(self, inner: Sequence[int], dtype: torch.dtype, writes: Writes) -> Tokens:
+        """Returns [T,*inner] on the host of every rank of a data-parallel index. Each number is
+        written by one of these ranks. Collective."""
+        shape = (int(self._lengths.sum()), *inner)
+        full = torch.zeros(shape, dtype=dtype, device=mcore.device())
+        for places, values in writes:
+            full[places] = values.to(dtype)
+        raw = full.view(torch.uint8)  # the ranks that wrote nothing add zero to a number's bytes
+        for group in (self.groups.tp, self.groups.cp, self.groups.pp):
+            if group.size() > 1:
+                dist.all_reduce(raw, group=group)
+        return Tokens(full.cpu(), self._lengths)
 
-    def put(self, full: Tensor, mb: MicroBatch, values: Tensor) -> None:
-        """Writes a micro-batch's [b,S,...] into `full` [T,...]. The places are found on the host: a
-        device need not stop for them."""
-        lengths = mb.source.lengths[mb.rows]
-        row = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-        t = torch.arange(len(row)) - (lengths.cumsum(0) - lengths)[row]
-        places = torch.stack([self.starts(mb.rows)[row] + t, row * values.shape[1] + t])
-        into, of = places.to(full.device, non_blocking=True)
-        full[into] = values.flatten(0, 1)[of].to(full.dtype)
+    def of_sequences(self, mb: MicroBatch, width: int) -> tuple[Tensor, Tensor]:
+        """Returns where the tokens of a micro-batch go, and where they are in [b*width,...]. The
+        places are found on the host: a device need not stop for them."""
+        row, t = _tokens_of(mb)
+        places = torch.stack([self._starts(mb)[row] + t, row * width + t])
+        into, of = places.to(mcore.device(), non_blocking=True)
+        return into, of
 
-    def places(self, mb: MicroBatch, layout: Layout, tp_rank: int) -> tuple[Tensor, Tensor]:
-        """Returns which of the tokens between the layers of a tensor-parallel rank (see
-        MicroBatch.tokens) are real, as a mask or as their numbers, and where these are among the T
-        tokens. A token of a trie has a place in each of its rows."""
+    def of_layers(self, mb: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Returns where the real ones of the tokens between the layers of this rank (see
+        MicroBatch.tokens) go, and which these are, as a mask or as their numbers. A token of a trie
+        goes to each of its rows."""
+        layout, tp_rank = self.groups.layout, self.groups.coords.tp
         token = mb.tokens(layout, tp_rank)
         if mb.packed.trie is not None:
-            return self._places_of_nodes(mb, mb.packed.trie, len(token), tp_rank)
+            return self._of_nodes(mb, mb.packed.trie, len(token), tp_rank)
         real = token >= 0
         width = max(1, mb.packed.index.shape[1])
-        starts = torch.tensor([*self.starts(mb.rows).tolist(), 0], device=token.device)
-        return real, (starts[token // width] + token % width)[real]
+        starts = torch.tensor([*self._starts(mb).tolist(), 0], device=token.device)
+        return (starts[token // width] + token % width)[real], real
 
-    def _places_of_nodes(
+    def _of_nodes(
         self, mb: MicroBatch, trie: Trie, share: int, tp_rank: int
     ) -> tuple[Tensor, Tensor]:
-        """Returns what `places` does; the rank has `share` nodes of the trie, or all."""
-        lengths = mb.source.lengths[mb.rows]
-        row = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-        t = torch.arange(len(row)) - (lengths.cumsum(0) - lengths)[row]
+        """Returns what `of_layers` does; the rank has `share` nodes of the trie, or all."""
+        row, t = _tokens_of(mb)
         node = trie.place[row, t]
         if share < len(trie.input_ids):
             node -= share * tp_rank
-        mine = (node >= 0) & (node < share)
-        both = torch.stack([node, self.starts(mb.rows)[row] + t])[:, mine].to(mcore.device())
-        return both[0], both[1]
+        here = (node >= 0) & (node < share)
+        places = torch.stack([self._starts(mb)[row] + t, node])[:, here].to(mcore.device())
+        return places[0], places[1]
 
-    def tokens(self, full: Tensor) -> Tokens:
-        """Returns the result `full` [T,...] as Tokens on the host."""
-        return Tokens(full.cpu(), self.lengths)
+    def _starts(self, mb: MicroBatch) -> Tensor:
+        """Returns where each row of a micro-batch begins among the T tokens, [b]."""
+        places = torch.searchsorted(self._rows, torch.as_tensor(mb.rows, dtype=torch.long))
+        return (self._lengths.cumsum(0) - self._lengths)[places]
+
+
+def _tokens_of(mb: MicroBatch) -> tuple[Tensor, Tensor]:
+    """Returns row and position of the tokens of a micro-batch, row after row."""
+    lengths = mb.source.lengths[mb.rows]
+    row = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    return row, torch.arange(len(row)) - (lengths.cumsum(0) - lengths)[row]

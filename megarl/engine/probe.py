@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megarl.engine.micro_batch import Frame, MicroBatch
+from megarl.engine.micro_batch import MicroBatch, Result, ResultRows, Writes
 from megarl.engine.setup import EngineState
 from megarl.models.names import unwrap
 from megarl.parallel import mcore  # noqa: F401  before megatron
@@ -77,7 +77,6 @@ class Probe:
         self._last = state.model.num_layers
         self._chunks: list[Any] = [unwrap(chunk) for chunk in state.chunks]
         self._seen: dict[Part, list[Tensor]] = {}
-        self.found: dict[Part, Tensor] = {}
 
     def listening(self) -> AbstractContextManager[None]:
         """Listens to the passes made inside, each part's outputs in the order of micro-batches."""
@@ -101,27 +100,25 @@ class Probe:
         # a copy: megatron-core's sums write over what they add
         self._seen.setdefault(part, []).append(out.detach().flatten(0, -2).clone())
 
-    def collect(self, micro_batches: Sequence[MicroBatch], frame: Frame) -> None:
-        """Sets `found`: what each part put out, [T,...] float32 on the host, on every rank.
-        Collective."""
-        layout, coords = self._groups.layout, self._groups.coords
-        # without sequence parallelism tensor-parallel ranks hold the same
-        speaks = layout.sequence_parallel or coords.tp == 0
-        for part, width in sorted(self._everyones().items()):
-            full = frame.zeros((width,), torch.float32)
-            mine = self._seen.get(part, []) if speaks else []
-            for mb, values in zip(micro_batches, mine, strict=bool(mine)):
-                real, places = frame.places(mb, layout, coords.tp)
-                full[places] = values[real].float()
-            if layout.world_size > 1:
-                dist.all_reduce(full)
-            self.found[part] = full.cpu()
+    def results(self, micro_batches: Sequence[MicroBatch], at: ResultRows) -> Iterator[Result]:
+        """Yields what each part put out, [T,...] float32. Collective."""
+        for part, width in sorted(self._widths().items()):
+            yield part, (width,), torch.float32, self._writes(part, micro_batches, at)
 
-    def _everyones(self) -> dict[Part, int]:
+    def _writes(self, part: Part, micro_batches: Sequence[MicroBatch], at: ResultRows) -> Writes:
+        # without sequence parallelism tensor-parallel ranks hold the same
+        if part in self._seen and (
+            self._groups.layout.sequence_parallel or self._groups.coords.tp == 0
+        ):
+            for mb, values in zip(micro_batches, self._seen[part], strict=True):
+                places, real = at.of_layers(mb)
+                yield places, values[real]
+
+    def _widths(self) -> dict[Part, int]:
         """Returns the parts that any rank has seen, with the numbers each gives of a token."""
-        mine = {part: seen[0].shape[-1] for part, seen in self._seen.items()}
+        widths = {part: seen[0].shape[-1] for part, seen in self._seen.items()}
         if self._groups.layout.world_size == 1:
-            return mine
-        said: list[dict[Part, int]] = [{}] * self._groups.layout.world_size
-        dist.all_gather_object(said, mine)
-        return {part: width for each in said for part, width in each.items()}
+            return widths
+        of_rank: list[dict[Part, int]] = [{}] * self._groups.layout.world_size
+        dist.all_gather_object(of_rank, widths)
+        return {part: width for each in of_rank for part, width in each.items()}

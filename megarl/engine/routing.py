@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.api.batch import Tokens
 from megarl.config.engine import TrainEngineConfig
 from megarl.models.hf_config import ModelConfig
 from megarl.models.options import EngineOptions
@@ -33,7 +32,7 @@ from megatron.core.transformer.moe import moe_utils  # isort: skip
 from megatron.core.transformer.moe.router import TopKRouter  # isort: skip
 
 if TYPE_CHECKING:
-    from megarl.engine.micro_batch import Frame, MicroBatch
+    from megarl.engine.micro_batch import MicroBatch, Result, ResultRows, Writes
 
 ROUTED = "routed_experts"  # output and batch key: [B,S,L,k], expert numbers, 0 in dense layers
 
@@ -189,24 +188,19 @@ class Routing:
         for tape in self._tapes[chunk]:
             tape.given = given[token, tape.layer].long().masked_fill(filling, -1)
 
-    def collect(self, micro_batches: Sequence[MicroBatch], frame: Frame) -> Tokens:
-        """Returns what was chosen, [T,L,k] of the tokens of `frame`, for the ranks it says, in the
-        smallest integers that hold an expert's number. Inside a recording pass. Collective."""
-        full = frame.zeros((self.model.num_layers, self.shape.top_k), self.dtype)
+    def results(self, micro_batches: Sequence[MicroBatch], at: ResultRows) -> Iterator[Result]:
+        """Yields what was chosen, [T,L,k] in the smallest integers that hold an expert's number.
+        Inside a recording pass."""
+        inner = self.model.num_layers, self.shape.top_k
+        yield ROUTED, inner, self.dtype, self._writes(micro_batches, at)
+
+    def _writes(self, micro_batches: Sequence[MicroBatch], at: ResultRows) -> Writes:
+        # with experts, tensor parallelism shares the tokens out, too: each has one owner
         for i, mb in enumerate(micro_batches):
-            real, places = frame.places(mb, self.groups.layout, self.groups.coords.tp)
+            places, real = at.of_layers(mb)
             for tape in self.tapes:
                 assert tape.recorded is not None
-                full[places, tape.layer] = tape.recorded[i][real].to(full.dtype)
-        raw = full.view(torch.uint8)  # every number has one owner, the others add zero to its bytes
-        groups = self.groups
-        if frame.everyone and groups.layout.world_size > 1:
-            dist.all_reduce(raw)
-        elif not frame.everyone:  # with experts, tensor parallelism shares the tokens out, too
-            for group in (groups.tp, groups.cp, groups.pp):
-                if group.size() > 1:
-                    dist.all_reduce(raw, group=group)
-        return frame.tokens(full)
+                yield (places, tape.layer), tape.recorded[i][real]
 
     def metrics(self, n_micro_batches: int) -> dict[str, float]:
         """Returns the balance of the experts' loads, and auxiliary losses where they are on, after
