@@ -132,7 +132,7 @@ def load(state: EngineState, meta: SaveLoadMeta) -> int | None:
         end_average(state)
         if state.adapters is not None:  # whole weights come without: these start anew
             state.adapters.reset(state.seed)
-    if state.optimizer is not None and not meta.with_optim:
+    if not meta.with_optim:
         opt.reload_main_params(state.optimizer)
     state.groups.barrier()
     return version

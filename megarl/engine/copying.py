@@ -131,8 +131,7 @@ def _move(
         (begin_average if keep else end_average)(target)
         stats = move(weights, target.params | target.average, keep=keep)
         round_off(target)
-        if target.optimizer is not None:
-            optimizer.reload_main_params(target.optimizer)
+        optimizer.reload_main_params(target.optimizer)
     return stats
 
 

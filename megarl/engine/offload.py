@@ -5,6 +5,9 @@ A parameter, its slice in the data-parallel buffer, the optimizer's shard of it:
 at few storages. So storages are moved, not tensors: their bytes go to host memory and the storage
 shrinks to nothing; later it grows back and every tensor is valid again.
 
+An onload may run behind the next pass: the copies run on a stream of their own, in the order of the
+pass, and each module waits for its own weights before its first use of them.
+
 On a CPU the bytes go to another place of the same memory. Nothing is gained, but the code is the
 same, and so is the error of whoever uses what is away.
 """
@@ -15,16 +18,16 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import nn
 
 from megarl.api.engine import PARTS
 from megarl.engine import optimizer
-from megarl.engine.arrival import Arrival, units
 from megarl.engine.setup import EngineState
 from megarl.models.fp8 import drop_copies
+from megarl.models.names import unwrap
 from megarl.observability.logging import get_logger
 from megarl.parallel import mcore
 
@@ -42,6 +45,8 @@ def check_parts(parts: Sequence[str]) -> tuple[str, ...]:
 # what is away, each with its host copy, or with its size where nothing is kept
 _Parked = list[tuple[torch.UntypedStorage, torch.Tensor | int]]
 _Pair = tuple[torch.Tensor, torch.Tensor]  # bytes on the device, bytes on the host
+Copy = Callable[[], None]
+Wait = Callable[[], object]
 
 
 class ParkedStorages:
@@ -124,10 +129,11 @@ class ParkedStorages:
 
     def pieces(
         self, name: str, order: Iterable[Sequence[torch.Tensor]] = ()
-    ) -> tuple[int, list[Callable[[], None]]]:
-        """Takes device memory for a group again. Returns its bytes, and the functions that fill it:
-        one for what no member of `order` has, and one for each of these, which are tensors of the
-        group. Where there is too little memory it raises RuntimeError, and the group stays away."""
+    ) -> tuple[int, list[Copy]]:
+        """Takes device memory for a group again. Returns its bytes, and the copies that fill it:
+        the first of what belongs to no member of `order`, then one for each of these, which are
+        tensors of the group. Where there is too little memory it raises RuntimeError, and the group
+        stays away."""
         parked = self._away[name]
         try:
             for storage, content in parked:
@@ -137,50 +143,47 @@ class ParkedStorages:
             error.add_note(f"({name!r} of the engine stays where it is, in host memory)")
             raise
         del self._away[name]
-        spans: dict[int, _Span] = {}
+        pairs: dict[int, _Pair] = {}
         for storage, content in parked:
             if isinstance(content, int):
                 _bytes(storage).zero_()
             else:
-                spans[storage._cdata] = _Span(_bytes(storage), content)
-        copies = []
-        for tensors in order:
-            found = [(spans.get(t.untyped_storage()._cdata), t) for t in tensors]
-            copies.append([pair for span, t in found if span for pair in span.take(t)])
-        rest = [pair for span in spans.values() for pair in span.rest()]
+                pairs[storage._cdata] = _bytes(storage), content
         taken = sum(storage.nbytes() for storage, _ in parked)
-        return taken, [partial(_copy, pairs) for pairs in (rest, *copies)]
+        return taken, [partial(_copy, cut) for cut in _cut(pairs, order)]
+
+
+def _cut(pairs: dict[int, _Pair], order: Iterable[Sequence[torch.Tensor]]) -> Iterator[list[_Pair]]:
+    """Yields what is in no tensor of `order`, then what is in the tensors of each member that was
+    in none before, such as a tied weight. pairs: by storage."""
+    members: list[list[_Pair]] = []
+    spans: dict[int, set[tuple[int, int]]] = {storage: set() for storage in pairs}
+    for tensors in order:
+        members.append([])
+        for t in tensors:
+            storage = t.untyped_storage()._cdata
+            begin = int(t.storage_offset()) * t.element_size()
+            span = begin, begin + t.nbytes
+            if storage in pairs and span not in spans[storage]:
+                spans[storage].add(span)
+                members[-1].append(_part(pairs[storage], *span))
+    rest = []
+    for storage, pair in pairs.items():
+        edges = [0, *(edge for span in sorted(spans[storage]) for edge in span), len(pair[0])]
+        gaps = zip(edges[::2], edges[1::2], strict=True)
+        rest += [_part(pair, begin, end) for begin, end in gaps if begin < end]
+    yield rest
+    yield from members
+
+
+def _part(pair: _Pair, begin: int, end: int) -> _Pair:
+    return pair[0][begin:end], pair[1][begin:end]
 
 
 def _empty(parked: _Parked) -> None:
     """Gives up the device memory of storages, after what the stream still does with it."""
     for storage, _ in parked:
         storage.resize_(0)
-
-
-class _Span:
-    """Pairs the bytes of a storage that has grown back with those on the host."""
-
-    def __init__(self, there: torch.Tensor, here: torch.Tensor) -> None:
-        self._there, self._here = there, here
-        self._taken: set[tuple[int, int]] = set()
-
-    def take(self, tensor: torch.Tensor) -> list[_Pair]:
-        """Returns the bytes of a tensor, nothing for one that was taken before: a tied weight."""
-        begin = int(tensor.storage_offset()) * tensor.element_size()
-        ends = begin, begin + tensor.numel() * tensor.element_size()
-        if ends in self._taken:
-            return []
-        self._taken.add(ends)
-        return [self._pair(*ends)]
-
-    def rest(self) -> list[_Pair]:
-        """Returns the bytes of no tensor that was taken."""
-        ends = [(0, 0), *sorted(self._taken), (len(self._there), 0)]
-        return [self._pair(a, b) for (_, a), (b, _) in pairwise(ends) if a < b]
-
-    def _pair(self, begin: int, end: int) -> _Pair:
-        return self._there[begin:end], self._here[begin:end]
 
 
 def _copy(pairs: Iterable[_Pair]) -> None:
@@ -234,7 +237,7 @@ def memory_in_use() -> int:
 
 
 def optimizer_tensors(whole: Any) -> Iterator[torch.Tensor]:
-    """Yields main parameters and states of a megatron optimizer, chained or not."""
+    """Yields main parameters and states of a megatron optimizer, chained or not; of None none."""
     for inner in optimizer.parts(whole):
         torch_optimizer = inner.optimizer
         if torch_optimizer is None:  # this rank holds no parameter of that kind
@@ -249,9 +252,90 @@ def optimizer_tensors(whole: Any) -> Iterator[torch.Tensor]:
 
 def gradient_tensors(chunks: Iterable[Any]) -> Iterator[torch.Tensor]:
     """Yields the data-parallel wrappers' gradient buffers."""
-    for chunk in chunks:
+    for chunk in optimizer.wrappers(chunks):
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
             yield buffer.grad_data
+
+
+# ---- an onload behind a pass --------------------------------------------------------------------
+
+
+def copy_stream() -> Callable[[Copy], Wait]:
+    """Returns what begins a copy after those before it, and returns what waits for it: on a stream
+    beside the caller's, which a wait holds up, not the caller. On a CPU it makes the copy at once.
+
+    The memory is of the caller's stream, and given up only after the copy was waited for there. So
+    the allocator need not know of this stream (Tensor.record_stream); of pinned host memory it does
+    know, by the copies themselves.
+    """
+
+    def at_once(copy: Copy) -> Wait:
+        copy()
+        return lambda: None
+
+    if not mcore.on_cuda():
+        return at_once
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # who used the memory before
+
+    def on_stream(copy: Copy) -> Wait:
+        with torch.cuda.stream(stream):
+            copy()
+            event = stream.record_event()
+        return lambda: torch.cuda.current_stream().wait_event(event)
+
+    return on_stream
+
+
+class Onload:
+    """Holds copies under way, and the hooks by which modules wait for them.
+
+    copies: (module, copy) in the order in which they are made; the module waits for the copy before
+    every forward pass, until `finish`.
+    """
+
+    def __init__(self, copies: Iterable[tuple[nn.Module | None, Copy]]) -> None:
+        begin = copy_stream()
+        self._waits: list[Wait] = []
+        self._hooks: list[Any] = []
+        for module, copy in copies:
+            wait = begin(copy)
+            self._waits.append(wait)
+            if module is not None:
+                hook = partial(_wait_before, wait)
+                self._hooks.append(module.register_forward_pre_hook(hook, prepend=True))
+
+    def finish(self) -> None:
+        """Waits for all copies and removes the hooks."""
+        try:
+            for wait in self._waits:
+                wait()
+        finally:
+            for hook in self._hooks:
+                hook.remove()
+
+
+def _wait_before(wait: Wait, module: nn.Module, args: Any) -> None:
+    wait()
+
+
+def units(chunks: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, list[torch.Tensor]]]:
+    """Yields the modules of a rank's chunks that a pass calls one after the other, each with its
+    parameters: embedding, layers, final norm, head."""
+    for chunk in chunks:
+        yield from _units(unwrap(chunk))
+
+
+def _units(module: nn.Module) -> Iterator[tuple[nn.Module, list[torch.Tensor]]]:
+    yield module, list(module.parameters(recurse=False))
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):  # its members are called, not the list
+            for member in child:
+                yield member, list(member.parameters())
+        elif any(isinstance(below, nn.ModuleList) for below in child.children()):
+            yield from _units(child)
+        else:
+            yield child, list(child.parameters())
 
 
 class Memory:
@@ -261,7 +345,7 @@ class Memory:
     def __init__(self, state: EngineState) -> None:
         self._built = state
         self._parked = ParkedStorages()
-        self._arrival: Arrival | None = None
+        self._onload: Onload | None = None
 
     def require(self, what: str, parts: Sequence[str], *, behind: bool = False) -> None:
         """Waits for what is on its way; with `behind` not, for a pass whose modules do. Raises
@@ -304,22 +388,22 @@ class Memory:
         if not behind:
             return self._moved("onload", {p: self._parked.restore(p) for p in back}, before)
         taken: dict[str, int] = {}
-        pieces: list[tuple[torch.nn.Module | None, Callable[[], None]]] = []
+        copies: list[tuple[nn.Module | None, Copy]] = []
         try:
             for part in back:
                 modules = list(units(self._built.chunks)) if part == "params" else []
-                taken[part], copies = self._parked.pieces(part, [params for _, params in modules])
+                taken[part], of_part = self._parked.pieces(part, [params for _, params in modules])
                 # what belongs to no module comes first: who waits for a copy waits for those before
-                pieces += zip([None, *(module for module, _ in modules)], copies, strict=True)
+                copies += zip([None, *(module for module, _ in modules)], of_part, strict=True)
         finally:  # also where there is too little memory for a later part
-            self._arrival = Arrival(pieces)
+            self._onload = Onload(copies)
         return self._moved("onload", taken, before)
 
     def arrive(self) -> None:
         """Waits for what is on its way."""
-        arrival, self._arrival = self._arrival, None
-        if arrival is not None:
-            arrival.finish()
+        onload, self._onload = self._onload, None
+        if onload is not None:
+            onload.finish()
 
     @contextmanager
     def at_hand(self, *, behind: bool = False, changes: bool = False) -> Iterator[None]:
@@ -342,9 +426,8 @@ class Memory:
         """Has weights and optimizer state that are away be read where they rest, in host memory,
         for a checkpoint: it takes no device memory, and brings nothing back."""
         self.arrive()
-        whole = self._built.optimizer
-        if whole is not None and "optimizer" in self._parked:
-            optimizer.materialize_state(whole)  # before the first step: on the device, as others
+        if "optimizer" in self._parked:  # before the first step it is made on the device, as others
+            optimizer.materialize_state(self._built.optimizer)
         with self._parked.readable([*self._tensors("params"), *self._tensors("optimizer")]):
             yield
 
@@ -364,8 +447,6 @@ class Memory:
         b = self._built
         if part == "params":
             return [*b.params.values(), *b.average.values()]
-        if b.optimizer is None:
-            return []
         if part == "grads":
             return list(gradient_tensors(b.chunks))
         return list(optimizer_tensors(b.optimizer))

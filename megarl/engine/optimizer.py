@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -90,11 +90,14 @@ def wrap_chunks(
     return wrapped
 
 
+def wrappers(chunks: Iterable[Any]) -> list[Any]:
+    """Returns the data-parallel wrappers among chunks; a frozen model has none."""
+    return [chunk for chunk in chunks if isinstance(chunk, DistributedDataParallel)]
+
+
 def gather_params(chunks: Sequence[Any]) -> None:
     """Makes weights whole on every rank, where the last step left that to the next pass."""
-    for chunk in chunks:
-        if not isinstance(chunk, DistributedDataParallel):  # a frozen model's
-            continue
+    for chunk in wrappers(chunks):
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
             if group.ddp_config.overlap_param_gather and not group.param_gather_dispatched:
                 group.start_param_sync(force_sync=True)
@@ -253,7 +256,10 @@ def decoupled(part: Any) -> bool:
 
 
 def reload_main_params(optimizer: Any) -> None:
-    """Sets the main weights from the model's, after those were loaded."""
+    """Sets the main weights of an optimizer, if there is one, from the model's, after those were
+    loaded."""
+    if optimizer is None:
+        return
     optimizer.reload_model_params()
     for part in parts(optimizer):
         if not decoupled(part) or isinstance(part.optimizer, HybridDeviceOptimizer):
@@ -265,7 +271,10 @@ def reload_main_params(optimizer: Any) -> None:
 
 
 def parts(optimizer: Any) -> Sequence[Any]:
-    """Returns the optimizers that megatron-core chains, one per kind of parameter (dense, ...)."""
+    """Returns the optimizers that megatron-core chains, one per kind of parameter (dense, ...);
+    none of a frozen model, whose optimizer is None."""
+    if optimizer is None:
+        return []
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from megarl.api.engine import PARTS
 from megarl.api.records import SaveLoadMeta
 from megarl.config.engine import LoRAConfig
-from megarl.engine import arrival
+from megarl.engine import offload
 from tests.dist.engine_jobs import batch, loss_fn, make_engine, save_model, state, weight_fn
 from tests.tiny import save_tiny
 
@@ -383,8 +383,8 @@ class LateLane:
 
         return wait
 
-    def close(self) -> None:
-        assert set(self._copies) <= {int}
+    def is_over(self) -> bool:
+        return set(self._copies) <= {int}
 
 
 def broken(outputs: Any, b: Any) -> Any:
@@ -408,13 +408,19 @@ def late(path: str, root: str, parallel: dict[str, Any], over: dict[str, Any], l
         "weights": partial(state, engine),
         "next step": train,
     }
-    found = {}
-    with mock.patch.object(arrival, "ThreadLane", lane or arrival.ThreadLane):
+    found, lanes = {}, []
+
+    def copy_stream() -> Any:
+        lanes.append(lane())
+        return lanes[-1].begin
+
+    with mock.patch.object(offload, "copy_stream", copy_stream if lane else offload.copy_stream):
         for name, verb in verbs.items():
             engine.offload()
             engine.onload(behind=lane is not None)
             found[name] = verb()
     engine.destroy()
+    assert len(lanes) == (len(verbs) if lane else 0) and all(each.is_over() for each in lanes)
     return found
 
 

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-import threading
-from functools import partial
-
 import pytest
 import torch
 from torch import nn
 
-from megarl.engine.arrival import Arrival, units
-from megarl.engine.offload import ParkedStorages
+from megarl.engine import offload
+from megarl.engine.offload import Onload, ParkedStorages, units
 
-SECONDS = 20.0  # that a copy waits for the pass, before the test fails
+
+def late():
+    """Stands in for `copy_stream`: makes the copies, in their order, when somebody waits for the
+    last of them."""
+    waiting = []
+
+    def begin(copy):
+        waiting.append(copy)
+        number = len(waiting)
+
+        def wait():
+            for i in range(number):
+                waiting[i]()
+                waiting[i] = int
+
+        return wait
+
+    return begin
 
 
 class Block(nn.Module):
@@ -110,41 +124,48 @@ def test_bytes_that_find_no_room_stay_where_they_are(verb, monkeypatch):
     assert all(map(torch.equal, model.parameters(), want))
 
 
-def test_a_pass_begins_before_the_last_layer_is_there():
+def test_a_pass_begins_before_the_last_layer_is_there(monkeypatch):
+    monkeypatch.setattr(offload, "copy_stream", late)
     model, parked = Model(), ParkedStorages()
     ids = torch.tensor([0, 3, 4])
     want = model(ids)
     parked.park("params", model.parameters())
     modules = list(units([model]))
     _, copies = parked.pieces("params", [params for _, params in modules])
+    model.flat.fill_(torch.nan)
     first, last = model.decoder.layers[0], model.decoder.layers[-1]
-    has_run = threading.Event()
-    first.register_forward_hook(lambda *_: has_run.set())
+    events = []
+    first.register_forward_hook(lambda *_: events.append("first layer"))
 
-    def once_the_first_ran(copy):
-        assert has_run.wait(SECONDS), "the first layer waited for the last"
-        copy()
+    def copy_last(copy):
+        def copied():
+            events.append("last copy")
+            copy()
+
+        return copied
 
     pieces = [
-        (module, partial(once_the_first_ran, copy) if module is last else copy)
+        (module, copy_last(copy) if module is last else copy)
         for (module, _), copy in zip(modules, copies[1:], strict=True)
     ]
-    arrival = Arrival([(None, copies[0]), *pieces])
+    onload = Onload([(None, copies[0]), *pieces])
     assert torch.equal(model(ids), want)
-    arrival.finish()
+    assert events == ["first layer", "last copy"]
+    onload.finish()
     assert torch.equal(model(ids), want)
     assert not any(m._forward_pre_hooks for m in model.modules())
 
 
-def test_a_copy_that_fails_is_the_error_of_who_waits_for_it():
+def test_a_copy_that_fails_is_the_error_of_who_waits_for_it(monkeypatch):
+    monkeypatch.setattr(offload, "copy_stream", late)
     model = Model()
 
     def fail():
         raise RuntimeError("no memory")
 
-    arrival = Arrival([(model.embedding, lambda: None), (model.head, fail)])
+    onload = Onload([(model.embedding, lambda: None), (model.head, fail)])
     with pytest.raises(RuntimeError, match="no memory"):
         model(torch.tensor([1]))
     with pytest.raises(RuntimeError, match="no memory"):
-        arrival.finish()
+        onload.finish()
     assert not any(m._forward_pre_hooks for m in model.modules())
