@@ -44,7 +44,7 @@ from megarl.weight_sync.transports import WeightSource
 log = logging.getLogger(__name__)
 
 SAMPLE = 8  # tensors
-_SHOWN = 3  # tensors of a server
+_SHOWN = 3  # tensors or parameters of a server
 _TOLD: dict[int, set[str]] = {}  # the servers that a line at this level has named
 ON_GPU = "this has not been run on a GPU yet; weight_sync.verify=full compares it all the same"
 # other numbers are made of what was sent, not copied: FP8 has scales beside it
@@ -247,7 +247,7 @@ class Fingerprints:
         for server, ranks in self._tables:
             for rank, (raw, reply) in enumerate(zip(ranks, replies[server], strict=True)):
                 if other := self._differences(tables[raw], reply, expected):
-                    wrong.append(f"server {server}, rank {rank}: {_few(other)}")
+                    wrong.append(f"server {server}, rank {rank}: {few(other)}")
         if wrong:
             raise RuntimeError(
                 f"servers do not hold the weights sent: {'; '.join(wrong)}. Sync again; where it "
@@ -288,7 +288,7 @@ class Fingerprints:
 
     def _tell(self, server: str, unclear: Mapping[str, str]) -> None:
         """Says that a server holds nothing wrong, and which tensors that does not prove."""
-        missing = _few([f"{name} ({why})" for name, why in unclear.items()])
+        missing = few([f"{name} ({why})" for name, why in unclear.items()])
         log.log(
             once_each(logging.WARNING if unclear else logging.INFO, [server]),
             "fingerprints of %d tensors agree with all ranks of server %s%s",
@@ -422,7 +422,7 @@ def differences(sent: Checksums, held: Checksums) -> str:
         "different": [n for n in sent if n in held and held[n] != sent[n]],
         "never sent": [n for n, c in held.items() if n not in sent and c not in known],
     }
-    return "; ".join(f"{kind}: {_few(names)}" for kind, names in kinds.items() if names)
+    return "; ".join(f"{kind}: {few(names)}" for kind, names in kinds.items() if names)
 
 
 def sample(names: Collection[str], seed: int, size: int = SAMPLE) -> frozenset[str]:
@@ -449,6 +449,7 @@ def _name(part: Part) -> str:
     return f"{part.tensor} [{box}]"
 
 
-def _few(names: Sequence[str]) -> str:
+def few(names: Sequence[str]) -> str:
+    """Words the first names, and how many more there are."""
     more = len(names) - _SHOWN
     return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

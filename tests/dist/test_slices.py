@@ -291,8 +291,8 @@ def test_what_cannot_go_by_slices_is_said_or_goes_whole(
 
 
 def test_a_failure_to_connect_is_tried_again_at_later_syncs(bench: Bench, world: World) -> None:
-    """After one failure at the next sync, after two in a row not before the sync after that."""
-    for busy, sharded_at in ((1, [0, 1, 1, 1]), (2, [0, 0, 0, 1])):
+    """At the next one, however often it fails in a row."""
+    for busy, sharded_at in ((1, [0, 1, 1, 1]), (2, [0, 0, 1, 1])):
         metas = [bench.meta(n, sharded="auto") for n in range(1, 5)]
         bench.two.busy = busy
         uploads = [Upload(bench.paths[n % 2], None, meta) for n, meta in enumerate(metas)]
@@ -332,19 +332,34 @@ def test_a_full_comparison_names_tensor_server_and_rank(
     assert not bench.two.session and not bench.one.session
 
 
-def run_heard(parallel: dict[str, Any], upload: Upload) -> tuple[Any, str]:
-    """The figures of an upload or its error, and what this rank logged meanwhile."""
+def run_heard(parallel: dict[str, Any], *uploads: Upload) -> tuple[Any, str]:
+    """The figures of the last upload or its error, and what this rank logged meanwhile."""
     heard = io.StringIO()
     handler, log = logging.StreamHandler(heard), logging.getLogger("megarl.weight_sync")
     level = log.level
     log.addHandler(handler)
     log.setLevel(logging.DEBUG)
     try:
-        (found,) = run_uploads(parallel, [upload])
+        found = run_uploads(parallel, list(uploads))[-1]
     finally:
         log.removeHandler(handler)
         log.setLevel(level)
     return found, heard.getvalue()
+
+
+def test_a_run_that_sends_whole_tensors_instead_says_so_at_every_sync(
+    bench: Bench, world: World
+) -> None:
+    """A server without the receiver, and one that is busy at first."""
+    for given, said_at in (({"loader": ()}, "12"), ({"busy": 1}, "1")):
+        with StockServer(bench.one.spec, tp=2, whole=True, **given) as server:  # type: ignore[arg-type]
+            metas = [bench.meta(n, server, sharded="auto") for n in (1, 2)]
+            uploads = [Upload(bench.paths[0], None, meta) for meta in metas]
+            (figures, said), (_, other) = world.run(run_heard, TP2, *uploads)
+        assert figures["weight_sync/sharded"] == ("2" not in said_at), figures
+        for n in "12":
+            line = f"weights of version {n} go to 1 server(s) as whole tensors: "
+            assert said.count(line) == (n in said_at) and line not in other, said
 
 
 def test_what_fingerprints_do_not_prove_is_named(bench: Bench, world: World) -> None:

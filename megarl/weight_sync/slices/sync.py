@@ -3,10 +3,10 @@
 Once per server process: an update session in which every rank records what its loader does with the
 HF tensors; a plan that all trainers make alike; one group. Then every sync: a session, in which
 trainers send and servers receive, rounds in the plan's order; the version, when all have received.
-A server that started anew, other servers, or a failure: all of it again, where servers that still
-have their table answer with it. A failure to connect may pass, so that `auto` sends whole tensors
-and tries again at the next sync, and after 2, 4, ... more where it fails again; what a server or
-its loader cannot do lasts until the servers are others.
+After a restart, a change of servers or a failure all of this is repeated; servers keep their
+tables. What a server or its loader cannot do lasts until the servers are others; a failure to
+connect may pass, so that the next sync tries again. `auto` sends whole tensors meanwhile, and says
+so at every sync.
 
 Memory beyond the parameters: two groups of messages of `bucket_bytes` / 2 on each trainer, and the
 same on each server rank.
@@ -20,7 +20,7 @@ import json
 import logging
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,7 +32,7 @@ from megarl.models.gather import export_dtype
 from megarl.models.piece_table import PieceTable
 from megarl.transfer.geometry import Sources, TargetTable
 from megarl.transfer.moves import lay_out, pack
-from megarl.transfer.plan import Message, Receiver, TransferPlan, nearest, plan_transfer
+from megarl.transfer.plan import Receiver, TransferPlan, nearest, plan_transfer
 from megarl.utils.env import is_here, is_loopback, machine
 from megarl.utils.http import in_thread, split_address
 from megarl.weight_sync.phases import Phases
@@ -58,11 +58,10 @@ from megarl.weight_sync.slices.link import (
 )
 from megarl.weight_sync.slices.quantized import BlockFp8
 from megarl.weight_sync.transports import WeightSource
-from megarl.weight_sync.verify import Fingerprints
+from megarl.weight_sync.verify import Fingerprints, few
 
 log = logging.getLogger(__name__)
 
-_SHOWN = 3  # parameters of a server rank
 PLAN = "plan"  # its name in commands: a session has one
 
 
@@ -76,14 +75,38 @@ class _Target:
     quantization: str
 
 
+@dataclass(frozen=True)
+class _RankTable:
+    """Holds a server rank's table. params: the digest of the parameters that it was recorded of.
+    refusal: what the loader does that slices cannot repeat, "" where there is nothing."""
+
+    entries: TargetTable
+    params: str
+    refusal: str
+
+    @classmethod
+    def of(cls, packed: bytes) -> _RankTable:
+        """Reads a table."""
+        table = json.loads(zlib.decompress(packed))
+        entries = TargetTable.from_rows(table["entries"], hashlib.sha256(packed).hexdigest())
+        return cls(entries, table["digest"], _refusal_of_table(table))
+
+
+_Tables = Sequence[Sequence[_RankTable]]  # by server and rank
+_Spot = tuple[str, tuple[bool, ...]]  # a rank's machine, and whether each server is there
+
+
+class _Refused(Exception):
+    """Tells why slices cannot be sent to these servers. Raised on every rank alike."""
+
+
 class SliceSync:
     """Sends slices, on every rank of an engine alike. One of them speaks to the servers."""
 
     def __init__(self, source: WeightSource) -> None:
         self.source, self._speaker = source, source.sender
-        self._target: _Target | None = None
-        self._why = ""
-        self._failures = self._syncs_to_next = 0  # of connecting, in a row; 0 syncs: does not try
+        self._target: _Target | None = None  # of the link
+        self._refused: tuple[_Target, str] | None = None
         self._link: Link | None = None
         self._info: dict[str, ServerInfo] = {}
         self._servers: Servers | None = None
@@ -98,20 +121,22 @@ class SliceSync:
         servers then keep their old version, and the next upload connects anew."""
         try:
             with phases.time("connect"):
-                why = self._prepare(meta, deadline)
-            if why:
-                if meta.sharded == "on":
-                    raise RuntimeError(f"weight_sync.options.sharded=true: {why}")
-                return False
-            self._stream(meta, deadline, phases)
+                level, why = self._prepare(meta, deadline)
+            if why and meta.sharded == "on":
+                raise RuntimeError(f"weight_sync.options.sharded=true: {why}")
+            if not why:
+                self._stream(meta, deadline, phases)
         except BaseException:
             self.close(abort=True)
             raise
-        return True
+        if why and self.source.rank == self._speaker:
+            how = "weights of version %d go to %d server(s) as whole tensors: %s"
+            log.log(level, how, meta.number, len(meta.addresses), why)
+        return not why
 
     def ask_again(self) -> None:
         """Has the next upload find out anew whether slices can be sent, as servers are others."""
-        self._target = None
+        self._target = self._refused = None
 
     def close(self, *, abort: bool = False) -> None:
         """Leaves the group, and ends an open session. abort: of something that failed. Servers may
@@ -137,49 +162,38 @@ class SliceSync:
 
     # ---- once
 
-    def _prepare(self, meta: WeightUpdateMeta, deadline: Deadline) -> str:
-        """Connects where that is needed. Returns why slices cannot be sent, "" where they can."""
+    def _prepare(self, meta: WeightUpdateMeta, deadline: Deadline) -> tuple[int, str]:
+        """Connects where that is needed. Returns why slices cannot be sent, "" where they can, and
+        the level of a line that says so: a warning where it may pass."""
         backend = meta.comm_backend or ("nccl" if self.source.device.type == "cuda" else "gloo")
         if why := refusal_of_meta(meta, backend):
-            return why
+            return logging.INFO, why
         agreement = self.source.agreement
         half = max(1, meta.bucket_bytes // 2)
         target = _Target(meta.addresses, backend, half, meta.quantization)
-        if self._syncs_to_next == 1:
-            self.ask_again()
-        self._syncs_to_next = max(0, self._syncs_to_next - 1)
-        kept = agreement.together(self._still_met, target, deadline)
-        if all(agreement.gather(kept)):
-            return self._why
+        if self._refused is not None and self._refused[0] == target:
+            return logging.INFO, self._refused[1]
+        if all(agreement.gather(agreement.together(self._still_met, target, deadline))):
+            return logging.INFO, ""
         self.close(abort=True)
         try:
-            self._why = self._connect(target, meta, deadline)
-            self._failures = self._syncs_to_next = 0
+            self._connect(target, meta, deadline)
         except ServersLost:
             raise
-        except RuntimeError as e:
-            self._why, self._syncs_to_next = str(e), 2**self._failures
-            self._failures += 1
-        if self._why:
+        except _Refused as e:
+            self._refused = target, str(e)
             self.close(abort=True)
+            return logging.INFO, str(e)
+        except RuntimeError as e:
+            self.close(abort=True)
+            return logging.WARNING, str(e)
         self._target = target
         if self.source.rank == self._speaker:
-            self._say(meta)
-        return self._why
-
-    def _say(self, meta: WeightUpdateMeta) -> None:
-        """Says in the log how weights go from now on."""
-        servers = len(meta.addresses)
-        if self._syncs_to_next and meta.sharded == "auto":
-            how = "weights go to %d server(s) as whole tensors, and by slices after %d sync(s): %s"
-            log.warning(how, servers, self._syncs_to_next, self._why)
-        else:
-            how = f"whole tensors: {self._why}" if self._why else "slices"
-            log.info("weights go to %d server(s) as %s", servers, how)
+            log.info("weights go to %d server(s) as slices", len(meta.addresses))
+        return logging.INFO, ""
 
     def _still_met(self, target: _Target, deadline: Deadline) -> bool:
-        """Returns whether this rank, on the one that speaks also every server, is in the group, or
-        whole tensors are sent."""
+        """Returns whether this rank, on the one that speaks also every server, is in the group."""
         if self._target != target or self._servers is None:
             return self._target == target
         again = self._servers.started_again(deadline)
@@ -187,115 +201,159 @@ class SliceSync:
             log.info("recording anew: %s started again", ", ".join(again))
         return not again
 
-    def _connect(self, target: _Target, meta: WeightUpdateMeta, deadline: Deadline) -> str:
-        """Records, plans and joins. Returns why slices cannot be sent. Collective."""
-        s, agreement = self.source, self.source.agreement
-        why, self._info = self.source.from_rank(self._speaker, self._survey, target, deadline)
-        if why:
-            return why
+    def _connect(self, target: _Target, meta: WeightUpdateMeta, deadline: Deadline) -> None:
+        """Connects all trainer ranks with all server ranks, in steps that each are collective.
+        Raises _Refused where slices cannot be sent, RuntimeError for what may pass."""
+        self._survey(target, deadline)
+        spots = self._locate_ranks()
+        self._open_link(target, deadline)
+        tables = self._record(target, deadline)
+        plan = self._plan(tables, spots, target.round_bytes)
+        self._put_plan(plan, tables)
+        self._join(plan, deadline, meta.timeout)
+        self.source.agreement.together(self._end_session, deadline)
+
+    def _survey(self, target: _Target, deadline: Deadline) -> None:
+        """Asks the servers what they are."""
+
+        def ask() -> dict[str, ServerInfo]:
+            self._servers = Servers(target.addresses)
+            return self._servers.info(deadline)
+
+        self._info = self.source.from_rank(self._speaker, ask)
+        if why := refusal_of_servers(self._info):
+            raise _Refused(why)
+
+    def _locate_ranks(self) -> list[_Spot]:
+        """Returns where each trainer rank is."""
+        hosts = [split_address(a)[0] for a in self._info]
+        spots = self.source.agreement.gather((machine(), tuple(is_here(h) for h in hosts)))
+        if is_loopback(address_for(self._info)) and len({where for where, _ in spots}) > 1:
+            raise _Refused(
+                "servers are at 127.0.0.1 and trainers on several machines; name their address"
+            )
+        return spots
+
+    def _open_link(self, target: _Target, deadline: Deadline) -> None:
+        """Opens the store, and reaches it from every rank."""
+        s, stores = self.source, list[Any]()
         servers = {a: i.tp for a, i in self._info.items()}
         members = Members(s.layout.world_size, servers, target.backend)
-        hosts = [split_address(a)[0] for a in servers]
-        spots = agreement.gather((machine(), tuple(is_here(h) for h in hosts)))
-        if is_loopback(address_for(servers)) and len({where for where, _ in spots}) > 1:
-            return "servers are at 127.0.0.1 and trainers on several machines; name their address"
-        self._fp8 = BlockFp8(s) if target.quantization == "fp8_block" else None
-        self._open(members, deadline)
-        tables = self.source.from_rank(self._speaker, self._record, deadline)
-        # servers alike have equal tables: each is read once
-        distinct = {raw for _, ranks in tables for raw in ranks}
-        read = {raw: json.loads(zlib.decompress(raw)) for raw in distinct}
-        made = {
-            raw: TargetTable.from_rows(table["entries"], hashlib.sha256(raw).hexdigest())
-            for raw, table in read.items()
-        }
-        by_rank = {a: [read[raw] for raw in ranks] for a, ranks in tables}
-        if why := refusal_of_tables(by_rank):
-            return why
-        nodes = [next((w for w, near in spots if near[i]), None) for i in range(len(hosts))]
-        plan = plan_transfer(
-            Sources(self._table),
-            {
-                Receiver(i, rank): made[raw]
-                for i, (_, ranks) in enumerate(tables)
-                for rank, raw in enumerate(ranks)
-            },
-            itemsizes={t.name: self._dtype(t.name).itemsize for t in self._table.tensors},
-            round_bytes=target.round_bytes,
-            prefer=nearest([where for where, _ in spots], lambda to: nodes[to.target]),
-        )
-        if len(set(agreement.gather(plan.digest))) > 1:
-            return "the ranks plan otherwise than each other: give all of them the same model"
-        agreement.together(self._share, plan, by_rank)
-        self._groups = [
-            [(m.round, self._number(members, m), lay_out(m.slices, self._dtype)) for m in group]
-            for group in plan.sends(s.rank)
-        ]
-        agreement.together(self._join, deadline, meta.timeout)
-        agreement.together(self._end_session, deadline)
-        return ""
-
-    def _survey(self, target: _Target, deadline: Deadline) -> tuple[str, dict[str, ServerInfo]]:
-        """Asks the servers what they are."""
-        self._servers = Servers(target.addresses)
-        info = self._servers.info(deadline)
-        return refusal_of_servers(info), info
-
-    def _open(self, members: Members, deadline: Deadline) -> None:
-        """Opens the store, and reaches it from every rank. Collective."""
-        stores: list[Any] = []
 
         def meeting() -> Meeting:
-            store, where = open_store(address_for(members.servers), deadline.left)
+            store, where = open_store(address_for(servers), deadline.left)
             stores.append(store)
             return where
 
-        where = self.source.from_rank(self._speaker, meeting)
-
         def reach() -> None:
-            s = self.source
             self._link = Link(members, s.rank, where, s.device, deadline.left, *stores)
 
-        self.source.agreement.together(reach)
+        where = s.from_rank(self._speaker, meeting)
+        s.agreement.together(reach)
 
-    def _record(self, deadline: Deadline) -> PackedTables:
-        """Has all servers record, and returns their tables."""
-        assert self._servers is not None and self._link is not None
-        self._servers.begin_update(deadline)
-        return record(self._link, spec_of(self._table, self._dtype), deadline)
+    def _record(self, target: _Target, deadline: Deadline) -> _Tables:
+        """Has all servers record. Returns the tables by server and rank; servers alike have equal
+        tables, which are one object."""
+        self._fp8 = BlockFp8(self.source) if target.quantization == "fp8_block" else None
 
-    def _share(self, plan: TransferPlan, tables: dict[str, list[dict[str, Any]]]) -> None:
-        """Puts the plans of some receivers into the store; the others are other ranks' to put."""
-        assert self._link is not None
-        by_number, size = list(tables.values()), self.source.layout.world_size
-        for receiver in plan.receivers[self.source.rank :: size]:
-            (server, rank), rounds = receiver, plan.receives(receiver)
-            text = json.dumps({"digest": by_number[server][rank]["digest"], "rounds": rounds})
-            self._link.box.put(f"plan/{PLAN}/{server}/{rank}", zlib.compress(text.encode()))
+        def ask() -> PackedTables:
+            assert self._servers is not None and self._link is not None
+            self._servers.begin_update(deadline)
+            return record(self._link, spec_of(self._table, self._dtype), deadline)
 
-    def _join(self, deadline: Deadline, timeout: float) -> None:
+        packed = self.source.from_rank(self._speaker, ask)
+        tables = {raw: _RankTable.of(raw) for _, ranks in packed for raw in ranks}
+        why = [
+            f"server {server}, rank {rank}, {tables[raw].refusal}"
+            for server, ranks in packed
+            for rank, raw in enumerate(ranks)
+            if tables[raw].refusal
+        ]
+        if why:
+            raise _Refused("; ".join(why))
+        return [[tables[raw] for raw in ranks] for _, ranks in packed]
+
+    def _plan(self, tables: _Tables, spots: Sequence[_Spot], round_bytes: int) -> TransferPlan:
+        """Returns who sends what to whom, the same on every rank."""
+        nodes = [next((w for w, near in spots if near[i]), None) for i in range(len(tables))]
+        plan = plan_transfer(
+            Sources(self._table),
+            {
+                Receiver(server, rank): table.entries
+                for server, ranks in enumerate(tables)
+                for rank, table in enumerate(ranks)
+            },
+            itemsizes={t.name: self._dtype(t.name).itemsize for t in self._table.tensors},
+            round_bytes=round_bytes,
+            prefer=nearest([where for where, _ in spots], lambda to: nodes[to.target]),
+        )
+        if len(set(self.source.agreement.gather(plan.digest))) > 1:
+            raise _Refused(
+                "the ranks plan otherwise than each other: give all of them the same model"
+            )
+        return plan
+
+    def _put_plan(self, plan: TransferPlan, tables: _Tables) -> None:
+        """Puts the receivers' parts of the plan into the store, each rank some of them."""
+        link, size = self._link, self.source.layout.world_size
+        assert link is not None
+
+        def put() -> None:
+            for receiver in plan.receivers[self.source.rank :: size]:
+                (server, rank), rounds = receiver, plan.receives(receiver)
+                text = json.dumps({"digest": tables[server][rank].params, "rounds": rounds})
+                link.box.put(f"plan/{PLAN}/{server}/{rank}", zlib.compress(text.encode()))
+
+        self.source.agreement.together(put)
+
+    def _join(self, plan: TransferPlan, deadline: Deadline, timeout: float) -> None:
         """Enters the group together with all others."""
         link = self._link
         assert link is not None
-        bound = timeout + MARGIN if link.members.backend != "gloo" else deadline.left
-        what = f"connecting to {len(link.members.servers)} servers over {link.members.backend}"
-        theirs = None
+        firsts, members, dtype = link.members.firsts, link.members, self._dtype
+        self._groups = [
+            [
+                (m.round, firsts[m.receiver.target] + m.receiver.rank, lay_out(m.slices, dtype))
+                for m in group
+            ]
+            for group in plan.sends(self.source.rank)
+        ]
+        bound = timeout + MARGIN if members.backend != "gloo" else deadline.left
+        receivers = [peer for group in self._groups for _, peer, _ in group]
+        self.source.agreement.together(
+            partial(self._alongside, group_timeout=bound),
+            f"connecting to {len(members.servers)} servers over {members.backend}",
+            partial(link.join, deadline, bound, receivers),
+            deadline,
+            "join",
+        )
+
+    def _alongside(
+        self,
+        what: str,
+        ours: Callable[[], Any],
+        deadline: Deadline,
+        command: str,
+        **fields: Any,
+    ) -> tuple[Any, list[dict[str, Any]]]:
+        """Does this rank's side of something while the servers obey a command of the plan. Returns
+        its result and, on the rank that speaks, what every server rank replied."""
+        link, theirs = self._link, None
+        assert link is not None
         try:
             if self._servers is not None:
-                theirs = link.start("join", deadline, group_timeout=bound, plan=PLAN)
-            receivers = [peer for group in self._groups for _, peer, _ in group]
-            ours = in_thread(link.join, deadline, bound, receivers)
-            link.alongside(what, ours, theirs, deadline)
+                theirs = link.start(command, deadline, plan=PLAN, **fields)
+            side = in_thread(ours)
+            link.alongside(what, side, theirs, deadline)
         except BaseException as e:  # or others would wait for this rank
             link.stop(f"rank {self.source.rank}: {type(e).__name__}: {e}")
             raise
+        answers = [f.result().value for f in (theirs or {}).values()]
+        return side.result(), [reply for ranks in answers for reply in ranks]
 
     def _end_session(self, deadline: Deadline) -> None:
         if self._servers is not None:
             self._servers.end_update(deadline)
-
-    def _number(self, members: Members, message: Message) -> int:
-        return members.firsts[message.receiver.target] + message.receiver.rank
 
     @property
     def _table(self) -> PieceTable:
@@ -328,10 +386,7 @@ class SliceSync:
             keep = self._sent.keep
             agreement.together(keep, names.id, self._groups, self.source.params)
             phases.add("encode", self._sent.seconds)
-        mine = self._sent.counts + Counter(bytes=sent)
-        extra = _memory(self._groups, changes=names is not None)
-        figures = agreement.gather((mine, extra, received))
-        phases.metrics |= _metrics([f[:2] for f in figures], figures[self._speaker][2])
+        self._account(phases, sent, received, changes=names is not None)
 
     def _begin(self, meta: WeightUpdateMeta, deadline: Deadline) -> Names | None:
         """Opens a session. Returns the names of the weights before and after, None where changes
@@ -347,20 +402,15 @@ class SliceSync:
         server rank received."""
         link = self._link
         assert link is not None
-        theirs = None
-        try:
-            if self._servers is not None:
-                changes = None if names is None else names._asdict()
-                theirs = link.start("receive", deadline, plan=PLAN, changes=changes)
-            if link.device.type == "cuda":  # this thread's stream computed the parameters
-                torch.cuda.synchronize(link.device)
-            ours = in_thread(link.send, self._messages(names), deadline)
-            link.alongside(f"weights of version {meta.number}", ours, theirs, deadline)
-        except BaseException as e:  # or others would wait for this rank
-            link.stop(f"rank {self.source.rank}: {type(e).__name__}: {e}")
-            raise
-        answers = [f.result().value for f in (theirs or {}).values()]
-        return ours.result(), [reply for ranks in answers for reply in ranks]
+        if link.device.type == "cuda":  # this thread's stream computed the parameters
+            torch.cuda.synchronize(link.device)
+        return self._alongside(
+            f"weights of version {meta.number}",
+            lambda: link.send(self._messages(names), deadline),
+            deadline,
+            "receive",
+            changes=None if names is None else names._asdict(),
+        )
 
     def _messages(self, names: Names | None) -> Iterator[Sequence[Outgoing]]:
         """Returns groups of messages, which are packed as they are asked for."""
@@ -382,6 +432,37 @@ class SliceSync:
             self._link.call("accept", deadline, body=body)
             self._servers.end_update(deadline)
 
+    def _account(
+        self, phases: Phases, sent: int, received: Sequence[dict[str, Any]], *, changes: bool
+    ) -> None:
+        """Notes the metrics of a sync. received: the replies of all server ranks, on the rank that
+        speaks. Collective.
+
+        peak_extra_bytes: two groups of messages, the largest that follow each other; with `changes`
+        also the largest message as it was and what differs, but not what is kept. changed: the part
+        of the numbers that differ from the version before, where versions were compared; then
+        bytes_whole is what all of them would have been.
+        """
+        sizes = [[parts.nbytes for _, _, parts in group] for group in self._groups]
+        groups = [sum(group) for group in sizes]
+        extra = max((a + b for a, b in zip(groups, [*groups[1:], 0], strict=True)), default=0)
+        if changes:
+            extra += 2 * max((size for group in sizes for size in group), default=0)
+        counts = self._sent.counts + Counter(bytes=sent)
+        ranks = self.source.agreement.gather((counts, extra, received))
+        total, replies = sum((c for c, _, _ in ranks), Counter[str]()), ranks[self._speaker][2]
+        metrics: dict[str, float] = {
+            "bytes": total["bytes"],
+            "senders": sum(c["bytes"] > 0 for c, _, _ in ranks),
+            "peak_extra_bytes": max(extra for _, extra, _ in ranks),
+            "slice_bytes": max(r["received"] for r in replies),
+            "server_extra_bytes": max(r["peak"] for r in replies),
+        }
+        if total["compared"]:
+            metrics["changed"] = total["changed"] / total["compared"]
+            metrics["bytes_whole"] = total["whole"]
+        phases.metrics |= {name: float(value) for name, value in metrics.items()}
+
 
 # ---- why whole tensors are sent instead
 
@@ -400,62 +481,11 @@ def refusal_of_servers(info: Mapping[str, ServerInfo]) -> str:
     return "; ".join(f"server {s} {why}" for s, i in info.items() if (why := i.refuses_slices))
 
 
-def refusal_of_tables(tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """Returns what the servers' loaders do that slices cannot repeat, "" where there is nothing.
-    tables: by server and rank, as `megarl_receiver` records them."""
-    return "; ".join(
-        f"server {server}, rank {rank}, {why}"
-        for server, ranks in tables.items()
-        for rank, table in enumerate(ranks)
-        if (why := _of_table(table))
-    )
-
-
-def _of_table(table: Mapping[str, Any]) -> str:
+def _refusal_of_table(table: Mapping[str, Any]) -> str:
     """Names parameters that are not filled by copies of HF elements, each exactly once."""
     kinds = {
         "computes instead of copying": table["computed"],
         "writes twice": table["twice"],
         "fills from no HF tensor": table["unfilled"],
     }
-    return ", ".join(
-        f"{kind}: {', '.join(list(found)[:_SHOWN])}"
-        + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
-        for kind, found in kinds.items()
-        if found
-    )
-
-
-# ---- figures
-
-
-def _memory(groups: Sequence[Group], *, changes: bool) -> int:
-    """Returns the bytes of two groups of messages, the largest that follow each other; with
-    `changes` also of the largest message as it was and of what differs, but not of what is kept."""
-    sizes = [sum(parts.nbytes for _, _, parts in group) for group in groups]
-    two = max((a + b for a, b in zip(sizes, [*sizes[1:], 0], strict=True)), default=0)
-    largest = max((parts.nbytes for group in groups for _, _, parts in group), default=0)
-    return two + (2 * largest if changes else 0)
-
-
-def _metrics(
-    ranks: Sequence[tuple[Counter[str], int]], received: Sequence[dict[str, Any]]
-) -> dict[str, float]:
-    """Returns the metrics of a sync. ranks: what each trainer rank counted, and its memory;
-    received: the replies of all server ranks.
-
-    changed: the part of the numbers that differ from the version before, where versions were
-    compared; then bytes_whole is what all of them would have been.
-    """
-    total = sum((counts for counts, _ in ranks), Counter[str]())
-    found = {
-        "bytes": float(total["bytes"]),
-        "senders": float(sum(counts["bytes"] > 0 for counts, _ in ranks)),
-        "peak_extra_bytes": float(max(extra for _, extra in ranks)),
-        "slice_bytes": float(max(r["received"] for r in received)),
-        "server_extra_bytes": float(max(r["peak"] for r in received)),
-    }
-    if total["compared"]:
-        found["changed"] = total["changed"] / total["compared"]
-        found["bytes_whole"] = float(total["whole"])
-    return found
+    return ", ".join(f"{kind}: {few([*params])}" for kind, params in kinds.items() if params)
