@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megarl.rollout.loop_thread import PauseClock
+
 if TYPE_CHECKING:
     from megarl.rollout.generation import Sample
 
@@ -59,6 +61,7 @@ class EpisodeContext:
     admitted: the version of the weights at the episode's admission, which a resume does not change:
         seeds go by it, so that an episode that goes on asks for the same again.
     began: the version at which this run began, whose KV its requests may go on with.
+    clock: which its time-outs go by: it stands still in pauses.
     home: the server of its requests. answers: of its requests, where they are kept for a resume.
     notes: to which its rollouts add the texts of their rewards. routes: whether its answers carry
         routes, where the client asks servers for them.
@@ -68,6 +71,7 @@ class EpisodeContext:
     attempt: int = 0
     admitted: int | None = None
     began: int | None = None
+    clock: PauseClock = field(default_factory=PauseClock)
     home: Home | None = None
     answers: AnswerLog | None = None
     notes: list[dict[str, Any]] = field(default_factory=list)
@@ -104,6 +108,12 @@ def attempt_key() -> tuple[int, ...]:
     return (episode.attempt,) if episode is not None and episode.attempt else ()
 
 
+def pause_clock() -> PauseClock:
+    """Returns the clock of this episode; outside of an episode one that never stands still."""
+    episode = current_episode.get()
+    return PauseClock() if episode is None else episode.clock
+
+
 def stable_seed(*key: object) -> int:
     """Returns a 31-bit seed of the key's values, the same in every process and run."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
@@ -113,6 +123,7 @@ def stable_seed(*key: object) -> int:
 # request (a digest), tokens, logprobs, versions (tensors), stop_reason, perhaps routes (a tensor);
 # admitted, of its episode
 Answer = dict[str, Any]
+News = list[Answer | int]  # an integer for one that has not changed
 Kept = list[tuple[Any, list[Answer]]]  # of each episode, the row's id and its answers
 _TENSORS = ("tokens", "logprobs", "versions")
 
@@ -121,7 +132,7 @@ class AnswerLog:
     """Holds the answers of one episode. `kept`: those of the same episode before a resume.
     `admitted`: the version at the episode's begin, which its seeds, and so its requests, go by.
 
-    An episode that another process runs has a log in both: `hear` takes in here what `all` returns
+    An episode that another process runs has a log in both: `hear` takes in here what `news` returns
     there.
     """
 
@@ -132,6 +143,7 @@ class AnswerLog:
         self._requests: list[_Request] = []
         self._cut: list[tuple[_Request, int, str]] = []  # with length and stop reason
         self._kept_at_cut = self._kept
+        self._told: list[_Mark] | None = None  # of the last news
 
     def begin(self, sample: Sample) -> None:
         """Takes note of a sample before its first request. Where an answer to the same request
@@ -140,6 +152,7 @@ class AnswerLog:
         for answer in self._kept:
             if answer["request"] == request.key:
                 self._kept = [a for a in self._kept if a is not answer]
+                request.origin = answer
                 response = sample.response
                 response.output_tokens = answer["tokens"].tolist()
                 response.output_logprobs = answer["logprobs"].tolist()
@@ -177,21 +190,40 @@ class AnswerLog:
         answers = [request.upto(n, reason) for request, n, reason in self._cut if n]
         return [a | {"admitted": self.admitted} for a in self._kept_at_cut + answers]
 
-    def all(self) -> list[Answer]:
-        """Returns the answers as they are, but those without a token; plain data."""
-        far = [(request, *request.progress()) for request in self._requests]
-        return self._kept + [request.upto(n, reason) for request, n, reason in far if n]
+    def news(self) -> News:
+        """Returns the answers as they are, but those without a token; plain data. In place of one
+        that is as it was at the last call stands its place in what that returned; at the first
+        call, its place in `kept`."""
+        told = map(_mark, self.kept) if self._told is None else self._told
+        places = {mark: i for i, mark in enumerate(told)}
+        news: News = [places.get(_mark(a), a) for a in self._kept]
+        requests = [request for request in self._requests if request.progress()[0]]
+        for request in requests:
+            place = places.get(request.mark())
+            news.append(request.whole() if place is None else place)
+        self._told = [*map(_mark, self._kept), *(request.mark() for request in requests)]
+        return news
 
-    def hear(self, answers: list[Answer]) -> None:
-        """Takes in `all` of the log in the process that runs the episode."""
-        self._kept = answers
+    def hear(self, news: News) -> None:
+        """Takes in the `news` of the log in the process that runs the episode."""
+        self._kept = [self._kept[a] if isinstance(a, int) else a for a in news]
+
+
+_Mark = tuple[int, int, str, int]  # tells whether an answer has changed
+
+
+def _mark(answer: Answer) -> _Mark:
+    routes = answer.get("routes", ())
+    return id(answer), len(answer["tokens"]), answer["stop_reason"], len(routes)
 
 
 class _Request:
-    """Holds a request's answer: in a sample that grows, and as tensors after its end."""
+    """Holds a request's answer: in a sample that grows, and as tensors after its end. origin: the
+    answer of before a resume that it began with."""
 
     def __init__(self, sample: Sample) -> None:
         self.key = _digest(sample)
+        self.origin: Answer | None = None
         self._sample: Sample | None = sample
         self._answer: Answer = {}
 
@@ -201,11 +233,22 @@ class _Request:
             return self._sample.response.output_len, self._sample.response.stop_reason
         return len(self._answer["tokens"]), self._answer["stop_reason"]
 
+    def mark(self) -> _Mark:
+        """Returns what is another after every change, and is that of its origin before the
+        first."""
+        if self._sample is not None:
+            routes = self._sample.response.routed_experts
+        else:
+            routes = self._answer.get("routes")
+        origin = id(self if self.origin is None else self.origin)
+        return origin, *self.progress(), 0 if routes is None else len(routes)
+
     def compact(self) -> None:
         """Keeps the answer in 12 bytes per token, routes apart, from now on."""
-        self._answer, self._sample = self._whole(), None
+        self._answer, self._sample = self.whole(), None
 
-    def _whole(self) -> Answer:
+    def whole(self) -> Answer:
+        """Returns the answer as it is."""
         if self._sample is None:
             return self._answer
         response = self._sample.response
@@ -222,7 +265,7 @@ class _Request:
     def upto(self, n: int, stop_reason: str) -> Answer:
         """Returns the first `n` tokens of the answer, and its routes without those of the
         others."""
-        whole = self._whole()
+        whole = self.whole()
         lengths = dict.fromkeys(_TENSORS, n)
         if "routes" in whole:
             later = len(whole["tokens"]) - n

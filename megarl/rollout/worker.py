@@ -211,14 +211,14 @@ class EpisodeWorker:
         if self._running.pop(ticket, None) is None:
             return  # it was cancelled
         result = {name: getattr(episode, name) for name in RESULT}
-        answers = None if episode.answers is None else episode.answers.all()
-        self._report("ended", ticket, result, _portable(episode.error), answers)
+        news = None if episode.answers is None else episode.answers.news()
+        self._report("ended", ticket, result, _portable(episode.error), news)
 
     async def _settle(self, number: int, timeout: float) -> None:
         settled = await self._opened().opened().samples.settled(timeout)
         logs = [(ticket, e.answers) for ticket, (_, e) in self._running.items()]
-        answers = [(ticket, log.all()) for ticket, log in logs if log is not None]
-        self._report("settled", number, settled, answers)
+        news = [(ticket, log.news()) for ticket, log in logs if log is not None]
+        self._report("settled", number, settled, news)
 
     def _report(self, *report: Any) -> None:
         self._reports.append(report)

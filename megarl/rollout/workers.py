@@ -17,7 +17,7 @@ import cloudpickle
 
 from megarl.api.inference import RolloutWorkflow
 from megarl.observability.logging import get_logger
-from megarl.rollout.episode_context import Answer, AnswerLog
+from megarl.rollout.episode_context import AnswerLog, News
 from megarl.rollout.episodes import Episode
 from megarl.rollout.generation import SETTLE_TIMEOUT
 from megarl.rollout.loop_thread import add_counts
@@ -194,7 +194,7 @@ class Link:
         ticket: int,
         result: Mapping[str, Any],
         error: bytes | None,
-        answers: list[Answer] | None,
+        news: News | None,
     ) -> None:
         self.proved = True
         if ticket not in self.episodes:
@@ -208,15 +208,15 @@ class Link:
             except Exception as e:
                 e.add_note(f"as the error of {episode.name} was loaded, which a worker sent")
                 episode.error = e
-        if episode.answers is not None and answers is not None:
-            episode.answers.hear(answers)
+        if episode.answers is not None and news is not None:
+            episode.answers.hear(news)
         _resolve(end, None)
 
-    def _settled(self, number: int, settled: bool, answers: list[tuple[int, list[Answer]]]) -> None:
-        for ticket, heard in answers:
+    def _settled(self, number: int, settled: bool, news: list[tuple[int, News]]) -> None:
+        for ticket, of_episode in news:
             episode, _ = self.episodes.get(ticket, (None, None))
             if episode is not None and episode.answers is not None:
-                episode.answers.hear(heard)
+                episode.answers.hear(of_episode)
         _resolve(self._settling.pop(number), settled)
 
 

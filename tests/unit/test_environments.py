@@ -35,10 +35,12 @@ from megarl.rollout.environments.verifiers import (
     trained_part,
 )
 from megarl.rollout.episode import run_episode
+from megarl.rollout.episode_context import EpisodeContext, current_episode
 from megarl.rollout.episodes import Episode
 from megarl.rollout.gateway.gateway import Gateway
 from megarl.rollout.gateway.messages import GatewayConfig, TokenRequest
 from megarl.rollout.gateway.session import Session
+from megarl.rollout.loop_thread import PauseClock
 from megarl.rollout.trajectory import Trajectory
 from tests.tiny_tokenizer import save_tokenizer
 from tests.unit.test_gateway import StubEngine
@@ -237,6 +239,36 @@ def test_a_time_out_does_not_count_the_turn_that_a_request_waits_for(
             await first
         assert len((await second)["tasks"]) == 2
         assert asyncio.get_running_loop().time() - begun > 0.9  # more than its own time-out
+        await worker.close()
+
+    asyncio.run(run())
+
+
+def test_a_time_out_does_not_count_pauses_of_generation(options: dict[str, Any]) -> None:
+    async def run() -> None:
+        hangs = options | {"args": options["args"] | {"hang": True}}
+        worker = Worker(EnvironmentConfig.read(hangs))
+        task = json.loads(WIRE.read_text())["tasks"][0]
+        await worker.ask("tasks", timeout=60, count=1)  # it serves
+        clock = PauseClock()
+        current_episode.set(EpisodeContext(clock=clock))
+        asked = worker.ask(
+            "run",
+            timeout=0.5,
+            task=task,
+            client={"base_url": "", "renderer": {}, "renderer_model_name": ""},
+            sampling={"max_tokens": 1, "session": "", "temperature": 1.0},
+            model="policy",
+            key="k",
+        )
+        waiting = asyncio.create_task(asked)
+        await asyncio.sleep(0.1)
+        clock.hold()
+        await asyncio.sleep(1.0)
+        assert not waiting.done()
+        clock.release()
+        with pytest.raises(WorkerError, match=r"within 0\.5 s"):
+            await waiting
         await worker.close()
 
     asyncio.run(run())

@@ -29,7 +29,7 @@ from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
 from megarl.rollout import client as client_module
 from megarl.rollout.chat import MixedWorkflow
 from megarl.rollout.client import RemoteSGLangEngine
-from megarl.rollout.episode_context import AnswerLog, attempt_key
+from megarl.rollout.episode_context import AnswerLog, attempt_key, pause_clock
 from megarl.rollout.generation import Sample
 from megarl.rollout.rewards import RewardPool, get_reward_fn
 from megarl.rollout.rewards.judge import JudgeReward
@@ -543,7 +543,7 @@ def test_workers_hold_their_requests_over_an_update(connect, server):
 
 
 class Sleeping(RolloutWorkflow):
-    """Takes longer than the time that it has, unless some of that is a pause."""
+    """Takes longer than the time that it has, and gives itself, unless some of it is a pause."""
 
     def __init__(self) -> None:
         self.begun = threading.Event()
@@ -553,7 +553,8 @@ class Sleeping(RolloutWorkflow):
 
     async def arun_episode(self, engine, data):
         self.begun.set()
-        await asyncio.sleep(3.0)
+        async with pause_clock().timeout(2.0):
+            await asyncio.sleep(3.0)
         return await Varied().arun_episode(engine, data)
 
 
@@ -748,7 +749,7 @@ def test_a_log_in_another_process_is_as_complete():
     kept = [*first.state(), *first.state()]
 
     there, here = AnswerLog(kept), AnswerLog(kept)
-    here.hear(there.all())
+    here.hear(there.news())
     there.begin(again := sample([1]))
     there.begin(other := sample([2]))
     there.begin(sample([3]))
@@ -760,7 +761,37 @@ def test_a_log_in_another_process_is_as_complete():
             there.end()
         for log in (there, here):
             if log is here:
-                here.hear(there.all())
+                here.hear(there.news())
             log.cut()
         assert same(here.state(), there.state())
     assert [a["tokens"].tolist() for a in here.state()] == [[5, 6], [5, 6, 8], [7]]
+
+
+def test_what_has_not_changed_is_told_once():
+    before = AnswerLog()
+    before.begin(one := sample([1]))
+    grow(one, 5)
+    before.cut()
+    there, here = AnswerLog(before.state()), AnswerLog(before.state())
+
+    def told():
+        here.hear(news := there.news())
+        here.cut(), there.cut()
+        assert same(here.state(), there.state())
+        return [a["tokens"].tolist() for a in news if isinstance(a, dict)]
+
+    assert told() == []  # both have what was kept
+    there.begin(again := sample([1]))
+    there.begin(first := sample([2]))
+    there.begin(second := sample([3]))
+    assert told() == []  # a request begins with it
+    grow(second, 8)
+    assert told() == [[8]]
+    grow(first, 6, 7)  # its answer takes a place before the others
+    assert told() == [[6, 7]]
+    assert told() == []
+    grow(again, 9, reason="length")
+    first.response.stop_reason = "stop"
+    assert told() == [[5, 9], [6, 7]]
+    there.end()
+    assert told() == []

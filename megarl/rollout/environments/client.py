@@ -21,6 +21,7 @@ from annotated_types import Gt
 
 from megarl.config.run import Positive
 from megarl.observability.logging import get_logger
+from megarl.rollout.episode_context import pause_clock
 from megarl.utils.child import signal_group
 from megarl.utils.importing import option_problems
 
@@ -51,7 +52,7 @@ class EnvironmentConfig:
     path: directories with modules of your own. variables: names of environment variables that the
     workers get besides a few that everything needs.
     workers: processes. concurrent: episodes at once in each. start_timeout, episode_timeout:
-    seconds.
+    seconds, the latter without pauses of generation.
     """
 
     python: str
@@ -137,13 +138,14 @@ class Worker:
     async def ask(self, op: str, *, timeout: float, **fields: Any) -> dict[str, Any]:
         """Returns the answer to a request, which has its turn when fewer than `concurrent` others
         wait for theirs. Raises WorkerError where the process ends or cannot start, `timeout`
-        seconds after its turn began, and for an answer that is an error."""
+        seconds after its turn began, pauses of generation left out, and for an answer that is an
+        error."""
         running = await self._started()
         self._last += 1
         number = self._last
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
-            async with self._gate, asyncio.timeout(timeout):
+            async with self._gate, pause_clock().timeout(timeout):
                 await self._send(running, {"id": number, "op": op} | fields)
                 message = await answer
         except (TimeoutError, asyncio.CancelledError) as e:
