@@ -85,10 +85,11 @@ async def run_episode(
     the outcome in `episode`; only our own cancellation of its task propagates. clock: what the
     time-out goes by, which stands still in pauses."""
     timeout, begun, task = config.episode_timeout, time.monotonic(), asyncio.current_task()
+    clock = clock or PauseClock()
     bound: asyncio.Timeout | None = None
     try:
-        async with (clock or PauseClock()).timeout(timeout) as bound:
-            episode.batch = await _gathered(episode, engine, config)
+        async with clock.timeout(timeout) as bound:
+            episode.batch = await _gathered(episode, engine, config, clock)
         episode.rewards = rewards_of(episode.batch)
         episode.oldest = _oldest_version(episode.batch)
     # handed to whoever waits for the episode, see RolloutExecutor.wait
@@ -194,7 +195,7 @@ def _outcome(episode: Episode) -> dict[str, Any]:
 
 
 async def _gathered(
-    episode: Episode, engine: InferenceEngine, config: RolloutConfig
+    episode: Episode, engine: InferenceEngine, config: RolloutConfig, clock: PauseClock
 ) -> Padded | None:
     """Returns the episode's rollouts, those made anew at the end, for which the workflow runs again
     where some failed; None where it rejects the row, or too few are left."""
@@ -208,6 +209,7 @@ async def _gathered(
                 attempt=again,
                 admitted=episode.admitted,
                 began=engine.get_version(),
+                clock=clock,
                 home=home,
                 answers=episode.answers,
                 notes=episode.notes,
@@ -271,15 +273,16 @@ def batch_parts(episodes: Sequence[Episode], *, group_ids: Sequence[int]) -> lis
     parts: list[Padded] = []
     for episode, group in zip(episodes, group_ids, strict=True):
         assert episode.batch is not None
-        n = len(episode.batch["input_ids"])
+        n = episode.batch["rewards"].shape[0]
         part = episode.batch | {
             "group_ids": torch.full((n,), group),
             "episode_ids": torch.full((n,), episode.number),
         }
         parts.append(part)
     parts = numbered_through(parts)
-    if all(len(rewards_of(p)) == len(p["input_ids"]) for p in parts):
-        parts = [{k: v for k, v in p.items() if k != "rollout_ids"} for p in parts]
+    if all(len(rewards_of(p)) == len(p["rewards"]) for p in parts if "rollout_ids" in p):
+        for part in parts:
+            part.pop("rollout_ids", None)
     return parts
 
 
@@ -359,26 +362,32 @@ def rewards_of(batch: Padded | None) -> list[float]:
     None."""
     if batch is None:
         return []
-    return list(dict(zip(rollout_ids(batch).tolist(), batch["rewards"].tolist())).values())
+    rewards: list[float] = batch["rewards"].tolist()
+    if "rollout_ids" not in batch:
+        return rewards
+    return list(dict(zip(batch["rollout_ids"].tolist(), rewards)).values())
 
 
 def first_rollouts(batch: Padded, n: int) -> Padded:
     """Returns the first `n` rollouts of a batch, by their first rows."""
+    if len(rewards_of(batch)) <= n:
+        return batch
     ids = rollout_ids(batch)
     first = list(dict.fromkeys(ids.tolist()))[:n]
     keep = torch.isin(ids, torch.tensor(first, dtype=ids.dtype))
-    return batch if keep.all() else select(batch, keep.nonzero().flatten())
+    return select(batch, keep.nonzero().flatten())
 
 
 def numbered_through(parts: Sequence[Padded]) -> list[Padded]:
     """Returns batches [n,S] whose unit_ids and rollout_ids [n], where there are any, are numbered
     through all of them, and which all have the parts of rewards that any has."""
-    rewards = [name for part in parts for name in part if name.startswith(REWARD_PART)]
+    names = (name for part in parts for name in part if name.startswith(REWARD_PART))
+    rewards = list(dict.fromkeys(names))
     count = dict.fromkeys(("unit_ids", "rollout_ids"), 0)
     out = []
     for part in parts:
-        lacking = torch.full((len(part["input_ids"]),), torch.nan)
-        numbered = dict.fromkeys(rewards, lacking) | part
+        n = part["rewards"].shape[0]
+        numbered = {name: torch.full((n,), torch.nan) for name in rewards} | part
         for key in count.keys() & part.keys():
             names, local = part[key].unique(return_inverse=True)
             numbered[key], count[key] = local + count[key], count[key] + len(names)

@@ -347,13 +347,14 @@ class RolloutExecutor:
             raise broken.error
         self.failures.check()
         version, is_stale = self._engine.get_version(), self.admission.is_stale
-        while stale := [e for e in self._next(count) if is_stale(e.oldest, version)]:
+        batch = self._next(count)
+        while stale := [e for e in batch if is_stale(e.oldest, version)]:
             for episode in stale:
                 fresh = episode.again(version, self.config.max_head_offpolicyness)
                 self.episodes.move(episode, State.DROPPED)
                 self.episodes.add(fresh)
             self._start_soon()
-        batch = self._next(count)
+            batch = self._next(count)
         if len(batch) < count:
             return None
         self.episodes.take(batch)

@@ -449,22 +449,32 @@ def _tokens_and_logprobs(item: dict[str, Any]) -> tuple[list[int], list[float]]:
         if ids:
             raise ValueError(f"tokens came without output_token_logprobs; {_FIX}")
         return [], []
-    if not isinstance(entries, list) or not all(
-        isinstance(e, list) and len(e) > 1 and type(e[1]) is int and isinstance(e[0], int | float)
-        for e in entries
-    ):
+    if not _are_pairs(entries):
         raise ValueError(
             f"output_token_logprobs {shown(entries)} is no list of [logprob, token id, ...]; {_FIX}"
         )
+    tokens, logprobs = [e[1] for e in entries], [float(e[0]) for e in entries]
     if isinstance(ids, list) and len(ids) != len(entries):
         raise ValueError(f"{len(ids)} tokens came with {len(entries)} logprobs; {_FIX}")
-    tokens, logprobs = [e[1] for e in entries], [float(e[0]) for e in entries]
-    if bad := [lp for lp in logprobs if not math.isfinite(lp)]:
+    if not all(map(math.isfinite, logprobs)):
+        bad = next(lp for lp in logprobs if not math.isfinite(lp))
         raise ValueError(
-            f"the server answered a logprob of {bad[0]}; its weights are broken, or overflow in "
-            "its dtype"
+            f"the server answered a logprob of {bad}; its weights are broken, or overflow in its "
+            "dtype"
         )
     return tokens, logprobs
+
+
+def _are_pairs(entries: Any) -> bool:
+    """Returns whether these are lists that begin with a number and an integer. It looks at all of
+    them at a time, for there is one of every token."""
+    return (
+        isinstance(entries, list)
+        and set(map(type, entries)) <= {list}
+        and min(map(len, entries), default=2) > 1
+        and {type(e[0]) for e in entries} <= {int, float}
+        and {type(e[1]) for e in entries} <= {int}
+    )
 
 
 def _versions(meta: dict[str, Any], count: int) -> list[int]:
@@ -476,8 +486,9 @@ def _versions(meta: dict[str, Any], count: int) -> list[int]:
     try:
         for span in spans:
             number = _version(str(span["version"]))
-            for t in range(max(0, span["start"]), min(span["end"], count)):
-                versions[t] = number
+            start = max(0, span["start"])
+            end = max(start, min(span["end"], count))
+            versions[start:end] = [number] * (end - start)
     except (TypeError, KeyError):
         raise ValueError(
             f"weight_versions {shown(spans)} is no list of version, start, end; {_FIX}"

@@ -9,7 +9,7 @@ import json
 import random
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -241,20 +241,19 @@ async def call_server(
     import aiohttp
 
     url = f"{address}{path}" if "://" in address else f"http://{address}{path}"
-    exchange = asyncio.ensure_future(_exchange(session, method, url, body))
+    exchange = _exchange(session, method, url, body)
     try:
-        if not await _ended(exchange, timeout):
+        answer = await (exchange if timeout is None else _bounded(exchange, timeout))
+        if answer is None:
             reason = f"gave no answer within {timeout:g} s"
             raise HttpError(address, path, reason) from TimeoutError()
-        status, raw, rest = exchange.result()
+        status, raw, rest = answer
     except TimeoutError as e:
         reason = f"took no connection within {CONNECT_TIMEOUT:g} s"
         raise HttpError(address, path, reason) from e
     except (aiohttp.ClientError, OSError) as e:
         reason = f"failed: {type(e).__name__}: {shown(str(e)) if str(e) else ''}".rstrip(": ")
         raise HttpError(address, path, reason) from e
-    finally:
-        exchange.cancel()
     return accepted(address, path, status, decode_answer(raw), retry_after=retry_after(rest))
 
 
@@ -270,14 +269,17 @@ async def _exchange(
         return response.status, await response.read(), response.headers.get("Retry-After")
 
 
-async def _ended(exchange: asyncio.Future[Any], timeout: float | None) -> bool:
-    """Returns whether an exchange has ended, after `timeout` s at most. Where the loop was blocked
-    meanwhile, what has come is looked at first: that time is not the server's."""
-    begun = time.monotonic()
-    await asyncio.wait({exchange}, timeout=timeout)
-    if timeout is not None and time.monotonic() - begun > timeout + LOOK_EVERY:
-        await asyncio.wait({exchange}, timeout=LOOK_EVERY)
-    return exchange.done()
+async def _bounded(coro: Coroutine[Any, Any, T], timeout: float) -> T | None:
+    """Returns the result of an exchange, None where it takes longer than `timeout` s. Where the
+    loop was blocked meanwhile, what has come is looked at first: that time is not the server's."""
+    exchange, begun = asyncio.ensure_future(coro), time.monotonic()
+    try:
+        await asyncio.wait({exchange}, timeout=timeout)
+        if time.monotonic() - begun > timeout + LOOK_EVERY:
+            await asyncio.wait({exchange}, timeout=LOOK_EVERY)
+        return exchange.result() if exchange.done() else None
+    finally:
+        exchange.cancel()
 
 
 async def while_alive(answer: Awaitable[Any], look: Callable[[], Awaitable[Any]]) -> Any:
