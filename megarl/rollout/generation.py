@@ -168,8 +168,8 @@ class Generator:
     ) -> int:
         """Sends one request for all, whose episode began at version `begun`, if possible to none of
         the servers that `failed`, and takes the answers in; returns how many tokens came. exact: a
-        deterministic server reads what these weights wrote as it did then. Raises
-        HttpError where it fails, RuntimeError where no server is left."""
+        deterministic server reads what these weights wrote as it did then. Raises HttpError where
+        it fails, RuntimeError where no server is left."""
         body = batch_body(
             samples, self._cache_key(begun), self.adapter, self._version if exact else None
         )
@@ -357,10 +357,15 @@ class Sample:
         return len(tokens)
 
     def _take_reason(self, finish: dict[str, Any]) -> None:
-        """Ends the sample where the answer's finish_reason says so."""
+        """Ends the sample where the answer's finish_reason says so. Raises RuntimeError for a
+        refusal."""
         reason = finish.get("type")
         if reason == "abort":
-            self._check_abort(finish)
+            if finish.get("status_code") is not None:  # a refusal; a pause's abort has none
+                raise RuntimeError(
+                    f"request {self.request.rid}: server aborted it with status "
+                    f"{finish['status_code']}: {finish.get('message', '(no message)')}"
+                )
             if self.response.output_len >= self.request.gconfig.max_new_tokens:
                 self._finish("length")
         elif reason in ("stop", "length"):
@@ -371,14 +376,6 @@ class Sample:
     def _finish(self, reason: str) -> None:
         self.response.stop_reason = reason
         self.response.latency = time.monotonic() - self._begun
-
-    def _check_abort(self, finish: dict[str, Any]) -> None:
-        """Raises RuntimeError for an abort with a status, a refusal; a pause's abort has none."""
-        if finish.get("status_code") is not None:
-            raise RuntimeError(
-                f"request {self.request.rid}: server aborted it with status "
-                f"{finish['status_code']}: {finish.get('message', '(no message)')}"
-            )
 
 
 def fill_ids(req: ModelRequest, tokenizer: Any) -> None:
@@ -449,7 +446,12 @@ def _tokens_and_logprobs(item: dict[str, Any]) -> tuple[list[int], list[float]]:
         if ids:
             raise ValueError(f"tokens came without output_token_logprobs; {_FIX}")
         return [], []
-    if not _are_pairs(entries):
+    if not isinstance(entries, list) or not (
+        {type(e) for e in entries} <= {list}  # all at a time: there is one of every token
+        and min(map(len, entries), default=2) > 1
+        and {type(e[0]) for e in entries} <= {int, float}
+        and {type(e[1]) for e in entries} <= {int}
+    ):
         raise ValueError(
             f"output_token_logprobs {shown(entries)} is no list of [logprob, token id, ...]; {_FIX}"
         )
@@ -463,18 +465,6 @@ def _tokens_and_logprobs(item: dict[str, Any]) -> tuple[list[int], list[float]]:
             "dtype"
         )
     return tokens, logprobs
-
-
-def _are_pairs(entries: Any) -> bool:
-    """Returns whether these are lists that begin with a number and an integer. It looks at all of
-    them at a time, for there is one of every token."""
-    return (
-        isinstance(entries, list)
-        and set(map(type, entries)) <= {list}
-        and min(map(len, entries), default=2) > 1
-        and {type(e[0]) for e in entries} <= {int, float}
-        and {type(e[1]) for e in entries} <= {int}
-    )
 
 
 def _versions(meta: dict[str, Any], count: int) -> list[int]:
