@@ -21,12 +21,12 @@ from torch import Tensor
 from megarl.ckpt.files import staged
 from megarl.ckpt.safetensors import SafetensorsDir, main_dtype, plan_files, write_files, write_index
 from megarl.models.families.params import EMBEDDING, OUTPUT
-from megarl.models.gather import BucketGatherer, Dtypes
 from megarl.models.param_loading import draw, load_params
 from megarl.models.piece_table import HfTensor, PieceTable
 from megarl.observability.logging import get_logger
 from megarl.parallel.agreement import together
 from megarl.parallel.layout import Layout
+from megarl.transfer.gather import BucketGatherer, Dtypes
 from megarl.utils.files import put_in_place
 
 log = get_logger(__name__)
@@ -212,7 +212,7 @@ def save_hf(
             max_shard_bytes=max_shard_bytes,
         )
         gatherer = BucketGatherer(
-            table, layout, rank, params, plan.buckets, plan.writers, group, first.device
+            table, rank, params, plan.buckets, plan.writers, group, first.device
         )
         together(what, lambda: write_files(staging, plan, gatherer, rank), group)
 

@@ -14,13 +14,12 @@ from torch import Tensor
 
 from megarl.ckpt.files import staged
 from megarl.models.adapters import Adapters
-from megarl.models.gather import BucketGatherer, plan_buckets
 from megarl.models.lora import adapter_config, check_adapter_config
 from megarl.models.param_loading import load_params
 from megarl.models.piece_table import HfTensor, PieceTable
 from megarl.parallel import mcore
 from megarl.parallel.agreement import together
-from megarl.parallel.layout import Layout
+from megarl.transfer.gather import BucketGatherer, plan_buckets
 from megarl.utils.files import put_in_place
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -30,7 +29,6 @@ _BUCKET_BYTES = 64 << 20
 def save_peft(
     path: str | Path,
     adapters: Adapters,
-    layout: Layout,
     rank: int,
     *,
     base_model_path: str,
@@ -41,7 +39,7 @@ def save_peft(
     one. Collective; all or nothing, as save_hf. Rank 0 holds all adapters."""
     buckets = plan_buckets(adapters.table, adapters.dtype, _BUCKET_BYTES)
     gatherer = BucketGatherer(
-        adapters.table, layout, rank, adapters.params, buckets, group=group, device=mcore.device()
+        adapters.table, rank, adapters.params, buckets, group=group, device=mcore.device()
     )
     target, tensors = Path(path), dict[str, Tensor]()
     with staged(target, "model", CONFIG, group) as staging:

@@ -24,10 +24,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megarl.models.gather import BucketGatherer, Dtypes, plan_buckets
 from megarl.models.hf_config import adapter_given
 from megarl.models.piece_table import PieceTable
 from megarl.parallel.layout import Layout
+from megarl.transfer.gather import BucketGatherer, Dtypes, plan_buckets
 from megarl.wire.buckets import Bucket, Member
 
 INDEX = "model.safetensors.index.json"

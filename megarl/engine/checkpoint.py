@@ -41,11 +41,11 @@ from megarl.engine.setup import (
     rng_state,
     set_rng_state,
 )
-from megarl.models.gather import BucketGatherer, plan_buckets
 from megarl.models.lora import is_trained, meaning
 from megarl.models.names import unwrap
 from megarl.observability.logging import get_logger
 from megarl.parallel import mcore
+from megarl.transfer.gather import BucketGatherer, plan_buckets
 from megarl.utils.files import Fingerprint
 from megarl.weight_sync.sender import WeightSender
 from megarl.weight_sync.slices.receiver.megarl_receiver.fingerprint import hash_text
@@ -97,7 +97,6 @@ def save(state: EngineState, meta: SaveLoadMeta, version: int) -> None:
         save_peft(
             meta.path,
             state.adapters,
-            state.layout,
             state.groups.rank,
             base_model_path=base,
             tokenizer=meta.tokenizer,
@@ -359,9 +358,7 @@ def hf_state(
         trained = {n: p for n, p in state.params.items() if p.requires_grad}
         values = {n: p.main_grad for n, p in trained.items()}  # type: ignore[attr-defined]
     buckets = plan_buckets(table, dtype, _STATE_BUCKET_BYTES)
-    gatherer = BucketGatherer(
-        table, state.layout, state.groups.rank, values, buckets, device=mcore.device()
-    )
+    gatherer = BucketGatherer(table, state.groups.rank, values, buckets, device=mcore.device())
     for bucket in buckets:
         with scope():
             opt.gather_params(state.chunks)

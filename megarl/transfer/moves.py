@@ -8,9 +8,11 @@ there into the views of another.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import accumulate, groupby
+from operator import mul
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +29,7 @@ ALIGNMENT = 64  # bytes, that of torch's host allocator
 FP8 = torch.float8_e4m3fn
 
 Params = Mapping[str, Tensor]
+Copying = Callable[[], AbstractContextManager[None]]
 DtypeOf = Callable[[str], torch.dtype]  # that an HF tensor is sent in
 # writes a box of an HF tensor into a flat tensor in FP8; `read` copies its numbers into another
 Quantize = Callable[[str, Box, Callable[[Tensor], None], Tensor], None]
@@ -128,13 +131,20 @@ def _blend(target: Tensor, source: Tensor, keep: float) -> None:
         target.copy_(source)
 
 
+def _refines(fine: Sequence[int], coarse: Sequence[int]) -> bool:
+    """Returns whether each dimension of `coarse` is one of `fine`, or several that follow each
+    other."""
+    inner = set(accumulate(reversed(fine), mul))
+    return inner.issuperset(accumulate(reversed(coarse), mul))
+
+
 class Mover:
     """Takes the steps of plans on one rank of a process group; None is the default group.
 
-    device: where messages live, that of the parameters and of the backend. Memory: the messages of
-    a step, and one slice that stays on its rank; on hosts, where fresh pages cost more than the
-    copy, it is kept for the next step. `message_bytes` is the most bytes that messages have taken.
-    The group's timeout bounds every wait.
+    device: where messages live, that of the parameters and of the backend. Memory: one slice that
+    stays on its rank, and the messages of a step; on hosts, where fresh pages cost more than the
+    copy, their room is kept for the next step. `message_bytes` is the most that it has been. The
+    group's timeout bounds every wait.
     """
 
     def __init__(
@@ -151,33 +161,47 @@ class Mover:
         ends: Sequence[int],
         source: Params,
         target: Params,
+        *,
         keep: float = 0.0,
+        copying: Copying = nullcontext,
     ) -> tuple[int, int]:
-        """Takes a step. ends: the group's ranks that those of the source are. Returns the bytes
-        sent, and those of all messages. Collective over the ranks that have a part in it."""
+        """Takes a step. ends: the group's ranks that those of the source are. copying: entered
+        while this rank copies. Returns the bytes sent, and those of all messages. Collective over
+        the ranks that have a part in it."""
         outgoing = [(m.receiver.rank, lay_out(m.slices, self.dtype_of)) for m in step.sends]
         incoming = [(ends[m.sender], lay_out(m.slices, self.dtype_of)) for m in step.receives]
         room = self._take([parts.nbytes for _, parts in (*outgoing, *incoming)])
-        for (_, parts), message in zip(outgoing, room):
-            pack_into(message, source, parts)
-        into = room[len(outgoing) :]
-        works = self.post(
-            [(dist.isend, message, to) for (to, _), message in zip(outgoing, room)]
-            + [(dist.irecv, message, sender) for (sender, _), message in zip(incoming, into)]
+        packed, into = room[: len(outgoing)], room[len(outgoing) :]
+        with copying():
+            for (_, parts), message in zip(outgoing, packed, strict=True):
+                pack_into(message, source, parts)
+        works = self._post(
+            [(dist.isend, data, to) for (to, _), data in zip(outgoing, packed, strict=True)]
+            + [(dist.irecv, data, sender) for (sender, _), data in zip(incoming, into, strict=True)]
         )
-        for here, there in step.stays:
-            self._copy(here, source, there, target, keep)
+        with copying():
+            for name, pairs in groupby(step.stays, key=lambda pair: pair[0].param):
+                param = source[name]
+                for here, there in pairs:
+                    self._copy(param, here, target[there.param], there, keep)
         for i, work in enumerate(works):
-            self.wait(work)
+            self._wait(work)
             if i >= len(outgoing):
-                land(target, incoming[i - len(outgoing)][1], room[i], keep)
+                with copying():
+                    land(target, incoming[i - len(outgoing)][1], room[i], keep)
         sent = sum(parts.nbytes for _, parts in outgoing)
         return sent, sent + sum(parts.nbytes for _, parts in incoming)
 
-    def _copy(self, here: Slice, source: Params, there: Slice, target: Params, keep: float) -> None:
+    def _copy(self, source: Tensor, here: Slice, target: Tensor, there: Slice, keep: float) -> None:
         """Copies what stays on the rank, with the bits that it would have after a message."""
-        message = pack(source, lay_out([here], self.dtype_of), self.device)
-        land(target, lay_out([there], self.dtype_of), message, keep)
+        dtype = self.dtype_of(here.tensor)
+        if len(here.views) == len(there.views) == 1 and dtype in (source.dtype, target.dtype):
+            local, to = seen(source, here.views[0]), seen(target, there.views[0])
+            if _refines(local.shape, to.shape):  # no copy between
+                _blend(to.view(local.shape), local, keep)
+                return
+        message = pack({here.param: source}, lay_out([here], self.dtype_of), self.device)
+        land({there.param: target}, lay_out([there], self.dtype_of), message, keep)
 
     def _take(self, sizes: Sequence[int]) -> list[Tensor]:
         """Returns memory for messages of these bytes."""
@@ -192,7 +216,7 @@ class Mover:
             self._room = None
         return [whole[:n] for whole, n in zip(room, sizes)]
 
-    def post(self, messages: Sequence[tuple[Any, Tensor, int]]) -> list[dist.Work]:
+    def _post(self, messages: Sequence[tuple[Any, Tensor, int]]) -> list[dist.Work]:
         """Starts messages, each (isend or irecv, bytes, the other rank), and returns the work to
         wait for of each. Those of a batch go over the group's own NCCL communicator; a single one
         would make a communicator for its two ranks, which lives as long as the group."""
@@ -200,7 +224,7 @@ class Mover:
         works = dist.batch_isend_irecv(ops) if ops else []
         return works if len(works) == len(ops) else works * len(ops)  # NCCL: one for the batch
 
-    def wait(self, work: dist.Work) -> None:
+    def _wait(self, work: dist.Work) -> None:
         """Waits as long as the group's timeout is now. By default gloo waits for the timeout that
         the group was made with."""
         if self.device.type != "cpu":

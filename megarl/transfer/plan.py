@@ -155,7 +155,7 @@ class TransferPlan:
                     receives.append(Message(number, end, receiver, kept))
             if sends or receives:
                 steps.append(Step(sends, receives, [] if steps else stays))
-        return steps or [Step([], [], stays)]
+        return steps or ([Step([], [], stays)] if stays else [])
 
     def _waves(
         self, numbers: Sequence[int], ends: Sequence[int], limit: int

@@ -131,7 +131,7 @@ class Reallocator:
         move = Mover(self._dtypes.__getitem__, self.group, self.device)
         sent, kept, peak = 0, 0, 0
         for step in self._steps:
-            outgoing, messages = move(step, self._from, source or {}, target or {}, keep)
+            outgoing, messages = move(step, self._from, source or {}, target or {}, keep=keep)
             sent, peak = sent + outgoing, max(peak, messages)
             kept += sum(s.numel * self._dtypes[s.tensor].itemsize for s, _ in step.stays)
         if target is not None:

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.api.records import WeightUpdateMeta
-from megarl.models.gather import BucketGatherer
+from megarl.transfer.gather import BucketGatherer
 from megarl.utils.http import in_thread
 from megarl.utils.rendezvous import listen
 from megarl.weight_sync.encoding import Changes, DeltaBase, Ready, quantize_bucket

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megarl.models.gather import Bucket, Member
+from megarl.transfer.gather import Bucket, Member
 from megarl.wire import block_fp8
 from megarl.wire.delta import Delta, encode
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from megarl.models.gather import Bucket, Dtypes, export_dtype, plan_buckets
 from megarl.models.piece_table import PieceTable
+from megarl.transfer.gather import Bucket, Dtypes, export_dtype, plan_buckets
 from megarl.weight_sync.order import in_order, load_unit
 
 

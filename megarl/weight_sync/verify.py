@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import torch
 
 from megarl.api.records import ServersLost, WeightUpdateMeta
-from megarl.models.gather import export_dtype
 from megarl.models.ops import Shape
 from megarl.models.param_loading import local_view
 from megarl.models.piece_table import HfTensor, Piece, PieceTable
 from megarl.transfer.boxes import Box, intersection, uncovered
+from megarl.transfer.gather import export_dtype
 from megarl.transfer.geometry import Entry, copies, holders
 from megarl.utils.http import in_thread
 from megarl.weight_sync.phases import Phases

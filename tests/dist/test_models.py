@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megarl.models.build import resolve_attention
-from megarl.models.gather import BucketGatherer, plan_buckets
 from megarl.models.names import named_params
 from megarl.parallel.packing import zigzag_index
+from megarl.transfer.gather import BucketGatherer, plan_buckets
 from tests.dist.models_util import all_gather_dim, built_model, positions, thd
 from tests.dist.world import World
 from tests.tiny import GLM_KINDS, KINDS, VOCAB, save_tiny, tiny_hf
@@ -139,7 +139,7 @@ def run_random(path: Path, parallel: dict[str, Any]) -> list[tuple[str, torch.Te
     with built_model(path, parallel, load=False, seed=7) as (model, groups):
         params = named_params(model.chunks)
         buckets = plan_buckets(model.table, torch.float32, 1 << 14)
-        gatherer = BucketGatherer(model.table, groups.layout, groups.rank, params, buckets)
+        gatherer = BucketGatherer(model.table, groups.rank, params, buckets)
         out: list[tuple[str, torch.Tensor]] = []
         for bucket in buckets:
             if (flat := gatherer.gather(bucket)) is not None:

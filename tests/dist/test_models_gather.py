@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from megarl.models.gather import BucketGatherer, plan_buckets
 from megarl.models.hf_config import read_hf_config
 from megarl.models.names import named_params
 from megarl.models.piece_table import build_piece_table
 from megarl.parallel.layout import Layout
+from megarl.transfer.gather import BucketGatherer, plan_buckets
 from tests.dist.models_util import built_model
 from tests.dist.world import World
 from tests.tiny import save_tiny
@@ -62,7 +62,9 @@ def test_offsets_are_aligned_when_dtypes_mix(model_path: Path) -> None:
         assert len(dict(b.views(torch.zeros(b.nbytes, dtype=torch.uint8)))) == len(b.members)
 
 
-def run_gather(path: Path, parallel: dict[str, Any], root: int, mixed: bool) -> dict[str, Any]:
+def run_gather(
+    path: Path, parallel: dict[str, Any], root: int, mixed: bool, staging: int | None
+) -> dict[str, Any]:
     """Gathers twice into one buffer, doubled the second time; returns the second tensors."""
     with built_model(path, parallel) as (model, groups):
         params = {n: p.detach() for n, p in named_params(model.chunks).items()}
@@ -73,7 +75,7 @@ def run_gather(path: Path, parallel: dict[str, Any], root: int, mixed: bool) -> 
             }
         buckets = plan_buckets(model.table, dtype, 30_000)
         gatherer = BucketGatherer(
-            model.table, groups.layout, groups.rank, params, buckets, root=root
+            model.table, groups.rank, params, buckets, root=root, staging=staging
         )
         out = torch.empty(max(b.nbytes for b in buckets) + 64, dtype=torch.uint8)
         for bucket in buckets:
@@ -87,25 +89,34 @@ def run_gather(path: Path, parallel: dict[str, Any], root: int, mixed: bool) -> 
             if flat is not None:
                 assert flat.numel() == bucket.nbytes and flat.data_ptr() == out.data_ptr()
                 result.update({n: t.clone() for n, t in bucket.views(flat)})
+        if staging is not None:  # each message begins at a multiple of 64 bytes
+            assert gatherer.message_bytes <= staging + 64 * (groups.layout.world_size - 1)
         return result
 
 
 # senders that hold only norms, a data-parallel replica, and a middle stage
 @pytest.mark.parametrize(
-    "parallel, root, mixed",
+    "parallel, root, mixed, staging",
     (
-        (dict(tp=2, pp=2), 3, False),
-        (dict(tp=2, pp=2, sequence_parallel=True), 0, True),
-        (dict(tp=2), 3, False),
-        (dict(tp=4), 2, True),
-        (dict(pp=2), 1, False),
-        (dict(tp=2, cp=2), 2, False),
+        (dict(tp=2, pp=2), 3, False, None),
+        (dict(tp=2, pp=2, sequence_parallel=True), 0, True, 3_000),
+        (dict(tp=2), 3, False, None),
+        (dict(tp=4), 2, True, None),
+        (dict(tp=4), 1, False, 500),
+        (dict(pp=2), 1, False, 10_000),
+        (dict(tp=2, cp=2), 2, False, None),
     ),
 )
 def test_any_rank_can_gather(
-    world: World, model_path: Path, parallel: dict[str, Any], root: int, mixed: bool
+    world: World,
+    model_path: Path,
+    parallel: dict[str, Any],
+    root: int,
+    mixed: bool,
+    staging: int | None,
 ) -> None:
-    results = world.run(run_gather, model_path, parallel, root, mixed)
+    """The bits are those of the file, and messages take no more memory than there is for them."""
+    results = world.run(run_gather, model_path, parallel, root, mixed, staging)
     assert [bool(r) for r in results] == [rank == root for rank in range(4)]
     want = load_file(model_path / "model.safetensors")
     assert results[root].keys() == want.keys()
@@ -136,7 +147,7 @@ def run_count(path: Path, parallel: dict[str, Any], root: int) -> int:
     with built_model(path, parallel) as (model, groups):
         (bucket,) = plan_buckets(model.table, torch.float32, 1 << 30)
         gatherer = BucketGatherer(
-            model.table, groups.layout, groups.rank, named_params(model.chunks), [bucket], root
+            model.table, groups.rank, named_params(model.chunks), [bucket], root
         )
         with batched() as sent:
             gatherer.gather(bucket)

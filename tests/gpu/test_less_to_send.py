@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megarl.models.gather import Bucket, Member
+from megarl.transfer.gather import Bucket, Member
 from megarl.weight_sync.encoding import DeltaBase
 from megarl.wire import block_fp8, delta
 

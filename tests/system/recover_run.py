@@ -161,7 +161,7 @@ def in_update(step: int) -> None:
 def in_sync(step: int) -> None:
     """The last rank, while the weights of this step are gathered for the servers."""
     from megarl.engine import MegatronEngine
-    from megarl.models.gather import BucketGatherer
+    from megarl.transfer.gather import BucketGatherer
 
     version = -1
 

@@ -64,7 +64,7 @@ def wait():
     time.sleep(300)
 
 if __name__ == "__main__":
-    from megarl.models.gather import BucketGatherer
+    from megarl.transfer.gather import BucketGatherer
     from megarl.rollout.client import RemoteSGLangEngine
     from megarl.rollout.servers import ServerPool
     from megarl.rollout.workflows.rlvr import RLVRWorkflow

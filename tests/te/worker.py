@@ -141,7 +141,7 @@ def big() -> Facts:
                 with built_model(model, layout, rank, spec) as (made, groups):
                     ranks[f"{rank} {spec}"] = summary(made, groups)
                     table = made.table
-        found[name] = dict(ranks=ranks, sources=sources(table, layout))
+        found[name] = dict(ranks=ranks, sources=sources(table))
     return found
 
 
@@ -165,14 +165,14 @@ def summary(made: Any, groups: Any) -> Facts:
     )
 
 
-def sources(table: Any, layout: Any) -> int:
+def sources(table: Any) -> int:
     """Returns how many ranks send to rank 0 in a whole sync."""
-    from megarl.models.gather import BucketGatherer
+    from megarl.transfer.gather import BucketGatherer
     from megarl.weight_sync.plan import plan_sync
 
     plan = plan_sync(table, torch.bfloat16, 1 << 30)
-    gatherer = BucketGatherer(table, layout, 0, {}, plan.buckets, device="meta", staging=1 << 27)
-    return len({source for messages in gatherer._plans.values() for source in messages} - {0})
+    gatherer = BucketGatherer(table, 0, {}, plan.buckets, device="meta", staging=1 << 27)
+    return len({*gatherer.plan.senders.flatten().tolist()} - {-1, 0})
 
 
 if __name__ == "__main__":

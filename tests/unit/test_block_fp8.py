@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.ckpt.hf import load_hf
-from megarl.models.gather import Bucket, BucketGatherer, Member
 from megarl.models.hf_config import read_hf_config
 from megarl.models.piece_table import PieceTable, build_piece_table
 from megarl.parallel.layout import Layout
+from megarl.transfer.gather import Bucket, BucketGatherer, Member
 from megarl.weight_sync.encoding import quantize_bucket, quantized
 from megarl.weight_sync.plan import plan_sync, update_body
 from megarl.weight_sync.slices.quantized import BlockFp8
@@ -106,7 +106,7 @@ def buckets_of(saved: Path, bucket_bytes: int) -> list[tuple[Bucket, torch.Tenso
     params = {n: torch.empty(p.shape, dtype=torch.bfloat16) for n, p in local.items()}
     load_hf(saved, table, layout, 0, params)
     plan = plan_sync(table, torch.bfloat16, bucket_bytes)
-    gatherer = BucketGatherer(table, layout, 0, params, plan.buckets)
+    gatherer = BucketGatherer(table, 0, params, plan.buckets)
     out = []
     for bucket in plan.buckets:
         flat = gatherer.gather(bucket)

@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from megarl.models.gather import Bucket, Member
+from megarl.transfer.gather import Bucket, Member
 from megarl.utils.env import is_here
 from megarl.weight_sync.transports.colocated import RankLocation, read_from
 from megarl.wire import handles

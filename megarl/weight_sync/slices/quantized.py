@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import pad
 
-from megarl.models.gather import export_dtype
 from megarl.models.ops import Shape
 from megarl.models.piece_table import HfTensor, Piece, PieceTable, View
 from megarl.transfer.boxes import Box, numel
+from megarl.transfer.gather import export_dtype
 from megarl.weight_sync.transports import WeightSource
 from megarl.wire.block_fp8 import BLOCK, LARGEST, STRIP, SUFFIX, scale_shape
 

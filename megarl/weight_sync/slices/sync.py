@@ -28,8 +28,8 @@ from typing import Any
 import torch
 
 from megarl.api.records import ServersLost, WeightUpdateMeta
-from megarl.models.gather import export_dtype
 from megarl.models.piece_table import PieceTable
+from megarl.transfer.gather import export_dtype
 from megarl.transfer.geometry import Sources, TargetTable
 from megarl.transfer.moves import lay_out, pack
 from megarl.transfer.plan import Receiver, TransferPlan, nearest, plan_transfer

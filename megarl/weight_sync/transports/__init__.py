@@ -17,10 +17,10 @@ import torch.distributed as dist
 from megarl.api.records import WeightUpdateMeta
 from megarl.config.rollout import Requirements
 from megarl.models.adapters import Adapters
-from megarl.models.gather import BucketGatherer, Dtypes
 from megarl.models.piece_table import PieceTable
 from megarl.parallel.agreement import Agreement
 from megarl.parallel.layout import Layout
+from megarl.transfer.gather import BucketGatherer, Dtypes
 from megarl.weight_sync.phases import Phases
 from megarl.weight_sync.plan import SyncPlan, difference, plan_sync, uniform_dtype
 from megarl.weight_sync.servers import Deadline
@@ -107,10 +107,9 @@ class Transport(ABC):
         """Gives back what is kept between uploads."""
 
     def plan_buckets(self, bucket_bytes: int) -> tuple[SyncPlan, BucketGatherer]:
-        """Returns the buckets that hold all weights, and what gathers them (see
-        `models.gather.BucketGatherer`) to `source.sender`, with an eighth of a bucket for messages;
-        made anew where `bucket_bytes` has changed. Collective. Raises RuntimeError naming the first
-        entry in which a rank's plan is not rank 0's."""
+        """Returns the buckets that hold all weights, and what gathers them to `source.sender`, with
+        an eighth of a bucket for messages; made anew where `bucket_bytes` has changed. Collective.
+        Raises RuntimeError naming the first entry in which a rank's plan is not rank 0's."""
         s = self.source
 
         def make() -> tuple[SyncPlan, BucketGatherer]:
@@ -118,7 +117,6 @@ class Transport(ABC):
                 plan = plan_sync(s.table, s.dtype, bucket_bytes, s.sender)
                 gatherer = BucketGatherer(
                     s.table,
-                    s.layout,
                     s.rank,
                     s.params,
                     plan.buckets,

@@ -31,9 +31,7 @@ class AdapterTransport(DirectoryTransport):
                 "WeightUpdateMeta.type='adapter' sends LoRA adapters and this engine has none: set "
                 "its `lora`, or use type='distributed'"
             )
-        save_peft(
-            target, s.adapters, s.layout, s.rank, base_model_path=s.base_model_path, group=s.group
-        )
+        save_peft(target, s.adapters, s.rank, base_model_path=s.base_model_path, group=s.group)
 
     def load(
         self, servers: Servers, target: Path, meta: WeightUpdateMeta, deadline: Deadline

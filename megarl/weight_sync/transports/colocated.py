@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from megarl.api.records import WeightUpdateMeta
 from megarl.config.rollout import TRANSPORTS
-from megarl.models.gather import Bucket
+from megarl.transfer.gather import Bucket
 from megarl.utils.env import is_here, machine
 from megarl.weight_sync.broadcast import BucketStream
 from megarl.weight_sync.encoding import Ready
