@@ -339,8 +339,6 @@ class Actor(Role):
         whole = as_batch(batch)
         gap, trained = self._gap(whole), trained_tokens(whole)
         parts = self._minibatches(whole)
-        if spec.pick is not None:
-            put(batch, "picked", spec.pick(whole, self._step_seed()))
         version = self.engine.get_version()
         add_made(batch, keys, parts, trained, kl_scale=self.kl.scale, version=version)
         updates = []

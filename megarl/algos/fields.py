@@ -14,8 +14,8 @@ from megarl.algos.rows import Data, as_batch, put
 
 # what an update adds for a loss that needs it: rollout_tokens [B], the trained tokens of each row's
 # rollout; batch_share [B], the row's share of its mini-batch; kl_scale [B], the factor of
-# kl_controller; prox_share [B,S], see proximal.interpolated; picked [B,S], of LossSpec.pick
-MADE = ("rollout_tokens", "batch_share", "kl_scale", "prox_share", "picked")
+# kl_controller; prox_share [B,S], see proximal.interpolated
+MADE = ("rollout_tokens", "batch_share", "kl_scale", "prox_share")
 
 # what a teacher adds to a batch
 TAUGHT = ("given_ids", "teacher_logprobs", "teacher_tail", "teacher_logp")
@@ -55,7 +55,7 @@ def add_made(
     kl_scale: float,
     version: int,
 ) -> None:
-    """Adds those of MADE that are among `keys`, but for `picked`.
+    """Adds those of MADE that are among `keys`.
 
     parts: rows of each mini-batch. trained [B]: trained tokens of every row. version: of the
     weights before the update. Collective."""

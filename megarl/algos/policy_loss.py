@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,7 +25,7 @@ from megarl.algos.correction import Correction
 from megarl.algos.kl import kl_estimate, kl_term, safe_exp
 from megarl.algos.proximal import interpolated
 from megarl.algos.ratios import RATIOS
-from megarl.algos.specs import LossSpec, Metrics, Picks, Surrogate, SurrogateFn, surrogate_of
+from megarl.algos.specs import LossSpec, Metrics, Surrogate, SurrogateFn, surrogate_of
 from megarl.algos.surrogates import Clip
 from megarl.api.batch import Padded
 from megarl.config.algo import PPOActorConfig
@@ -73,8 +72,7 @@ class PolicyLoss:
             old = interpolated(outputs["logprobs"], old, batch["prox_share"])
         # where nothing is trained, anything may stand, and its gradient must not come through
         logp, adv = (torch.where(mask, x, 0.0) for x in (outputs["logprobs"], batch["advantages"]))
-        picked = {"picked": batch["picked"].bool()} if isinstance(self.surrogate, Picks) else {}
-        found = self.surrogate(RATIOS[self.ratio](logp, old, mask), adv, logp, mask, **picked)
+        found = self.surrogate(RATIOS[self.ratio](logp, old, mask), adv, logp, mask)
         loss, dropped = found.loss, torch.zeros_like(mask)
         if self.correction is not None:
             weight, dropped = self.correction.of_tokens(old, batch["logprobs"], mask)
@@ -97,7 +95,6 @@ def policy(config: PPOActorConfig) -> LossSpec:
     """Returns the PolicyLoss of the settings of the actor's section."""
     adapts = config.kl_coef > 0 and config.kl_controller is not None
     surrogate, old_logp = surrogate_of(config), config.old_logp
-    pick = partial(surrogate.pick, old_logp=old_logp) if isinstance(surrogate, Picks) else None
     loss = PolicyLoss(
         old_logp=old_logp,
         interpolates=config.recompute_logprob == "interpolate",
@@ -117,14 +114,12 @@ def policy(config: PPOActorConfig) -> LossSpec:
         outputs=("logprobs", "entropy"),
         needs=(
             *("logprobs", "advantages", old_logp),
-            *(["picked"] if pick else []),
             *(["prox_share"] if loss.interpolates else []),
             *(["ref_logp"] if config.kl_coef else []),
             *(["kl_scale"] if adapts else []),
             *aggregation_needs(config.loss_agg),
         ),
         uses=("ref_logp",),
-        pick=pick,
         derive=derived_policy_stats,
         own_prox=True,
     )
@@ -190,8 +185,6 @@ def policy_stats(
     }
     if "entropy" in outputs:
         figures["entropy"] = outputs["entropy"]
-    if "picked" in surrogate.bounded:
-        figures["picked_frac"] = surrogate.bounded["picked"]
     if "ref_logp" in batch:
         figures["kl_ref"] = kl_estimate(logp, batch["ref_logp"], "k3")
     return token_means(figures, mask)

@@ -1,18 +1,16 @@
-"""Roles that learn from preferences: a policy (DPO and its relatives, KTO), and a reward model.
+"""Roles that learn from preferences: a policy (DPO, IPO, SimPO), and a reward model.
 
-Their batches are plain padded tensors, the same on every rank, as collate_pairs and
-collate_unpaired of megarl.data make them. B rows, S positions.
+Their batches are plain padded tensors, the same on every rank, as collate_pairs of
+megarl.data makes them. B rows, S positions.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from megarl.algos import kto
 from megarl.algos.minibatches import skipped_metrics
 from megarl.algos.preferences import BradleyTerry, pair_weight, preference_loss
 from megarl.algos.ref import Ref
@@ -29,10 +27,10 @@ INPUTS = ("input_ids", "attention_mask", "loss_mask")
 class _Learner(Role):
     """Trains on a LossSpec over whole units."""
 
-    def __init__(self, engine: TrainEngine, loss: LossSpec, *, whole_groups: bool) -> None:
+    def __init__(self, engine: TrainEngine, loss: LossSpec) -> None:
         super().__init__(engine)
         self.loss = loss
-        self._how: dict[str, Any] = {"outputs": loss.outputs, "whole_groups": whole_groups}
+        self._how: dict[str, Any] = {"outputs": loss.outputs, "whole_groups": True}
 
     def _train(self, batch: Padded) -> dict[str, float]:
         """Makes one optimizer step; see PreferencePolicy.train."""
@@ -41,11 +39,11 @@ class _Learner(Role):
         trained = batch["loss_mask"].sum(1).double()
         counts = {"skipped_updates": float(not done)}
         counts |= skipped_metrics(trained, torch.full((len(trained),), not done))
-        return _known(stats) | counts
+        return stats | counts
 
     def _evaluate(self, batch: Padded) -> dict[str, float]:
         """Returns the loss and its figures, without an update."""
-        return _known(self.engine.eval_batch(batch, self.loss.fn, self.loss.weight, **self._how))
+        return self.engine.eval_batch(batch, self.loss.fn, self.loss.weight, **self._how)
 
     def _needed(self, batch: Padded, needs: tuple[str, ...], verb: str) -> Padded:
         """Returns the fields of the batch that the loss reads. Raises ValueError for a missing
@@ -69,30 +67,24 @@ class PreferencePolicy(_Learner):
         self, config: TrainEngineConfig, preference: PreferenceConfig, engine: TrainEngine
     ) -> None:
         """Takes the sections of the model and of the loss, and the model's engine."""
-        super().__init__(engine, preference_loss(preference), whole_groups=preference.paired)
+        super().__init__(engine, preference_loss(preference))
         self.config, self.preference = config, preference
 
     def compare(self, batch: Padded, ref: Ref) -> None:
-        """Adds what the loss measures against: batch["ref_logp"] [B,S], where it has none yet; and
-        for KTO batch["reference_point"] [B], of the weights as they are."""
+        """Adds what the loss measures against: batch["ref_logp"] [B,S], where it has none yet."""
         if "ref_logp" not in batch:
             batch["ref_logp"] = ref.compute_logp(batch)
-        if not self.preference.paired:
-            other = kto.mismatched(batch)
-            log_ratio = self.forward_logp(other, self.temperature) - ref.compute_logp(other)
-            point = kto.reference_point(log_ratio, other)
-            batch["reference_point"] = point.expand(len(batch["input_ids"])).clone()
 
     def train(self, batch: Padded) -> dict[str, float]:
         """Makes one optimizer step; returns the engine's metrics (loss, grad_norm, lr), accuracy,
         margin, the means by side, and skipped_updates (1 if the step was refused because something
         was not finite), with skipped_sequences and skipped_tokens. Raises ValueError for a batch
         that lacks a field of the loss, or whose groups are no pairs."""
-        return _with_margin(self._train(self._needed(batch, self.loss.needs, "train")))
+        return self._train(self._needed(batch, self.loss.needs, "train"))
 
     def evaluate(self, batch: Padded) -> dict[str, float]:
         """Returns the loss, accuracy, margin and the means by side of held-out answers."""
-        return _with_margin(self._evaluate(self._needed(batch, self.loss.needs, "evaluate")))
+        return self._evaluate(self._needed(batch, self.loss.needs, "evaluate"))
 
 
 class RewardLearner(_Learner):
@@ -110,7 +102,7 @@ class RewardLearner(_Learner):
             needs=("group_ids", "unit_ids", "chosen"),
             uses=("margin",),
         )
-        super().__init__(engine, loss, whole_groups=True)
+        super().__init__(engine, loss)
         self.config = config
 
     def train(self, batch: Padded) -> dict[str, float]:
@@ -130,16 +122,3 @@ def one_token_longer(batch: Padded) -> Padded:
     longer = torch.arange(ids.shape[1], device=ids.device) <= real.sum(1, keepdim=True)
     mask = F.pad(batch["loss_mask"], (0, 1))
     return batch | {"input_ids": ids, "attention_mask": longer, "loss_mask": mask}
-
-
-def _known(stats: dict[str, float]) -> dict[str, float]:
-    """Returns the figures without those of a kind that the batch had none of; a loss stays."""
-    return {k: v for k, v in stats.items() if k == "loss" or not math.isnan(v)}
-
-
-def _with_margin(stats: dict[str, float]) -> dict[str, float]:
-    """Returns the figures with the margin between the kinds' means, where a loss has no pairs."""
-    sides = ("reward_chosen", "reward_rejected")
-    if "margin" in stats or any(side not in stats for side in sides):
-        return stats
-    return stats | {"margin": stats[sides[0]] - stats[sides[1]]}

@@ -19,7 +19,6 @@ from pydantic import Field
 from torch import Tensor
 
 from megarl.algos.aggregation import Stats
-from megarl.algos.kto import KTO, answer_weight
 from megarl.algos.specs import LossSpec
 from megarl.algos.summed import means, sums
 from megarl.api.batch import Padded
@@ -27,9 +26,7 @@ from megarl.config.algo import PreferenceConfig
 
 Beta = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Smoothing = Annotated[float, Field(gt=0, lt=0.5)]
 _PAIR = ("group_ids", "unit_ids", "chosen")
-DPO_LOSSES = ("sigmoid", "ipo", "robust", "hinge")
 
 
 def pair_weight(batch: Padded) -> float:
@@ -63,24 +60,20 @@ class DPOOptions(TypedDict, total=False):
 class DPO:
     """Fits the implicit reward beta (logp - logref) to preferences; batch: ref_logp [b,S].
 
-    sigmoid  -(1 - e) log s(beta h) - e log s(-beta h)      (DPO, arXiv 2305.18290, eq. 7; with
-             e = label_smoothing, conservative DPO)
-    robust   (-(1 - e) log s(beta h) + e log s(-beta h)) / (1 - 2 e)   (arXiv 2403.00409)
-    ipo      (h - 1 / (2 beta))^2                            (IPO, arXiv 2310.12036, eq. 17)
-    hinge    max(0, 1 - beta h)                              (arXiv 2309.06657)
+    -log s(beta h) (DPO, arXiv 2305.18290, eq. 7); ipo: (h - 1 / (2 beta))^2 (IPO, arXiv 2310.12036,
+    eq. 17).
     length_normalized: h of means over tokens instead of sums (TRL's convention for ipo).
     sft_coef: adds sft_coef times the mean cross entropy of the chosen answer (arXiv 2404.19733).
 
     >>> from megarl.algos.example import batch, new
     >>> DPO()({"logprobs": new}, batch)[0]
     tensor(0.6159)
-    >>> torch.stack([DPO(kind=k)({"logprobs": new}, batch)[0] for k in ("ipo", "hinge")])
-    tensor([11.4959,  0.8391])
+    >>> DPO(ipo=True)({"logprobs": new}, batch)[0]
+    tensor(11.4959)
     """
 
     beta: float = 0.1
-    kind: str = "sigmoid"
-    label_smoothing: float = 0.0
+    ipo: bool = False
     length_normalized: bool = False
     sft_coef: float = 0.0
 
@@ -97,20 +90,9 @@ class DPO:
 
     def _of(self, h: Tensor) -> Tensor:
         """Returns the loss [p] of the differences h [p]."""
-        good, bad, e = (
-            F.logsigmoid(self.beta * h),
-            F.logsigmoid(-self.beta * h),
-            self.label_smoothing,
-        )
-        if self.kind == "ipo":
+        if self.ipo:
             return (h - 1.0 / (2.0 * self.beta)).square()
-        if self.kind == "hinge":
-            return (1.0 - self.beta * h).clamp(min=0.0)
-        if self.kind == "robust":
-            return (-(1.0 - e) * good + e * bad) / (1.0 - 2.0 * e)
-        if self.kind == "sigmoid":
-            return -(1.0 - e) * good - e * bad
-        raise ValueError(f"kind={self.kind!r}: use one of {', '.join(DPO_LOSSES)}")
+        return -F.logsigmoid(self.beta * h)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,29 +113,6 @@ class SimPO:
         chosen, rejected = in_pairs(self.beta * means(outputs["logprobs"], batch), batch)
         loss = -F.logsigmoid(chosen - rejected - self.gamma)
         return loss.sum(), _margins(chosen.detach(), rejected.detach()) | _logp(outputs, batch)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ORPO:
-    """Is -m(chosen) - lam log s(log odds(chosen) - log odds(rejected)), m the mean logp of an
-    answer's tokens and odds = e^m / (1 - e^m); no reference (ORPO, arXiv 2403.07691, eq. 6 and 7).
-
-    >>> from megarl.algos.example import batch, new
-    >>> ORPO()({"logprobs": new}, batch)[0]
-    tensor(0.7520)
-    """
-
-    lam: float = 0.1
-
-    def __call__(self, outputs: Padded, batch: Padded) -> tuple[Tensor, Stats]:
-        """Returns the summed loss of the pairs, and their figures."""
-        mean = means(outputs["logprobs"], batch)
-        chosen, rejected = in_pairs(mean, batch)
-        # log(e^m / (1 - e^m)); log(1 - e^m) without loss of digits near m = 0
-        odds = [m - torch.log(-torch.expm1(m.clamp(max=-1e-7))) for m in (chosen, rejected)]
-        loss = -chosen - self.lam * F.logsigmoid(odds[0] - odds[1])
-        rewards = _margins(*(self.lam * o.detach() for o in odds))
-        return loss.sum(), rewards | _logp(outputs, batch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,43 +170,14 @@ def dpo(**options: Unpack[DPOOptions]) -> LossSpec:
     return _of_pairs(DPO(**options))
 
 
-def cdpo(*, label_smoothing: Smoothing, **options: Unpack[DPOOptions]) -> LossSpec:
-    """Returns conservative DPO. label_smoothing: probability that a preference is flipped."""
-    return _of_pairs(DPO(label_smoothing=label_smoothing, **options))
-
-
-def robust(*, label_smoothing: Smoothing, **options: Unpack[DPOOptions]) -> LossSpec:
-    """Returns robust DPO. label_smoothing: probability that a preference is flipped."""
-    return _of_pairs(DPO(kind="robust", label_smoothing=label_smoothing, **options))
-
-
 def ipo(**options: Unpack[DPOOptions]) -> LossSpec:
     """Returns IPO."""
-    return _of_pairs(DPO(kind="ipo", **options))
-
-
-def hinge(**options: Unpack[DPOOptions]) -> LossSpec:
-    """Returns the hinge loss of SLiC."""
-    return _of_pairs(DPO(kind="hinge", **options))
+    return _of_pairs(DPO(ipo=True, **options))
 
 
 def simpo(*, beta: Beta = 2.0, gamma: NotNegative = 1.0) -> LossSpec:
     """Returns SimPO. gamma: the margin that is asked for."""
     return LossSpec(fn=SimPO(beta=beta, gamma=gamma), weight=pair_weight, needs=_PAIR)
-
-
-def orpo(*, beta: Beta = 0.1) -> LossSpec:
-    """Returns ORPO. beta: weight of the odds ratio."""
-    return LossSpec(fn=ORPO(lam=beta), weight=pair_weight, needs=_PAIR)
-
-
-def kto(
-    *, beta: Beta = 0.1, desirable_weight: Beta = 1.0, undesirable_weight: Beta = 1.0
-) -> LossSpec:
-    """Returns KTO, with the weights of both kinds of answers."""
-    loss = KTO(beta=beta, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
-    needs = ("ref_logp", "desirable", "reference_point")
-    return LossSpec(fn=loss, weight=answer_weight, needs=needs)
 
 
 def _of_pairs(loss: DPO) -> LossSpec:
@@ -256,11 +186,6 @@ def _of_pairs(loss: DPO) -> LossSpec:
 
 LOSSES: Mapping[str, Callable[..., LossSpec]] = {
     "dpo": dpo,
-    "cdpo": cdpo,
-    "robust": robust,
     "ipo": ipo,
-    "hinge": hinge,
     "simpo": simpo,
-    "orpo": orpo,
-    "kto": kto,
 }

@@ -46,8 +46,6 @@ def reason_for_pass(
         return f"kl_ctl={kl_ctl:g}: the KL in the reward reads prox_logp"
     if config.kl_controller is not None:
         return "actor.kl_controller reads prox_logp"
-    if loss.pick is not None:
-        return f"actor.surrogate={config.surrogate.type} picks tokens of the batch by prox_logp"
     if PROX in advantages.reads:
         return f"actor.advantages={config.advantages.type} reads prox_logp"
     if config.router_replay == "trainer":

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from torch import Tensor
 
-from megarl.api.batch import Batch, Padded, Tokens
+from megarl.api.batch import Padded
 from megarl.api.engine import LossFn
 from megarl.config.algo import PPOActorConfig
 from megarl.config.base import SeamConfig
@@ -26,7 +26,7 @@ Metrics = dict[str, float]
 @dataclass(frozen=True)
 class Surrogate:
     """Holds the loss of every token, [b,S] with gradient, the ratio for the figures, [b,S], and by
-    name which tokens a bound acted on, [b,S] bool ("low", "high", "dual"), or were "picked"."""
+    name which tokens a bound acted on, [b,S] bool ("low", "high", "dual")."""
 
     loss: Tensor
     ratio: Tensor
@@ -34,22 +34,6 @@ class Surrogate:
 
 
 SurrogateFn = Callable[..., Surrogate]
-# (batch, seed) -> which tokens of the rows that this rank holds, [T] bool
-PickFn = Callable[[Batch, int], Tokens]
-
-
-@runtime_checkable
-class Picks(Protocol):
-    """Is a surrogate that treats some tokens otherwise, which it picks of the whole batch."""
-
-    def pick(self, batch: Batch, seed: int, old_logp: str) -> Tokens:
-        """Returns which tokens of the held rows, [T] bool; old_logp: the field with the logprobs of
-        the policy before the update. Collective."""
-
-    def __call__(
-        self, log_ratio: Tensor, adv: Tensor, logp: Tensor, mask: Tensor, picked: Tensor
-    ) -> Surrogate:
-        """Returns the loss; `picked` [b,S] bool is what `pick` returned."""
 
 
 NAMES: Mapping[str, Mapping[str, str]] = {
@@ -59,10 +43,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "surrogate": {
         name: f"megarl.algos.surrogates:{name}"
-        for name in (
-            *("clip", "cispo", "sapo", "gmpo", "topr", "unclipped", "log_likelihood"),
-            *("clip_cov", "kl_cov"),
-        )
+        for name in ("clip", "cispo", "sapo", "gmpo", "topr", "unclipped", "log_likelihood")
     },
     "advantages": {
         "group": "megarl.algos.advantages:group",
@@ -101,8 +82,6 @@ class LossSpec:
     outputs: what the engine computes for it, of api.engine.OUTPUTS.
     needs: fields of the batch beside input_ids, attention_mask and loss_mask; it is an error if one
     is missing. uses: fields that it gets where there are any.
-    pick: picks tokens of the whole batch once, before it is cut into mini-batches; `fn` gets them
-    as the field `picked` [b,S], which is among its needs. Collective.
     derive: (mean, first) -> metrics of an update, of the means over its optimizer steps and the
     metrics of the first step: what is no mean, as a root of one, is made here.
     own_prox: where a step makes one update, `fn` may be given the logprobs of its own pass, without
@@ -114,7 +93,6 @@ class LossSpec:
     outputs: tuple[str, ...] = ("logprobs",)
     needs: tuple[str, ...] = ()
     uses: tuple[str, ...] = ()
-    pick: PickFn | None = None
     derive: Callable[[Metrics, Metrics], Metrics] = as_they_are
     own_prox: bool = False
 

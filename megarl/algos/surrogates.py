@@ -3,9 +3,7 @@
 A surrogate is called as `surrogate(log_ratio, advantages, logp, mask)`, all [b,S]; log_ratio and
 logp carry gradient, 0 where a token is not trained. It returns a Surrogate, whose loss the policy
 minimises. u = exp(log_ratio), A the advantage, sg[] stops the gradient, eps_low and eps_high are
-`actor.eps_clip` and `actor.eps_clip_higher`. One that has a method `pick` also gets the tokens
-that it picked of the whole batch, as `picked` [b,S] bool (specs.Picks). The examples are of the
-rows of example.py.
+`actor.eps_clip` and `actor.eps_clip_higher`. The examples are of the rows of example.py.
 """
 
 from __future__ import annotations
@@ -15,12 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megarl.algos.covariance import covariances, largest, shuffled
 from megarl.algos.kl import safe_exp
 from megarl.algos.ratios import row_mean
-from megarl.algos.rows import total, trained_tokens
 from megarl.algos.specs import Surrogate
-from megarl.api.batch import Batch, Tokens
 from megarl.config.algo import PPOActorConfig
 
 
@@ -175,65 +170,6 @@ class TOPR:
         return Surrogate(-weight * adv * logp, safe_exp(log_ratio.detach()), {"high": hits})
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClipCov:
-    """Is Clip's loss, but 0, and so without gradient, at tokens drawn from those whose covariance
-    is within [low, high]: a share of all trained tokens, at least one (Clip-Cov, arXiv 2505.22617,
-    sec. 4). These would lower the entropy most.
-
-    `pick` draws them once for an update, see covariance.py.
-    """
-
-    clip: Clip = Clip()
-    share: float = 2e-4
-    low: float = 1.0
-    high: float = 5.0
-
-    def pick(self, batch: Batch, seed: int, old_logp: str) -> Tokens:
-        """Returns which tokens get no gradient, [T] bool. Collective."""
-        cov = covariances(batch, old_logp)
-        among = Tokens((cov.values >= self.low) & (cov.values <= self.high), cov.lengths)
-        return largest(batch, shuffled(batch, among, seed), at_least_one(self.share, batch))
-
-    def __call__(
-        self, log_ratio: Tensor, adv: Tensor, logp: Tensor, mask: Tensor, picked: Tensor
-    ) -> Surrogate:
-        """Returns the clipped loss without the tokens `picked` [b,S] bool."""
-        found = self.clip(log_ratio, adv, logp, mask)
-        loss = torch.where(picked, 0.0, found.loss)
-        return Surrogate(loss, found.ratio, found.bounded | {"picked": picked})
-
-
-@dataclass(frozen=True, kw_only=True)
-class KLCov:
-    """Is -u A, and + coef |log u| at the tokens of largest covariance, a share of all trained
-    tokens, at least one (KL-Cov, arXiv 2505.22617, sec. 4): these are held where they were.
-
-    The paper writes the KL to the policy before the update; |log u| is what its authors' code takes
-    for it. `pick` finds the tokens once for an update, see covariance.py.
-    """
-
-    share: float = 2e-3
-    coef: float = 1.0
-
-    def pick(self, batch: Batch, seed: int, old_logp: str) -> Tokens:
-        """Returns which tokens are held, [T] bool. Collective."""
-        return largest(batch, covariances(batch, old_logp), at_least_one(self.share, batch))
-
-    def __call__(
-        self, log_ratio: Tensor, adv: Tensor, logp: Tensor, mask: Tensor, picked: Tensor
-    ) -> Surrogate:
-        """Returns the loss, with the penalty at the tokens `picked` [b,S] bool."""
-        u = safe_exp(log_ratio)
-        held = torch.where(picked, self.coef * log_ratio.abs(), 0.0)
-        return Surrogate(-u * adv + held, u.detach(), {"picked": picked})
-
-
-def at_least_one(share: float, batch: Batch) -> int:
-    """Returns the share of the batch's trained tokens, rounded down, but at least 1. Collective."""
-    return max(1, int(share * total(trained_tokens(batch))))
-
-
 def upper(low: float, high: float | None) -> float:
     """Returns the upper bound, which is the lower one where none is given."""
     return low if high is None else high
@@ -257,22 +193,6 @@ def gmpo(config: PPOActorConfig) -> GMPO:
     a ratio that is not the tokens'."""
     _of_tokens(config, "gmpo", "it makes the mean over a sequence itself")
     return GMPO(eps_low=config.eps_clip, eps_high=config.eps_clip_higher)
-
-
-def clip_cov(
-    config: PPOActorConfig, *, share: float = 2e-4, low: float = 1.0, high: float = 5.0
-) -> ClipCov:
-    """Returns ClipCov with the bounds of the section; the defaults are the paper's. Raises
-    ValueError for a ratio that is not the tokens'."""
-    _of_tokens(config, "clip_cov", "it picks tokens")
-    return ClipCov(clip=clip(config), share=share, low=low, high=high)
-
-
-def kl_cov(config: PPOActorConfig, *, share: float = 2e-3, coef: float = 1.0) -> KLCov:
-    """Returns KLCov; the defaults are the paper's for 7B. Raises ValueError for a ratio that is not
-    the tokens'."""
-    _of_tokens(config, "kl_cov", "it picks tokens")
-    return KLCov(share=share, coef=coef)
 
 
 def sapo(config: PPOActorConfig, *, tau_positive: float = 1.0, tau_negative: float = 1.05) -> SAPO:

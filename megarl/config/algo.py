@@ -38,7 +38,7 @@ class PPOActorConfig(TrainEngineConfig):
     sequence (GSPO); sequence-token: that mean with the token's gradient (GSPO-token)"""
     surrogate: SeamConfig = field(default_factory=partial(SeamConfig, type="clip"))
     """what a token's loss is, by its ratio and its advantage: clip (PPO), cispo, sapo, gmpo,
-    topr, clip_cov, kl_cov, unclipped, log_likelihood, or a function of this section"""
+    topr, unclipped, log_likelihood, or a function of this section"""
     advantages: SeamConfig = field(default_factory=partial(SeamConfig, type="group"))
     """how rewards become advantages without a critic: a function of this section that returns an
     AdvantageSpec; group: compares the samples of a prompt (adv_norm), with a std of options.kind:
@@ -203,9 +203,7 @@ class GAEConfig:
     bootstrap: bool = False
 
 
-PREFERENCE_LOSSES = ("dpo", "cdpo", "robust", "ipo", "hinge", "simpo", "orpo", "kto")
-WITHOUT_REFERENCE = ("simpo", "orpo")  # losses that measure against no frozen model
-UNPAIRED = ("kto",)  # losses of single answers, each with a label
+PREFERENCE_LOSSES = ("dpo", "ipo", "simpo")
 
 
 @dataclass(kw_only=True)
@@ -213,19 +211,11 @@ class PreferenceConfig:
     """Configures what a policy learns of preferred answers."""
 
     loss: Annotated[str, Choices(*PREFERENCE_LOSSES)] = "dpo"
-    """dpo; cdpo and robust: DPO where some preferences are flipped; ipo; hinge; simpo and orpo,
-    without a reference; kto, of answers with a label (docs/algorithms.md)"""
+    """dpo; ipo; simpo, without a reference (docs/algorithms.md)"""
     options: Options = free()
-    """numbers of the loss: beta (all), length_normalized and sft_coef (dpo, cdpo, robust, ipo,
-    hinge), label_smoothing (cdpo, robust), gamma (simpo), desirable_weight and undesirable_weight
-    (kto)"""
+    """numbers of the loss: beta (all), length_normalized and sft_coef (dpo, ipo), gamma (simpo)"""
 
     @property
     def needs_reference(self) -> bool:
         """Returns whether the loss measures against a frozen model."""
-        return self.loss not in WITHOUT_REFERENCE
-
-    @property
-    def paired(self) -> bool:
-        """Returns whether the loss compares two answers to a prompt."""
-        return self.loss not in UNPAIRED
+        return self.loss != "simpo"

@@ -60,9 +60,8 @@ _THEIRS: Mapping[str, str] = {
     "min_loss_scale loss_scale_window use_precision_aware_optimizer optimizer_cpu_offload "
     "optimizer_offload_fraction",
     "weight_sync.options.": "weight_sync.delta weight_sync.sharded weight_sync.quantization",
-    "preference.options.": "preference.beta preference.label_smoothing preference.gamma "
-    "preference.length_normalized preference.sft_coef preference.desirable_weight "
-    "preference.undesirable_weight",
+    "preference.options.": "preference.beta preference.gamma preference.length_normalized "
+    "preference.sft_coef",
     # the loss
     "actor.kl_coef": "kl_ctl kl_loss_coef kl_beta init_kl_coef beta reference_policy_kl_penalty",
     "actor.kl_estimator": "kl_loss_type kl_penalty",

@@ -296,16 +296,16 @@ FAMILIES = re.findall(
     curriculum response_len forks critic timing tokens perf memory rollout loss pg_loss ppl
     grad_norm lr ratio entropy kl_ref approx_kl accuracy margin first_ratio_abs_dev logp
     reward_chosen reward_rejected logp_chosen logp_rejected advantage clip_frac teacher_kl_forward
-    teacher_kl_reverse reference_point advantage_max advantage_min advantage_std behav_dropped_frac
+    teacher_kl_reverse advantage_max advantage_min advantage_std behav_dropped_frac
     behav_ess behav_imp_weight clip_frac_dual clip_frac_high clip_frac_low elapsed_s kl_coef kl_ctl
-    kl_observed n_updates picked_frac prefix_ratio ratio_abs_dev ratio_rms_dev skipped_sequences
+    kl_observed n_updates prefix_ratio ratio_abs_dev ratio_rms_dev skipped_sequences
     skipped_tokens skipped_updates student_tail_mass teacher_tail_mass tools update_successful""",
 )
 _OF_ANSWERS = ("accuracy", "reward", "some_credit", "response_len", "samples", "failed")
 _OF_LOSS = ("loss", "ppl", "token_accuracy", "exact_match")
 _OF_PAIRS = (
     *("loss", "accuracy", "margin", "reward_chosen", "reward_rejected", "logp_chosen"),
-    *("logp_rejected", "reference_point"),
+    "logp_rejected",
 )
 # keys that may name code by its import path
 _CODE = ("type", "backend", "workflow", "reward", "recipe")

@@ -90,8 +90,6 @@ PRESETS: dict[str, Tree] = {
     "gmpo": _actor(surrogate="gmpo", loss_agg="sequence-mean", eps_clip=0.4),
     "cispo": _actor(surrogate="cispo", eps_clip=1.0, eps_clip_higher=4.0),
     "sapo": _actor(surrogate="sapo", loss_agg="sequence-mean"),
-    "clip_cov": _actor(surrogate="clip_cov", eps_clip=1.0, eps_clip_higher=1.0),
-    "kl_cov": _actor(surrogate="kl_cov"),
     "topr": _actor(surrogate="topr", adv_norm="group_mean", loss_agg="sequence-sum"),
     # advantages
     "rloo": _actor(advantages="rloo", loss_agg="sequence-sum"),

@@ -281,7 +281,7 @@ def data_purpose(cfg: BaseConfig) -> str:
     if isinstance(cfg, RMConfig):
         return "pairs"
     if isinstance(cfg, DPOConfig):
-        return "pairs" if cfg.preference.paired else "unpaired"
+        return "pairs"
     return "rl" if isinstance(cfg, GRPOConfig) else "sft"
 
 

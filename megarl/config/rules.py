@@ -80,10 +80,7 @@ generation & model.override_config |
     generation.rollout.addresses | the servers that rank 0 starts lack it; name running ones
 """
 DPO = """
-ref.path & preference.loss=simpo,orpo | | measures against no reference; leave it out
-train_dataset.batch_size=1 & preference.loss=kto |
-    | needs answers to other prompts beside each; take 2
-valid_dataset.size=1 & preference.loss=kto | | needs answers to other prompts beside each; take 2
+ref.path & preference.loss=simpo | | measures against no reference; leave it out
 """
 # why servers cannot release their memory while the trainers work
 TURNS = """
@@ -210,7 +207,7 @@ advantages.options.kind & advantages.type=group | adv_norm=group,group_batch | e
 advantages.options.kind & advantages.options.std=none | | nothing is divided by a std; leave it out
 loss_agg_length!=1               | loss_agg=sequence-sum,token-sum | it divides sums over tokens
 router_replay=trainer        | recompute_logprob=true,auto | it replays that pass
-c_clip & surrogate.type=cispo,sapo,gmpo,topr,clip_cov,kl_cov,unclipped,log_likelihood |
+c_clip & surrogate.type=cispo,sapo,gmpo,topr,unclipped,log_likelihood |
     | is the dual clip of surrogate=clip; leave it null
 """
 # what is not read without something else, which is worth a warning

@@ -74,8 +74,7 @@ def build_dataset(
     {row_id, input_ids, loss_mask}; the loss is on what the policy has to write: the text `response`
     and EOS, or the assistant's turns (Template.conversation). "pairs": rows {row_id, chosen_ids,
     chosen_mask, rejected_ids, rejected_mask}, each the whole conversation with the mask of the
-    answer, and `margin` where the source has one. "unpaired": rows {row_id, input_ids, loss_mask,
-    label}, the same of one answer.
+    answer, and `margin` where the source has one.
 
     apart_from: training data; what `overlap` does with rows of the same prompt, see sources.apart.
 
@@ -219,11 +218,6 @@ def collate_pairs(rows: Sequence[Row], *, margin: bool = False) -> Padded:
     if margin:
         batch["margin"] = torch.tensor([float(row["margin"]) for row in rows])[pair]
     return batch
-
-
-def collate_unpaired(rows: Sequence[Row]) -> Padded:
-    """Returns answers as `collate_sft` does, and which of them are desirable, [B] bool."""
-    return collate_sft(rows) | {"desirable": torch.tensor([row["label"] for row in rows])}
 
 
 def collate_sft(rows: Sequence[Row]) -> Padded:

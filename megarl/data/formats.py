@@ -1,5 +1,5 @@
 """Reads what is common in files and on the hub: conversations in whatever columns they are (chat),
-pairs and labelled answers (preference), and GSM8K (arXiv 2110.14168)."""
+pairs (preference), and GSM8K (arXiv 2110.14168)."""
 
 from __future__ import annotations
 
@@ -139,9 +139,8 @@ def preference(
     revision: str | None = None,
 ) -> list[Row]:
     """Reads rows with `messages` (the prompt), `chosen` and `rejected` (the messages that follow
-    it) in the source's order; every other column stays in the row. A row of the source with
-    `completion` and `label` becomes one with `answered` (messages) and `label`. Raises ValueError
-    naming the file and the line or row that is wrong.
+    it) in the source's order; every other column stays in the row. Raises
+    ValueError naming the file and the line or row that is wrong.
 
     Where the source has a column `prompt`, it and the answers are texts or lists of messages, and
     an answer may begin with the prompt. Without one, chosen and rejected are whole conversations,
@@ -151,7 +150,7 @@ def preference(
 
     def read(source: Row, place: str) -> Row:
         row = renamed(source, columns or {}, place)
-        row = _single(row, place) if {"completion", "label"} <= set(row) else _pair(row, place)
+        row = _pair(row, place)
         return row | {"messages": instructed(row["messages"], instruction, place)}
 
     return _read("preference", cfg, subset, revision, read)
@@ -191,19 +190,6 @@ def _pair(row: Row, place: str) -> Row:
     if answers["chosen"] == answers["rejected"]:
         raise ValueError(f"{place}: chosen and rejected are the same; leave the row out")
     return {**row, "messages": prompt, **answers}
-
-
-def _single(row: Row, place: str) -> Row:
-    """Returns the row with its messages, and its answer as messages."""
-    if row.get("prompt") is None:
-        raise ValueError(f"{place} has a completion and no prompt; name it in options.columns")
-    if not isinstance(row["label"], bool):
-        raise ValueError(f"{place}: label is {row['label']!r}, not true or false")
-    prompt = messages_of(row.pop("prompt"), f"{place}: prompt")
-    answer = _answer(row.pop("completion"), prompt, "completion", place)
-    if not answer or answer[-1]["role"] != "assistant":
-        raise ValueError(f"{place}: completion does not end with an answer of the assistant's")
-    return {**row, "messages": prompt, "answered": answer}
 
 
 def _conversation(value: Any, side: str, place: str) -> list[Message]:

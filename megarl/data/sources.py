@@ -32,9 +32,9 @@ SOURCES: dict[str, Callable[..., Iterable[Row | Problem]]] = {
 }
 # options of every source: they shape what the tokenizer makes of the rows
 TEMPLATE_OPTIONS = ("system", "chat_template_kwargs", "train_on")
-PURPOSES = ("rl", "sft", "pairs", "unpaired", "prompts")
+PURPOSES = ("rl", "sft", "pairs", "prompts")
 DATASET = "dataset"  # the column of a mixture's rows that holds the name of their part
-_ANSWERS = ("chosen", "rejected", "answered")  # columns of the assistant's messages
+_ANSWERS = ("chosen", "rejected")  # columns of the assistant's messages
 # names that a row gets after its source, or that a reward gets beside it
 _RESERVED = ("row_id", "prompt", "prompt_ids", "completion", "completion_ids", "episode_id")
 _SHOWN = 3  # rows named in a message
@@ -51,11 +51,9 @@ def load_rows(cfg: SourceConfig, *, seed: int, purpose: str = "rl", part: str = 
     """Returns at least one row, before any tokenizer: `messages` and, for "rl", what the reward
     gets. For "sft" the messages hold the assistant's, or `response` is the text to be written after
     them; "prompts" is "rl" of such rows, without their answers. For "pairs" `chosen` and `rejected`
-    are the messages to be compared after them; "unpaired" are such answers one by one, with
-    `answered` (messages) and `label` (whether the answer is desirable): the two of a pair, or what
-    the source has. The rows of a mixture are its parts' in their order; those of a part have its
-    name in `dataset`. Raises ValueError naming the option, the file and the line, or the row that
-    is wrong.
+    are the messages to be compared after them. The rows of a mixture are its parts' in their order;
+    those of a part have its name in `dataset`. Raises ValueError naming the option, the file and
+    the line, or the row that is wrong.
     """
     if purpose not in PURPOSES:
         raise ValueError(f"purpose={purpose!r}: use one of {list(PURPOSES)}")
@@ -84,19 +82,7 @@ def _load(cfg: SourceConfig, seed: int, purpose: str) -> list[Row]:
     ]
     if not rows:
         raise ValueError(f"{describe(cfg)} is empty: its source has 0 rows")
-    rows = rows if cfg.size is None or not is_import_path(cfg.type) else rows[: cfg.size]
-    return [single for row in rows for single in _singles(row)] if purpose == "unpaired" else rows
-
-
-def _singles(row: Row) -> list[Row]:
-    """Returns a row with one answer as it is, and one with two as two rows."""
-    if "label" in row:
-        return [row]
-    prompt = {k: v for k, v in row.items() if k not in ("chosen", "rejected")}
-    return [
-        prompt | {"answered": row["chosen"], "label": True},
-        prompt | {"answered": row["rejected"], "label": False},
-    ]
+    return rows if cfg.size is None or not is_import_path(cfg.type) else rows[: cfg.size]
 
 
 def _source(cfg: SourceConfig) -> Callable[..., Any]:
@@ -136,7 +122,7 @@ def _all(source: Any) -> Iterable[Any]:
 def _row(index: int, row: Any, cfg: SourceConfig, purpose: str) -> Row:
     what = f"dataset type {cfg.type}: row {index}"
     if isinstance(row, Problem):
-        row = row.row("pairs" if purpose == "unpaired" else purpose)
+        row = row.row(purpose)
     if not isinstance(row, Mapping) or not row.get("messages"):
         names = sorted(row) if isinstance(row, Mapping) else type(row).__name__
         raise ValueError(f"{what} has no messages; it has {names}")
@@ -148,7 +134,7 @@ def _row(index: int, row: Any, cfg: SourceConfig, purpose: str) -> Row:
     row = dict(row)
     if is_import_path(cfg.type):
         row["messages"] = messages_of(row["messages"], what)
-        if purpose in ("pairs", "unpaired"):
+        if purpose == "pairs":
             row |= {k: _as_messages(row[k], f"{what}: {k}") for k in _ANSWERS if k in row}
     if purpose == "prompts":
         row = _without_answer(row)
@@ -156,9 +142,7 @@ def _row(index: int, row: Any, cfg: SourceConfig, purpose: str) -> Row:
     if purpose == "sft":
         _check_written(row, what)
     if purpose == "sft" and cfg.type == "preference":  # to learn the chosen answers
-        if not row.get("label", True):
-            raise ValueError(f"{what} has an answer with label false, which is not for SFT")
-        row["messages"] = [*row["messages"], *row.get("chosen", row.get("answered", ()))]
+        row["messages"] = [*row["messages"], *row.get("chosen", ())]
     if purpose != "sft" and row["messages"][-1]["role"] == "assistant":
         raise ValueError(
             f"{what} ends with an assistant's message, which is for the policy to write; leave it "
@@ -175,18 +159,14 @@ def _as_messages(answer: Any, place: str) -> list[Row]:
 
 def _check_answers(row: Row, purpose: str, what: str) -> None:
     """Raises ValueError where a row lacks the answers that it is read for."""
-    single = purpose == "unpaired" and {"answered", "label"} <= set(row)
-    missing = set() if single else {"chosen", "rejected"} - set(row)
-    if missing and purpose in ("pairs", "unpaired"):
-        also = " or have a completion and a label" if purpose == "unpaired" else ""
-        raise ValueError(f"{what} lacks {sorted(missing)}: pairs are of type preference{also}")
-    if single and not isinstance(row["label"], bool):
-        raise ValueError(f"{what}: label is {row['label']!r}, not true or false")
+    missing = {"chosen", "rejected"} - set(row)
+    if missing and purpose == "pairs":
+        raise ValueError(f"{what} lacks {sorted(missing)}: pairs are of type preference")
 
 
 def _check_written(row: Row, what: str) -> None:
     """Raises ValueError where a row for SFT has nothing that the model could learn to write."""
-    if row.get("response") is not None or "chosen" in row or "answered" in row:
+    if row.get("response") is not None or "chosen" in row:
         return
     turns = [m for m in row["messages"] if m["role"] == "assistant"]
     if not turns:

@@ -286,7 +286,7 @@ def encode_rows(
     """Yields the rows of one source with their tokens, as `build_dataset` has them. Raises
     ValueError for a tokenizer, an option or a row that is wrong."""
     template = Template(tokenizer, cfg.options)
-    encode = {"sft": _sft_row, "pairs": _pair_row, "unpaired": _single_row}.get(purpose, _rl_row)
+    encode = {"sft": _sft_row, "pairs": _pair_row}.get(purpose, _rl_row)
     for i, row in enumerate(sources):
         try:
             yield encode(row, template)
@@ -320,11 +320,6 @@ def _pair_row(source: Row, template: Template) -> Row:
         ids, mask = _answer(source, side, template)
         row |= {f"{side}_ids": ids, f"{side}_mask": mask}
     return row
-
-
-def _single_row(source: Row, template: Template) -> Row:
-    ids, mask = _answer(source, "answered", template)
-    return {"input_ids": ids, "loss_mask": mask, "label": source["label"]}
 
 
 def _answer(source: Row, side: str, template: Template) -> tuple[list[int], list[bool]]:

@@ -27,7 +27,6 @@ from megarl.data.dataset import (
     build_dataset,
     collate_pairs,
     collate_sft,
-    collate_unpaired,
     collator,
 )
 from megarl.data.rows import Row
@@ -288,7 +287,7 @@ class Generation:
 
 
 class DPOTrainer(OfflineTrainer):
-    """Trains a policy on pairs of answers, or on answers with a label (preference.loss=kto)."""
+    """Trains a policy on pairs of answers."""
 
     cfg: DPOConfig
     model: MegatronPreferencePolicy
@@ -301,8 +300,8 @@ class DPOTrainer(OfflineTrainer):
         return make(MegatronPreferencePolicy, cfg.model, cfg.preference, seed=cfg.seed)
 
     def collate(self) -> Callable[[list[Row]], Any]:
-        """Returns what makes a batch of pairs, or of single answers."""
-        return collate_pairs if self.cfg.preference.paired else collate_unpaired
+        """Returns what makes a batch of pairs."""
+        return collate_pairs
 
     def set_up_others(self, data: RowDataset) -> None:
         """Makes the reference, where the loss has one; at a run's first update the policy has to

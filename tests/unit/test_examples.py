@@ -21,7 +21,7 @@ FORMULAS = {
     "kl": "kl_estimate kl_term",
     "losses": "sft_loss critic_loss",
     "policy_loss": "PolicyLoss",
-    "preferences": "DPO SimPO ORPO BradleyTerry",
+    "preferences": "DPO SimPO BradleyTerry",
     "ratios": "token_ratio sequence_ratio sequence_token_ratio",
     "surrogates": "Clip CISPO SAPO GMPO Unclipped LogLikelihood TOPR",
 }

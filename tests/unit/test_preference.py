@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 
 from megarl.config.dataset import DatasetConfig
-from megarl.data.dataset import build_dataset, collate_pairs, collate_unpaired
+from megarl.data.dataset import build_dataset, collate_pairs
 from megarl.data.formats import check_margins
 from megarl.data.sources import load_rows
 from tests.tiny_tokenizer import save_tokenizer
@@ -137,11 +137,10 @@ def test_what_is_no_pair_is_named(tmp_path, row, match):
         load_rows(cfg, seed=1, purpose="pairs")
 
 
-@pytest.mark.parametrize("purpose", ["pairs", "unpaired"])
-def test_pairs_are_asked_of_pairs(tmp_path, purpose):
+def test_pairs_are_asked_of_pairs(tmp_path):
     cfg = DatasetConfig(type="chat", path=a_file(tmp_path, [{"messages": "1+1"}]))
     with pytest.raises(ValueError, match=r"lacks \['chosen', 'rejected'\]: pairs are of type pref"):
-        load_rows(cfg, seed=1, purpose=purpose)
+        load_rows(cfg, seed=1, purpose="pairs")
 
 
 def test_sums_come_with_a_careless_answer():
@@ -154,54 +153,6 @@ def test_sums_come_with_a_careless_answer():
         careless = 10 * ((a // 10 + b // 10) % 10) + (a % 10 + b % 10) % 10
         assert int(right) == a + b != int(wrong)
         assert careless in (a + b, int(wrong))
-
-
-def test_a_pair_is_two_answers_with_a_label(tmp_path, tokenizer):
-    single = {"prompt": "1+1", "completion": "2", "label": True}
-    other = {"prompt": [user("1+1")], "completion": [assistant("3")], "label": False}
-    paths = {
-        name: a_file(folder, rows)
-        for name, rows in (("pairs", [FORMATS["texts"]]), ("single", [single, other]))
-        if (folder := tmp_path / name).mkdir() is None
-    }
-    sets = {
-        name: build_dataset(
-            DatasetConfig(type="preference", path=path), tokenizer, purpose="unpaired", seed=1
-        )
-        for name, path in paths.items()
-    }
-    assert list(sets["pairs"]) == list(sets["single"]) and len(sets["pairs"]) == 2
-    batch = collate_unpaired(list(sets["pairs"]))
-    assert batch["desirable"].tolist() == [True, False] and batch["loss_mask"].any(1).all()
-    (pair,) = build_dataset(
-        DatasetConfig(type="preference", path=paths["pairs"]), tokenizer, purpose="pairs", seed=1
-    )
-    assert sets["pairs"][0]["input_ids"] == pair["chosen_ids"]
-    assert sets["pairs"][1]["loss_mask"] == pair["rejected_mask"]
-
-
-@pytest.mark.parametrize(
-    ("row", "match"),
-    [
-        ({"prompt": "a", "completion": "b", "label": "good"}, "label is 'good', not true or false"),
-        ({"completion": "b", "label": True}, "a completion and no prompt"),
-        ({"prompt": "a", "completion": [user("b")], "label": True}, "completion does not end with"),
-    ],
-)
-def test_what_is_no_labelled_answer_is_named(tmp_path, row, match):
-    cfg = DatasetConfig(type="preference", path=a_file(tmp_path, [row]))
-    with pytest.raises(ValueError, match=match):
-        load_rows(cfg, seed=1, purpose="unpaired")
-
-
-def test_labelled_answers_are_for_sft_where_they_are_desirable(tmp_path):
-    good = {"prompt": "a", "completion": "b", "label": True}
-    cfg = DatasetConfig(type="preference", path=a_file(tmp_path, [good]))
-    (row,) = load_rows(cfg, seed=1, purpose="sft")
-    assert row["messages"] == [user("a"), assistant("b")]
-    a_file(tmp_path, [good | {"label": False}])
-    with pytest.raises(ValueError, match="label false, which is not for SFT"):
-        load_rows(cfg, seed=1, purpose="sft")
 
 
 def test_margins_go_with_their_pairs(tmp_path, tokenizer):

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.algos.kto import KTO
-from megarl.algos.preferences import DPO, ORPO, SimPO, preference_loss
+from megarl.algos.preferences import DPO, SimPO, preference_loss
 from megarl.config.algo import PreferenceConfig
 from megarl.config.check import check_config
 from megarl.config.errors import ConfigError
@@ -40,7 +39,7 @@ def problems(model: str, name: str, *overrides: str) -> list[str]:
 
 
 def test_a_reference_is_built_where_the_loss_measures_against_one(model: str) -> None:
-    for loss, found in (("dpo", ["model", "ref"]), ("kto", ["model", "ref"]), ("orpo", ["model"])):
+    for loss, found in (("dpo", ["model", "ref"]), ("ipo", ["model", "ref"]), ("simpo", ["model"])):
         cfg = recipe(model, "dpo", f"preference.loss={loss}")
         assert list(engines(cfg)) == found
         check_config(cfg, 1)
@@ -53,7 +52,6 @@ def test_a_reference_is_built_where_the_loss_measures_against_one(model: str) ->
 
 def test_what_rows_are_read_for(model: str) -> None:
     assert data_purpose(recipe(model, "dpo")) == data_purpose(recipe(model, "rm")) == "pairs"
-    assert data_purpose(recipe(model, "dpo", "preference.loss=kto")) == "unpaired"
     assert data_purpose(recipe(model, "sft")) == "sft"
 
 
@@ -62,25 +60,17 @@ def test_the_section_makes_the_loss_of_its_name() -> None:
         return preference_loss(PreferenceConfig(loss=loss, options=options)).fn
 
     assert made() == DPO() == made(loss="dpo", beta=0.1)
-    assert made(loss="cdpo", label_smoothing=0.2) == DPO(label_smoothing=0.2)
-    assert made(loss="robust", label_smoothing=0.2) == DPO(kind="robust", label_smoothing=0.2)
-    assert made(loss="ipo", length_normalized=True) == DPO(kind="ipo", length_normalized=True)
-    assert made(loss="hinge", sft_coef=1.0) == DPO(kind="hinge", sft_coef=1.0)
+    assert made(loss="ipo", length_normalized=True) == DPO(ipo=True, length_normalized=True)
+    assert made(sft_coef=1.0) == DPO(sft_coef=1.0)
     assert made(loss="simpo") == SimPO(beta=2.0, gamma=1.0)
     assert made(loss="simpo", gamma=0.0).gamma == 0  # type: ignore[attr-defined]
-    assert made(loss="orpo", beta=0.3) == ORPO(lam=0.3)
-    assert made(loss="kto", undesirable_weight=2.0) == KTO(undesirable_weight=2.0)
 
 
 @pytest.mark.parametrize(
     ("name", "overrides", "words"),
     [
-        ("dpo", ["preference.loss=ddpo"], "preference.loss=ddpo: not one of dpo, cdpo"),
-        (
-            "dpo",
-            ["preference.loss=kto", "train_dataset.batch_size=1"],
-            "train_dataset.batch_size=1 with preference.loss=kto: needs answers",
-        ),
+        ("dpo", ["preference.loss=ddpo"], "preference.loss=ddpo: not one of dpo, ipo"),
+        ("dpo", ["preference.loss=kto"], "preference.loss=kto: not one of dpo, ipo, simpo"),
         (
             "dpo",
             ["preference.loss=simpo", "ref.path=/elsewhere"],
@@ -109,11 +99,9 @@ def test_bad_settings_are_named(model: str, name: str, overrides: list[str], wor
         (["beta=0"], "preference.options.beta=0: must be greater than 0"),
         (["beta=.inf"], "preference.options.beta=inf: must be a finite number"),
         (["label_smoothing=0.1"], "preference.options.label_smoothing=0.1: dpo has no such option"),
-        (["loss=cdpo"], "preference.options.label_smoothing: cdpo needs it; set it"),
-        (["loss=cdpo", "label_smoothing=0.1"], ""),
         (["loss=simpo", "gamma=-1"], "preference.options.gamma=-1: must be greater than or equal"),
-        (["loss=kto", "desirable_weight=2", "beta=0.2"], ""),
-        (["loss=hinge", "gamma=1"], "it takes beta, length_normalized, sft_coef"),
+        (["loss=simpo", "gamma=2", "beta=0.2"], ""),
+        (["loss=ipo", "gamma=1"], "it takes beta, length_normalized, sft_coef"),
     ],
 )
 def test_a_losss_options_are_those_of_its_function(
@@ -129,8 +117,8 @@ def test_a_losss_options_are_those_of_its_function(
 
 
 def test_a_number_beside_the_loss_is_pointed_to_the_options(model: str) -> None:
-    with pytest.raises(ConfigError, match=r"did you mean preference\.options.label_smoothing"):
-        recipe(model, "dpo", "preference.label_smoothing=0.1")
+    with pytest.raises(ConfigError, match=r"did you mean preference\.options.sft_coef"):
+        recipe(model, "dpo", "preference.sft_coef=0.1")
 
 
 def test_bad_pairs_are_named_before_anything_starts(model: str, tmp_path: Path) -> None:
@@ -144,8 +132,7 @@ def test_bad_pairs_are_named_before_anything_starts(model: str, tmp_path: Path) 
         check_data(recipe(model, "rm", *data, "margin=true"))
     named = "train_dataset.options.columns.margin=gap"
     check_data(recipe(model, "rm", *data, "margin=true", named))
-    file.write_text(json.dumps({"prompt": "a", "completion": "b", "label": True}) + "\n")
-    check_data(recipe(model, "dpo", *data, "preference.loss=kto"))
+    file.write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
     with pytest.raises(ConfigError, match=r"lacks \['chosen', 'rejected'\]|lacks the columns"):
         check_data(recipe(model, "dpo", *data))
 
