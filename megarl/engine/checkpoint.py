@@ -31,7 +31,7 @@ from megarl.ckpt.dist import begin_save as write_behind
 from megarl.ckpt.hf import save_hf
 from megarl.ckpt.peft import load_peft, save_peft
 from megarl.engine import optimizer as opt
-from megarl.engine.copying import average_in_place, begin_average, end_average, round_off
+from megarl.engine.copying import average_in_place, begin_average, round_off
 from megarl.engine.optimizer_state import load_state, sharded_state
 from megarl.engine.setup import (
     EngineState,
@@ -128,7 +128,7 @@ def load(state: EngineState, meta: SaveLoadMeta) -> int | None:
         load_base(
             meta.path, state.table, state.groups, state.params, head_seed(state.config, state.seed)
         )
-        end_average(state)
+        state.average.clear()
         if state.adapters is not None:  # whole weights come without: these start anew
             state.adapters.reset(state.seed)
     if not meta.with_optim:
@@ -184,7 +184,7 @@ def _load_dist(state: EngineState, path: str, with_optim: bool) -> dict[str, Any
     if info.get("averaged"):
         begin_average(state)
     else:
-        end_average(state)
+        state.average.clear()
     with average_in_place(state):
         _load(state, path, with_optim, info)
     round_off(state)

@@ -128,7 +128,10 @@ def _move(
     if target is None:
         return move(weights, None)
     with model_scope(target.groups):
-        (begin_average if keep else end_average)(target)
+        if keep:
+            begin_average(target)
+        else:
+            target.average.clear()
         stats = move(weights, target.params | target.average, keep=keep)
         round_off(target)
         optimizer.reload_main_params(target.optimizer)
@@ -153,11 +156,6 @@ def begin_average(state: EngineState) -> None:
     for name, param in state.params.items():
         if param.dtype != torch.float32:
             state.average[name] = _at_rest(state, param.detach().float())
-
-
-def end_average(state: EngineState) -> None:
-    """Drops the average."""
-    state.average.clear()
 
 
 @torch.no_grad()

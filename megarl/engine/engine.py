@@ -21,7 +21,7 @@ from megarl.api.engine import PARTS, LossFn, LossWeightFn, Metrics, PendingSave,
 from megarl.api.failures import on_every_rank
 from megarl.api.records import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from megarl.config.engine import TrainEngineConfig
-from megarl.engine import checkpoint, copying, micro_batch, optimizer, passes
+from megarl.engine import checkpoint, micro_batch, optimizer, passes
 from megarl.engine.copying import WeightCopier, WeightHolder
 from megarl.engine.input_check import Request, as_batch
 from megarl.engine.offload import Memory
@@ -212,7 +212,7 @@ class MegatronEngine(TrainEngine):
             spike = self.config.optimizer.spike_norm if self.config.optimizer else None
             stats |= {"lr": lr, **optimizer.step(whole, stats["loss"], spike_norm=spike)}
             if stats["update_successful"]:
-                copying.end_average(self.state)  # of the weights before
+                self.state.average.clear()  # it was of the weights before
         return stats
 
     def backward_batch(

@@ -10,7 +10,6 @@ T packed tokens, H hidden, V vocabulary, K numbers per token.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ import torch.distributed as dist
 
 from megarl.api.engine import OUTPUTS
 from megarl.parallel import mcore  # noqa: F401  before megatron
+from megarl.parallel.packing import Packed
 from megarl.parallel.vocab_parallel import (
     GIVEN,
     GIVEN_LOGPROBS,
@@ -35,19 +35,6 @@ from megatron.core.tensor_parallel import mappings  # isort: skip
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint  # isort: skip
 
 SUPPORTED = {"lm": (*TOKEN_OUTPUTS, "logits"), "value": ("values",)}  # by TrainEngineConfig.head
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeadJob:
-    """Says what one forward pass computes: `outputs` about `labels` [T] at `temperature`, and those
-    of GIVEN about `given` [T,n]. With `at` [N] there are N labels and given ids instead, each after
-    the token at that place, and N answers."""
-
-    labels: torch.Tensor
-    outputs: tuple[str, ...]
-    temperature: float
-    given: torch.Tensor | None = None
-    at: torch.Tensor | None = None
 
 
 class LMHead(torch.nn.Module):
@@ -73,11 +60,13 @@ class LMHead(torch.nn.Module):
         self.sequence_parallel = sequence_parallel
         self.chunk_tokens, self.keep_bytes = chunk_tokens, keep_bytes
         self.topk = topk
-        self._job: HeadJob | None = None
+        self._job: tuple[Packed, Sequence[str], float] | None = None
 
-    def prepare(self, job: HeadJob) -> None:
-        """Sets the job of the next forward pass."""
-        self._job = job
+    def prepare(self, packed: Packed, outputs: Sequence[str], temperature: float) -> None:
+        """Says what the next forward pass computes: `outputs` about the labels [T] of `packed`, and
+        those of GIVEN about its given ids [T,n], at `temperature`. With places [N] there are N
+        labels and given ids instead, each after the token at that place, and N answers."""
+        self._job = packed, outputs, temperature
 
     def forward(
         self,
@@ -85,19 +74,19 @@ class LMHead(torch.nn.Module):
         weight: torch.Tensor | None = None,
         runtime_gather_output: bool | None = None,
     ) -> tuple[torch.Tensor, None]:
-        """Returns ([T,1,K], None) for the job of `prepare`, from hidden states [T,1,H], or
-        [T/tp,1,H] under sequence parallelism; of a job with places, [N,1,K]. `weight` [V/tp,H]:
-        that of a tied embedding."""
-        job, self._job = self._job, None
-        assert job is not None, "prepare() comes before every forward pass"
+        """Returns ([T,1,K], None) of what `prepare` says, from hidden states [T,1,H], or
+        [T/tp,1,H] under sequence parallelism; of places, [N,1,K]. `weight` [V/tp,H]: that of a tied
+        embedding."""
+        assert self._job is not None, "prepare() comes before every forward pass"
+        (packed, outputs, temperature), self._job = self._job, None
         weight = self.weight if weight is None else weight
         assert weight is not None
         if self.sequence_parallel:  # [T/tp,1,H] -> [T,1,H]; backward sums and scatters
             hidden = mappings.gather_from_sequence_parallel_region(hidden, group=self.tp_group)
         else:  # backward sums the shards' parts
             hidden = mappings.copy_to_tensor_model_parallel_region(hidden, group=self.tp_group)
-        if job.at is not None:
-            hidden = hidden.index_select(0, job.at)
+        if packed.at is not None:
+            hidden = hidden.index_select(0, packed.at)
         rows = weight.shape[0]
         shard = VocabShard(
             start=self.tp_group.rank() * rows,
@@ -105,41 +94,35 @@ class LMHead(torch.nn.Module):
             vocab_size=self.vocab_size,
             group=self.tp_group,
         )
-        return self._answer(hidden.flatten(0, 1), weight, shard, job)[:, None], None
-
-    def _answer(
-        self, hidden: torch.Tensor, weight: torch.Tensor, shard: VocabShard, job: HeadJob
-    ) -> torch.Tensor:
-        """Returns [T,K]: the token outputs in the order of the job, then any logits."""
-        parts = []
-        names = [o for o in job.outputs if o in TOKEN_OUTPUTS]
+        parts, names = [], [name for name in outputs if name in TOKEN_OUTPUTS]
+        flat = hidden.flatten(0, 1)
         if names:
             parts.append(
                 token_outputs(
-                    hidden,
+                    flat,
                     weight,
-                    job.labels,
+                    packed.labels,
                     shard=shard,
                     outputs=names,
-                    temperature=job.temperature,
+                    temperature=temperature,
                     chunk_tokens=self.chunk_tokens,
                     keep_bytes=self.keep_bytes,
                     topk=self.topk,
-                    given=job.given,
+                    given=packed.given,
                 )
             )
-        if "logits" in job.outputs:
+        if "logits" in outputs:
             with torch.no_grad():
-                parts.append(
-                    gathered_logits(hidden, weight, shard=shard, temperature=job.temperature)
-                )
-        return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
+                parts.append(gathered_logits(flat, weight, shard=shard, temperature=temperature))
+        out = torch.cat(parts, -1) if len(parts) > 1 else parts[0]
+        return out[:, None], None
 
     def split(
-        self, out: torch.Tensor, outputs: Sequence[str], given: int = 0
+        self, out: torch.Tensor, outputs: Sequence[str], packed: Packed
     ) -> dict[str, torch.Tensor]:
-        """Splits [T,K] into {name: [T]}, [T,k] for the top k, [T,n] for n `given` ids, [T,V] for
-        "logits"."""
+        """Splits [T,K] about `packed` into {name: [T]}, [T,k] for the top k, [T,n] for n given ids,
+        [T,V] for "logits"."""
+        given = 0 if packed.given is None else packed.given.shape[-1]
         at = columns([o for o in outputs if o in TOKEN_OUTPUTS], self.topk, given)
         by_name = {name: out[:, where] for name, where in at.items()}
         for name, x in by_name.items():

@@ -24,8 +24,6 @@ from torch import Tensor
 from megarl.api.batch import Batch, Home, Padded, Tokens
 from megarl.engine.routing import ROUTED
 from megarl.engine.setup import EngineState
-from megarl.models.flops import sequence_cost
-from megarl.models.fp8 import token_unit
 from megarl.models.trie_params import trie_params
 from megarl.parallel import exchange, mcore
 from megarl.parallel.groups import ProcessGroups
@@ -126,7 +124,7 @@ def home_of(state: EngineState, batch: Batch, *, whole_groups: bool = False) -> 
         torch.arange(len(batch)) if units is None else units,
         batch.minibatches,
         dp=state.layout.dp,
-        cost=sequence_cost(state.model),
+        cost=state.cost,
         slot=alignment(state.layout).slot,
         together=batch.get("group_ids") if state.config.mb_spec.share_prefixes else None,
     )
@@ -219,15 +217,15 @@ def plan(
     larger = None if backward else spec.forward_max_tokens_per_mb
     max_tokens = larger or spec.max_tokens_per_mb  # of a device
     groups = group_ids(batch, whole_groups=True) if whole_groups else None
-    multiple_of, cost = layout.pp if layout.vpp > 1 else 1, sequence_cost(state.model)
+    multiple_of = layout.pp if layout.vpp > 1 else 1
     if not spec.share_prefixes:
         plan_of_all = plan_micro_batches(
             batch.lengths.tolist(),
             dp=layout.dp,
             max_tokens=max_tokens * layout.cp,
-            align=alignment(layout, token_unit(state.config.fp8)),
+            align=alignment(layout, state.unit),
             multiple_of=multiple_of,
-            cost=cost,
+            cost=state.cost,
             groups=None if groups is None else units_of(groups),
             index=batch.home.of_row.tolist(),
         )
@@ -237,7 +235,7 @@ def plan(
         _row_bytes(batch, match_field(state, batch)),
         max_tokens=max_tokens,
         align=alignment(layout),
-        cost=cost,
+        cost=state.cost,
         units=None if groups is None else units_of(groups[rows]),
     )
     count = torch.tensor(needs.count, device=mcore.device())

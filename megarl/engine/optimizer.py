@@ -49,19 +49,6 @@ def check(cfg: OptimizerConfig, dtype: torch.dtype) -> None:
         )
 
 
-def build(
-    cfg: OptimizerConfig,
-    config: Any,
-    chunks: Sequence[torch.nn.Module],
-    dtype: torch.dtype,
-    ft_spec: FinetuneSpec | None,
-) -> tuple[list[torch.nn.Module], Any, OptimizerParamScheduler]:
-    """Returns the chunks in their wrappers, their optimizer, and its schedule."""
-    wrapped = wrap_chunks(config, chunks, cfg)
-    optimizer = build_optimizer(cfg, wrapped, dtype)
-    return wrapped, optimizer, build_schedule(cfg, optimizer, ft_spec)
-
-
 def wrap_chunks(
     config: Any, chunks: Sequence[torch.nn.Module], cfg: OptimizerConfig
 ) -> list[torch.nn.Module]:

@@ -27,12 +27,11 @@ from megarl.api.engine import LossFn, LossWeightFn, Metrics, NoGradient
 from megarl.api.failures import attempt, from_every_rank
 from megarl.engine import micro_batch
 from megarl.engine.input_check import Request, check_input
-from megarl.engine.lm_head import HeadJob, output_widths
+from megarl.engine.lm_head import output_widths
 from megarl.engine.micro_batch import GIVEN_IDS, MicroBatch, Result, ResultRows, Writes
 from megarl.engine.probe import Probe
 from megarl.engine.routing import ROUTED
 from megarl.engine.setup import EngineState
-from megarl.models.fp8 import token_unit
 from megarl.models.names import unwrap
 from megarl.observability import stats_tracker
 from megarl.parallel import exchange, mcore
@@ -69,7 +68,7 @@ def run(state: EngineState, given: Batch, ask: Request, probe: Probe | None = No
         rows,
         state.layout,
         cp_rank=state.groups.coords.cp,
-        token_unit=token_unit(state.config.fp8),
+        token_unit=state.unit,
         given=not set(GIVEN).isdisjoint(ask.outputs),
         share_prefixes=state.config.mb_spec.share_prefixes,
         beside=micro_batch.match_field(state, batch),
@@ -154,15 +153,7 @@ class Job:
         if self.state.routing is not None:
             self.state.routing.prepare(model, mb)
         if model.post_process:
-            model.output_layer.prepare(
-                HeadJob(
-                    labels=mb.packed.labels,
-                    outputs=self.ask.of_head,
-                    temperature=float(self.ask.temperature),
-                    given=mb.packed.given,
-                    at=mb.packed.at,
-                )
-            )
+            model.output_layer.prepare(mb.packed, self.ask.of_head, self.ask.temperature)
         ids, positions = mb.packed.input_ids[None], mb.packed.position_ids[None]
         to_host = self.ask.backward and bool(self.state.config.options.get("offload_activations"))
         with offload_activations(to_host):
@@ -175,8 +166,7 @@ class Job:
         whole = mappings.gather_from_sequence_parallel_region(
             out[0], tensor_parallel_output_grad=False, group=self.state.groups.cp
         )
-        given = 0 if mb.packed.given is None else mb.packed.given.shape[-1]
-        per_token = head.split(whole, self.ask.of_head, given)
+        per_token = head.split(whole, self.ask.of_head, mb.packed)
         outputs = {name: unpack(values, mb.packed) for name, values in per_token.items()}
         nothing = out.sum() * 0.0  # keeps the graph alive where no loss depends on the outputs
         if not mb.rows or self.error is not None:

@@ -27,7 +27,8 @@ from megarl.engine.routing import Routing
 from megarl.models.adapters import Adapters, base_params
 from megarl.models.build import BuiltModel, build_model, resolve_attention
 from megarl.models.context_parallel import cp_comm_type
-from megarl.models.fp8 import fp8_fields
+from megarl.models.flops import sequence_cost
+from megarl.models.fp8 import fp8_fields, token_unit
 from megarl.models.hf_config import ModelConfig, check_layout, read_hf_config
 from megarl.models.lora import lora_fields
 from megarl.models.names import named_params
@@ -37,6 +38,7 @@ from megarl.models.trie_params import check_share_prefixes
 from megarl.parallel import mcore
 from megarl.parallel.groups import ProcessGroups, model_scope
 from megarl.parallel.layout import Layout
+from megarl.parallel.packing import Cost
 from megarl.utils.env import attention_problems
 
 from megatron.core.models.common.embeddings.rotary_pos_embedding import (  # isort: skip
@@ -76,7 +78,9 @@ class EngineState:
     routing:  of a mixture-of-experts model.
     adapters: of a model trained with LoRA.
     average:  of a model that is a moving average of another, its weights in fp32 by the names of
-              the parameters that are of another dtype.
+              the parameters that are of another dtype (see copying.py); else empty.
+    cost:     work of a sequence by its length.
+    unit:     every rank's tokens of a micro-batch are a multiple of it.
     """
 
     config: TrainEngineConfig
@@ -91,6 +95,8 @@ class EngineState:
     adapters: Adapters | None
     optimizer: Any
     schedule: Any
+    cost: Cost
+    unit: int
     average: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -173,9 +179,9 @@ def build(
         for param in params.values():
             param.requires_grad_(False)
     else:
-        chunks, trainer, schedule = optimizer.build(
-            cfg.optimizer, made.config, chunks, what.dtype, ft_spec
-        )
+        chunks = optimizer.wrap_chunks(made.config, chunks, cfg.optimizer)
+        trainer = optimizer.build_optimizer(cfg.optimizer, chunks, what.dtype)
+        schedule = optimizer.build_schedule(cfg.optimizer, trainer, ft_spec)
     return EngineState(
         config=cfg,
         seed=seed,
@@ -189,6 +195,8 @@ def build(
         adapters=adapters,
         optimizer=trainer,
         schedule=schedule,
+        cost=sequence_cost(what.model),
+        unit=token_unit(cfg.fp8),
     )
 
 

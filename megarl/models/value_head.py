@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from megarl.parallel import mcore  # noqa: F401  before megatron
+from megarl.parallel.packing import Packed
 
 from megatron.core.tensor_parallel import mappings  # isort: skip
 from megatron.core.transformer import TransformerConfig  # isort: skip
@@ -42,10 +43,10 @@ class ValueHead(torch.nn.Module):
             param.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self._at: torch.Tensor | None = None
 
-    def prepare(self, job: Any) -> None:
-        """Takes from the job of the next forward pass which tokens are asked about, `at` [N] or
+    def prepare(self, packed: Packed, outputs: Sequence[str], temperature: float) -> None:
+        """Takes from what comes in the next forward pass which tokens are asked about, `at` [N] or
         None for all: values need no labels and no temperature."""
-        self._at = job.at
+        self._at = packed.at
 
     def forward(
         self,
@@ -54,7 +55,7 @@ class ValueHead(torch.nn.Module):
         runtime_gather_output: bool | None = None,
     ) -> tuple[torch.Tensor, None]:
         """Returns (values [T,1,1] in fp32, no bias) of hidden states [T,1,H]; under sequence
-        parallelism `hidden` has this rank's tokens, the values those of all. Of a job with places
+        parallelism `hidden` has this rank's tokens, the values those of all. Of places
         there are [N,1,1]. The other arguments are ignored."""
         at, self._at = self._at, None
         bias = None if self.bias is None else self.bias.float()
@@ -68,10 +69,10 @@ class ValueHead(torch.nn.Module):
         return values, None
 
     def split(
-        self, out: torch.Tensor, outputs: Sequence[str], given: int = 0
+        self, out: torch.Tensor, outputs: Sequence[str], packed: Packed
     ) -> dict[str, torch.Tensor]:
-        """Returns the values [T] of `out` [T,1] under each name of `outputs`. `given` is for the LM
-        head's outputs."""
+        """Returns the values [T] of `out` [T,1] under each name of `outputs`. `packed` is for the
+        LM head's outputs."""
         return dict.fromkeys(outputs, out[:, 0])
 
     def sharded_state_dict(
