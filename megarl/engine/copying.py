@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from megarl.ckpt.dist import describe_model
 from megarl.engine import optimizer
-from megarl.engine.offload import Memory
-from megarl.engine.setup import EngineState, Resolved
+from megarl.engine.setup import EngineState
+from megarl.models.hf_config import ModelConfig
 from megarl.models.piece_table import PieceTable, build_piece_table
 from megarl.parallel import mcore
 from megarl.parallel.agreement import together
@@ -23,98 +23,80 @@ from megarl.parallel.groups import model_scope, waiting_for
 from megarl.parallel.worlds import everyone, union_group
 from megarl.transfer.reallocate import Reallocator
 
-
-@dataclass(frozen=True, kw_only=True)
-class WeightHolder:
-    """Says how an engine holds its weights.
-
-    ranks: which of all ranks hold them, as the layout's ranks 0, 1, ...
-    here:  what this rank holds of them, and the keeper of its memory; None on another rank.
-    """
-
-    what: Resolved
-    adapted: bool
-    ranks: tuple[int, ...]
-    here: tuple[EngineState, Memory] | None
-
-    @property
-    def state(self) -> EngineState | None:
-        """Returns what this rank holds."""
-        return self.here[0] if self.here else None
-
-    @property
-    def table(self) -> PieceTable:
-        """Returns where every HF tensor lives."""
-        if self.state is not None:
-            return self.state.table
-        return build_piece_table(self.what.model, self.what.layout)
-
-    def __str__(self) -> str:
-        return f"ranks {list(self.ranks)}"
+if TYPE_CHECKING:
+    from megarl.engine.engine import MegatronEngine
 
 
-class WeightCopier:
-    """Copies weights into one engine, and keeps the plan for the next copy from the same source."""
-
-    def __init__(self) -> None:
-        self._plan: tuple[Resolved, Reallocator] | None = None
-
-    def copy(
-        self, source: WeightHolder, target: WeightHolder, *, keep: float, version: int
-    ) -> tuple[dict[str, float], int]:
-        """Returns the metrics of MegatronEngine.copy_weights, and the `version` of the source,
-        which its ranks tell the others."""
-        ends = [held.here for held in (target, source) if held.here is not None]
-        if not ends:
-            return {"sent": 0.0, "kept": 0.0, "peak": 0.0}, version
-
-        def look() -> None:
-            for _, memory in ends:
-                memory.require("copy_weights", ("params",))
-
-        with ExitStack() as stack:
-            for held, memory in ends:
-                changes = target.here is not None and held is target.here[0]
-                stack.enter_context(memory.at_hand(changes=changes))
-            stack.enter_context(waiting_for(ends[0][0].groups, "copy_weights"))
-            if self._plan is None or self._plan[0] is not source.what:
-                self._plan = source.what, _plan(source, target)
-            move = self._plan[1]
-            if source.ranks == target.ranks:
-                look()
-            else:  # what fails on the ranks of one engine, those of the other hear of
-                together(f"copy_weights from {source} to {target}", look, move.group)
-                version = _told(move, source.state, version)
-            return _move(move, source.state, target.state, keep), version
+# the model of the source, made anew by each of its initializations, and the plan for its weights
+CopyPlan = tuple[ModelConfig, Reallocator]
 
 
-def _plan(source: WeightHolder, target: WeightHolder) -> Reallocator:
+def copy_weights(
+    source: MegatronEngine, target: MegatronEngine, keep: float
+) -> tuple[dict[str, float], int]:
+    """Returns the metrics of MegatronEngine.copy_weights, and the version of the source, which its
+    ranks tell the others. The plan stays with the target, for the next copy from this source."""
+    version = source.get_version()
+    members = [engine for engine in (target, source) if engine.is_member]
+    ranks = source.ranks, target.ranks
+    if not members:
+        return {"sent": 0.0, "kept": 0.0, "peak": 0.0}, version
+
+    def require_weights() -> None:
+        for engine in members:
+            engine.memory.require("copy_weights", ("params",))
+
+    with ExitStack() as stack:
+        for engine in members:
+            stack.enter_context(engine.memory.at_hand(changes=engine is target))
+        stack.enter_context(waiting_for(members[0].groups, "copy_weights"))
+        if target.copy_plan is None or target.copy_plan[0] is not source.model_config:
+            target.copy_plan = source.model_config, _plan(source, target)
+        move = target.copy_plan[1]
+        given = source.state if source.is_member else None
+        taken = target.state if target.is_member else None
+        if ranks[0] == ranks[1]:
+            require_weights()
+        else:  # what fails on the ranks of one engine, those of the other hear of
+            what = "copy_weights from ranks {} to ranks {}".format(*map(list, ranks))
+            together(what, require_weights, move.group)
+            version = _version_of_source(move, given, version)
+        return _move(move, given, taken, keep), version
+
+
+def _plan(source: MegatronEngine, target: MegatronEngine) -> Reallocator:
     """Plans the copy of weights between two engines. Raises ValueError for models of unlike shapes,
     and for a target with adapters. Collective over the ranks of both."""
-    if target.adapted:
+    if target.config.lora is not None:
         raise ValueError(
             "copy_weights: the engine that receives has adapters, whose base would change under "
             "them; leave its `lora` out"
         )
-    mine, theirs = (describe_model(h.what.model)["model"] for h in (target, source))
-    for name, value in mine.items():
-        if theirs[name] != value:
+    own, others = (describe_model(e.model_config)["model"] for e in (target, source))
+    for name, value in own.items():
+        if others[name] != value:
             raise ValueError(
                 f"copy_weights: this engine's model has {name}={value!r}, the other's "
-                f"{theirs[name]!r}; weights go between engines of one model"
+                f"{others[name]!r}; weights go between engines of one model"
             )
     union = tuple(sorted({*source.ranks, *target.ranks}))
-    whole = next((h.state for h in (source, target) if h.ranks == union), None)
+    whole = next((e for e in (source, target) if e.ranks == union), None)
     return Reallocator(
-        source.table,
-        target.table,
+        _table(source),
+        _table(target),
         union.index(everyone().rank()),
-        dtype=source.what.dtype,
+        dtype=source.dtype,
         source_ranks=[union.index(r) for r in source.ranks],
         target_ranks=[union.index(r) for r in target.ranks],
         group=whole.groups.world if whole else union_group(union),
         device=mcore.device(),
     )
+
+
+def _table(engine: MegatronEngine) -> PieceTable:
+    if engine.is_member:
+        return engine.state.table
+    return build_piece_table(engine.model_config, engine.layout)
 
 
 def _move(
@@ -138,7 +120,7 @@ def _move(
     return stats
 
 
-def _told(move: Reallocator, source: EngineState | None, version: int) -> int:
+def _version_of_source(move: Reallocator, source: EngineState | None, version: int) -> int:
     """Returns the source's version on all ranks of both engines. Collective over those."""
     known = torch.tensor([-1 if source is None else version], device=mcore.device())
     dist.all_reduce(known, dist.ReduceOp.MAX, move.group)

@@ -22,7 +22,7 @@ from megarl.api.failures import on_every_rank
 from megarl.api.records import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from megarl.config.engine import TrainEngineConfig
 from megarl.engine import checkpoint, micro_batch, optimizer, passes
-from megarl.engine.copying import WeightCopier, WeightHolder
+from megarl.engine.copying import CopyPlan, copy_weights
 from megarl.engine.input_check import Request, as_batch
 from megarl.engine.offload import Memory
 from megarl.engine.probe import Part, Probe
@@ -61,7 +61,7 @@ class MegatronEngine(TrainEngine):
         self._built: EngineState | None = None
         self._memory: Memory | None = None
         self._sender: WeightSender | None = None
-        self._copier = WeightCopier()
+        self.copy_plan: CopyPlan | None = None  # of the last source of copy_weights
 
     @property
     def device(self) -> torch.device:
@@ -72,6 +72,13 @@ class MegatronEngine(TrainEngine):
     def is_member(self) -> bool:
         """Returns whether this rank is one of the engine's; else it is a placeholder here."""
         return self.world is None or self.world.member
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Returns which of all ranks hold the engine, as the layout's ranks 0, 1, ... Raises
+        RuntimeError before `initialize`."""
+        self._made(self._what)
+        return self.world.ranks if self.world else ranks_of(self.groups.world)
 
     def _made(self, part: T | None) -> T:
         """Returns what `initialize` makes. Raises RuntimeError before it, and in a placeholder."""
@@ -106,7 +113,7 @@ class MegatronEngine(TrainEngine):
     def destroy(self) -> None:
         """Gives back connections, model and process groups; does nothing before `initialize`.
         Collective."""
-        self._what, self._copier = None, WeightCopier()
+        self._what = self.copy_plan = None
         if self._groups is None:
             return
         if self._sender is not None:
@@ -381,17 +388,9 @@ class MegatronEngine(TrainEngine):
 
         Returns this rank's bytes "sent" to others and "kept", and "peak", the largest message.
         Collective over the ranks of both engines; on any other it does nothing."""
-        ends = source._holder(), self._holder()
-        stats, version = self._copier.copy(*ends, keep=keep, version=source.get_version())
+        stats, version = copy_weights(source, self, keep)
         self.set_version(version)
         return stats
-
-    def _holder(self) -> WeightHolder:
-        """Returns how the engine holds its weights, in a placeholder too."""
-        what, adapted = self._made(self._what), self.config.lora is not None
-        ranks = self.world.ranks if self.world else ranks_of(self.groups.world)
-        here = (self.state, self.memory) if self.is_member else None
-        return WeightHolder(what=what, adapted=adapted, ranks=ranks, here=here)
 
     def hf_state(self, *, grads: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields full tensors by HF name, adapters merged in, on rank 0; the other ranks iterate
