@@ -180,7 +180,7 @@ def _load_dist(state: EngineState, path: str, with_optim: bool) -> dict[str, Any
     betas and the like come from the engine's config, not from the checkpoint. Without `with_optim`
     the optimizer's fp32 weights are left as they are (optimizer.reload_main_params renews them).
     """
-    info = open_checkpoint(path, lambda found: _check(state, path, found, with_optim))
+    info = open_checkpoint(path, lambda saved: _check(state, path, saved, with_optim))
     if info.get("averaged"):
         begin_average(state)
     else:
@@ -192,8 +192,8 @@ def _load_dist(state: EngineState, path: str, with_optim: bool) -> dict[str, Any
 
 
 def _load(state: EngineState, path: str, with_optim: bool, info: dict[str, Any]) -> None:
-    mine = _info(state, with_optim)
-    same_ranks = all(info[k] == mine[k] for k in ("layout", "device"))
+    here = _info(state, with_optim)
+    same_ranks = all(info[k] == here[k] for k in ("layout", "device"))
     tensors: dict[str, Any] = _model_state(state)
     own: dict[Any, Any] = {}
     if with_optim:
@@ -238,12 +238,12 @@ def _model_state(state: EngineState) -> dict[str, Any]:
     Engine's extra state is left out: it is empty outside of fp8, and a checkpoint of the local
     layers has none."""
     states = [unwrap(c).sharded_state_dict(metadata=_metadata(state)) for c in state.chunks]  # type: ignore[operator]
-    kept = {
+    trained = {
         name: {k: v for k, v in tensors.items() if "_extra_state" not in k and _is_kept(k, state)}
         for name, tensors in zip(_chunk_names(state), states, strict=True)
     }
-    settle_keys(kept, state.table)
-    return kept
+    settle_keys(trained, state.table)
+    return trained
 
 
 def _is_kept(name: str, state: EngineState) -> bool:
@@ -252,10 +252,10 @@ def _is_kept(name: str, state: EngineState) -> bool:
 
 def _load_model(state: EngineState, loaded: dict[str, Any]) -> None:
     for name, chunk in zip(_chunk_names(state), state.chunks, strict=True):
-        found = unwrap(chunk).load_state_dict(loaded[name], strict=False)
-        missing = (k for k in found.missing_keys if not k.endswith("_extra_state"))
+        keys = unwrap(chunk).load_state_dict(loaded[name], strict=False)
+        missing = (k for k in keys.missing_keys if not k.endswith("_extra_state"))
         lost = [k for k in missing if _is_kept(k, state)]
-        assert not lost and not found.unexpected_keys, (lost, found.unexpected_keys)
+        assert not lost and not keys.unexpected_keys, (lost, keys.unexpected_keys)
 
 
 def _rng_object(state: EngineState, data: Any) -> ShardedObject:
@@ -277,35 +277,35 @@ def _info(state: EngineState, with_optim: bool) -> dict[str, Any]:
             "megatron-core": megatron.core.__version__,
         },
     }
-    found: dict[str, Any] = json.loads(json.dumps(info))  # as it is read back: lists for tuples
-    return found
+    as_read: dict[str, Any] = json.loads(json.dumps(info))  # as it is read back: lists for tuples
+    return as_read
 
 
-def _check(state: EngineState, path: str, found: dict[str, Any], with_optim: bool) -> None:
+def _check(state: EngineState, path: str, saved: dict[str, Any], with_optim: bool) -> None:
     """Raises ValueError, naming value and fix, if the checkpoint cannot go into this engine."""
-    mine = _info(state, with_optim)
-    for name, value in mine["model"].items():
-        if found["model"].get(name) != value:
+    own = _info(state, with_optim)
+    for name, value in own["model"].items():
+        if saved["model"].get(name) != value:
             raise ValueError(
-                f"{path} is of another model: {name}={found['model'].get(name)!r}, this engine's "
+                f"{path} is of another model: {name}={saved['model'].get(name)!r}, this engine's "
                 f"is {value!r}; set the engine's path to the model it was trained from"
             )
-    if found.get("lora") != mine["lora"]:
+    if saved.get("lora") != own["lora"]:
         raise ValueError(
-            f"{path} was trained with lora={found.get('lora')}, this engine has {mine['lora']}: "
+            f"{path} was trained with lora={saved.get('lora')}, this engine has {own['lora']}: "
             "set lora as it was (a merged model is had from weight_format='hf')"
         )
     if not with_optim:
         return
-    if not found["with_optim"]:
+    if not saved["with_optim"]:
         raise ValueError(
             f"{path} holds weights only, with_optim=True asks for optimizer state too; load it "
             "with with_optim=False, or another checkpoint"
         )
     for name, field in (("dtype", "dtype"), ("optimizer", "optimizer.distributed")):
-        if found[name] != mine[name]:
+        if saved[name] != own[name]:
             raise ValueError(
-                f"{path} was trained with {name}={found[name]!r}, this engine has {mine[name]!r}: "
+                f"{path} was trained with {name}={saved[name]!r}, this engine has {own[name]!r}: "
                 f"set {field} as it was, or load the weights alone (with_optim=False)"
             )
 

@@ -177,15 +177,15 @@ def build(
     token_unit: int = 1,
     given: bool = False,
     share_prefixes: bool = False,
-    beside: str | None = None,
+    match: str | None = None,
 ) -> list[MicroBatch]:
     """Packs this rank's micro-batches, in the order of the plan; with `given` batch["given_ids"]
-    [B,S,n] too, with `share_prefixes` as tries, whose tokens are also equal in the field `beside`.
+    [B,S,n] too, with `share_prefixes` as tries, whose tokens match in the field `match`, too.
     Passes of one step that cut the same rows alike, of whichever model, share what is made of the
     token ids alone."""
     align = alignment(layout, token_unit)
-    out, alike = [], not given and beside is None
-    names = ["input_ids", *(GIVEN_IDS,) * given, *([beside] if beside else [])]
+    out, alike = [], not given and match is None
+    names = ["input_ids", *(GIVEN_IDS,) * given, *([match] if match else [])]
     for rows in micro_batches:
         how = (tuple(rows), align, layout.cp, cp_rank, share_prefixes)
         packed = batch.packed.get(how) if alike else None
@@ -194,7 +194,7 @@ def build(
             # packed on the host: the index arithmetic would stall a GPU at every boolean mask
             pack_rows: Callable[..., Packed] = partial(pack, cp=layout.cp, cp_rank=cp_rank)
             if share_prefixes:
-                pack_rows = partial(pack_trie, beside=padded.get(beside) if beside else None)
+                pack_rows = partial(pack_trie, beside=padded[match] if match else None)
             packed = pack_rows(
                 padded["input_ids"].long(),
                 batch.lengths[rows].tolist(),

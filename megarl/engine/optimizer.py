@@ -228,8 +228,9 @@ def _prepare_grads(optimizer: Any, *, rescale: bool) -> bool:
     for part in chained:
         if not part.is_stub_optimizer:
             part._copy_model_grads_to_main_grads()
-    found = [part._unscale_main_grads_and_check_for_nan() for part in chained]  # each a collective
-    overflow = any(found)
+    # each is a collective, so all are called
+    overflows = [part._unscale_main_grads_and_check_for_nan() for part in chained]
+    overflow = any(overflows)
     if rescale:
         for part in chained:
             part.grad_scaler.update(overflow)

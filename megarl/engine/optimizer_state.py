@@ -41,10 +41,10 @@ def sharded_state(
     """Returns (what the ranks share, what is this rank's own) for ckpt.dist.Sharded. `model_state`
     says how parameters are cut; what is loaded goes to `load_state`. Collective."""
     if kind(optimizer) == "plain":
-        found = optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=metadata)
+        shared = optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=metadata)
         if not loading:
-            _give_step(found, _steps_of_all_ranks(optimizer))
-        return found, {}
+            _give_step(shared, _steps_of_all_ranks(optimizer))
+        return shared, {}
     chained = parts(optimizer)
     if loading:  # makes what is not there yet
         for part in chained:
@@ -65,15 +65,15 @@ def _steps_of_all_ranks(optimizer: Any) -> set[int]:
     Every rank updates all it has, or nothing, so there is one count at most. A group without
     parameters (the experts' on a stage that has none) does not count.
     """
-    mine = {
+    steps = {
         int(group["step"])
         for part in parts(optimizer)
         for group in part.optimizer.param_groups
         if group["params"] and group.get("step") is not None
     }
-    found: list[set[int]] = [set() for _ in range(dist.get_world_size())]
-    dist.all_gather_object(found, mine)
-    return set().union(*found)
+    of_rank: list[set[int]] = [set() for _ in range(dist.get_world_size())]
+    dist.all_gather_object(of_rank, steps)
+    return set().union(*of_rank)
 
 
 def _give_step(shared: dict[Any, Any], steps: Iterable[int]) -> None:
@@ -136,18 +136,18 @@ def _restore_empty(part: dict[str, Any]) -> None:
 
 def _common(part: Any) -> dict[str, Any]:
     """Returns a part's state without its tensors: counts of steps, the loss scale."""
-    found: dict[str, Any] = part.state_dict()
-    return found | {"param_state_sharding_type": "fully_reshardable"}
+    state: dict[str, Any] = part.state_dict()
+    return state | {"param_state_sharding_type": "fully_reshardable"}
 
 
 def _places(model_state: dict[str, Any]) -> dict[Tensor, list[ShardedTensor]]:
     """Returns, by parameter, the parts that checkpoints keep it in, in order (gate, then up)."""
     stored, _ = extract_sharded_tensors_and_factories(model_state)
-    found = {}
+    places = {}
     for item in nested_values(stored):
         state = item.build() if isinstance(item, ShardedTensorFactory) else [item]
-        found[item.data] = list(nested_values(state))
-    return found
+        places[item.data] = list(nested_values(state))
+    return places
 
 
 def _ranges(part: Any) -> Iterator[tuple[Tensor, int, int]]:
@@ -162,36 +162,36 @@ def _ranges(part: Any) -> Iterator[tuple[Tensor, int, int]]:
 def _boxes(
     part: Any, places: dict[Tensor, list[ShardedTensor]], *, loading: bool
 ) -> dict[int, dict[str, list[ShardedTensor]]]:
-    found = {}
+    boxes = {}
     for number, (param, start, stop) in enumerate(_ranges(part)):
         if loading:
             states = {k: torch.empty(stop - start, dtype=torch.float32) for k in _STATES}
         else:
-            mine = part._get_main_param_and_optimizer_states(param)
-            states = {k: mine[k].detach() for k in _STATES}
+            values = part._get_main_param_and_optimizer_states(param)
+            states = {k: values[k].detach() for k in _STATES}
             if decoupled(part):  # made for us, in fp32: that must not pile up on the device
                 states = {k: state.to("cpu", torch.float32) for k, state in states.items()}
-        found[number] = {
+        boxes[number] = {
             k: _cut_over(places[param], f"optimizer.state.{k}", start, stop, state)
             for k, state in states.items()
         }
-    return found
+    return boxes
 
 
 def _cut_over(
     stored: list[ShardedTensor], prefix: str, start: int, stop: int, state: Tensor
 ) -> list[ShardedTensor]:
     """Cuts `state`, elements [start, stop) of a parameter, over the stored parts that it spans."""
-    found: list[ShardedTensor] = []
+    boxes: list[ShardedTensor] = []
     begin = 0
     for whole in stored:
         end = begin + whole.data.numel()
         low, high = max(start, begin), min(stop, end)
         if low < high:
-            mine = state[low - start : high - start]
-            found += cut(whole, f"{prefix}.{whole.key}", low - begin, high - begin, mine)
+            part = state[low - start : high - start]
+            boxes += cut(whole, f"{prefix}.{whole.key}", low - begin, high - begin, part)
         begin = end
-    return found
+    return boxes
 
 
 # ---- flat ranges as boxes ----------------------------------------------------------------------
@@ -235,10 +235,10 @@ def cut(whole: ShardedTensor, key: str, start: int, stop: int, data: Tensor) -> 
     """
     lead = whole.global_offset[: whole.prepend_axis_num]
     inner = whole.global_offset[whole.prepend_axis_num :]
-    found, at = [], 0
+    boxes, at = [], 0
     for offsets, sizes in flat_boxes(tuple(whole.local_shape), start, stop):
         n, shape = math.prod(sizes), (*(1 for _ in lead), *sizes)
-        found.append(
+        boxes.append(
             replace(
                 whole,
                 key=key,
@@ -253,4 +253,4 @@ def cut(whole: ShardedTensor, key: str, start: int, stop: int, data: Tensor) -> 
         )
         at += n
     assert at == data.numel() == stop - start, (whole, start, stop, data.shape)
-    return found
+    return boxes

@@ -71,7 +71,7 @@ def run(state: EngineState, given: Batch, ask: Request, probe: Probe | None = No
         token_unit=state.unit,
         given=not set(GIVEN).isdisjoint(ask.outputs),
         share_prefixes=state.config.mb_spec.share_prefixes,
-        beside=micro_batch.match_field(state, batch),
+        match=micro_batch.match_field(state, batch),
     )
     weight = _whole_weight(batch, ask.weight) if ask.weight is not None else 1.0
     job = Job(state=state, ask=ask, loss_scale=len(micro_batches) * state.layout.dp / weight)

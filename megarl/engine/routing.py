@@ -245,5 +245,5 @@ class Routing:
     def _aux(self, like: Tensor, name: str) -> Tensor:
         """Returns this rank's sums over micro-batches, by layer; megatron-core divides by
         coefficients."""
-        found: Any = moe_utils.get_moe_layer_wise_logging_tracker().get(name)
-        return found["values"] if found else like.new_zeros(len(like))
+        tracked: Any = moe_utils.get_moe_layer_wise_logging_tracker().get(name)
+        return tracked["values"] if tracked else like.new_zeros(len(like))

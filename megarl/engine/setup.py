@@ -164,22 +164,22 @@ def build(
 
     The order is precision, weights, adapters, data parallelism: converting makes new buffers, and
     data parallelism moves the weights."""
-    made = make_modules(cfg, what, groups, seed)
+    built = make_modules(cfg, what, groups, seed)
     # what follows looks at the bare modules, so before they are wrapped
-    routing = Routing(made.chunks, what.model, cfg, groups) if what.model.moe else None
-    chunks: list[torch.nn.Module] = list(made.chunks)
+    routing = Routing(built.chunks, what.model, cfg, groups) if what.model.moe else None
+    chunks: list[torch.nn.Module] = list(built.chunks)
     if what.dtype != torch.float32:
-        chunks = [Float16Module(made.config, chunk) for chunk in chunks]
+        chunks = [Float16Module(built.config, chunk) for chunk in chunks]
     if not cfg.init_from_scratch:
-        load_base(cfg.path, made.table, groups, named_params(chunks), head_seed(cfg, seed))
-    adapters = _adapters(made, cfg, what, seed)
+        load_base(cfg.path, built.table, groups, named_params(chunks), head_seed(cfg, seed))
+    adapters = _adapters(built, cfg, what, seed)
     params = named_params(chunks)
     trainer, schedule = None, None
     if cfg.optimizer is None:
         for param in params.values():
             param.requires_grad_(False)
     else:
-        chunks = optimizer.wrap_chunks(made.config, chunks, cfg.optimizer)
+        chunks = optimizer.wrap_chunks(built.config, chunks, cfg.optimizer)
         trainer = optimizer.build_optimizer(cfg.optimizer, chunks, what.dtype)
         schedule = optimizer.build_schedule(cfg.optimizer, trainer, ft_spec)
     return EngineState(
@@ -188,7 +188,7 @@ def build(
         model=what.model,
         dtype=what.dtype,
         groups=groups,
-        table=made.table,
+        table=built.table,
         chunks=chunks,
         params=params,
         routing=routing,
@@ -209,7 +209,7 @@ def make_modules(
     devices = [torch.cuda.current_device()] if mcore.on_cuda() else []
     with torch.random.fork_rng(devices=devices):
         model_parallel_cuda_manual_seed(seed)
-        made = build_model(
+        built = build_model(
             what.model,
             what.layout,
             dtype=what.dtype,
@@ -220,7 +220,7 @@ def make_modules(
             share_prefixes=cfg.mb_spec.share_prefixes,
             **what.fields,
         )
-    for chunk in made.chunks:
+    for chunk in built.chunks:
         if cfg.head == "lm" and chunk.post_process:
             chunk.output_layer = LMHead(
                 chunk.output_layer,
@@ -231,16 +231,16 @@ def make_modules(
                 keep_bytes=options.lm_head_keep_mb << 20,
                 topk=cfg.lm_head_topk,
             )
-    return made
+    return built
 
 
 def _adapters(
-    made: BuiltModel, cfg: TrainEngineConfig, what: Resolved, seed: int
+    built: BuiltModel, cfg: TrainEngineConfig, what: Resolved, seed: int
 ) -> Adapters | None:
     if cfg.lora is None:
         return None
     adapters = Adapters(
-        made.chunks,
+        built.chunks,
         what.model,
         what.layout,
         cfg.lora,
@@ -278,8 +278,8 @@ def release(state: EngineState) -> None:
     """
     for module in (m for chunk in state.chunks for m in chunk.modules()):
         if (dispatcher := getattr(module, "token_dispatcher", None)) is not None:
-            kept = vars(dispatcher)
-            kept |= {k: None for k, v in kept.items() if torch.is_tensor(v)}
+            attributes = vars(dispatcher)
+            attributes |= {k: None for k, v in attributes.items() if torch.is_tensor(v)}
     for cached in (RotaryEmbedding, YarnRotaryEmbedding):
         cached.forward.cache_clear()
 
@@ -300,9 +300,9 @@ def construct_rank(cfg: TrainEngineConfig, world_size: int, rank: int) -> int:
         what = resolve(cfg, world_size)
         groups = ProcessGroups(what.layout)
         with FakeTensorMode(allow_non_fake_inputs=True), model_scope(groups):
-            made = make_modules(cfg, what, groups, seed=0)
-            params = named_params(made.chunks)
-            made.table.check_params(groups.coords, {n: p.shape for n, p in params.items()})
+            built = make_modules(cfg, what, groups, seed=0)
+            params = named_params(built.chunks)
+            built.table.check_params(groups.coords, {n: p.shape for n, p in params.items()})
         return sum(p.numel() for p in params.values())
     finally:
         dist.destroy_process_group()
