@@ -58,7 +58,7 @@ VERBS = {
     "agent": Verb("agent", "RolloutSession.prepare_batch", children=True),
     "stream": Verb("syncs", "stream", children=True),
     "slices": Verb("syncs", "slices", children=True),
-    "built": Verb("grpo", "EngineLife.initialize", once=True),  # the end of `start`
+    "built": Verb("grpo", "MegatronEngine.initialize", once=True),  # the end of `start`
     "synced": Verb("grpo", "MegatronEngine.upload_weights", once=True),  # the end of `value`
 }
 WALKS = ("train_batch", "ppo_update", "prompt", "agent", "stream", "slices", "start", "value")
