@@ -76,6 +76,10 @@ SFT = """
 stop_at_exact_match & generation | generation.loss | it goes by the loss
 generation.server.context_length<=generation.gconfig.max_new_tokens | | leaves no room for a prompt
 generation & generation.server.count=0 | generation.rollout.addresses | name running servers
+generation.weight_sync.type=adapter | model.lora |
+    set model.lora.r, or generation.weight_sync.type=distributed
+generation.weight_sync.type=adapter & generation.server.type=sglang & generation.server.count>0 |
+    generation.server.options.enable_lora | SGLang has room for adapters where it is told to
 generation & model.override_config |
     generation.rollout.addresses | the servers that rank 0 starts lack it; name running ones
 """

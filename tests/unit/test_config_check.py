@@ -394,6 +394,17 @@ def test_the_options_of_sfts_sync_are_those_of_its_transport(model: Path) -> Non
     check_config(sft(model, *base), 1)
 
 
+def test_an_evaluation_is_sent_adapters_where_there_are_some(model: Path) -> None:
+    key = "generation.weight_sync.type=adapter"
+    base = ["valid_dataset.type=arithmetic", "valid_dataset.reward=gsm8k", key]
+    (problem,) = problems(sft(model, *base))
+    assert key in problem and "set model.lora.r" in problem
+    base.append("model.lora.r=4")
+    check_config(sft(model, *base), 1)
+    (problem,) = problems(sft(model, *base, "generation.server.type=sglang"))
+    assert key in problem and "generation.server.options.enable_lora" in problem
+
+
 def test_model_without_weights_needs_init_from_scratch(model: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((model / "config.json").read_text())
     (problem,) = problems(grpo(model, f"actor.path={tmp_path}"))
