@@ -42,8 +42,7 @@ from megarl.models.piece_table import PieceTable, build_piece_table
 from megarl.parallel.layout import Layout
 from megarl.rollout.server_process import ServerProcess, start_server
 from megarl.utils.env import ensure_job_token, free_port
-from megarl.weight_sync.sender import WeightSender
-from megarl.weight_sync.transports import WeightSource
+from megarl.weight_sync.transports import WeightSender, WeightSource
 from tests.sglang.servers import ENV, OPTIONS, START_TIMEOUT, config
 from tests.tiny_tokenizer import save_tokenizer
 

@@ -45,8 +45,7 @@ from megarl.rollout.server_process import start_server
 from megarl.utils.env import free_port
 from megarl.utils.http import call_json
 from megarl.weight_sync.plan import plan_sync
-from megarl.weight_sync.sender import WeightSender
-from megarl.weight_sync.transports import WeightSource
+from megarl.weight_sync.transports import WeightSender, WeightSource
 from megarl.wire.process_group import destroy_update_group, init_update_group
 
 LAYERS, VOCAB = 8, 32_000

@@ -100,7 +100,7 @@ def sglang_as(*, rank: int) -> dict[str, Any]:
 
 def _rank(spec: Spec, rank: int, tp: int, how: str, dtype: torch.dtype, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    from megarl.weight_sync.slices.receiver.megarl_receiver import commands
+    from megarl.weight_sync.receiver.megarl_receiver import commands
 
     sys.modules.update(sglang_as(rank=rank))
     model = Rows(spec, rank, tp, how, dtype)

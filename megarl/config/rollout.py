@@ -58,7 +58,7 @@ class BuiltIn:
     requirements: Requirements
 
 
-_PACKAGE = "megarl.weight_sync.transports"
+_PACKAGE = "megarl.weight_sync"
 TRANSPORTS: Mapping[str, BuiltIn] = {
     "distributed": BuiltIn(
         target=f"{_PACKAGE}.distributed:DistributedTransport",
@@ -73,7 +73,7 @@ TRANSPORTS: Mapping[str, BuiltIn] = {
         requirements=Requirements(shares_devices=True),
     ),
     "adapter": BuiltIn(
-        target=f"{_PACKAGE}.adapter:AdapterTransport",
+        target=f"{_PACKAGE}.disk:AdapterTransport",
         requirements=Requirements(directory=True, adapters=True),
     ),
 }

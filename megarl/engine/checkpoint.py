@@ -47,9 +47,8 @@ from megarl.observability.logging import get_logger
 from megarl.parallel import mcore
 from megarl.transfer.gather import BucketGatherer, plan_buckets
 from megarl.utils.files import Fingerprint
-from megarl.weight_sync.sender import WeightSender
-from megarl.weight_sync.slices.receiver.megarl_receiver.fingerprint import hash_text
-from megarl.weight_sync.transports import WeightSource
+from megarl.weight_sync.receiver.megarl_receiver.fingerprint import hash_text
+from megarl.weight_sync.transports import WeightSender, WeightSource
 from megarl.weight_sync.verify import weight_hashes
 
 import megatron.core  # isort: skip

@@ -34,7 +34,7 @@ from megarl.parallel.groups import ProcessGroups, init_distributed, model_scope,
 from megarl.parallel.worlds import World, inside, ranks_of, this_rank
 from megarl.utils.env import uses_gpus
 from megarl.utils.files import Fingerprint
-from megarl.weight_sync.sender import WeightSender
+from megarl.weight_sync.transports import WeightSender
 
 T = TypeVar("T")
 

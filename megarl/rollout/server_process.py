@@ -17,7 +17,7 @@ from megarl.utils.child import TERM_TIMEOUT, Child, Signals, spelled, stop_all
 from megarl.utils.env import JOB_TOKEN, free_port, job_token, set_threads_default
 from megarl.utils.http import HttpError, call_json, split_address
 from megarl.utils.stacks import strangers_at
-from megarl.weight_sync.slices import LOADER, RECEIVER
+from megarl.weight_sync.receiver import LOADER, RECEIVER
 
 log = get_logger(__name__)
 

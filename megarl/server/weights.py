@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
 from megarl.server.protocol import ControlError
-from megarl.weight_sync.slices.receiver.megarl_receiver.fingerprint import hash_text, tensor_hash
+from megarl.weight_sync.receiver.megarl_receiver.fingerprint import hash_text, tensor_hash
 
 Spec = tuple[tuple[int, ...], torch.dtype]
 ALIGNMENT = 64  # bytes, that of torch's host allocator

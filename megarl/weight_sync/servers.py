@@ -30,7 +30,7 @@ from megarl.utils.http import (
     shown,
     split_address,
 )
-from megarl.weight_sync.slices import LOADER
+from megarl.weight_sync.receiver import LOADER
 
 # A broken broadcast shows sooner than the server's own words about it; wait this long for them.
 GRACE = 5.0

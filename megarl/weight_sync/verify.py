@@ -1,6 +1,6 @@
 """Compares what servers hold with what trainers hold, by HF name, without moving numbers.
 
-Both sides hash what they have (see slices/receiver/megarl_receiver/fingerprint.py). The embedded
+Both sides hash what they have (see receiver/megarl_receiver/fingerprint.py). The embedded
 server answers the hashes of whole tensors, a rank of a stock server with the receiver those of the
 boxes that its table names. Each trainer rank hashes what it holds of the same boxes, and one sum
 over the ranks gives what every server should have answered.
@@ -27,9 +27,8 @@ from megarl.transfer.boxes import Box, intersection, uncovered
 from megarl.transfer.gather import export_dtype
 from megarl.transfer.geometry import Entry, copies, holders
 from megarl.utils.http import in_thread
-from megarl.weight_sync.phases import Phases
-from megarl.weight_sync.servers import Deadline, ServerInfo, Servers, address_for
-from megarl.weight_sync.slices.link import (
+from megarl.weight_sync.fp8 import BlockFp8
+from megarl.weight_sync.link import (
     Link,
     Members,
     PackedTables,
@@ -37,8 +36,9 @@ from megarl.weight_sync.slices.link import (
     record,
     spec_of,
 )
-from megarl.weight_sync.slices.quantized import BlockFp8
-from megarl.weight_sync.slices.receiver.megarl_receiver.fingerprint import hash_text, tensor_hash
+from megarl.weight_sync.phases import Phases
+from megarl.weight_sync.receiver.megarl_receiver.fingerprint import hash_text, tensor_hash
+from megarl.weight_sync.servers import Deadline, ServerInfo, Servers, address_for
 from megarl.weight_sync.transports import WeightSource
 
 log = logging.getLogger(__name__)

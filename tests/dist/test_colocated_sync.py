@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 
 from megarl.api.records import WeightUpdateMeta
-from megarl.weight_sync.transports import colocated
+from megarl.weight_sync import colocated
 from tests.dist.uploads import Upload, run_uploads
 from tests.dist.world import World
 from tests.embedded_server import Server, addresses, checksums, embedded_server, load, two_servers

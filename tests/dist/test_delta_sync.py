@@ -22,10 +22,9 @@ import tests.embedded_server as embedded
 from megarl.api.records import WeightUpdateMeta
 from megarl.ckpt.hf import load_hf
 from megarl.weight_sync.broadcast import UpdateChannel
-from megarl.weight_sync.sender import WeightSender
+from megarl.weight_sync.receiver.megarl_receiver.fingerprint import hash_text, tensor_hash
 from megarl.weight_sync.servers import ServerInfo, Servers
-from megarl.weight_sync.slices.receiver.megarl_receiver.fingerprint import hash_text, tensor_hash
-from megarl.weight_sync.transports import WeightSource
+from megarl.weight_sync.transports import WeightSender, WeightSource
 from megarl.wire import block_fp8
 from tests.dist.uploads import SOME, sharded
 from tests.dist.world import World

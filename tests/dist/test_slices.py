@@ -20,8 +20,7 @@ from safetensors.torch import load_file
 
 from megarl.api.records import WeightUpdateMeta
 from megarl.utils.http import call_json
-from megarl.weight_sync.sender import WeightSender
-from megarl.weight_sync.transports import WeightSource
+from megarl.weight_sync.transports import WeightSender, WeightSource
 from megarl.wire import block_fp8
 from tests.dist.uploads import Upload, flipped, run_uploads, sharded
 from tests.dist.world import World

@@ -34,12 +34,10 @@ from megarl.parallel.agreement import Agreement
 from megarl.parallel.layout import Layout
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.utils.http import call_json
-from megarl.weight_sync import broadcast
+from megarl.weight_sync import broadcast, slices
 from megarl.weight_sync.broadcast import UpdateChannel
 from megarl.weight_sync.plan import plan_sync
-from megarl.weight_sync.sender import WeightSender
-from megarl.weight_sync.slices import sync as slice_sync
-from megarl.weight_sync.transports import WeightSource
+from megarl.weight_sync.transports import WeightSender, WeightSource
 from megarl.wire.process_group import destroy_update_group, init_update_group
 from tests.dist.engine_jobs import make_engine
 from tests.dist.uploads import SOME, sharded
@@ -423,9 +421,7 @@ def run_across_a_restart(
     made: list[tuple[int, int]] = []
     with (
         mock.patch.object(broadcast, "UpdateChannel", wraps=UpdateChannel) as channels,
-        mock.patch.object(
-            slice_sync, "refusal_of_servers", wraps=slice_sync.refusal_of_servers
-        ) as asked,
+        mock.patch.object(slices, "refusal_of_servers", wraps=slices.refusal_of_servers) as asked,
     ):
         for k, meta in enumerate(metas):
             if k == 2 and dist.get_rank() == 0:

@@ -20,8 +20,7 @@ from megarl.models.hf_config import read_hf_config
 from megarl.models.piece_table import PieceTable, build_piece_table
 from megarl.parallel.layout import Layout
 from megarl.utils.http import call_json
-from megarl.weight_sync.sender import WeightSender
-from megarl.weight_sync.transports import WeightSource
+from megarl.weight_sync.transports import WeightSender, WeightSource
 
 SOME = 60_000  # bytes of a bucket: about ten of them
 

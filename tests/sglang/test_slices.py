@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from megarl.api.records import SaveLoadMeta, WeightUpdateMeta
 from megarl.utils.http import call_json
-from megarl.weight_sync.slices import RECEIVER
+from megarl.weight_sync.receiver import RECEIVER
 from megarl.weight_sync.verify import Fingerprints
 from megarl.wire import block_fp8, handles
 from megarl.wire.buckets import Bucket, Member

@@ -18,7 +18,7 @@ from megarl.api.records import ModelRequest, WeightUpdateMeta
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig, WeightSyncConfig
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.utils.http import authorization, in_thread
-from megarl.weight_sync.slices.receiver.megarl_receiver.fingerprint import hash_text, tensor_hash
+from megarl.weight_sync.receiver.megarl_receiver.fingerprint import hash_text, tensor_hash
 from megarl.wire.process_group import destroy_update_group, init_update_group
 from tests.dist.world import free_port
 from tests.embedded_server import address, checksums, embedded_server

@@ -16,8 +16,8 @@ from megarl.models.piece_table import PieceTable, build_piece_table
 from megarl.parallel.layout import Layout
 from megarl.transfer.gather import Bucket, BucketGatherer, Member
 from megarl.weight_sync.encoding import quantize_bucket, quantized
+from megarl.weight_sync.fp8 import BlockFp8
 from megarl.weight_sync.plan import plan_sync, update_body
-from megarl.weight_sync.slices.quantized import BlockFp8
 from megarl.weight_sync.transports import WeightSource
 from megarl.wire import block_fp8
 from tests.tiny import GLM_KINDS, KINDS, MLA_KINDS, MOE_KINDS, is_linear, save_tiny

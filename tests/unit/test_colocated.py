@@ -13,7 +13,7 @@ import torch
 
 from megarl.transfer.gather import Bucket, Member
 from megarl.utils.env import is_here
-from megarl.weight_sync.transports.colocated import RankLocation, read_from
+from megarl.weight_sync.colocated import RankLocation, read_from
 from megarl.wire import handles
 
 HOST = torch.device("cpu")

@@ -30,7 +30,7 @@ from megarl.parallel.layout import Layout
 from megarl.trainer import step_recorder
 from megarl.trainer.step_recorder import StepRecorder, field_fingerprints, read_batch
 from megarl.utils.files import Fingerprint
-from megarl.weight_sync.slices.receiver.megarl_receiver.fingerprint import hash_text, tensor_hash
+from megarl.weight_sync.receiver.megarl_receiver.fingerprint import hash_text, tensor_hash
 from megarl.weight_sync.verify import weight_hashes
 from tests.full_disk import files_below
 from tests.unit.bigram import BigramEngine, rollout

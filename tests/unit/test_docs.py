@@ -33,7 +33,7 @@ from megarl.rollout.client import RemoteSGLangEngine
 from megarl.rollout.rewards import RewardPool, get_reward_fn
 from megarl.rollout.server_process import server_command
 from megarl.rollout.trajectory import Trajectory
-from megarl.weight_sync.slices import RECEIVER
+from megarl.weight_sync.receiver import RECEIVER
 from tests.sglang import servers as sglang
 from tests.unit.rollout_fakes import FakeServer
 

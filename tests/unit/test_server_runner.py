@@ -13,7 +13,7 @@ from megarl.server.protocol import SamplingParams
 from megarl.server.runner import ModelRunner
 from megarl.server.sequence import ServedSequence, TextTools
 from megarl.server.weights import WeightStore
-from megarl.weight_sync.slices.receiver.megarl_receiver.fingerprint import hash_text, tensor_hash
+from megarl.weight_sync.receiver.megarl_receiver.fingerprint import hash_text, tensor_hash
 from tests.dist.moe_routing import hf_routers
 from tests.tiny import KINDS, MLA_KINDS, MOE_KINDS, VOCAB, save_tiny, tiny_hf
 

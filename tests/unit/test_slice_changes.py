@@ -12,10 +12,10 @@ import torch
 from megarl.models.piece_table import View
 from megarl.transfer.geometry import Slice
 from megarl.transfer.moves import Parts, Slot
-from megarl.weight_sync.slices.changes import SliceChanges
-from megarl.weight_sync.slices.receiver.megarl_receiver.fingerprint import Holding
-from megarl.weight_sync.slices.receiver.megarl_receiver.messages import View as There
-from megarl.weight_sync.slices.receiver.megarl_receiver.messages import land
+from megarl.weight_sync.changes import SliceChanges
+from megarl.weight_sync.receiver.megarl_receiver.fingerprint import Holding
+from megarl.weight_sync.receiver.megarl_receiver.messages import View as There
+from megarl.weight_sync.receiver.megarl_receiver.messages import land
 from megarl.wire import delta
 
 CPU = torch.device("cpu")

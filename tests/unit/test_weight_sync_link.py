@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.weight_sync import servers
+from megarl.weight_sync import link, servers
+from megarl.weight_sync.link import Link, Members, open_store
 from megarl.weight_sync.servers import Deadline
-from megarl.weight_sync.slices import link
-from megarl.weight_sync.slices.link import Link, Members, open_store
 
 SERVER = "127.0.0.1:1"
 

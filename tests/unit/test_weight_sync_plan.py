@@ -18,9 +18,8 @@ from megarl.weight_sync.plan import (
     uniform_dtype,
     update_body,
 )
-from megarl.weight_sync.sender import WeightSender
 from megarl.weight_sync.servers import ServerInfo
-from megarl.weight_sync.transports import WeightSource
+from megarl.weight_sync.transports import WeightSender, WeightSource
 from megarl.weight_sync.verify import differences
 from tests.tiny import save_tiny
 

@@ -19,10 +19,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.weight_sync.slices.receiver.megarl_receiver import commands, fingerprint
-from megarl.weight_sync.slices.receiver.megarl_receiver.fingerprint import tensor_hash
-from megarl.weight_sync.slices.receiver.megarl_receiver.mailbox import Mailbox
-from megarl.weight_sync.slices.receiver.megarl_receiver.recording import (
+from megarl.weight_sync.receiver.megarl_receiver import commands, fingerprint
+from megarl.weight_sync.receiver.megarl_receiver.fingerprint import tensor_hash
+from megarl.weight_sync.receiver.megarl_receiver.mailbox import Mailbox
+from megarl.weight_sync.receiver.megarl_receiver.recording import (
     Table,
     Unsupported,
     digest_of,

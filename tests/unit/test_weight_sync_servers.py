@@ -22,8 +22,8 @@ from megarl.parallel.layout import Layout
 from megarl.utils.env import address_towards
 from megarl.utils.http import HttpError, call_json, in_thread, split_address
 from megarl.weight_sync.phases import Phases
+from megarl.weight_sync.receiver.megarl_receiver.fingerprint import hash_text, tensor_hash
 from megarl.weight_sync.servers import Answer, BucketTransfer, Deadline, ServerInfo, Servers
-from megarl.weight_sync.slices.receiver.megarl_receiver.fingerprint import hash_text, tensor_hash
 from megarl.weight_sync.transports import WeightSource
 from megarl.weight_sync.verify import Fingerprints, held_checksums, sample
 

@@ -7,7 +7,7 @@ from megarl.config.rollout import TRANSPORTS
 from megarl.weight_sync.broadcast import Broadcast
 from megarl.weight_sync.phases import Phases
 from megarl.weight_sync.servers import Deadline
-from megarl.weight_sync.slices.sync import SliceSync
+from megarl.weight_sync.slices import SliceSync
 from megarl.weight_sync.transports import Transport, WeightSource
 
 

@@ -35,6 +35,18 @@ from megarl.transfer.moves import lay_out, pack
 from megarl.transfer.plan import Receiver, TransferPlan, nearest, plan_transfer
 from megarl.utils.env import is_here, is_loopback, machine
 from megarl.utils.http import in_thread, split_address
+from megarl.weight_sync.changes import Group, Names, Outgoing, SliceChanges
+from megarl.weight_sync.fp8 import BlockFp8
+from megarl.weight_sync.link import (
+    MARGIN,
+    Link,
+    Meeting,
+    Members,
+    PackedTables,
+    open_store,
+    record,
+    spec_of,
+)
 from megarl.weight_sync.phases import Phases
 from megarl.weight_sync.plan import load_body
 from megarl.weight_sync.servers import (
@@ -45,18 +57,6 @@ from megarl.weight_sync.servers import (
     Servers,
     address_for,
 )
-from megarl.weight_sync.slices.changes import Group, Names, Outgoing, SliceChanges
-from megarl.weight_sync.slices.link import (
-    MARGIN,
-    Link,
-    Meeting,
-    Members,
-    PackedTables,
-    open_store,
-    record,
-    spec_of,
-)
-from megarl.weight_sync.slices.quantized import BlockFp8
 from megarl.weight_sync.transports import WeightSource
 from megarl.weight_sync.verify import Fingerprints, few
 

@@ -38,6 +38,8 @@ from megarl.models.piece_table import PieceTable
 from megarl.utils.env import JOB_TOKEN, job_token
 from megarl.utils.http import call_json, in_thread
 from megarl.utils.rendezvous import listen
+from megarl.weight_sync.receiver import LOADER
+from megarl.weight_sync.receiver.megarl_receiver.mailbox import Mailbox
 from megarl.weight_sync.servers import (
     GRACE,
     LINGER,
@@ -49,8 +51,6 @@ from megarl.weight_sync.servers import (
     raise_if_lost,
     wait_for,
 )
-from megarl.weight_sync.slices import LOADER
-from megarl.weight_sync.slices.receiver.megarl_receiver.mailbox import Mailbox
 from megarl.wire.process_group import destroy_update_group, init_update_group, set_group_timeout
 
 LOOK_EVERY = 0.5  # seconds between looks whether somebody has given up

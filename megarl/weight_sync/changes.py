@@ -18,9 +18,9 @@ import torch
 
 from megarl.transfer.moves import Parts, pack
 from megarl.weight_sync.encoding import PAYS
+from megarl.weight_sync.link import Link
+from megarl.weight_sync.receiver.megarl_receiver.messages import HEADS, KINDS, ROW
 from megarl.weight_sync.servers import Deadline
-from megarl.weight_sync.slices.link import Link
-from megarl.weight_sync.slices.receiver.megarl_receiver.messages import HEADS, KINDS, ROW
 from megarl.wire.delta import encode
 
 log = logging.getLogger(__name__)
