@@ -37,12 +37,13 @@ from megarl.models.hf_config import ModelConfig, parse_hf_config  # noqa: E402
 from megarl.parallel.layout import Layout  # noqa: E402
 from megarl.planning.advice import (  # noqa: E402
     Candidate,
+    Cluster,
     best,
     candidates,
     estimate_step,
     make_layout,
 )
-from megarl.planning.job import questions  # noqa: E402
+from megarl.planning.job import find_shapes, questions  # noqa: E402
 from megarl.planning.memory import (  # noqa: E402
     StageMemory,
     Workload,
@@ -52,15 +53,12 @@ from megarl.planning.memory import (  # noqa: E402
     training_memory,
     turn_memory,
 )
-from megarl.planning.shapes import find_shapes  # noqa: E402
-from megarl.planning.sharded import report_sharded  # noqa: E402
-from megarl.planning.traffic import (  # noqa: E402
-    Cluster,
+from megarl.planning.sync import (  # noqa: E402
+    BroadcastEstimate,
     Receivers,
-    SyncEstimate,
-    estimate_sync,
-    holdings,
-    plan_gather,
+    estimate_broadcast,
+    estimate_sharded,
+    plan_sharded,
 )
 
 GIB = 1 << 30
@@ -330,31 +328,48 @@ def _serving(
     if room <= 0:
         kv = "which does NOT fit: raise --server-tp or take larger GPUs"
     yield f"  {weights / GIB:.1f} GiB of weights per GPU, {kv}"
-    buckets = plan_gather(list(holdings(m, layout)), layout, bucket_bytes=args.bucket_mb << 20)
-    yield from _sync(estimate_sync(m, layout, receivers, cluster, buckets), layout)
+    broadcast = estimate_broadcast(m, layout, receivers, cluster, args.bucket_mb << 20)
+    yield from _broadcast(broadcast, layout)
     if args.sharded:
-        yield from report_sharded(
-            m, layout, receivers, cluster, server_ep=args.server_ep,
-            round_bytes=(args.bucket_mb << 20) // 2,  # one is copied, the next under way
-        )  # fmt: skip
+        yield from _sharded(m, layout, receivers, cluster, args)
 
 
-def _sync(e: SyncEstimate, layout: Layout) -> Iterator[str]:
+def _broadcast(e: BroadcastEstimate, layout: Layout) -> Iterator[str]:
     def gb(n: float) -> str:
         return f"{n / 1e9:,.1f} GB"
 
-    yield f"\none weight sync: {gb(e.nbytes)} in {e.buckets} buckets (largest {gb(e.largest)})"
+    yield f"\none weight sync: {gb(e.nbytes)} in {e.buckets} buckets"
     yield f"  gather to the sender   NVLink {gb(e.gather_nvlink)}, network {gb(e.gather_nic)}"
     yield f"  broadcast to servers   NVLink {gb(e.broadcast_nvlink)}, network {gb(e.broadcast_nic)}"
     yield (
         f"  busy                   gather {e.gather_seconds:.1f} s, broadcast "
         f"{e.broadcast_seconds:.1f} s, servers' loading {e.load_seconds:.1f} s"
     )
-    yield f"  estimate {e.seconds:.1f} s, bound by the {e.bottleneck.removeprefix('the ')}"
+    yield f"  estimate {e.seconds:.1f} s, bound by the {e.bottleneck}"
     yield (
         f"  no less than {e.bound:.1f} s by the links; {e.sharded_bound:.1f} s if every server GPU "
         f"fetched its own slice from {layout.world_size} GPUs"
     )
+
+
+def _sharded(
+    m: ModelConfig, layout: Layout, receivers: Receivers, cluster: Cluster, args: argparse.Namespace
+) -> Iterator[str]:
+    size = (args.bucket_mb << 20) // 2  # one round is copied, the next under way
+    started = time.perf_counter()
+    plan = plan_sharded(m, layout, receivers, server_ep=args.server_ep, round_bytes=size)
+    planned = time.perf_counter() - started
+    e = estimate_sharded(plan, cluster)
+    yield f"\nshard to shard: {e.total / 1e9:,.1f} GB in {e.rounds} rounds of {size:,} bytes"
+    yield (
+        f"  a server GPU takes     {e.received / 1e9:.1f} GB in {e.messages:,} messages (largest "
+        f"{e.largest / 1e6:.1f} MB), senders: {e.senders}"
+    )
+    yield f"  a training GPU sends   {e.sent / 1e9:.1f} GB"
+    yield (
+        f"  busy                   network {e.network_seconds:.2f} s, copies {e.copy_seconds:.2f} s"
+    )
+    yield f"  estimate {e.seconds:.2f} s; tables and plan took {planned:.1f} s here"
 
 
 def _advice(

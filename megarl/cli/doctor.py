@@ -45,8 +45,8 @@ from megarl.config.recipe_engines import (
 from megarl.config.recipes import BaseConfig, GRPOConfig
 from megarl.models.hf_config import parse_hf_config
 from megarl.models.value_model import language_model
+from megarl.planning.job import find_shapes
 from megarl.planning.memory import parameters
-from megarl.planning.shapes import find_shapes
 from megarl.trainer.preflight import check_recipe, check_tokenizer
 from megarl.utils.env import free_port
 from megarl.utils.files import write_whole

@@ -88,19 +88,6 @@ class Attention(ABC):
     def widths(self, tp: int) -> dict[str, int]:
         """Returns, by name, the inner sizes of a layer's matrices as one of `tp` ranks has them."""
 
-    @abstractmethod
-    def kept_numbers(self, tp: int) -> tuple[int, float]:
-        """Returns what backward needs of a token and layer before the attention itself, beside
-        hidden states: (numbers that every rank has, numbers of the rank's own heads)."""
-
-    @abstractmethod
-    def cached_numbers(self, tp: int) -> int:
-        """Returns how many numbers of a token and layer one of `tp` GPUs of a server keeps."""
-
-    def repeated_weights(self, hidden: int, tp: int) -> int:
-        """Returns how many numbers of a layer a server's GPU of `tp` holds beyond its share."""
-        return 0
-
 
 # fields of ModelConfig that do not change what the weights mean
 _NOT_THE_WEIGHTS = ("raw", "dtype", "initializer_range", "new_head")

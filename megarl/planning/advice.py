@@ -1,4 +1,4 @@
-"""Finds the layouts of a model that fit a cluster, and estimates a training step's time."""
+"""Describes a cluster, finds the layouts of a model that fit it, and estimates a training step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,26 @@ from megarl.planning.memory import (
     stage_numel,
     training_memory,
 )
-from megarl.planning.traffic import Cluster
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Describes GPUs and links in bytes/s, one way: `nvlink` of a GPU, `nic` of the adapter each
+    GPU has to itself. The reached share of each (`link_efficiency`) and the times are assumptions
+    to be replaced by measurements."""
+
+    gpus_per_node: int = 8
+    gpu_bytes: int = 80 << 30
+    peak_flops: float = 989.4e12
+    nvlink: float = 450e9
+    nic: float = 50e9
+    link_efficiency: float = 0.8
+    compute_efficiency: float = 0.5
+    reserve: int = 6 << 30  # of a GPU: CUDA context, NCCL, workspaces, fragmentation
+    latency: float = 5e-6  # of a message, and of each hop of a broadcast's ring
+    request: float = 3e-3  # a server's HTTP round trip for one bucket
+    tensor_load: float = 20e-6  # a server's work per tensor, besides
+    load: float = 500e9  # its copying
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +67,7 @@ class Candidate:
 
     layout: Layout
     recompute: str
-    bytes: int  # of the fullest GPU, `Cluster.reserve` among them
+    bytes: int
     step: StepEstimate
 
 

@@ -18,9 +18,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megarl.models.families import family_of
+from megarl.models.families.deepseek import Latent
 from megarl.models.hf_config import ModelConfig
 from megarl.models.ops import Op
 from megarl.models.piece_table import padded_vocab_size
+from megarl.models.shapes import Attention
 from megarl.parallel.layout import Layout
 
 BF16, FP32 = 2, 4
@@ -189,10 +191,21 @@ def _attention(m: ModelConfig, layout: Layout) -> float:
     shards the tensors that tensor parallelism leaves whole."""
     tp, whole = layout.tp, layout.tp if layout.sequence_parallel else 1
     heads = m.num_attention_heads / tp
-    shared, own = m.attention.kept_numbers(tp)
+    shared, own = _kept_numbers(m.attention, tp)
     shared += 3 * m.hidden_size  # inputs of two norms and of the projection
     log_sums = FP32 * heads
     return BF16 * (shared / whole + own + heads * m.v_head_dim) + log_sums
+
+
+def _kept_numbers(a: Attention, tp: int) -> tuple[int, float]:
+    """Returns what backward needs of a token and layer before the attention itself, beside hidden
+    states: (numbers that every rank has, numbers of the rank's own heads)."""
+    if isinstance(a, Latent):  # latents before and after their norms, keys and values as projected
+        latents = 2 * (a.q_rank or 0) + 2 * a.kv_rank + a.rotary_dim
+        return latents, a.heads / tp * (2 * a.head_dim + a.nope_dim + a.v_head_dim)
+    # queries and keys are rotated into memory of their own; the values are a view of the
+    # projection's output, which stays for it
+    return 0, (2 * a.heads / tp + 3 * max(1.0, a.kv_heads / tp)) * a.head_dim
 
 
 def _mlp(m: ModelConfig, layout: Layout, layer: int) -> float:
@@ -224,10 +237,17 @@ def server_weights(m: ModelConfig, tp: int) -> int:
     layout = Layout(tp=tp, etp=tp if m.moe and m.moe.intermediate_size % tp == 0 else 1)
     if m.moe and layout.etp == 1:
         layout = Layout(tp=tp, ep=tp)
-    repeated = m.num_layers * m.attention.repeated_weights(m.hidden_size, tp)
-    return BF16 * (stage_numel(m, layout)[0].total + repeated)
+    repeated = 0.0
+    if not isinstance(m.attention, Latent):
+        heads = max(0.0, 1 - m.num_key_value_heads / tp)
+        repeated = 2 * m.num_layers * m.hidden_size * m.head_dim * heads
+    return BF16 * (stage_numel(m, layout)[0].total + int(repeated))
 
 
 def kv_bytes_per_token(m: ModelConfig, tp: int) -> int:
-    """Returns the bytes of one token on one GPU of a server; a sliding window is not taken off."""
-    return BF16 * m.num_layers * m.attention.cached_numbers(tp)
+    """Returns the bytes of one token on one GPU of a server; a sliding window is not taken off. A
+    latent is whole on every GPU, of key/value heads there is one at least."""
+    a = m.attention
+    if isinstance(a, Latent):
+        return BF16 * m.num_layers * a.kv_down
+    return BF16 * m.num_layers * max(1, a.kv_heads // tp) * (a.head_dim + a.v_head_dim)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from megarl.cli.rehearse.small import shrink_model, write_model
-from megarl.planning.shapes import find_shapes
+from megarl.planning.job import find_shapes
 from tests.leftovers import Mark
 
 ROOT = Path(__file__).resolve().parents[2]

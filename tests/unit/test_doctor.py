@@ -30,7 +30,7 @@ from megarl.cli.doctor import (
 from megarl.cli.rehearse.small import OVERLAY, shrink_model, write_model
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
-from megarl.planning.shapes import find_shapes
+from megarl.planning.job import find_shapes
 from tests.dist.world import free_port
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,10 +11,15 @@ import tools.plan as tool
 from megarl.models.hf_config import ModelConfig
 from megarl.models.piece_table import build_piece_table
 from megarl.parallel.layout import Layout
+from megarl.planning.advice import Cluster
 from megarl.planning.memory import server_weights
-from megarl.planning.server_tables import server_tables
-from megarl.planning.sharded import REQUESTS, estimate_sharded, plan_sharded
-from megarl.planning.traffic import Cluster, Receivers
+from megarl.planning.sync import (
+    REQUESTS,
+    Receivers,
+    estimate_sharded,
+    plan_sharded,
+    server_tables,
+)
 from megarl.transfer.geometry import TargetTable
 from tests.unit.family_configs import FAMILIES, config
 

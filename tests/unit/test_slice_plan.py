@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import tools.plan as tool
 from megarl.models.piece_table import HfTensor, Piece, PieceTable, Place, View, build_piece_table
 from megarl.parallel.layout import Layout
-from megarl.planning.server_tables import server_tables
+from megarl.planning.sync import server_tables
 from megarl.transfer.boxes import Box, extents, uncovered
 from megarl.transfer.geometry import Entry, Sources, TargetTable
 from megarl.transfer.plan import Receiver, TransferPlan, nearest, plan_transfer

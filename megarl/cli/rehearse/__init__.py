@@ -47,8 +47,8 @@ from megarl.config.secrets import masked
 from megarl.models.hf_config import check_layout, parse_hf_config
 from megarl.models.value_model import language_model
 from megarl.observability.report.runs import load_run
+from megarl.planning.job import find_shapes
 from megarl.planning.memory import parameters
-from megarl.planning.shapes import find_shapes
 from megarl.utils.child import Child, Signals, spelled, stop_all
 from megarl.utils.importing import add_working_directory
 

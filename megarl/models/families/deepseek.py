@@ -71,17 +71,6 @@ class Latent(Attention):
             "key and value width": heads * (self.nope_dim + self.v_head_dim),
         }
 
-    def kept_numbers(self, tp: int) -> tuple[int, float]:
-        """Returns (numbers of the latents, numbers of the rank's heads) that backward needs:
-        latents are kept before and after their norms, keys and values as projected."""
-        latents = 2 * (self.q_rank or 0) + 2 * self.kv_rank + self.rotary_dim
-        own = self.heads / tp * (2 * self.head_dim + self.nope_dim + self.v_head_dim)
-        return latents, own
-
-    def cached_numbers(self, tp: int) -> int:
-        """Returns the latent's size: a server keeps it whole on every GPU, whatever `tp`."""
-        return self.kv_down  # the same on all GPUs
-
 
 def _of(size: Callable[[Latent], int]) -> Callable[[ModelConfig], int]:
     def dim(m: ModelConfig) -> int:

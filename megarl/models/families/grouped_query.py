@@ -40,21 +40,6 @@ class GroupedQuery(Attention):
         heads, kv_heads = self.heads // tp, -(-self.kv_heads // tp)
         return {"query, key and value width": (heads + 2 * kv_heads) * self.head_dim}
 
-    def kept_numbers(self, tp: int) -> tuple[int, float]:
-        """Returns (0, numbers of the rank's heads) that backward needs. Queries and keys are
-        rotated into memory of their own; the values are a view of the projection's output, which
-        stays for it."""
-        heads, kv_heads = self.heads / tp, max(1.0, self.kv_heads / tp)
-        return 0, (2 * heads + 3 * kv_heads) * self.head_dim
-
-    def cached_numbers(self, tp: int) -> int:
-        """Returns the numbers of keys and values on one of `tp` GPUs, a head's at least."""
-        return max(1, self.kv_heads // tp) * (self.head_dim + self.v_head_dim)
-
-    def repeated_weights(self, hidden: int, tp: int) -> int:
-        """Counts the weights of key/value heads that a server repeats on its GPUs."""
-        return int(2 * hidden * self.head_dim * max(0.0, 1 - self.kv_heads / tp))
-
 
 def read(raw: Mapping[str, Any], source: str, *, slides: str | None = None) -> GroupedQuery:
     """Reads heads, and with a rule `slides` a sliding window. Raises ValueError naming the key that
