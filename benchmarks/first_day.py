@@ -261,8 +261,7 @@ def head_costs(
     x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, outputs: tuple[str, ...]
 ) -> list[str]:
     """Returns ms without and with backward, of one product alone, and the peak in GiB."""
-    from megarl.parallel.vocab_parallel import token_outputs
-    from megarl.parallel.vocab_shard import VocabShard
+    from megarl.parallel.vocab_parallel import VocabShard, token_outputs
 
     shard = VocabShard(start=0, rows=len(weight), vocab_size=len(weight))
 

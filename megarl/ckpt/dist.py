@@ -40,7 +40,7 @@ from megarl.ckpt.files import (
 )
 from megarl.ckpt.restricted import check_common, restricted_reading
 from megarl.models.hf_config import ModelConfig
-from megarl.models.names import checkpoint_key, checkpoint_keys
+from megarl.models.params import checkpoint_key, checkpoint_keys
 from megarl.models.piece_table import PieceTable
 from megarl.parallel import mcore
 from megarl.parallel.agreement import from_zero, together

@@ -21,7 +21,7 @@ from torch import Tensor
 from megarl.ckpt.files import staged
 from megarl.ckpt.safetensors import SafetensorsDir, main_dtype, plan_files, write_files, write_index
 from megarl.models.families.params import EMBEDDING, OUTPUT
-from megarl.models.param_loading import draw, load_params
+from megarl.models.params import draw, load_params
 from megarl.models.piece_table import HfTensor, PieceTable
 from megarl.observability.logging import get_logger
 from megarl.parallel.agreement import together

@@ -15,7 +15,7 @@ from torch import Tensor
 from megarl.ckpt.files import staged
 from megarl.models.adapters import Adapters
 from megarl.models.lora import adapter_config, check_adapter_config
-from megarl.models.param_loading import load_params
+from megarl.models.params import load_params
 from megarl.models.piece_table import HfTensor, PieceTable
 from megarl.parallel import mcore
 from megarl.parallel.agreement import together

@@ -43,8 +43,7 @@ from megarl.config.recipe_engines import (
     trained_engines,
 )
 from megarl.config.recipes import BaseConfig, GRPOConfig
-from megarl.models.hf_config import parse_hf_config
-from megarl.models.value_model import language_model
+from megarl.models.hf_config import language_model, parse_hf_config
 from megarl.planning.job import find_shapes
 from megarl.planning.memory import parameters
 from megarl.trainer.preflight import check_recipe, check_tokenizer

@@ -42,7 +42,7 @@ from megarl.engine.setup import (
     set_rng_state,
 )
 from megarl.models.lora import is_trained, meaning
-from megarl.models.names import unwrap
+from megarl.models.params import unwrap
 from megarl.observability.logging import get_logger
 from megarl.parallel import mcore
 from megarl.transfer.gather import BucketGatherer, plan_buckets

@@ -25,11 +25,11 @@ from megarl.parallel.vocab_parallel import (
     TOP,
     TOP_IDS,
     TOP_LOGPROBS,
+    VocabShard,
     columns,
     gathered_logits,
     token_outputs,
 )
-from megarl.parallel.vocab_shard import VocabShard
 
 from megatron.core.tensor_parallel import mappings  # isort: skip
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint  # isort: skip

@@ -29,10 +29,16 @@ from megarl.parallel import exchange, mcore
 from megarl.parallel.groups import ProcessGroups
 from megarl.parallel.layout import Layout
 from megarl.parallel.packed_rotary import place_tokens
-from megarl.parallel.packing import Alignment, Packed, pack, plan_micro_batches
+from megarl.parallel.packing import (
+    Alignment,
+    Packed,
+    pack,
+    pack_trie,
+    plan_micro_batches,
+    plan_tries,
+)
 from megarl.parallel.placement import engine_home, place_rows, units_of
 from megarl.parallel.trie import Bytes, Trie, token_bytes
-from megarl.parallel.trie_packing import pack_trie, plan_tries
 
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
 

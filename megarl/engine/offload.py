@@ -26,8 +26,8 @@ from torch import nn
 from megarl.api.engine import PARTS
 from megarl.engine import optimizer
 from megarl.engine.setup import EngineState
-from megarl.models.fp8 import drop_copies
-from megarl.models.names import unwrap
+from megarl.models.build import drop_copies
+from megarl.models.params import unwrap
 from megarl.observability.logging import get_logger
 from megarl.parallel import mcore
 

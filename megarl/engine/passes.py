@@ -32,7 +32,7 @@ from megarl.engine.micro_batch import GIVEN_IDS, MicroBatch, Result, ResultRows,
 from megarl.engine.probe import Probe
 from megarl.engine.routing import ROUTED
 from megarl.engine.setup import EngineState
-from megarl.models.names import unwrap
+from megarl.models.params import unwrap
 from megarl.observability import stats_tracker
 from megarl.parallel import exchange, mcore
 from megarl.parallel.groups import ProcessGroups

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megarl.engine.micro_batch import MicroBatch, Result, ResultRows, Writes
 from megarl.engine.setup import EngineState
-from megarl.models.names import unwrap
+from megarl.models.params import unwrap
 from megarl.parallel import mcore  # noqa: F401  before megatron
 
 from megatron.core.transformer.identity_op import IdentityOp  # isort: skip

@@ -25,14 +25,19 @@ from megarl.engine import optimizer
 from megarl.engine.lm_head import LMHead, output_widths
 from megarl.engine.routing import Routing
 from megarl.models.adapters import Adapters, base_params
-from megarl.models.build import BuiltModel, build_model, resolve_attention
-from megarl.models.context_parallel import cp_comm_type
+from megarl.models.build import (
+    BuiltModel,
+    build_model,
+    cp_comm_type,
+    fp8_fields,
+    resolve_attention,
+    token_unit,
+)
 from megarl.models.flops import sequence_cost
-from megarl.models.fp8 import fp8_fields, token_unit
 from megarl.models.hf_config import ModelConfig, check_layout, read_hf_config
 from megarl.models.lora import lora_fields
-from megarl.models.names import named_params
 from megarl.models.options import EngineOptions, recompute_fields
+from megarl.models.params import named_params
 from megarl.models.piece_table import PieceTable
 from megarl.models.trie_params import check_share_prefixes
 from megarl.parallel import mcore

@@ -28,9 +28,8 @@ from megarl.models.lora import (
     is_trained,
     scale,
 )
-from megarl.models.names import canonical_name, named_params
 from megarl.models.ops import GateUp
-from megarl.models.param_loading import local_view
+from megarl.models.params import canonical_name, local_view, named_params
 from megarl.parallel import mcore  # noqa: F401  before megatron
 from megarl.parallel.layout import Coords, Layout
 

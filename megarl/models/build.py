@@ -1,10 +1,15 @@
-"""Turns a ModelConfig into megatron-core's TransformerConfig and GPTModel chunks."""
+"""Turns a ModelConfig into megatron-core's TransformerConfig and GPTModel chunks.
+
+Here is also how keys and values travel between context-parallel ranks, and which matrix products
+Transformer Engine makes in FP8: weights, gradients, the LM head and everything outside of the
+layers' linear maps keep their dtype.
+"""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,20 +17,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megarl.config.engine import ParallelConfig
 from megarl.models.attention import SDPACoreAttention
 from megarl.models.families import family_of
-from megarl.models.layers import GroupLimited, RMSNorm
-from megarl.models.marks import mark_params
-from megarl.models.names import named_params
+from megarl.models.layers import GroupLimited, RMSNorm, ValueHead
 from megarl.models.options import EngineOptions
-from megarl.models.param_loading import init_params
+from megarl.models.params import init_params, mark_params, named_params
 from megarl.models.piece_table import VOCAB_DIVISIBLE_BY, PieceTable, build_piece_table
 from megarl.models.shapes import ModelConfig
 from megarl.models.trie_params import rotate_by_depth
-from megarl.models.value_head import ValueHead
 from megarl.parallel import deep_ep, mcore
 from megarl.parallel.layout import Layout
 
+from megatron.core.utils import get_te_version, is_te_min_version  # isort: skip
 from megatron.core import parallel_state as ps  # isort: skip
 from megatron.core import transformer  # isort: skip
 from megatron.core.models.gpt import GPTModel  # isort: skip
@@ -34,6 +38,143 @@ from megatron.core.transformer import TransformerConfig  # isort: skip
 from megatron.core.transformer.identity_op import IdentityOp  # isort: skip
 from megatron.core.transformer.moe import moe_utils  # isort: skip
 from megatron.core.transformer.moe.router import TopKRouter  # isort: skip
+
+
+# the first Transformer Engine that takes packed sequences by each way
+_PACKED_SINCE = {"p2p": "1.7", "all_gather": "2.18", "a2a": "2.18"}
+
+
+def cp_comm_type(asked: str, model: ModelConfig, parallel: ParallelConfig, attention: str) -> str:
+    """Returns options.cp_comm_type, `asked`, with "auto" resolved, for `attention` "te" or "sdpa".
+
+    Raises ValueError, naming value and fix, where the attention, the model or the installed
+    Transformer Engine cannot do it.
+    """
+    slides = model.attention.window is not None and parallel.cp > 1
+    if asked == "auto":
+        if attention == "te" and not slides:
+            return "p2p"
+        asked = "all_gather"
+    if attention == "te":
+        _check_te(model, asked, parallel, slides)
+    elif asked != "all_gather":
+        raise ValueError(
+            f"options.cp_comm_type={asked!r} needs Transformer Engine's attention; use 'auto'"
+        )
+    return asked
+
+
+def _check_te(model: ModelConfig, asked: str, parallel: ParallelConfig, slides: bool) -> None:
+    """Raises ValueError where the installed Transformer Engine cannot do this for the model.
+    slides: it has a sliding window, and cp > 1."""
+    if asked == "p2p" and slides:
+        raise ValueError(
+            f"options.cp_comm_type='p2p': Transformer Engine takes a sliding window (of "
+            f"{model.attention.window} tokens in {model.family}) by 'all_gather' and 'a2a' only; "
+            "use 'auto'"
+        )
+    if model.head_dim != model.v_head_dim and asked != "p2p":
+        raise ValueError(
+            f"options.cp_comm_type={asked!r}: Transformer Engine takes keys and values of unlike "
+            f"sizes ({model.family}'s) by 'p2p' only; use 'p2p'"
+        )
+    if not is_te_min_version(_PACKED_SINCE[asked]):
+        raise ValueError(
+            f"options.cp_comm_type={asked!r} takes packed sequences from Transformer Engine "
+            f"{_PACKED_SINCE[asked]} on, and {get_te_version()} is installed; use "
+            + ("parallel.cp=1" if slides else "'p2p'")
+        )
+    heads, kv = model.num_attention_heads, model.num_key_value_heads
+    tp, cp = parallel.tp, parallel.cp
+    if asked == "a2a" and (heads % (tp * cp) or kv % (tp * cp)):
+        raise ValueError(
+            f"options.cp_comm_type='a2a' shares heads out: tp*cp = {tp}*{cp} must divide "
+            f"num_attention_heads={heads} and num_key_value_heads={kv}; use 'p2p'"
+        )
+
+
+# recipe -> (format, smallest compute capability, sizes of matrix products are multiples of)
+_RECIPES = {
+    "delayed": ("hybrid", (8, 9), 16),
+    "tensorwise": ("hybrid", (8, 9), 16),
+    "blockwise": ("e4m3", (9, 0), 16),
+    "mxfp8": ("e4m3", (10, 0), 32),
+}
+_NO_MXFP8_FROM = (12, 0)  # Transformer Engine has not all layouts of its products there
+
+
+def fp8_fields(
+    recipe: str, model: ModelConfig, layout: Layout, *, dtype: torch.dtype, attention: str
+) -> dict[str, Any]:
+    """Returns the fields of the TransformerConfig for an FP8 `recipe`, none for "none". Raises
+    ValueError where these layers, this dtype, this GPU or these sizes cannot do it."""
+    if recipe == "none":
+        return {}
+    form, least, unit = _RECIPES[recipe]
+    if attention != "te":
+        raise ValueError(
+            f"fp8={recipe!r} needs Transformer Engine's layers, that is a GPU, Transformer Engine "
+            "(pip install megarl[gpu]) and attention='te' or 'auto'; use fp8='none'"
+        )
+    if dtype != torch.bfloat16:
+        raise ValueError(
+            f"fp8={recipe!r} needs dtype='bfloat16' (it is {str(dtype).removeprefix('torch.')})"
+        )
+    if not runs_on(recipe, found := torch.cuda.get_device_capability()):
+        bound = f" to below {_dotted(_NO_MXFP8_FROM)}" if recipe == "mxfp8" else ""
+        fits = " or ".join([*(repr(r) for r in _RECIPES if runs_on(r, found)), "'none'"])
+        raise ValueError(
+            f"fp8={recipe!r} needs a GPU of compute capability {_dotted(least)}{bound}, this one "
+            f"has {_dotted(found)}; use {fits}"
+        )
+    for name, size in _widths(model, layout).items():
+        if size % unit:
+            raise ValueError(
+                f"fp8={recipe!r} needs sizes that are multiples of {unit}, but a rank's {name} is "
+                f"{size}; lower parallel.tp or use fp8='none'"
+            )
+    return {"fp8": form, "fp8_recipe": recipe}
+
+
+def drop_copies(chunks: Iterable[torch.nn.Module]) -> None:
+    """Drops the quantised weights that Transformer Engine's layers keep between micro-batches:
+    about two bytes a parameter. The next pass makes them anew, as after every update."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            copies = getattr(module, "_fp8_workspaces", None)
+            if copies:
+                copies.clear()
+
+
+def runs_on(recipe: str, capability: tuple[int, int]) -> bool:
+    """Returns whether a GPU of this compute capability (major, minor) can run the recipe."""
+    if recipe == "mxfp8" and capability >= _NO_MXFP8_FROM:
+        return False
+    return _RECIPES[recipe][1] <= capability
+
+
+def token_unit(recipe: str) -> int:
+    """Returns the number of tokens that a rank's tokens are padded to a multiple of."""
+    return 1 if recipe == "none" else _RECIPES[recipe][2]
+
+
+def _widths(m: ModelConfig, layout: Layout) -> dict[str, int]:
+    """Returns, by name, both sides of every linear map in the layers as a rank holds them."""
+    widths = {
+        "hidden size": m.hidden_size,
+        "attention width": m.num_attention_heads // layout.tp * m.v_head_dim,
+        **m.attention.widths(layout.tp),
+    }
+    if m.has_dense_layers:
+        widths["feed-forward width"] = m.intermediate_size // layout.tp
+    if m.moe is not None:
+        widths["expert width"] = m.moe.intermediate_size // layout.etp
+        widths["shared expert width"] = m.moe.shared_intermediate_size // layout.tp
+    return widths
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
 
 
 @dataclass(frozen=True)

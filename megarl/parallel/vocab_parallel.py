@@ -1,36 +1,180 @@
 """Computes log-probabilities, entropy, greedy match and top k from hidden states over a sharded
-vocabulary.
+vocabulary, and log-probabilities of given tokens and of all others as one.
 
 The full logits never exist: tokens go through the vocabulary projection in chunks, and every chunk
 is reduced over the shards to a few numbers per token. With logits l (already divided by the
-temperature), Z = sum_j exp(l_j), p = exp(l) / Z:
+temperature), Z = sum_j exp(l_j), p = exp(l) / Z, and G the ids given at a position:
 
-    logprob(y) = l_y - log Z              d/dl_j = [j = y] - p_j
-    entropy    = log Z - sum_j p_j l_j    d/dl_j = -p_j (log p_j + entropy)
+    logprob(y)   = l_y - log Z                    d/dl_j = [j = y] - p_j
+    entropy      = log Z - sum_j p_j l_j          d/dl_j = -p_j (log p_j + entropy)
+    tail         = log sum_{j not in G} p_j       d/dl_j = [j not in G] p_j / exp(tail) - p_j
 
-Given tokens and the tail are in vocab_given.
+The tail is a sum over what is not in G, not 1 less what is: a model that is sure of itself leaves
+1e-9 to the tail, which float32 could not tell from 0. An id that is no token of the vocabulary has
+probability 0. Ids of a position are distinct, except -1, which pads.
 
 No library's fused kernel gives these: the cross entropies of megatron-core 0.16
 (fused_vocab_parallel_cross_entropy) and Transformer Engine take whole logits, keep as much for
 backward, and know neither entropy nor temperature; Liger's starts from hidden states, but wants the
 whole vocabulary on one rank.
 
-T tokens, V vocabulary, v this rank's share of it (padding cut off), H hidden, k of the top, n given
-ids per token, K numbers per token.
+T tokens, c of them in a chunk, V vocabulary, v this rank's share of it (padding cut off), H hidden,
+k of the top, n given ids per token, K numbers per token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megarl.parallel import cpu_products as products
-from megarl.parallel import vocab_given
-from megarl.parallel.vocab_given import GivenGrad
-from megarl.parallel.vocab_shard import VocabShard, local_target, rows_in_cache, top_k
+
+_CACHED = 1 << 17  # numbers that fit a CPU's cache
+_LOW = (1 << 32) - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class VocabShard:
+    """This rank's rows [start, start + rows) of a vocabulary whose `vocab_size` first are real."""
+
+    start: int
+    rows: int
+    vocab_size: int
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def real_rows(self) -> int:
+        """Returns how many of the shard's rows are real vocabulary, without padding."""
+        return max(0, min(self.rows, self.vocab_size - self.start))
+
+    def all_reduce(self, x: torch.Tensor, op: Any) -> torch.Tensor:
+        """Reduces `x` over the shards in place and returns it; one shard sends nothing."""
+        if self.group is not None and self.group.size() > 1:
+            dist.all_reduce(x, op=op, group=self.group)
+        return x
+
+
+def rows_in_cache(x: torch.Tensor) -> int:
+    """Returns how many rows of x [c,v] fit a CPU's cache, at least 1; on a GPU all of them."""
+    return max(1, len(x) if x.is_cuda else _CACHED // max(1, x.shape[1]))
+
+
+def local_target(labels: torch.Tensor, shard: VocabShard) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns this shard's row of every label (else 0), and whether it is here, both as
+    labels, any shape."""
+    row = labels - shard.start
+    here = (row >= 0) & (row < shard.real_rows)
+    return row.masked_fill(~here, 0), here
+
+
+def _ordered(x: torch.Tensor) -> torch.Tensor:
+    """Maps a float's int32 bits to an int32 of the same order, and back: negatives are mirrored."""
+    return x ^ ((x >> 31) & 0x7FFFFFFF)
+
+
+def top_k(logits: torch.Tensor, shard: VocabShard, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the k largest of all shards' [c,v] logits, in fp32, and their ids, both [c,k]:
+    largest first, of equal ones the lowest id first. One collective, of 8 * k bytes per token and
+    shard.
+
+    torch.topk leaves the order of equals open. So it is given integers that differ: the logit's
+    bits above, the id's complement below. They also carry both through the collective. They are
+    made for an eighth of the chunk at a time, since they take several times the logits' memory.
+    """
+    real = shard.real_rows
+    below = _LOW - torch.arange(shard.start, shard.start + real, device=logits.device)
+    keys = torch.full((len(logits), k), torch.iinfo(torch.long).min, device=logits.device)
+    rows = -(-len(logits) // 8)
+    for part, out in zip(logits.split(rows), keys.split(rows), strict=True):
+        bits = part.float().add(0.0).view(torch.int32)  # -0.0 becomes 0.0
+        key = _ordered(bits).long().bitwise_left_shift_(32).bitwise_or_(below)
+        out[:, : min(k, real)] = key.topk(min(k, real)).values
+    if shard.group is not None and shard.group.size() > 1:
+        everyones = [torch.empty_like(keys) for _ in range(shard.group.size())]
+        dist.all_gather(everyones, keys, group=shard.group)
+        keys = torch.cat(everyones, -1).topk(k).values
+    values = _ordered((keys >> 32).int()).view(torch.float32)
+    return values, _LOW - (keys & _LOW)
+
+
+_MOST = 80.0  # exp of it, times any gradient in use, is finite in float32
+
+
+def own_logits(centred: Tensor, ids: Tensor, shard: VocabShard) -> Tensor:
+    """Returns [n,c]: the entries of centred [c,v] at ids [c,n], 0 where another shard has them.
+    Their sum over the shards is the whole."""
+    if not shard.real_rows:
+        return centred.new_zeros(ids.shape[::-1])
+    row, here = local_target(ids.long(), shard)
+    return torch.where(here, centred.gather(-1, row), 0.0).t()
+
+
+def outside_sums(centred: Tensor, ids: Tensor, shard: VocabShard) -> Tensor:
+    """Returns [c]: the sum of exp(centred [c,v]) over this shard's tokens that are not in ids
+    [c,n]. It takes the rows that fit a cache at a time."""
+    if not shard.real_rows:
+        return centred.new_zeros(len(centred))
+    rows, sums = rows_in_cache(centred), []
+    for part, some in zip(centred.split(rows), ids.split(rows), strict=True):
+        sums.append(_without(part.exp(), *local_target(some.long(), shard)).sum(-1))
+    return torch.cat(sums)
+
+
+def _without(x: Tensor, row: Tensor, here: Tensor) -> Tensor:
+    """Sets x [c,v], nowhere negative, to 0 at those of row [c,n] that are here, and returns it."""
+    zero = torch.where(here, 0.0, torch.inf).to(x.dtype)
+    return x.scatter_reduce_(-1, row, zero, "amin")
+
+
+def _known(ids: Tensor, shard: VocabShard) -> Tensor:
+    return (ids >= 0) & (ids < shard.vocab_size)
+
+
+def of_given(own: Tensor, ids: Tensor, log_total: Tensor, shard: VocabShard) -> Tensor:
+    """Returns log p of ids [c,n] by their summed own_logits [n,c]; -inf for what is no token."""
+    return torch.where(_known(ids, shard), own.t() - log_total[:, None], -torch.inf)
+
+
+def tail_logprob(outside: Tensor, ids: Tensor, log_total: Tensor, shard: VocabShard) -> Tensor:
+    """Returns [c]: log of the mass outside of ids [c,n] by the summed outside_sums [c]; -inf where
+    the ids are the whole vocabulary, and only there."""
+    least = torch.finfo(outside.dtype).tiny
+    rest = _known(ids, shard).sum(-1) < shard.vocab_size
+    return torch.where(rest, outside.clamp(min=least).log() - log_total, -torch.inf)
+
+
+@dataclass(frozen=True)
+class GivenGrad:
+    """Holds what backward needs of a chunk's given tokens: ids [c,n], the log tail [c], and the
+    gradients of the tokens [c,n] and of the tail [c]."""
+
+    ids: Tensor
+    tail: Tensor
+    g_ids: Tensor
+    g_tail: Tensor
+
+    def logits_grad(self, log_p: Tensor, factor: Tensor, shard: VocabShard) -> Tensor:
+        """Returns the gradient [c,v] of the logits: -p factor, for what other outputs take
+        (`factor` [c,1] or [c,v]), and the given tokens' and the tail's. Overwrites log_p and
+        factor."""
+        g_ids = torch.where(_known(self.ids, shard), self.g_ids, 0.0)
+        ends = torch.isinf(self.tail)  # a tail of nothing
+        g_tail = torch.where(ends, 0.0, self.g_tail)
+        factor += (g_ids.sum(-1) + g_tail)[:, None]
+        if not shard.real_rows:
+            return log_p
+        row, here = local_target(self.ids.long(), shard)
+        at_ids = factor.gather(-1, row) if factor.shape[1] > 1 else factor
+        there = torch.where(here, g_ids - log_p.gather(-1, row).exp() * at_ids, 0.0)
+        of_tail = g_tail * torch.where(ends, 0.0, -self.tail).clamp(max=_MOST).exp()
+        out = _without(log_p.exp_(), row, here).mul_(factor.sub_(of_tail[:, None]).neg_())
+        return out.scatter_add_(-1, row, there)
+
 
 # k numbers a token, n, all others one
 TOP_LOGPROBS, TOP_IDS, TOP_TAIL = "topk_logprobs", "topk_ids", "topk_tail"
@@ -111,9 +255,9 @@ def _reduce_chunk(
     values["logprobs"] = found["target"][0] - log_total
     values["entropy"] = log_total - weighted[0] / total if weighted else torch.zeros_like(total)
     for name, beside in tails.items():
-        values[name] = vocab_given.tail(found[name][0], beside, log_total, shard)
+        values[name] = tail_logprob(found[name][0], beside, log_total, shard)
     if GIVEN_LOGPROBS in outputs:
-        values[GIVEN_LOGPROBS] = vocab_given.of_given(found[GIVEN_LOGPROBS], ids, log_total, shard)
+        values[GIVEN_LOGPROBS] = of_given(found[GIVEN_LOGPROBS], ids, log_total, shard)
     centred.sub_(log_total[:, None])
     log_z = log_total + top
     if TOP_LOGPROBS in values:
@@ -134,11 +278,11 @@ def _parts(
     """Returns this shard's part of what is summed over the shards, [.,c] each. tails: by name the
     ids beside which there is one."""
     parts = {"sums": _exp_sums(centred, weighted="entropy" in outputs)}
-    parts["target"] = vocab_given.own_logits(centred, labels[:, None], shard)
+    parts["target"] = own_logits(centred, labels[:, None], shard)
     for name, beside in tails.items():
-        parts[name] = vocab_given.outside_sums(centred, beside, shard)[None]
+        parts[name] = outside_sums(centred, beside, shard)[None]
     if GIVEN_LOGPROBS in outputs:
-        parts[GIVEN_LOGPROBS] = vocab_given.own_logits(centred, ids, shard)
+        parts[GIVEN_LOGPROBS] = own_logits(centred, ids, shard)
     return parts
 
 

@@ -18,8 +18,13 @@ from numpy.typing import NDArray
 from megarl.models.families import family_of
 from megarl.models.hf_config import ModelConfig
 from megarl.models.ops import FusedQKV, Op
-from megarl.models.piece_table import View, build_piece_table, padded_vocab_size
-from megarl.models.sharding import SliceMap, shard_map
+from megarl.models.piece_table import (
+    SliceMap,
+    View,
+    build_piece_table,
+    padded_vocab_size,
+    shard_map,
+)
 from megarl.parallel.layout import Layout
 from megarl.planning.advice import Cluster
 from megarl.planning.memory import BF16, FP32, parameters, server_weights, stage_numel

@@ -21,7 +21,7 @@ import torch
 
 from megarl.api.records import ServersLost, WeightUpdateMeta
 from megarl.models.ops import Shape
-from megarl.models.param_loading import local_view
+from megarl.models.params import local_view
 from megarl.models.piece_table import HfTensor, Piece, PieceTable
 from megarl.transfer.boxes import Box, intersection, uncovered
 from megarl.transfer.gather import export_dtype

@@ -14,7 +14,7 @@ from megarl.ckpt.hf import load_hf
 from megarl.config.engine import ParallelConfig
 from megarl.models.build import BuiltModel, build_model
 from megarl.models.hf_config import read_hf_config
-from megarl.models.names import named_params
+from megarl.models.params import named_params
 from megarl.parallel.groups import ProcessGroups, model_scope
 from megarl.parallel.layout import Layout
 

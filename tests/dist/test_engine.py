@@ -55,8 +55,7 @@ def test_destroy_gives_everything_back(world2, models, kind, parallel):
 
 def sharded_vocabulary(vocab: int, rows: int) -> dict[str, Any]:
     """Returns values and gradients of token_outputs on this rank's shard of `rows` rows."""
-    from megarl.parallel.vocab_parallel import token_outputs
-    from megarl.parallel.vocab_shard import VocabShard
+    from megarl.parallel.vocab_parallel import VocabShard, token_outputs
 
     g = torch.Generator().manual_seed(0)
     hidden = torch.randn(9, 5, generator=g, dtype=torch.float64, requires_grad=True)

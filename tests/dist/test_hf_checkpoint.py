@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from megarl.ckpt.hf import load_hf, save_hf
 from megarl.models.hf_config import read_hf_config
-from megarl.models.names import named_params
+from megarl.models.params import named_params
 from megarl.models.piece_table import build_piece_table
 from megarl.parallel.layout import Layout
 from tests.dist.models_util import built_model

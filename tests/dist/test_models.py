@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megarl.models.build import resolve_attention
-from megarl.models.names import named_params
+from megarl.models.params import named_params
 from megarl.parallel.packing import zigzag_index
 from megarl.transfer.gather import BucketGatherer, plan_buckets
 from tests.dist.models_util import all_gather_dim, built_model, positions, thd

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from megarl.models.hf_config import read_hf_config
-from megarl.models.names import named_params
+from megarl.models.params import named_params
 from megarl.models.piece_table import build_piece_table
 from megarl.parallel.layout import Layout
 from megarl.transfer.gather import BucketGatherer, plan_buckets

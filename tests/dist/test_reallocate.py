@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from megarl.config.engine import ParallelConfig
 from megarl.models.hf_config import read_hf_config
-from megarl.models.names import named_params
-from megarl.models.param_loading import init_params
+from megarl.models.params import init_params, named_params
 from megarl.models.piece_table import PieceTable, build_piece_table
 from megarl.parallel.layout import Layout
 from megarl.planning.memory import layer_activations

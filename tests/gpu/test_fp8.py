@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.models.fp8 import runs_on
+from megarl.models.build import runs_on
 from tests.dist.engine_jobs import batch, loss_fn, make_engine, state, weight_fn
 from tests.dist.reference import hf_outputs
 from tests.tiny import save_tiny, tiny_hf

@@ -26,8 +26,7 @@ def pretend_gpu() -> None:
 
 @cache
 def tiny(kind: str, head: str) -> Any:
-    from megarl.models.hf_config import parse_hf_config
-    from megarl.models.value_model import value_model
+    from megarl.models.hf_config import parse_hf_config, value_model
     from tests.tiny import tiny_hf
 
     raw = tiny_hf(kind).config.to_dict()
@@ -64,7 +63,7 @@ def describe(made: Any, groups: Any) -> dict[str, Any]:
     """Returns the parameters by name (shape, marks, whether the gradient norm counts it), the piece
     table's view of them, and what a checkpoint would hold."""
     from megarl.ckpt.dist import settle_keys
-    from megarl.models.names import named_params
+    from megarl.models.params import named_params
 
     from megatron.core.tensor_parallel.layers import (  # isort: skip
         param_is_not_tensor_parallel_duplicate,

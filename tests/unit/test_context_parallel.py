@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megarl.config.engine import ParallelConfig
-from megarl.models import context_parallel
-from megarl.models.context_parallel import cp_comm_type
+from megarl.models import build
+from megarl.models.build import cp_comm_type
 from megarl.models.hf_config import parse_hf_config
 
 SIZES = dict(
@@ -29,8 +29,8 @@ def installed(monkeypatch):
         def at_least(wanted: str) -> bool:
             return [int(x) for x in version.split(".")] >= [int(x) for x in wanted.split(".")]
 
-        monkeypatch.setattr(context_parallel, "is_te_min_version", at_least)
-        monkeypatch.setattr(context_parallel, "get_te_version", lambda: version)
+        monkeypatch.setattr(build, "is_te_min_version", at_least)
+        monkeypatch.setattr(build, "get_te_version", lambda: version)
 
     return pretend
 

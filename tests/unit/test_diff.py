@@ -22,7 +22,7 @@ from megarl.cli.diff import main as diff
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config, save_config
 from megarl.config.run import batch_path, recorded_steps
-from megarl.models.param_loading import init_params
+from megarl.models.params import init_params
 from megarl.models.piece_table import build_piece_table
 from megarl.observability import run_log as fp
 from megarl.observability.run_log import FingerprintFile, RunLog, compare, read_fingerprints

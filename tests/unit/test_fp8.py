@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from megarl.engine.micro_batch import alignment
-from megarl.models.build import transformer_config
-from megarl.models.fp8 import drop_copies, fp8_fields, token_unit
+from megarl.models.build import drop_copies, fp8_fields, token_unit, transformer_config
 from megarl.models.hf_config import ModelConfig, parse_hf_config
 from megarl.parallel.layout import Layout
 from megarl.parallel.packing import slot_lengths

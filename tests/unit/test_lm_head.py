@@ -5,8 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from megarl.parallel import cpu_products as products
-from megarl.parallel.vocab_parallel import columns, gathered_logits, token_outputs
-from megarl.parallel.vocab_shard import VocabShard
+from megarl.parallel.vocab_parallel import VocabShard, columns, gathered_logits, token_outputs
 
 T, H, V, ROWS = 11, 6, 13, 16  # the last three rows are padding
 OUTPUTS = ("logprobs", "entropy", "greedy_match")

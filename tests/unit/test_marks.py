@@ -18,8 +18,7 @@ from megarl.config.engine import LoRAConfig
 from megarl.models.adapters import Adapters
 from megarl.models.build import build_model
 from megarl.models.hf_config import parse_hf_config
-from megarl.models.marks import mark_params
-from megarl.models.names import named_params
+from megarl.models.params import mark_params, named_params
 from megarl.models.piece_table import PieceTable
 from megarl.parallel.groups import ProcessGroups, model_scope
 from megarl.parallel.layout import Layout

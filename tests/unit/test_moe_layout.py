@@ -10,7 +10,7 @@ import torch
 
 from megarl.config.engine import ParallelConfig
 from megarl.models.hf_config import ModelConfig, check_layout, parse_hf_config, read_hf_config
-from megarl.models.param_loading import load_params, local_view
+from megarl.models.params import load_params, local_view
 from megarl.models.piece_table import PieceTable, build_piece_table
 from megarl.parallel.layout import Layout
 from tests.tiny import MOE_KINDS, tiny_hf

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from megarl.models.families import family_of
 from megarl.models.families.grouped_query import GroupedQuery
 from megarl.models.hf_config import ModelConfig
-from megarl.models.param_loading import load_params
+from megarl.models.params import load_params
 from megarl.models.piece_table import (
     HfTensor,
     LocalParam,

@@ -11,8 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megarl.models.trie_attention import attend_by_blocks, attend_by_mask, block_mask
-from megarl.models.trie_plan import TriePlan, make_trie_plan
+from megarl.models.trie_attention import (
+    TriePlan,
+    attend_by_blocks,
+    attend_by_mask,
+    block_mask,
+    make_trie_plan,
+)
 from megarl.parallel.trie import Segment
 
 CPU = torch.device("cpu")

@@ -23,10 +23,17 @@ from megarl.ckpt.files import MARKER, check_contents, read_info
 from megarl.ckpt.hf import check_tensors
 from megarl.ckpt.restricted import read_metadata
 from megarl.ckpt.safetensors import DTYPES, SafetensorsDir
-from megarl.models.hf_config import ModelConfig, parse_hf_config, read_hf_config
-from megarl.models.names import checkpoint_keys
+from megarl.models.hf_config import (
+    SEQUENCE,
+    TOKEN,
+    ModelConfig,
+    language_model,
+    parse_hf_config,
+    read_hf_config,
+    value_model,
+)
+from megarl.models.params import checkpoint_keys
 from megarl.models.piece_table import LocalParam, PieceTable, build_piece_table
-from megarl.models.value_model import SEQUENCE, TOKEN, language_model, value_model
 from megarl.parallel.layout import Layout
 from megarl.transfer.gather import export_dtype
 from megarl.wire.buckets import Member

@@ -37,7 +37,7 @@ from megarl.ckpt.convert.source import COMPANIONS, Source, open_dist, open_hf, r
 from megarl.ckpt.dist import complete, describe_model
 from megarl.ckpt.hf import MAX_SHARD_BYTES, write_config, write_sidecars
 from megarl.ckpt.safetensors import main_dtype, plan_shards, shard_header, write_index
-from megarl.models.names import checkpoint_keys
+from megarl.models.params import checkpoint_keys
 from megarl.parallel import mcore  # noqa: F401  before megatron
 from megarl.parallel.layout import Layout
 from megarl.utils.files import clean_up, human, put_in_place, stage

@@ -44,8 +44,7 @@ from megarl.config.loader import load_config, run_dir, save_config
 from megarl.config.recipe_engines import engines, model_path, smallest_world_size
 from megarl.config.recipes import BaseConfig
 from megarl.config.secrets import masked
-from megarl.models.hf_config import check_layout, parse_hf_config
-from megarl.models.value_model import language_model
+from megarl.models.hf_config import check_layout, language_model, parse_hf_config
 from megarl.observability.report.runs import load_run
 from megarl.planning.job import find_shapes
 from megarl.planning.memory import parameters
