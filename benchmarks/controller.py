@@ -111,7 +111,7 @@ def work(way: str, folder: Path, trainers: int) -> None:
 
         def fit(self) -> None:
             step, calls = 0, _counted()
-            while line := self.ctx.on_rank_zero(sys.stdin.readline):
+            while line := self.ctx.ranks.from_zero(sys.stdin.readline):
                 self.session.samples = int(line)
                 before, begun = calls(), time.perf_counter()
                 self.whole_step(step)

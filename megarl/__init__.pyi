@@ -48,7 +48,7 @@ from megarl.launcher.slurm import SlurmScheduler as SlurmScheduler
 from megarl.launcher.workers import make_scheduler as make_scheduler
 from megarl.observability import stats_tracker as stats_tracker
 from megarl.observability.stats_logger import StatsLogger as StatsLogger
-from megarl.parallel.rank_zero import on_rank_zero as on_rank_zero
+from megarl.parallel.ranks import on_rank_zero as on_rank_zero
 from megarl.parallel.worlds import World as World
 from megarl.rollout.chat import ChatWorkflow as ChatWorkflow
 from megarl.rollout.client import RemoteSGLangEngine as RemoteSGLangEngine

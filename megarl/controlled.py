@@ -24,7 +24,7 @@ from megarl.controller.messages import STOP
 from megarl.engine import MegatronEngine
 from megarl.observability import stats_tracker
 from megarl.observability.timeline import Profiler
-from megarl.parallel.rank_zero import RankZero
+from megarl.parallel.ranks import Ranks
 from megarl.rpc.group import Scheduler
 from megarl.trainer.context import TRAINER, ProcessContext, RunContext, Workers
 from megarl.trainer.rollout_metrics import gathered
@@ -90,7 +90,7 @@ class ControllerContext(RunContext):
 
     def join(self) -> None:
         """Joins no process group: this process computes nothing."""
-        self.on_rank_zero = RankZero(self.cfg.collective_timeout)
+        self.ranks = Ranks.of()
 
     def appear(self, kind: str = CONTROLLER, *, first: int = 0, count: int = 0) -> None:
         """Starts the workers, and has all processes be seen."""

@@ -31,7 +31,6 @@ from megarl.api.tokens import (
     from_bytes,
     is_per_token,
     register_comm,
-    row_bytes,
     row_lengths,
 )
 
@@ -306,9 +305,8 @@ class Batch:
         """Returns the `values` [n, ...] of all speakers, one after another; counts: n by speaker.
         Collective."""
         assert self.comm is not None
-        sizes = [counts.get(r, 0) * row_bytes(values) for r in range(self.comm.size)]
         own = values if self.comm.rank in counts else values[:0]
-        raw = self.comm.all_gather(as_bytes(own), sizes)
+        raw = self.comm.all_gather(as_bytes(own), "Batch.gather")
         return from_bytes(torch.cat([raw[r] for r in counts]), values.dtype, values.shape[1:])
 
     def row_sums(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.api.failures import from_every_rank
+from megarl.api.failures import gather
 from megarl.api.tokens import (
     IDS,
     MASK,
@@ -19,7 +19,6 @@ from megarl.api.tokens import (
     as_bytes,
     from_bytes,
     is_per_token,
-    row_bytes,
     row_lengths,
 )
 
@@ -32,15 +31,14 @@ def gather_rows(parts: Sequence[Mapping[str, Tensor]], comm: Comm | None) -> Row
     per-sample fields, go to every rank. Collective."""
     parts = [p for p in parts if p and (IDS not in p or len(p[IDS]))]
     schema, lengths, error = _local_schema(parts)
-    of_ranks = from_every_rank("Batch.from_local", [schema, error], None, comm)
-    schemas, errors = [rank[0] for rank in of_ranks], [rank[1] for rank in of_ranks]
+    own = schema, error
+    schemas, errors = zip(*(gather(own, comm, "Batch.from_local") if comm else [own]))
     whole = _agreed(schemas, errors)
 
     def everyone(values: Tensor) -> list[Tensor]:
         if comm is None:
             return [values]
-        sizes = [s["rows"] * row_bytes(values) for s in schemas]
-        raw = comm.all_gather(as_bytes(values), sizes)
+        raw = comm.all_gather(as_bytes(values), "Batch.from_local")
         return [from_bytes(r, values.dtype, values.shape[1:]) for r in raw]
 
     def local(name: str) -> Tensor:

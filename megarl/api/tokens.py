@@ -21,13 +21,13 @@ MASK, IDS = "attention_mask", "input_ids"
 
 
 class Comm(Protocol):
-    """Defines how a Batch reaches the other ranks. `parallel.exchange` implements it over gloo."""
+    """Defines how a Batch reaches the other ranks. `parallel.ranks` implements it over gloo."""
 
     rank: int
     size: int
 
-    def all_gather(self, data: Tensor, sizes: Sequence[int] | None = None) -> list[Tensor]:
-        """Returns every rank's host tensor of bytes [n]; `sizes` are all ranks' n, if known."""
+    def all_gather(self, data: Tensor, name: str = "all_gather") -> list[Tensor]:
+        """Returns every rank's host tensor of bytes [n]; `name`: of the call, for errors."""
 
 
 _default_comm: Callable[[], Comm | None] | None = None
@@ -47,7 +47,7 @@ def comm_or_default(comm: Comm | None) -> Comm | None:
     elif comm is None and dist.is_initialized() and dist.get_world_size() > 1:
         raise ValueError(
             "a Batch over several ranks needs to know how they talk: import megarl.engine (or "
-            "megarl.parallel.exchange) first, or pass comm="
+            "megarl.parallel.ranks) first, or pass comm="
         )
     return comm if comm is not None and comm.size > 1 else None
 

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.parallel import mcore
-from megarl.parallel.agreement import together
-from megarl.parallel.groups import collective_timeout
+from megarl.parallel.ranks import together
 from megarl.parallel.worlds import PerWorld, thread_inside
+from megarl.utils.env import collective_timeout
 
 _newest: threading.Thread | None = None
 

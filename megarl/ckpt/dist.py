@@ -43,7 +43,7 @@ from megarl.models.hf_config import ModelConfig
 from megarl.models.params import checkpoint_key, checkpoint_keys
 from megarl.models.piece_table import PieceTable
 from megarl.parallel import mcore
-from megarl.parallel.agreement import from_zero, together
+from megarl.parallel.ranks import on_rank_zero, together
 from megarl.parallel.worlds import PerWorld, inside
 from megarl.utils.files import check_room, full_disk_named, put_in_place
 
@@ -270,7 +270,7 @@ def open_checkpoint(path: str | Path, check: Callable[[dict[str, Any]], None]) -
         return marker
 
     marker = together(what, look)
-    wanted = from_zero(marker["id"])
+    wanted = on_rank_zero(lambda: marker["id"])
 
     def compare() -> None:
         if marker["id"] != wanted:

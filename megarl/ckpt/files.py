@@ -23,7 +23,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from megarl.parallel.agreement import from_zero, together
+from megarl.parallel.ranks import Ranks
 from megarl.utils.files import Digest, broken_seal, file_digest, seal, stage
 
 MARKER = "megarl.json"
@@ -42,13 +42,11 @@ def staged(
     a `what`, which has a file `marker`.
     """
 
-    def make() -> Path | None:
-        if dist.get_rank(group) != 0:
-            return None
+    def make() -> Path:
         _check_target(target, what, marker)
         return stage(target)
 
-    staging: Path = from_zero(together(f"saving {target}", make, group), group)
+    staging = Ranks.of(group).from_zero(make)
     with removed_on_failure(staging, group):
         yield staging
 

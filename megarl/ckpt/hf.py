@@ -24,8 +24,8 @@ from megarl.models.families.params import EMBEDDING, OUTPUT
 from megarl.models.params import draw, load_params
 from megarl.models.piece_table import HfTensor, PieceTable
 from megarl.observability.logging import get_logger
-from megarl.parallel.agreement import together
 from megarl.parallel.layout import Layout
+from megarl.parallel.ranks import together
 from megarl.transfer.gather import BucketGatherer, Dtypes
 from megarl.utils.files import put_in_place
 

@@ -18,7 +18,7 @@ from megarl.models.lora import adapter_config, check_adapter_config
 from megarl.models.params import load_params
 from megarl.models.piece_table import HfTensor, PieceTable
 from megarl.parallel import mcore
-from megarl.parallel.agreement import together
+from megarl.parallel.ranks import together
 from megarl.transfer.gather import BucketGatherer, plan_buckets
 from megarl.utils.files import put_in_place
 

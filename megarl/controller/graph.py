@@ -31,8 +31,7 @@ from megarl.controller.group import Pending, WorkerGroup, same
 from megarl.dataflow.graph import COMPUTE, GENERATE, TRAIN_STEP, Call, calls_of, homes
 from megarl.dataflow.mesh import Allocation
 from megarl.observability.timeline import CALLS, timeline
-from megarl.parallel.groups import init_distributed
-from megarl.parallel.worlds import World
+from megarl.parallel.worlds import World, init_distributed
 from megarl.utils.http import in_thread
 
 WEIGHTS = ("params",)

@@ -30,8 +30,7 @@ from megarl.controller.messages import (
     seal,
     unpack,
 )
-from megarl.parallel.groups import init_distributed
-from megarl.parallel.worlds import World
+from megarl.parallel.worlds import World, init_distributed
 from megarl.rpc.errors import RemoteError
 from megarl.rpc.link import Link, Packed
 from megarl.rpc.worker import Worker

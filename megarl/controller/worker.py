@@ -39,7 +39,7 @@ from megarl.controller.messages import (
 from megarl.controller.store import Fetch, Store
 from megarl.observability.timeline import phase
 from megarl.parallel import exchange  # noqa: F401  a Batch of several ranks travels by it
-from megarl.parallel.groups import waiting_for
+from megarl.parallel.worlds import waiting_for
 from megarl.rpc.link import Link, Packed, connect
 from megarl.rpc.worker import on_main_thread
 from megarl.utils import stopping

@@ -18,9 +18,9 @@ from megarl.engine.setup import EngineState
 from megarl.models.hf_config import ModelConfig
 from megarl.models.piece_table import PieceTable, build_piece_table
 from megarl.parallel import mcore
-from megarl.parallel.agreement import together
-from megarl.parallel.groups import model_scope, waiting_for
-from megarl.parallel.worlds import everyone, union_group
+from megarl.parallel.groups import model_scope
+from megarl.parallel.ranks import together
+from megarl.parallel.worlds import everyone, union_group, waiting_for
 from megarl.transfer.reallocate import Reallocator
 
 if TYPE_CHECKING:

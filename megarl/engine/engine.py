@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from megarl.api.batch import Batch, Padded
 from megarl.api.engine import PARTS, LossFn, LossWeightFn, Metrics, PendingSave, TrainEngine
-from megarl.api.failures import on_every_rank
 from megarl.api.records import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from megarl.config.engine import TrainEngineConfig
 from megarl.engine import checkpoint, micro_batch, optimizer, passes
@@ -29,9 +28,16 @@ from megarl.engine.probe import Part, Probe
 from megarl.engine.routing import ROUTED
 from megarl.engine.setup import EngineState, Resolved, build, release, resolve
 from megarl.parallel import cpu_memory, exchange, mcore
-from megarl.parallel.exchange import world_comm
-from megarl.parallel.groups import ProcessGroups, init_distributed, model_scope, waiting_for
-from megarl.parallel.worlds import World, inside, ranks_of, this_rank
+from megarl.parallel.groups import ProcessGroups, model_scope
+from megarl.parallel.ranks import Ranks
+from megarl.parallel.worlds import (
+    World,
+    init_distributed,
+    inside,
+    ranks_of,
+    this_rank,
+    waiting_for,
+)
 from megarl.utils.env import uses_gpus
 from megarl.utils.files import Fingerprint
 from megarl.weight_sync.transports import WeightSender
@@ -101,7 +107,7 @@ class MegatronEngine(TrainEngine):
         if self.is_member:
             with inside(self.world.group if self.world else dist.group.WORLD):
                 self._groups = ProcessGroups(what.layout)
-                world_comm()  # where it has to be made, all ranks make it here
+                Ranks.of()  # all ranks make it here
             with model_scope(self._groups), waiting_for(self._groups, "initialize"):
                 self._built = build(self.config, what, self._groups, self.seed, ft_spec)
                 self._memory = Memory(self._built)
@@ -284,7 +290,8 @@ class MegatronEngine(TrainEngine):
             return aggregate_fn(_by_sequence(result, input_, output_seqlens, post_hook))
 
         with model_scope(self.groups):
-            return on_every_rank("forward: post_hook or aggregate_fn", by_sequence, world_comm())
+            what = "forward: post_hook or aggregate_fn"
+            return Ranks.of().together(by_sequence, what=what)
 
     def probe(self, input_: Padded) -> tuple[Padded, dict[Part, torch.Tensor]]:
         """Returns `forward`'s logprobs of a plain dict of padded tensors, of a model with experts

@@ -38,6 +38,7 @@ from megarl.parallel.packing import (
     plan_tries,
 )
 from megarl.parallel.placement import engine_home, place_rows, units_of
+from megarl.parallel.ranks import Ranks, world_comm
 from megarl.parallel.trie import Bytes, Trie, token_bytes
 
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
@@ -139,8 +140,8 @@ def home_of(state: EngineState, batch: Batch, *, whole_groups: bool = False) -> 
 
 def _check_ranks(batch: Batch) -> None:
     """Raises ValueError unless the batch is of the ranks of the world in scope."""
-    theirs, ours = batch.comm, exchange.world_comm()
-    if theirs is ours or not isinstance(theirs, exchange.WorldComm | None):
+    theirs, ours = batch.comm, world_comm()
+    if theirs is ours or not isinstance(theirs, Ranks | None):
         return
     named = [f"ranks {list(c.ranks)}" if c else "one rank alone" for c in (theirs, ours)]
     raise ValueError(

@@ -24,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megarl.api.batch import Batch, Padded
 from megarl.api.engine import LossFn, LossWeightFn, Metrics, NoGradient
-from megarl.api.failures import attempt, from_every_rank
+from megarl.api.failures import attempt
 from megarl.engine import micro_batch
 from megarl.engine.input_check import Request, check_input
 from megarl.engine.lm_head import output_widths
@@ -38,6 +38,7 @@ from megarl.parallel import exchange, mcore
 from megarl.parallel.groups import ProcessGroups
 from megarl.parallel.packing import unpack
 from megarl.parallel.pipeline_shapes import known_shapes
+from megarl.parallel.ranks import Ranks
 from megarl.parallel.vocab_parallel import GIVEN, TOP_IDS
 
 from megatron.core import parallel_state as ps  # isort: skip
@@ -262,14 +263,16 @@ def _reduce_sums(job: Job) -> dict[str, tuple[float, float]]:
 
     Numbers are added in rank order, in fp64.
     """
-    own, error = attempt(_add_up, job.sums if _speaks(job.state.groups) else [])
-    error, job.error = job.error or error, None  # an error holds the frames that hold the job
-    try:
-        of_rank = from_every_rank("loss_fn", own, error, exchange.world_comm())
-    finally:
-        del error
+    errors, job.error = [job.error] if job.error else [], None  # it holds frames that hold the job
+
+    def own_sums() -> dict[str, tuple[float, float]]:
+        if errors:
+            raise errors.pop()
+        return _add_up(job.sums if _speaks(job.state.groups) else [])
+
+    ranks = Ranks.of()
     total: dict[str, tuple[float, float]] = {}
-    for sums in of_rank:
+    for sums in ranks.gather(ranks.together(own_sums, what="loss_fn"), "loss_fn"):
         _accumulate(total, sums)
     return total
 

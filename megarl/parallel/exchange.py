@@ -12,66 +12,18 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.api.batch import Batch, Home, Tokens, register_comm
-from megarl.parallel.groups import collective_timeout, waiting_for
-from megarl.parallel.worlds import PerWorld, ranks_of
+from megarl.api.batch import Batch, Home, Tokens
+from megarl.parallel.ranks import Ranks
+from megarl.parallel.worlds import waiting_for
 
 CHUNK = 16 << 20  # bytes of a message, unless a row alone is longer
 IN_FLIGHT = 2  # sends, and receives, that a rank has begun and not yet ended
-
-
-class WorldComm:
-    """Implements api.batch's Comm over all ranks of the world in scope, by gloo, whatever the
-    devices are."""
-
-    def __init__(self) -> None:
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.ranks = ranks_of(dist.group.WORLD)  # of all ranks
-        self.group: Any = dist.group.WORLD
-        if dist.get_backend() != "gloo":
-            bound = timedelta(seconds=collective_timeout())
-            self.group = dist.new_group(backend="gloo", timeout=bound)
-
-    def all_gather(self, data: Tensor, sizes: Sequence[int] | None = None) -> list[Tensor]:
-        """Returns every rank's bytes [n]. Collective."""
-        with waiting_for(None, "Batch: telling all ranks"):
-            return self._all_gather(data, sizes)
-
-    def _all_gather(self, data: Tensor, sizes: Sequence[int] | None) -> list[Tensor]:
-        if sizes is None:
-            counts = [torch.zeros(1, dtype=torch.long) for _ in range(self.size)]
-            dist.all_gather(counts, torch.tensor([len(data)]), group=self.group)
-            sizes = [int(n) for n in counts]
-        assert sizes[self.rank] == len(data)
-        longest = max(sizes)
-        if not longest:
-            return [data[:0]] * self.size
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: len(data)] = data
-        found = [torch.empty_like(padded) for _ in range(self.size)]
-        dist.all_gather(found, padded, group=self.group)
-        return [raw[:n] for raw, n in zip(found, sizes, strict=True)]
-
-
-_comms = PerWorld(WorldComm)
-
-
-def world_comm() -> WorldComm | None:
-    """Returns the Comm of all processes of the world in scope, None where there is one process. On
-    GPUs the first call is a collective: it makes a group for host memory."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return None
-    return _comms.get()
-
-
-register_comm(world_comm)
 
 
 # ---- who sends what to whom ----------------------------------------------------------------------
@@ -247,7 +199,7 @@ class _Mover:
         had: Tensor,
         target: Tokens,
         wanted: Tensor,
-        comm: WorldComm,
+        comm: Ranks,
         buffers: list[Tensor],
     ) -> None:
         self.source, self.had, self.target, self.wanted = source, had, target, wanted

@@ -10,98 +10,24 @@ also enters the engine's world (worlds.py).
 from __future__ import annotations
 
 import math
-import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from megarl.api.failures import OtherRankFailed
-from megarl.parallel import mcore
+from megarl.parallel import mcore  # noqa: F401  before megatron
 from megarl.parallel.layout import Coords, Layout
-from megarl.parallel.worlds import PerWorld, inside, this_rank
-from megarl.utils.env import CONTROLS, collective_timeout, set_collective_timeout, set_nccl_default
-from megarl.utils.http import split_address
-from megarl.utils.rendezvous import meet
+from megarl.parallel.worlds import PerWorld, barrier, comm_backend, inside
+from megarl.utils.env import collective_timeout
 
 from megatron.core import parallel_state as ps  # isort: skip
 from megatron.core.tensor_parallel import random as mcore_random  # isort: skip
 
 _RNG_GLOBALS = ("_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED")
-
-
-def init_distributed(addr: str | None = None, *, timeout: float | None = None) -> None:
-    """Starts torch.distributed once: from torchrun's environment, else as a world of one.
-
-    `addr` ("host:port") replaces MASTER_ADDR and MASTER_PORT. `timeout`, in seconds (default: that
-    of a script's configuration, else 1800), bounds every collective of the world and of the
-    layouts' groups. Raises ValueError where torchrun's environment is incomplete, and in a
-    controller, whose workers are the world.
-    """
-    set_nccl_default(os.environ)  # for scripts that torchrun starts without megarl.run
-    if mcore.on_cuda():
-        # a scheduler may have each process see its own device alone
-        seen = torch.cuda.device_count()
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) if seen > 1 else 0)
-    if dist.is_initialized():
-        return
-    set_collective_timeout(timeout or collective_timeout())
-    rank, world_size = 0, 1
-    store: dist.Store = dist.HashStore()
-    if "WORLD_SIZE" in os.environ:
-        host, port, rank, world_size = _place_in_world(addr)
-        store = meet(host, port, rank=rank, world_size=world_size, timeout=collective_timeout())
-    elif CONTROLS in os.environ:
-        raise ValueError(
-            "trainer.mode=controller: this process starts the trainers and is none itself; "
-            "wrap the role in megarl.TrainController(role, config, scheduler), or leave "
-            "trainer.mode=spmd, where every trainer runs the script"
-        )
-    dist.init_process_group(
-        mcore.comm_backend(),
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=collective_timeout()),
-    )
-
-
-def _place_in_world(addr: str | None) -> tuple[str, int, int, int]:
-    """Returns host and port where the ranks meet, this rank and the number of ranks, of torchrun's
-    environment. Raises ValueError where it is incomplete."""
-    missing = [k for k in ("RANK", "WORLD_SIZE") if k not in os.environ]
-    if addr is None:
-        missing += [k for k in ("MASTER_ADDR", "MASTER_PORT") if k not in os.environ]
-    if missing:
-        raise ValueError(
-            f"WORLD_SIZE is set but {', '.join(missing)} is not: start the processes with torchrun"
-        )
-    host, port = split_address(addr or "{MASTER_ADDR}:{MASTER_PORT}".format(**os.environ))
-    return host, port, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-
-
-def shutdown_distributed(*, failed: bool = False) -> None:
-    """Ends torch.distributed in an orderly way, all ranks together.
-
-    With `failed` it waits for nobody: the other ranks may be stuck in a collective, and the process
-    is about to exit with the error.
-    """
-    if dist.is_initialized() and not failed:
-        with waiting_for(None, "the end of the run"):
-            _barrier()
-        dist.destroy_process_group()
-
-
-def _barrier() -> None:
-    """Waits for all ranks of the world. On GPUs the device is named, else NCCL guesses it."""
-    on_gpu = mcore.comm_backend() == "nccl"
-    dist.barrier(device_ids=[torch.cuda.current_device()] if on_gpu else None)
 
 
 def _is_state(name: str) -> bool:
@@ -148,7 +74,7 @@ def _create(layout: Layout) -> _Groups:
     """Makes megatron-core's groups for `layout`. Collective over the world."""
     outer = _read_parallel_state()
     _write(ps, _BLANK_STATE)
-    on_gloo = mcore.comm_backend() == "gloo"
+    on_gloo = comm_backend() == "gloo"
     try:
         ps.initialize_model_parallel(
             tensor_model_parallel_size=layout.tp,
@@ -167,7 +93,7 @@ def _create(layout: Layout) -> _Groups:
     finally:
         _write(ps, outer)
     if not on_gloo:  # makes NCCL's communicator of the world, so that messages of some ranks can
-        _barrier()  # go over it (see BucketGatherer)
+        barrier()  # go over it (see BucketGatherer)
     owned = [g for g in state.get("_global_process_group_list") or [] if g is not None]
     for group in owned:  # to the second
         c10d._set_pg_timeout(timedelta(seconds=collective_timeout()), group)
@@ -213,7 +139,7 @@ class ProcessGroups:
     def barrier(self) -> None:
         """Waits for all ranks of the world. Collective."""
         with inside(self.world):
-            _barrier()
+            barrier()
 
     def release(self) -> None:
         """Gives the groups back; a layout's last user destroys them. Collective over the world."""
@@ -252,27 +178,3 @@ def model_scope(groups: ProcessGroups) -> Iterator[None]:
             groups._state, groups._rng = _read_parallel_state(), _read_rng()
             _write(ps, outer_state)
             _write(mcore_random, outer_rng)
-
-
-# how gloo begins its report of a timeout or of a peer that died
-_LOST_PEER = re.compile(r"\[\S*gloo\S*\]|Application timeout caused pair closure")
-
-
-@contextmanager
-def waiting_for(groups: ProcessGroups | None, what: str) -> Iterator[None]:
-    """Names the rank and what it was doing when a collective inside times out or loses a peer, in a
-    RuntimeError.
-
-    gloo raises in the waiting thread. NCCL's watchdog ends the process with its own dump instead.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if not isinstance(error, dist.DistError) and not _LOST_PEER.match(str(error)):
-            raise
-        where = f" ({groups.coords})" if groups else ""
-        raise OtherRankFailed(
-            f"rank {this_rank()}{where} gave up waiting for other ranks in {what}: one of them "
-            f"ended, or did not come within collective_timeout={collective_timeout():g} s; look at "
-            f"the other ranks' logs for the first error. Cause: {error}"
-        ) from error

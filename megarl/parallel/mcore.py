@@ -8,41 +8,17 @@ megatron-core differ here and in the backend's numbered patches, and nowhere els
 from __future__ import annotations
 
 import logging
-import os
 import warnings
 from functools import partial
 
-import torch
-
 from megarl.parallel import cpu_backend, deep_ep
+from megarl.parallel.worlds import comm_backend, device, on_cuda
 
+__all__ = ["comm_backend", "device", "on_cuda"]
 
-def on_cuda() -> bool:
-    """Returns whether the engine runs on GPUs. MEGARL_DEVICE=cpu says no even where there are some.
-    Raises ValueError for another value of it, or for "cuda" where torch sees no GPU."""
-    choice = os.environ.get("MEGARL_DEVICE", "")
-    if choice not in ("", "cpu", "cuda"):
-        raise ValueError(f"MEGARL_DEVICE={choice!r}: use 'cpu' or 'cuda', or leave it unset")
-    if choice == "cuda" and not torch.cuda.is_available():
-        raise ValueError("MEGARL_DEVICE=cuda, but torch sees no CUDA device")
-    return choice != "cpu" and torch.cuda.is_available()
-
-
-_ON_CUDA = on_cuda()
 deep_ep.make_importable()
-if not _ON_CUDA:
+if not on_cuda():
     cpu_backend.install()
-
-
-def device() -> torch.device:
-    """Returns this rank's device: the current CUDA device (set from LOCAL_RANK), or the CPU."""
-    return torch.device("cuda", torch.cuda.current_device()) if _ON_CUDA else torch.device("cpu")
-
-
-def comm_backend() -> str:
-    """Returns torch.distributed's backend for the device: "nccl" on GPUs, "gloo" on the CPU."""
-    return "nccl" if _ON_CUDA else "gloo"
-
 
 # what megatron-core says about choices that are right here, once per rank and engine
 for _message in (
@@ -52,7 +28,7 @@ for _message in (
     r"`torch\.distributed\.\w+` is deprecated. Please use `torch\.distributed\.\w+_single`",
 ):
     warnings.filterwarnings("ignore", message=_message)
-if not _ON_CUDA:
+if not on_cuda():
     warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS")
 
 
@@ -76,5 +52,5 @@ with warnings.catch_warnings():
     import megatron.core.optimizer
     import megatron.core.transformer.moe.token_dispatcher  # noqa: F401
 
-if _ON_CUDA:
+if on_cuda():
     cpu_backend.install_everywhere()

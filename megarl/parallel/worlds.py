@@ -1,4 +1,5 @@
-"""Makes worlds: process groups of a part of the ranks, which are all that an engine there knows of.
+"""Starts torch.distributed, and makes worlds: process groups of a part of the ranks, which are all
+that an engine there knows of.
 
 Much code, megatron-core's and torch's own among it, takes torch's default process group for all
 ranks that matter. So a device mesh has a process group of its own, with ranks from 0, and `inside`
@@ -12,17 +13,120 @@ What is remembered of a group or a rank is kept for each world: `PerWorld`.
 
 from __future__ import annotations
 
+import os
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Generic, TypeVar
+from datetime import timedelta
+from functools import cache
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from megarl.api.failures import OtherRankFailed
+from megarl.utils.env import CONTROLS, collective_timeout, set_collective_timeout, set_nccl_default
+from megarl.utils.http import split_address
+from megarl.utils.rendezvous import meet
 from megarl.wire.process_group import join_group
 
+if TYPE_CHECKING:
+    from megarl.parallel.groups import ProcessGroups
+
 T = TypeVar("T")
+
+
+@cache
+def on_cuda() -> bool:
+    """Returns whether the engine runs on GPUs. MEGARL_DEVICE=cpu says no even where there are some.
+    Raises ValueError for another value of it, or for "cuda" where torch sees no GPU."""
+    choice = os.environ.get("MEGARL_DEVICE", "")
+    if choice not in ("", "cpu", "cuda"):
+        raise ValueError(f"MEGARL_DEVICE={choice!r}: use 'cpu' or 'cuda', or leave it unset")
+    if choice == "cuda" and not torch.cuda.is_available():
+        raise ValueError("MEGARL_DEVICE=cuda, but torch sees no CUDA device")
+    return choice != "cpu" and torch.cuda.is_available()
+
+
+def device() -> torch.device:
+    """Returns this rank's device: the current CUDA device (set from LOCAL_RANK), or the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if on_cuda() else torch.device("cpu")
+
+
+def comm_backend() -> str:
+    """Returns torch.distributed's backend for the device: "nccl" on GPUs, "gloo" on the CPU."""
+    return "nccl" if on_cuda() else "gloo"
+
+
+def init_distributed(addr: str | None = None, *, timeout: float | None = None) -> None:
+    """Starts torch.distributed once: from torchrun's environment, else as a world of one.
+
+    `addr` ("host:port") replaces MASTER_ADDR and MASTER_PORT. `timeout`, in seconds (default: that
+    of a script's configuration, else 1800), bounds every collective of the world and of the
+    layouts' groups. Raises ValueError where torchrun's environment is incomplete, and in a
+    controller, whose workers are the world.
+    """
+    set_nccl_default(os.environ)  # for scripts that torchrun starts without megarl.run
+    if on_cuda():
+        # a scheduler may have each process see its own device alone
+        seen = torch.cuda.device_count()
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) if seen > 1 else 0)
+    if dist.is_initialized():
+        return
+    set_collective_timeout(timeout or collective_timeout())
+    rank, world_size = 0, 1
+    store: dist.Store = dist.HashStore()
+    if "WORLD_SIZE" in os.environ:
+        host, port, rank, world_size = _place_in_world(addr)
+        store = meet(host, port, rank=rank, world_size=world_size, timeout=collective_timeout())
+    elif CONTROLS in os.environ:
+        raise ValueError(
+            "trainer.mode=controller: this process starts the trainers and is none itself; "
+            "wrap the role in megarl.TrainController(role, config, scheduler), or leave "
+            "trainer.mode=spmd, where every trainer runs the script"
+        )
+    dist.init_process_group(
+        comm_backend(),
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=collective_timeout()),
+    )
+
+
+def _place_in_world(addr: str | None) -> tuple[str, int, int, int]:
+    """Returns host and port where the ranks meet, this rank and the number of ranks, of torchrun's
+    environment. Raises ValueError where it is incomplete."""
+    missing = [k for k in ("RANK", "WORLD_SIZE") if k not in os.environ]
+    if addr is None:
+        missing += [k for k in ("MASTER_ADDR", "MASTER_PORT") if k not in os.environ]
+    if missing:
+        raise ValueError(
+            f"WORLD_SIZE is set but {', '.join(missing)} is not: start the processes with torchrun"
+        )
+    host, port = split_address(addr or "{MASTER_ADDR}:{MASTER_PORT}".format(**os.environ))
+    return host, port, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def shutdown_distributed(*, failed: bool = False) -> None:
+    """Ends torch.distributed in an orderly way, all ranks together.
+
+    With `failed` it waits for nobody: the other ranks may be stuck in a collective, and the process
+    is about to exit with the error.
+    """
+    if dist.is_initialized() and not failed:
+        with waiting_for(None, "the end of the run"):
+            barrier()
+        dist.destroy_process_group()
+
+
+def barrier() -> None:
+    """Waits for all ranks of the world. On GPUs the device is named, else NCCL guesses it."""
+    on_gpu = comm_backend() == "nccl"
+    dist.barrier(device_ids=[torch.cuda.current_device()] if on_gpu else None)
+
 
 # torch names groups by a count. A name is in use once in a process, so each world counts from its
 # own start.
@@ -54,6 +158,12 @@ _made = 0
 def everyone() -> Any:
     """Returns the process group of all ranks, whatever scopes are entered."""
     return _outer[0] if _outer else c10d._get_default_group()
+
+
+def meeting_store() -> dist.Store:
+    """Returns the store at which all ranks met."""
+    store: dist.Store = c10d._world.pg_map[everyone()][1]
+    return store
 
 
 @contextmanager
@@ -124,8 +234,6 @@ class World:
             raise ValueError(
                 f"rank {this_rank()}: make worlds outside of every scope, on all ranks"
             )
-        from megarl.parallel.groups import init_distributed  # which imports this module
-
         init_distributed()
         size = dist.get_world_size()
         wrong = [r for r in ranks if not 0 <= r < size]
@@ -209,7 +317,7 @@ def union_group(ranks: Sequence[int]) -> Any:
         groups = _unions.get()
         if tuple(ranks) not in groups:
             groups[tuple(ranks)] = join_group(
-                c10d._get_default_store(),
+                meeting_store(),
                 rank=list(ranks).index(dist.get_rank()),
                 world_size=len(ranks),
                 group_name="megarl_union_" + "_".join(map(str, ranks)),
@@ -221,3 +329,27 @@ def union_group(ranks: Sequence[int]) -> Any:
 
 def _timeout(group: Any) -> Any:
     return group._get_backend(group._device_types[0]).options._timeout
+
+
+# how gloo begins its report of a timeout or of a peer that died
+_LOST_PEER = re.compile(r"\[\S*gloo\S*\]|Application timeout caused pair closure")
+
+
+@contextmanager
+def waiting_for(groups: ProcessGroups | None, what: str) -> Iterator[None]:
+    """Names the rank and what it was doing when a collective inside times out or loses a peer, in a
+    RuntimeError.
+
+    gloo raises in the waiting thread. NCCL's watchdog ends the process with its own dump instead.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and not _LOST_PEER.match(str(error)):
+            raise
+        where = f" ({groups.coords})" if groups else ""
+        raise OtherRankFailed(
+            f"rank {this_rank()}{where} gave up waiting for other ranks in {what}: one of them "
+            f"ended, or did not come within collective_timeout={collective_timeout():g} s; look at "
+            f"the other ranks' logs for the first error. Cause: {error}"
+        ) from error

@@ -19,13 +19,12 @@ from megarl.config.recipe_engines import server_addresses
 from megarl.config.recipes import GRPOConfig
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig, WeightSyncConfig
 from megarl.config.script import CLIENT_KEYS, note_read
-from megarl.parallel import exchange  # noqa: F401  a Batch of several ranks travels by it
-from megarl.parallel.rank_zero import (
-    RankZero,
+from megarl.parallel.ranks import Ranks
+from megarl.rollout.all_ranks import (
     SharedArrival,
     check_same_data,
     check_same_rows,
-    driver_of_world,
+    ranks_of_client,
 )
 from megarl.rollout.episode import has_signal
 from megarl.rollout.episode_context import EpisodeContext, current_episode
@@ -80,7 +79,7 @@ class RemoteSGLangEngine(InferenceEngine):
         self._updated: int | None = None  # the last version that update_weights saw arrive
         self._no_episode = EpisodeContext()  # of requests outside of any, with the weights of now
         self.routes: RouteShape | None = None
-        self._zero: RankZero | None = None  # while it is open
+        self._ranks: Ranks | None = None  # while it is open
         self._loader: object = None  # the dataloader that all ranks were found to share
         self._close()
 
@@ -136,18 +135,18 @@ class RemoteSGLangEngine(InferenceEngine):
         episode begins that none of its steps can use. Raises RuntimeError naming servers that are
         not well.
         """
-        assert self._zero is None, "initialize() was called twice"
+        assert self._ranks is None, "initialize() was called twice"
         if addr:
             listed = addr.split(",") if isinstance(addr, str) else addr
             addresses = [a.strip() for a in listed if a.strip()]
             self.config = replace(self.config, addresses=addresses)
-        self._zero = driver_of_world(self.config, self._sync, start_timeout=self.start_timeout)
+        self._ranks = ranks_of_client(self.config, self._sync, start_timeout=self.start_timeout)
         try:
-            addresses = self._zero(self._connect, ft_spec)
+            addresses = self._ranks.from_zero(self._connect, ft_spec)
         except BaseException:
             self.destroy()
             raise
-        if not self._zero.is_zero:
+        if not self._ranks.is_zero:
             self.config = replace(self.config, addresses=addresses)
 
     def _connect(self, ft_spec: FinetuneSpec | None) -> list[str]:
@@ -201,9 +200,9 @@ class RemoteSGLangEngine(InferenceEngine):
     def destroy(self) -> None:
         """Cancels episodes in flight, resumes servers that are paused, closes connections, ends the
         thread. Every rank calls it, none waits for another. May be called twice."""
-        zero, self._zero = self._zero, None
-        if zero is not None:
-            zero.close()
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None:
+            ranks.close()
         self.disconnect()
 
     def opened(self) -> Connection:
@@ -231,11 +230,11 @@ class RemoteSGLangEngine(InferenceEngine):
     @property
     def drives(self) -> bool:
         """Returns whether this process is the driver: rank 0, or the only process."""
-        return self._zero is None or self._zero.is_zero
+        return self._ranks is None or self._ranks.is_zero
 
     def on_driver(self, fn: Callable[..., T], *args: Any) -> T:
         """Returns `fn(*args)` of the driver, or raises its error, on every rank. Collective."""
-        return self._everyone()(fn, *args)
+        return self._everyone().from_zero(fn, *args)
 
     def share(self, fn: Callable[..., Sequence[Padded]], *args: Any) -> Batch:
         """Returns the batch of the padded samples that `fn(*args)` returns on the driver, whose
@@ -247,13 +246,13 @@ class RemoteSGLangEngine(InferenceEngine):
         def bring() -> None:
             samples.extend(fn(*args))
 
-        self._everyone()(bring)
+        self._everyone().from_zero(bring)
         return Batch.from_local(samples)
 
-    def _everyone(self) -> RankZero:
-        if self._zero is None:
+    def _everyone(self) -> Ranks:
+        if self._ranks is None:
             raise RuntimeError("the rollout client is not open: call initialize() on every rank")
-        return self._zero
+        return self._ranks
 
     # worker processes (rollout.workers)
 
@@ -266,7 +265,7 @@ class RemoteSGLangEngine(InferenceEngine):
             gateway = gateway | {"port": port + 1 + index}
         twin = copy.copy(self)
         twin._close()
-        twin._zero = twin._loader = None
+        twin._ranks = twin._loader = None
         twin.config = replace(
             self.config, workers=0, addresses=addresses, addresses_file="", gateway=gateway
         )
@@ -378,16 +377,16 @@ class RemoteSGLangEngine(InferenceEngine):
         once every server reports `meta.version` (None: the one after the client's), which then is
         the client's too. Every rank calls this, and `result()`. Raises ValueError for a version
         that is not above the last."""
-        zero = self._everyone()
+        ranks = self._everyone()
         meta = meta.settled(self._version, self._updated)
-        if zero.is_zero:
+        if ranks.is_zero:
             arrival = self.opened().loop.submit(self._await_version(meta))
         else:
             arrival = Future[None]()
             arrival.set_result(None)
-        if zero.size == 1:
+        if ranks.size == 1:
             return arrival
-        return SharedArrival(zero, arrival, partial(self._arrived, meta))
+        return SharedArrival(ranks, arrival, partial(self._arrived, meta))
 
     async def _await_version(self, meta: WeightUpdateMeta) -> None:
         await self.opened().pool.wait_for_version(meta)

@@ -28,8 +28,8 @@ from megarl.observability import stats_tracker
 from megarl.observability.logging import get_logger
 from megarl.observability.stats_logger import StatsLogger
 from megarl.observability.timeline import Presence, Profiler, timeline
-from megarl.parallel.groups import init_distributed, shutdown_distributed
-from megarl.parallel.rank_zero import RankZero
+from megarl.parallel.ranks import Ranks
+from megarl.parallel.worlds import init_distributed, shutdown_distributed
 from megarl.trainer.rollout_metrics import gathered
 from megarl.trainer.run_dir import claim, newest_checkpoint
 from megarl.utils import stopping
@@ -70,8 +70,7 @@ HERE = Workers()
 
 class ProcessContext:
     """Holds what surrounds the work of one process of a run: process group, run directory,
-    tokenizer, what others see of it. `on_rank_zero` runs a function on rank 0 and answers on every
-    rank of the process's world."""
+    tokenizer, what others see of it. `ranks` are those of the process's world."""
 
     def __init__(self, cfg: BaseConfig, *, model_path: str) -> None:
         self.cfg, self.model_path = cfg, model_path
@@ -83,13 +82,13 @@ class ProcessContext:
         """Joins the process group of the world. Collective."""
         init_distributed(timeout=self.cfg.collective_timeout)
         torch.manual_seed(self.cfg.seed)
-        self.on_rank_zero = RankZero(self.cfg.collective_timeout)
+        self.ranks = Ranks.of()
 
     def appear(self, kind: str = TRAINER, *, first: int = 0, count: int = 0) -> None:
         """Has `megarl status`, `megarl trace` and the profiler see this process from now on, of
         `count` (0: of those that train). `first` is the number of the first process of its kind.
         """
-        rank, cfg = self.on_rank_zero.rank, self.cfg
+        rank, cfg = self.ranks.rank, self.cfg
         number = first + rank
         timeline.open(self.run_dir, number)
 
@@ -123,12 +122,12 @@ class ProcessContext:
     @property
     def is_zero(self) -> bool:
         """Returns whether this is rank 0."""
-        return self.on_rank_zero.is_zero
+        return self.ranks.is_zero
 
     @property
     def world_size(self) -> int:
         """Returns the number of processes that train."""
-        return self.on_rank_zero.size
+        return self.ranks.size
 
 
 class RunContext(ProcessContext):
@@ -148,9 +147,9 @@ class RunContext(ProcessContext):
 
     def __enter__(self) -> RunContext:
         self.join()
-        self.on_rank_zero(self._claim)
+        self.ranks.from_zero(self._claim)
         self.appear()
-        self.resumed = newest_checkpoint(self.cfg, self.on_rank_zero, self.find_damage)
+        self.resumed = newest_checkpoint(self.cfg, self.ranks.from_zero, self.find_damage)
         self.start = self.clock() - (self.resumed.info["elapsed_s"] if self.resumed else 0.0)
         if self.is_zero:
             from_step = self.resumed.step if self.resumed else None
@@ -187,7 +186,7 @@ class RunContext(ProcessContext):
 
     def clock(self) -> float:
         """Returns the seconds of rank 0's monotonic clock, the same on every rank. Collective."""
-        return self.on_rank_zero(time.monotonic)
+        return self.ranks.from_zero(time.monotonic)
 
     def elapsed(self) -> float:
         """Returns the run's seconds, without those between a checkpoint and the start that
@@ -197,12 +196,12 @@ class RunContext(ProcessContext):
     def wish_to_stop(self) -> bool:
         """Returns whether a signal asks any rank to stop, the same on every rank. Collective, at
         the end of a step: signals reach the ranks at different moments."""
-        return self.on_rank_zero.highest(stopping.wish()) > 0
+        return max(self.ranks.gather(stopping.wish())) > 0
 
     def stop(self, saved: Path | None, step: int) -> None:
         """Logs after which step a signal ends the run and where its checkpoint is, and makes the
         signal the run's exit status. Collective."""
-        stopping.honour(self.on_rank_zero.highest(stopping.wish()))
+        stopping.honour(max(self.ranks.gather(stopping.wish())))
         resumable = f"the same command goes on from {saved}" if saved else "no checkpoint was made"
         log.warning("stopped by a signal after step %d: %s", step, resumable)
 
@@ -218,7 +217,7 @@ class RunContext(ProcessContext):
         where there is no room for them."""
         if self._presence is not None:
             self._presence.total_steps = total_steps
-        self.on_rank_zero(self._log_stats, step, stats, total_steps, completions)
+        self.ranks.from_zero(self._log_stats, step, stats, total_steps, completions)
 
     def _log_stats(
         self,

@@ -30,7 +30,7 @@ from megarl.data.tokenizer import run_tokenizer
 from megarl.observability.intervals import Estimate, mean_ci
 from megarl.observability.run_log import EVAL_REWARDS_FILE, RunLog
 from megarl.observability.stats_tracker import record_timing
-from megarl.parallel.rank_zero import on_rank_zero
+from megarl.parallel.ranks import on_rank_zero
 from megarl.rollout.chat import MixedWorkflow
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.rollout.executor import RolloutExecutor

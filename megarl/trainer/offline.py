@@ -260,7 +260,7 @@ class Generation:
             self._held_out = HeldOut.for_run(cfg, ctx.tokenizer, self._pool, trained=data)
 
         try:
-            ctx.on_rank_zero(read)
+            ctx.ranks.from_zero(read)
             self._client.initialize()
         except BaseException:
             self.close()

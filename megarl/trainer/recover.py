@@ -104,7 +104,7 @@ class Recovery:
         newest = self._ctx.resumed
         if newest is None:
             return 0
-        saved: State = self._ctx.on_rank_zero(read_state, newest)
+        saved: State = self._ctx.ranks.from_zero(read_state, newest)
         for name, model in self._models.items():
             if name in newest.info["models"]:  # a reference may have been frozen until now
                 model.load(_engine_meta(newest.path, name))
@@ -161,7 +161,7 @@ class Recovery:
     def _begin(self, state: Callable[[], State], step: int, epoch: int) -> None:
         """Begins a checkpoint of all as it is now; the engines' files may be written later."""
         target, self._newest = self._path(step), step
-        staging = self._ctx.on_rank_zero(stage, target)
+        staging = self._ctx.ranks.from_zero(stage, target)
         saves = [
             model.begin_save(_engine_meta(staging, name)) for name, model in self._models.items()
         ]
@@ -172,7 +172,7 @@ class Recovery:
             "version": self._first.get_version(),
             "elapsed_s": self._ctx.elapsed(),
         }
-        info[CHECKSUM] = self._ctx.on_rank_zero(self._write_own, target, staging, clocks, state)
+        info[CHECKSUM] = self._ctx.ranks.from_zero(self._write_own, target, staging, clocks, state)
         self._pending = _Pending(target=target, staging=staging, info=info, saves=saves)
 
     def _write_own(
@@ -190,7 +190,7 @@ class Recovery:
         self._pending = None
         for save in pending.saves:
             save.finish()
-        self._ctx.on_rank_zero(self._complete, pending)
+        self._ctx.ranks.from_zero(self._complete, pending)
         log.info("checkpoint %s", pending.target)
 
     def _complete(self, pending: _Pending) -> None:
@@ -218,7 +218,7 @@ class Recovery:
             )
             return False
         log.info("%s", ended_line(run, newest.step, total))
-        if not self._ctx.on_rank_zero(is_newer, saver.final, newest.path / MARKER):
+        if not self._ctx.ranks.from_zero(is_newer, saver.final, newest.path / MARKER):
             saver.save_final()
         return True
 

@@ -6,6 +6,7 @@ but fingerprints, which `megarl replay` compares with the earlier run's.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from megarl.config.errors import ConfigError
 from megarl.config.recipes import GRPOConfig
 from megarl.config.run import TRAIN, EpisodesConfig, ReplayConfig, batch_path, recorded_steps
 from megarl.observability.logging import get_logger
-from megarl.parallel.rank_zero import RankZero
 from megarl.trainer.rl import RLTrainer
 from megarl.trainer.session import RolloutSession
 from megarl.trainer.step_recorder import read_batch
@@ -47,7 +47,7 @@ class Replaying(RLTrainer):
         """Returns a session that hands out recorded batches, unless rollouts are replayed."""
         if self.replay.what != TRAIN:
             return super().make_session()
-        return RecordedSession(self.cfg, Path(self.replay.run), self.ctx.on_rank_zero)
+        return RecordedSession(self.cfg, Path(self.replay.run), self.ctx.ranks.from_zero)
 
     def make_publisher(self) -> WeightPublisher:
         """Returns a publisher that publishes nothing, unless rollouts are replayed."""
@@ -73,13 +73,13 @@ class RecordedSession(RolloutSession):
     """Hands out the batches that an earlier run recorded; needs neither data nor servers. Every
     rank makes one."""
 
-    def __init__(self, cfg: GRPOConfig, run: Path, on_rank_zero: RankZero) -> None:
+    def __init__(self, cfg: GRPOConfig, run: Path, from_zero: Callable[..., Any]) -> None:
         """Reads how long the data set was. Raises ConfigError where no batch was recorded."""
-        self._run, self._on_rank_zero = run, on_rank_zero
+        self._run, self._from_zero = run, from_zero
         self._episodes = EpisodesConfig(**cfg.episodes)
         self.client: Any = _NoClient()
         self.driver = self.step_recorder = None
-        self.dataset_size = on_rank_zero(_dataset_size, run)
+        self.dataset_size = from_zero(_dataset_size, run)
 
     def start(self) -> None:
         """Does nothing: there are no servers."""
@@ -94,7 +94,7 @@ class RecordedSession(RolloutSession):
         def read_recorded_batch() -> None:
             rows.extend(read_batch(path)[0])
 
-        self._on_rank_zero(read_recorded_batch)
+        self._from_zero(read_recorded_batch)
         batch = Batch.from_local(rows)
         self.step_recorder.handed_out(batch)
         return batch

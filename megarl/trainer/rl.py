@@ -111,7 +111,7 @@ class RLTrainer(Trainer):
     def make_session(self) -> RolloutSession:
         """Returns what generates the batches. Collective."""
         rollout = self.ctx.rollout
-        return RolloutSession(self.cfg, rollout.tokenizer, self.ctx.on_rank_zero, rollout)
+        return RolloutSession(self.cfg, rollout.tokenizer, rollout)
 
     def make_publisher(self) -> WeightPublisher:
         """Returns what brings the actor's weights to the servers."""
@@ -333,7 +333,7 @@ class DistillTrainer(RLTrainer):
 
     def _servers(self) -> ServerTeacher:
         teacher, actor = self.cfg.teacher, self.cfg.actor
-        self.ctx.on_rank_zero(lambda: check_teacher_servers(self.cfg))
+        self.ctx.ranks.from_zero(lambda: check_teacher_servers(self.cfg))
         return self.ctx.trainers.make(
             ServerTeacher,
             teacher.addresses,

@@ -45,7 +45,7 @@ LOCK_FILE = ".lock"
 LOCK_TIMEOUT = 60.0  # seconds; the processes of a run that was killed may take a while to end
 LOCK_POLL = 2.0
 
-Zero = Callable[..., Any]  # a RankZero: calls a function on rank 0, and answers on every rank
+Zero = Callable[..., Any]  # Ranks.from_zero: a function's result on rank 0, on every rank
 
 
 def claim(cfg: BaseConfig) -> TextIO:

@@ -22,7 +22,7 @@ from megarl.config.script import note_read
 from megarl.data.tokenizer import tokenizer_to_save
 from megarl.observability.logging import env_rank, get_logger
 from megarl.observability.run_log import RunLog
-from megarl.parallel.rank_zero import on_rank_zero
+from megarl.parallel.ranks import on_rank_zero
 from megarl.utils.files import full_disk_named, remove
 
 log = get_logger(__name__)

@@ -75,7 +75,7 @@ class SelfCheck:
         self._checks = self.config.on_failure not in ("off", False)
         self._run_config = public_tree(cfg)
         self._dir = ctx.run_dir / "nonfinite"
-        self._on_rank_zero, self._decode = ctx.on_rank_zero, ctx.tokenizer.decode
+        self._ranks, self._decode = ctx.ranks, ctx.tokenizer.decode
         self._step = self._minibatch = self._saved = 0
         self._resumed = False  # this start did not make the run's first step
         self._updates: dict[int, _Updates] = {}  # by id of the engine
@@ -287,7 +287,7 @@ class SelfCheck:
         """Returns the HF names of parameters with a NaN or Inf, "" where there are none.
         Collective: rank 0 is shown the tensors."""
         names = [name for name, value in engine.hf_state() if not value.isfinite().all()]
-        names = self._on_rank_zero(lambda: names)
+        names = self._ranks.from_zero(lambda: names)
         return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
     def _save(self, batch: Batch, finding: Finding, stats: dict[str, float]) -> str:
@@ -302,7 +302,7 @@ class SelfCheck:
         record |= {"mini_batch": self._minibatch, "config": self._run_config}
         rank, home = batch.comm.rank if batch.comm else 0, batch.home
         writers = sorted({0, *(r for r in home.speakers() if len(home.rows(r)))})
-        saved = self._on_rank_zero(lambda: self._write(path, record | _held(batch)))
+        saved = self._ranks.from_zero(lambda: self._write(path, record | _held(batch)))
         if rank in writers[1:]:
             self._write(path.with_suffix(f".rank{rank}.pt"), _held(batch))
         if not saved:
@@ -326,7 +326,7 @@ class SelfCheck:
 
     def _stop(self, finding: Finding, hint: str) -> None:
         everything = f"{finding}\n  {hint}"
-        raise SelfCheckError(everything if self._on_rank_zero.is_zero else finding.headline)
+        raise SelfCheckError(everything if self._ranks.is_zero else finding.headline)
 
 
 def _held(batch: Batch) -> dict[str, Any]:

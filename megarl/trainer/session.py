@@ -21,7 +21,7 @@ from megarl.data.draws import Curriculum, Draws, pass_rate
 from megarl.models.hf_config import read_hf_config
 from megarl.observability.logging import get_logger, warn_on_rank_zero
 from megarl.observability.stats_tracker import record_timing
-from megarl.parallel.rank_zero import RankZero
+from megarl.parallel.ranks import on_rank_zero
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.rollout.episodes import Outcome
 from megarl.trainer.context import HERE, Workers
@@ -52,11 +52,10 @@ class RolloutSession:
         self,
         cfg: GRPOConfig,
         tokenizer: Any,
-        on_rank_zero: RankZero | None = None,
         workers: Workers = HERE,
     ) -> None:
-        """Reads the data; servers are not needed yet. `on_rank_zero`: one that exists already.
-        workers: where the client and the driver are, and `tokenizer`."""
+        """Reads the data; servers are not needed yet. workers: where the client and the driver are,
+        and `tokenizer`."""
         self._workers = workers
         self.client = workers.make(RemoteSGLangEngine.for_run, cfg)
         self.driver: RolloutDriver | None = None  # on rank 0
@@ -67,10 +66,7 @@ class RolloutSession:
             self.driver = workers.make(RolloutDriver, cfg, tokenizer, self.client)
             return self.driver.dataset_size()
 
-        zero = on_rank_zero or RankZero(cfg.collective_timeout)
-        self.dataset_size = zero(make)
-        if on_rank_zero is None:
-            zero.close()
+        self.dataset_size = on_rank_zero(make)
 
     def start(self) -> None:
         """Waits for the servers."""

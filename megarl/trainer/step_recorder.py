@@ -101,7 +101,7 @@ class StepRecorder:
         """Returns what has to be the same for bits to be the same, besides the configuration."""
         device = torch.cuda.get_device_name() if mcore.on_cuda() else "cpu"
         layouts = {name: _degrees(e.parallel) for name, e in engines(self._cfg).items()}
-        facts = {"world_size": self._ctx.on_rank_zero.size, "device": device, "layout": layouts}
+        facts = {"world_size": self._ctx.ranks.size, "device": device, "layout": layouts}
         return facts | {"threads": torch.get_num_threads(), "versions": _versions()}
 
     # ---- what a step says ----------------------------------------------------------------------

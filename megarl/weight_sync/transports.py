@@ -18,8 +18,8 @@ from megarl.api.records import WeightUpdateMeta
 from megarl.config.rollout import Requirements, transport_class
 from megarl.models.adapters import Adapters
 from megarl.models.piece_table import PieceTable
-from megarl.parallel.agreement import SLACK, Agreement
 from megarl.parallel.layout import Layout
+from megarl.parallel.ranks import FAIL_GRACE, SLACK, Ranks
 from megarl.transfer.gather import BucketGatherer, Dtypes
 from megarl.weight_sync.phases import Phases
 from megarl.weight_sync.plan import SyncPlan, difference, plan_sync, uniform_dtype
@@ -68,7 +68,7 @@ class WeightSource:
         self.dtype: Dtypes = dtype or uniform_dtype(trained)
         self.adapters, self.base_model_path = adapters, base_model_path
         self.device = next(iter(params.values())).device
-        self.agreement = Agreement(group)
+        self.agreement = Ranks(group, what="weight sync", grace=FAIL_GRACE)
 
     def from_rank(self, rank: int, fn: Callable[..., Any], *args: Any) -> Any:
         """Returns on every rank what fn(*args) returns on one of them, which calls it. Collective.
@@ -155,7 +155,7 @@ class WeightSender:
         """
         deadline = Deadline(meta.timeout, patience=meta.server_timeout)
         phases, agreement = Phases(), self._source.agreement
-        agreement.set_timeout(meta.timeout)
+        agreement.set_timeout(meta.timeout + SLACK, f"weight_sync.timeout + {SLACK:g} s")
         transport = agreement.together(self._transport, meta)
         with bounded(self._source.group, meta.timeout + SLACK):  # gathers go through this group
             transport.upload(meta, deadline, phases)

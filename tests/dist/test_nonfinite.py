@@ -49,7 +49,7 @@ class Run:
     ) -> None:  # fmt: skip
         from transformers import AutoTokenizer
 
-        from megarl.parallel.rank_zero import RankZero
+        from megarl.parallel.ranks import Ranks
         from megarl.trainer.roles import MegatronActor
         from megarl.trainer.self_check import SelfCheck
 
@@ -62,9 +62,7 @@ class Run:
         self.actor = MegatronActor(config, temperature=temperature)
         self.actor.initialize(None, SPEC)
         tokenizer = AutoTokenizer.from_pretrained(path)
-        ctx: Any = SimpleNamespace(
-            run_dir=Path(out), on_rank_zero=RankZero(60.0), tokenizer=tokenizer
-        )
+        ctx: Any = SimpleNamespace(run_dir=Path(out), ranks=Ranks.of(), tokenizer=tokenizer)
         self.check = SelfCheck(GRPOConfig(self_check=check), ctx)
         self.check.watch(self.actor, first_ratio_to="prox_logp")
         self.check.begin_step(3)

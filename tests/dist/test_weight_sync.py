@@ -30,8 +30,8 @@ from megarl.config.engine import ParallelConfig
 from megarl.config.rollout import RolloutConfig
 from megarl.models.hf_config import read_hf_config
 from megarl.models.piece_table import build_piece_table
-from megarl.parallel.agreement import Agreement
 from megarl.parallel.layout import Layout
+from megarl.parallel.ranks import Ranks
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.utils.http import call_json
 from megarl.weight_sync import broadcast, slices
@@ -560,7 +560,7 @@ def run_agreeing(failing: tuple[int, ...]) -> str:
             raise KeyError(f"broken {rank}")
         return rank
 
-    agreement = Agreement(None)  # a new one each time, under a new name
+    agreement = Ranks(what="weight sync")  # a new one each time, under a new name
     try:
         return str(agreement.together(work, agreement.rank))
     except (KeyError, RuntimeError) as e:
@@ -577,7 +577,7 @@ def test_an_error_of_one_is_an_error_of_all(world: World) -> None:
 
 
 def run_gathering(sizes: list[int]) -> list[Any]:
-    agreement = Agreement(None)
+    agreement = Ranks()
     try:
         mine = {"rank": agreement.rank, "text": "x" * sizes[agreement.rank]}
         values = agreement.gather(mine)

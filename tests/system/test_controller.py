@@ -24,7 +24,7 @@ from megarl.api.batch import Batch
 from megarl.config.recipes import GRPOConfig
 from megarl.controller import start
 from megarl.controller.remote import TrainController
-from megarl.parallel.groups import init_distributed
+from megarl.parallel.worlds import init_distributed
 from megarl.rpc.errors import RemoteError, WorkerDied
 from megarl.rpc.group import LocalScheduler
 from megarl.utils.env import free_port

@@ -480,7 +480,7 @@ DEATHS = {
 WAITED = {
     "rollout": "",
     "train": "gave up waiting for other ranks in train_batch",
-    "sync": "weight sync: rank 0 lost touch with the other ranks",
+    "sync": "weight sync: rank 0 waited in weight sync for",
 }
 
 

@@ -20,7 +20,7 @@ from megarl.dataflow import graphs
 from megarl.dataflow.graph import allocate
 from megarl.dataflow.mesh import Allocation, Devices, Mesh
 from megarl.observability.timeline import timeline
-from megarl.parallel.groups import init_distributed
+from megarl.parallel.worlds import init_distributed
 from megarl.rpc.group import GroupSpec, LocalScheduler, WorkerSpec
 from tests.dist.engine_jobs import save_model
 from tests.dist.invariance import UPDATES, worst

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -27,9 +27,7 @@ class ThreadComm:
     def __init__(self, rank: int, size: int, meeting: threading.Barrier, said: dict) -> None:
         self.rank, self.size, self._meeting, self._said = rank, size, meeting, said
 
-    def all_gather(
-        self, data: torch.Tensor, sizes: Sequence[int] | None = None
-    ) -> list[torch.Tensor]:
+    def all_gather(self, data: torch.Tensor, name: str = "") -> list[torch.Tensor]:
         self._said[self.rank] = data.clone()
         self._meeting.wait()
         found = [self._said[rank] for rank in range(self.size)]

@@ -65,7 +65,7 @@ class Run:
         self.dir, self.bugs = root, bugs
         self.cfg = loaded("record.servers=true", "actor.ppo_n_minibatches=2", *keys)
         zero = SimpleNamespace(size=1)
-        ctx: Any = SimpleNamespace(run_dir=root, is_zero=True, on_rank_zero=zero)
+        ctx: Any = SimpleNamespace(run_dir=root, is_zero=True, ranks=zero)
         self.record = StepRecorder(self.cfg, ctx, dataset_size=40)
         self.actor: Any = Actor(self.cfg.actor, Engine(), temperature=1.0)
         other = Engine()
@@ -322,7 +322,7 @@ class ThreadComm:
     def __init__(self, rank: int, meeting: threading.Barrier, said: dict[int, torch.Tensor]):
         self.rank, self.meeting, self.said = rank, meeting, said
 
-    def all_gather(self, data: torch.Tensor, sizes: Any = None) -> list[torch.Tensor]:
+    def all_gather(self, data: torch.Tensor, name: str = "") -> list[torch.Tensor]:
         self.said[self.rank] = data
         self.meeting.wait()
         found = [self.said[r] for r in range(self.size)]

@@ -230,9 +230,7 @@ def scoring_trainer(ex: RolloutExecutor, scores: torch.Tensor) -> RLTrainer:
     make = lambda kind, *args: Driver(client) if kind is RolloutDriver else client  # noqa: E731
     cfg = GRPOConfig(episodes={"keep": 0})
     trainer = RLTrainer.__new__(RLTrainer)
-    trainer.session = RolloutSession(
-        cfg, None, cast(Any, lambda fn: fn()), cast(Any, SimpleNamespace(make=make))
-    )
+    trainer.session = RolloutSession(cfg, None, cast(Any, SimpleNamespace(make=make)))
     trainer.reward_model = cast(Any, SimpleNamespace(compute_rewards=lambda batch: scores.clone()))
     trainer.actor = cast(Any, Actor(PPOActorConfig(), BigramEngine(), temperature=1.0))
     return trainer

@@ -182,7 +182,7 @@ def a_trainer(
 ) -> Any:
     cfg: Any = PPOConfig(self_check={"on_failure": on_failure})
     cfg.actor = PPOActorConfig(**config)
-    ctx: Any = SimpleNamespace(tokenizer=None, on_rank_zero=None)
+    ctx: Any = SimpleNamespace(tokenizer=None, ranks=None)
     ctx.trainers = ctx.rollout = Workers(ctx)
     trainer = cls(cfg, ctx)
     trainer.actor = Actor(cfg.actor, engine or Passes(), temperature=1.0)

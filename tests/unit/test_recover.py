@@ -235,8 +235,9 @@ class Start:
 
         resumed = newest_checkpoint(cfg, lambda fn, *args: fn(*args), find_damage)
         run = Path(cfg.fileroot) / "e" / "t"
+        ranks = SimpleNamespace(from_zero=lambda fn, *args: fn(*args))
         self.ctx: Any = SimpleNamespace(
-            cfg=cfg, run_dir=run, resumed=resumed, on_rank_zero=lambda fn, *args: fn(*args),
+            cfg=cfg, run_dir=run, resumed=resumed, ranks=ranks,
             clock=lambda: self.now, elapsed=lambda: self.now,
         )  # fmt: skip
         self.state = {"place": 0}

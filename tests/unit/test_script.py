@@ -27,7 +27,7 @@ from megarl import (
     run_dir,
 )
 from megarl.engine.checkpoint import check_meta
-from megarl.parallel.groups import collective_timeout
+from megarl.utils.env import collective_timeout
 
 ROOT = Path(__file__).resolve().parents[2]
 tokenizer = SimpleNamespace(decode=lambda ids, **kw: "", chat_template=None)

@@ -46,7 +46,7 @@ def decode(ids) -> str:
 class Zero:
     is_zero = True
 
-    def __call__(self, fn, *args):
+    def from_zero(self, fn, *args):
         return fn(*args)
 
 
@@ -55,8 +55,8 @@ def a_check(
 ) -> Any:
     cfg = cfg or GRPOConfig(self_check=dict(**config))
     tokenizer = SimpleNamespace(decode=decode)
-    ctx: Any = SimpleNamespace(run_dir=tmp_path, on_rank_zero=Zero(), tokenizer=tokenizer)
-    ctx.on_rank_zero.is_zero = zero
+    ctx: Any = SimpleNamespace(run_dir=tmp_path, ranks=Zero(), tokenizer=tokenizer)
+    ctx.ranks.is_zero = zero
     check = SelfCheck(cfg, ctx)
     check.begin_step(at)
     return check
@@ -530,7 +530,7 @@ def test_rewards_that_teach_nothing_warn_once_per_streak(tmp_path, said, steps, 
 def test_ties_mean_nothing_where_no_groups_are_compared(tmp_path, said):
     cfg = PPOConfig()  # one sample per prompt: every group is equal
     ctx: Any = SimpleNamespace(
-        run_dir=tmp_path, on_rank_zero=Zero(), tokenizer=SimpleNamespace(decode=decode)
+        run_dir=tmp_path, ranks=Zero(), tokenizer=SimpleNamespace(decode=decode)
     )
     check = SelfCheck(cfg, ctx)
     for _ in range(5):

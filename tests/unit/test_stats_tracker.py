@@ -1,4 +1,4 @@
-"""stats_tracker in one process; over ranks: tests/dist/test_rank_zero.py."""
+"""stats_tracker in one process; over ranks: tests/dist/test_ranks.py."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ import torch
 
 from megarl.api.records import WeightUpdateMeta
 from megarl.models.piece_table import HfTensor, Piece, PieceTable, Place, View
-from megarl.parallel.agreement import Agreement
 from megarl.parallel.layout import Layout
+from megarl.parallel.ranks import Ranks
 from megarl.utils.env import address_towards
 from megarl.utils.http import HttpError, call_json, in_thread, split_address
 from megarl.weight_sync.phases import Phases
@@ -306,7 +306,7 @@ def test_which_address_others_can_reach() -> None:
 
 
 def test_a_rank_on_its_own_agrees_with_itself() -> None:
-    alone = Agreement(None)
+    alone = Ranks()
     assert alone.together(lambda x: x + 1, 1) == 2 and alone.gather("a") == ["a"]
     with pytest.raises(KeyError):
         alone.together({}.__getitem__, "k")

@@ -9,9 +9,17 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from megarl.parallel.groups import ProcessGroups, model_scope, waiting_for
+from megarl.parallel.groups import ProcessGroups, model_scope
 from megarl.parallel.layout import Layout
-from megarl.parallel.worlds import PerWorld, World, everyone, inside, this_rank, thread_inside
+from megarl.parallel.worlds import (
+    PerWorld,
+    World,
+    everyone,
+    inside,
+    this_rank,
+    thread_inside,
+    waiting_for,
+)
 
 
 @pytest.fixture(autouse=True)

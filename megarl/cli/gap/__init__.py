@@ -77,7 +77,7 @@ def _compare(args: Namespace, cfg: BaseConfig, run: Path | None) -> int:
     from transformers.utils.logging import disable_progress_bar
 
     from megarl.cli.gap import compare
-    from megarl.parallel.groups import shutdown_distributed
+    from megarl.parallel.worlds import shutdown_distributed
 
     disable_progress_bar()
     role = main_role(type(cfg))

@@ -54,7 +54,7 @@ from megarl.engine.probe import (
 from megarl.engine.routing import ROUTED
 from megarl.models.hf_config import read_hf_config, transformers_config
 from megarl.models.shapes import MoEShape
-from megarl.parallel.groups import init_distributed
+from megarl.parallel.worlds import init_distributed
 from megarl.server.args import ServerArgs
 from megarl.server.protocol import SamplingParams
 from megarl.server.runner import ModelRunner

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,9 +17,10 @@ from torch.distributed import distributed_c10d as c10d
 from megarl.api.records import WeightUpdateMeta
 from megarl.config.rollout import RolloutConfig
 from megarl.observability.stats_tracker import StatsTracker
-from megarl.parallel import roll_call
-from megarl.parallel.groups import waiting_for
-from megarl.parallel.rank_zero import RankZero, on_rank_zero
+from megarl.parallel import ranks as module
+from megarl.parallel.ranks import Ranks, on_rank_zero
+from megarl.parallel.worlds import World as World_
+from megarl.parallel.worlds import waiting_for
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.utils.http import call_json
 from megarl.utils.stopping import StopRequested
@@ -32,45 +34,43 @@ def world(worlds: Any) -> World:
     return worlds(2)
 
 
-def only_on_zero(zero: RankZero, value: object) -> object:
-    assert zero.is_zero, "called on another rank"
+def only_on_zero(ranks: Ranks, value: object) -> object:
+    assert ranks.is_zero, "called on another rank"
     return value
 
 
 def result(value):
-    zero = RankZero(60.0)
-    return zero(only_on_zero, zero, value)
+    ranks = Ranks.of()
+    return ranks.from_zero(only_on_zero, ranks, value)
 
 
 def failure():
     def fail():
         raise ValueError("servers are gone")
 
-    zero = RankZero(60.0)
     try:
-        zero(fail)
+        Ranks.of().from_zero(fail)
     except (ValueError, RuntimeError) as e:
         return type(e).__name__, str(e)
     return None
 
 
 def test_result_reaches_every_rank(world):
-    batch = {"x": torch.arange(6).view(2, 3)}
-    for got in world.run(result, batch):
-        assert torch.equal(got["x"], batch["x"])
+    for batch in ({"x": torch.arange(6).view(2, 3)}, {"x": torch.arange(100_000)}):
+        for got in world.run(result, batch):
+            assert torch.equal(got["x"], batch["x"])
 
 
 def test_failure_reaches_every_rank_as_rank_zeros_error(world):
     first, second = world.run(failure)
     assert first == ("ValueError", "servers are gone")
     assert second[0] == "OtherRankFailed"
-    assert "rank 0 failed in" in second[1]
-    assert "ValueError: servers are gone" in second[1]
+    assert "rank 0" in second[1] and "ValueError: servers are gone" in second[1]
 
 
 def cannot_travel() -> str:
     try:
-        RankZero(60.0)(lambda: lambda: 0)
+        Ranks.of().from_zero(lambda: lambda: 0)
     except Exception as e:
         return str(e)
     return ""
@@ -78,31 +78,33 @@ def cannot_travel() -> str:
 
 def test_a_result_that_cannot_travel_is_an_error_on_every_rank(world):
     first, second = world.run(cannot_travel)
-    assert "pickle" in first and "rank 0 failed in" in second and first in second
+    assert "pickle" in first and "rank 0" in second and first in second
 
 
 def who_runs_inside() -> list[int]:
-    zero = RankZero(60.0)
-    return zero(lambda: [zero(lambda: zero.rank), zero.highest(7)])
+    ranks = Ranks.of()
+    return ranks.from_zero(lambda: [ranks.from_zero(lambda: ranks.rank), *ranks.gather(7)])
 
 
 def test_a_call_within_a_call_is_rank_zeros_alone(world):
     assert world.run(who_runs_inside) == [[0, 7], [0, 7]]
 
 
-def stopped() -> str:
+def stopped(on_all: bool) -> str:
     def stop() -> None:
-        raise StopRequested("a signal")
+        if on_all or dist.get_rank() == 0:
+            raise StopRequested("a signal")
 
     try:
-        on_rank_zero(stop)
+        Ranks.of().together(stop) if on_all else on_rank_zero(stop)
     except StopRequested as e:
         return str(e)
     return ""
 
 
 def test_a_wish_to_stop_keeps_its_type(world):
-    assert world.run(stopped) == ["a signal"] * 2
+    for on_all in (False, True):
+        assert world.run(stopped, on_all) == ["a signal"] * 2
 
 
 def closing() -> list[str]:
@@ -110,24 +112,23 @@ def closing() -> list[str]:
     said = []
     groups = len(c10d._world.pg_map)
     for closed in (True, False):
-        zero = RankZero(60.0)
+        ranks = Ranks()
         if closed:
-            zero.close()
-            zero.close()
+            ranks.close()
+            ranks.close()
         try:
-            said.append(str(zero(str.upper, "abc")))
+            said.append(str(ranks.from_zero(str.upper, "abc")))
         except RuntimeError as e:
-            said.append(str(e))
-    zero.close()
+            said.append(type(e).__name__)
+    ranks.close()
     return [*said, str(len(c10d._world.pg_map) - groups)]
 
 
 def test_a_closed_one_leaves_no_group_and_is_refused(world):
-    closed = "this RankZero is closed: what belongs to it was destroyed"
-    assert world.run(closing) == [[closed, "ABC", "0"]] * 2
+    assert world.run(closing) == [["RuntimeError", "ABC", "0"]] * 2
 
 
-MEETING = "collective_timeout"
+KEY = "collective_timeout"
 
 
 @contextmanager
@@ -136,13 +137,13 @@ def log_lines() -> Iterator[list[str]]:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    patience, roll_call.PATIENCE = roll_call.PATIENCE, 0.2
-    roll_call.log.addHandler(handler)
+    patience, module.PATIENCE = module.PATIENCE, 0.2
+    module.log.addHandler(handler)
     try:
         yield lines
     finally:
-        roll_call.log.removeHandler(handler)
-        roll_call.PATIENCE = patience
+        module.log.removeHandler(handler)
+        module.PATIENCE = patience
 
 
 def error_of(fn: Callable[[], object]) -> str:
@@ -155,11 +156,11 @@ def error_of(fn: Callable[[], object]) -> str:
 
 def call_of(caller: int) -> tuple[str, list[str]]:
     """One rank alone makes a second call."""
-    zero, said = RankZero(60.0, meeting=(MEETING, 1.5)), ""
-    zero(str.upper, "abc")
+    ranks, said = Ranks(timeout=(1.5, KEY)), ""
+    ranks.from_zero(str.upper, "abc")
     with log_lines() as lines:
         if dist.get_rank() == caller:
-            said = error_of(lambda: zero(len, "abc"))
+            said = error_of(lambda: ranks.from_zero(len, "abc"))
     dist.barrier()
     return said, lines
 
@@ -172,14 +173,16 @@ def test_a_rank_that_did_not_make_the_call_is_named(world, caller):
     for text in (said, lines[0]):
         assert f"rank {caller}" in text and " len " in text
         assert f"rank {1 - caller} (after str.upper)" in text
-    assert f"{MEETING} = 1.5 s" in said
+    assert f"{KEY} = 1.5 s" in said
 
 
 def calls_that_differ() -> str:
-    zero = RankZero(60.0, meeting=(MEETING, 60.0))
-    fn = [str.upper, str.lower][zero.rank]
-    said = error_of(lambda: zero(fn, "abc") if zero.is_zero else zero.highest(1, "lower"))
-    zero.close()
+    ranks = Ranks()
+    fn = [str.upper, str.lower][ranks.rank]
+    said = error_of(
+        lambda: ranks.from_zero(fn, "abc") if ranks.is_zero else ranks.gather(1, "lower")
+    )
+    ranks.close()
     return said
 
 
@@ -188,32 +191,54 @@ def test_ranks_in_different_calls_hear_of_it_at_once(world):
     assert first == second and "rank 0 in str.upper" in first and "rank 1 in lower" in first
 
 
+def other_threads_call() -> str:
+    """Rank 0 calls from a thread while its main thread leads a call."""
+    ranks = Ranks()
+    said: list[str] = []
+
+    def lead() -> None:
+        thread = threading.Thread(target=lambda: said.append(error_of(lambda: ranks.gather(1))))
+        thread.start()
+        thread.join()
+
+    ranks.from_zero(lead)
+    ranks.close()
+    return "".join(said)
+
+
+def test_a_second_thread_in_a_call_is_an_error_that_names_both(world):
+    first, second = world.run(other_threads_call)
+    assert "gather in thread" in first and "MainThread" in first and second == ""
+
+
 def long_work() -> tuple[int, list[str]]:
     """Rank 0 works longer than ranks may take to come, and than a wait without a line."""
-    zero = RankZero(60.0, meeting=(MEETING, 0.5))
+    ranks = Ranks(timeout=(0.5, KEY), work_timeout=(60.0, KEY))
     with log_lines() as lines:
-        return zero(lambda: time.sleep(1.5) or 7), lines
+        return ranks.from_zero(lambda: time.sleep(1.5) or 7), lines
 
 
 def test_what_rank_zero_does_takes_its_own_time(world):
     assert world.run(long_work) == [(7, []), (7, [])]
 
 
-def late(rank: int) -> list[str]:
-    """Comes late to a call whose ranks do not meet before."""
-    zero = RankZero(60.0)
-    with log_lines() as lines:
-        if dist.get_rank() == rank:
-            time.sleep(1.0)
-        assert zero(len, "abc") == 3
-    return lines
+def of_a_part(ranks: list[int]) -> list[str] | None:
+    """Ranks of a world of some ranks, made and used while another is in scope."""
+    mesh = World_(ranks)
+    out = None
+    if mesh.member:
+        here = Ranks.of(mesh.group)
+        out = here.from_zero(lambda: [f"{here.rank} of {here.size}"])
+        assert out == here.gather(out)[0]
+        with mesh.scope():
+            assert Ranks.of() is here
+    mesh.destroy()
+    return out
 
 
-def test_who_waits_without_a_meeting_says_so_too(world):
-    for rank in (0, 1):
-        lines = world.run(late, rank)
-        (line,) = lines[1 - rank]
-        assert lines[rank] == [] and f"rank {rank} (" in line and " len " in line
+def test_ranks_of_a_mesh_are_its_own(worlds):
+    said = worlds(3).run(of_a_part, [1, 2])
+    assert said == [None, ["0 of 2"], ["0 of 2"]]
 
 
 def recorded() -> dict[str, float]:
@@ -296,7 +321,7 @@ def test_every_rank_makes_the_client(world):
         assert said.startswith("ValueError") and "Batch.from_local" in said and "2" in said
     assert split.startswith("ValueError: prepare_batch:")
     assert "Rank 1 has 1 batches" in split_1 and "no split_dataset_by_node" in split_1
-    assert "KeyError" in failed and "rank 0 failed in" in failed_1 and "tool" in failed_1
+    assert "KeyError" in failed and "rank 0" in failed_1 and "tool" in failed_1
     assert "generation is driven by rank 0 alone" in alone
 
 
