@@ -179,7 +179,7 @@ def found(header: str) -> Iterator[str]:
 def adam(small: bool) -> None:
     """Compares CpuFusedAdam, which engines take where Transformer Engine and apex are missing, with
     AdamW. Raises RuntimeError where they differ."""
-    from megarl.parallel.cpu_adam import CpuFusedAdam
+    from megarl.parallel.cpu_kernels import CpuFusedAdam
 
     device, _ = place(small)
     ours, theirs = (

@@ -27,7 +27,7 @@ from megarl.engine.offload import Memory
 from megarl.engine.probe import Part, Probe
 from megarl.engine.routing import ROUTED
 from megarl.engine.setup import EngineState, Resolved, build, release, resolve
-from megarl.parallel import cpu_memory, exchange, mcore
+from megarl.parallel import cpu_patches, exchange, mcore
 from megarl.parallel.groups import ProcessGroups, model_scope
 from megarl.parallel.ranks import Ranks
 from megarl.parallel.worlds import (
@@ -132,7 +132,7 @@ class MegatronEngine(TrainEngine):
         self._sender = self._memory = self._built = None
         gc.collect()
         torch.cuda.empty_cache()
-        cpu_memory.give_back()
+        cpu_patches.give_back()
         groups, self._groups = self._groups, None
         with inside(groups.world), waiting_for(groups, "destroy"):
             groups.barrier()

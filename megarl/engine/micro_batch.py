@@ -28,7 +28,7 @@ from megarl.models.trie_params import trie_params
 from megarl.parallel import exchange, mcore
 from megarl.parallel.groups import ProcessGroups
 from megarl.parallel.layout import Layout
-from megarl.parallel.packed_rotary import place_tokens
+from megarl.parallel.mcore import place_tokens
 from megarl.parallel.packing import (
     Alignment,
     Packed,

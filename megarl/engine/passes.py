@@ -36,8 +36,8 @@ from megarl.models.params import unwrap
 from megarl.observability import stats_tracker
 from megarl.parallel import exchange, mcore
 from megarl.parallel.groups import ProcessGroups
+from megarl.parallel.mcore import known_shapes
 from megarl.parallel.packing import unpack
-from megarl.parallel.pipeline_shapes import known_shapes
 from megarl.parallel.ranks import Ranks
 from megarl.parallel.vocab_parallel import GIVEN, TOP_IDS
 

@@ -26,7 +26,7 @@ from megarl.models.params import init_params, mark_params, named_params
 from megarl.models.piece_table import VOCAB_DIVISIBLE_BY, PieceTable, build_piece_table
 from megarl.models.shapes import ModelConfig
 from megarl.models.trie_params import rotate_by_depth
-from megarl.parallel import deep_ep, mcore
+from megarl.parallel import mcore
 from megarl.parallel.layout import Layout
 
 from megatron.core.utils import get_te_version, is_te_min_version  # isort: skip
@@ -306,7 +306,7 @@ def _leave(weight: torch.Tensor) -> None:
 def _experts(m: ModelConfig, options: EngineOptions, use_te: bool) -> dict[str, Any]:
     if m.moe is None:
         return {}
-    if options.moe_token_dispatcher_type == "flex" and (why := deep_ep.problem()):
+    if options.moe_token_dispatcher_type == "flex" and (why := mcore.deep_ep_problem()):
         raise ValueError(f"moe_token_dispatcher_type='flex' needs DeepEP: {why}; use 'alltoall'")
     return dict(
         num_moe_experts=m.moe.num_experts,

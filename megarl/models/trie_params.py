@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from megarl.config.engine import ParallelConfig
 from megarl.models.shapes import ModelConfig
-from megarl.parallel import mcore  # noqa: F401  before megatron
-from megarl.parallel.packed_rotary import place_tokens
+from megarl.parallel.mcore import place_tokens
 from megarl.parallel.trie import Trie
 
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip

@@ -1,20 +1,114 @@
-"""Computes rotary embedding, SwiGLU and weight gradients on CPUs, in place of the kernels that
-Transformer Engine, the compiler and apex give on GPUs. All are bound by memory, so their time is
-how often they read and write: forward and backward are written out instead of left to autograd.
+"""Computes on CPUs what CUDA libraries compute on GPUs: matrix products, rotary embedding, SwiGLU,
+Adam.
+
+Products are by the faster of torch's two libraries. torch takes MKL for float32, which leaves half
+of a core's width unused where it is not Intel's: oneDNN, which torch brings too, uses all of it on
+an AMD core with AVX-512, and takes plain tensors. MEGARL_ONEDNN=0 or 1 in the environment overrules
+the choice. No function of them knows gradients.
+
+Rotary embedding and SwiGLU are bound by memory, so their time is how often they read and write:
+forward and backward are written out instead of left to autograd.
 
 T tokens, n heads, d head dimension, F gated width.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.optim.adam import adam
+from torch.optim.adamw import adamw
 
-from megarl.parallel import cpu_products as products
-from megarl.parallel.vocab_parallel import accumulate
+_FEW_ROWS = 4  # from here on oneDNN pays
+# of torch, and of oneDNN below it, with the least of each: either keeps what the other forgets
+_CAPACITIES = {"LRU_CACHE_CAPACITY": 1, "ONEDNN_PRIMITIVE_CACHE_CAPACITY": 0}
+
+
+@cache
+def by_onednn() -> bool:
+    """Returns whether float32 products go through oneDNN. It depends on the machine alone, so that
+    equal machines give equal bits. Raises ValueError for a MEGARL_ONEDNN other than 0 or 1."""
+    given = os.environ.get("MEGARL_ONEDNN", "")
+    if given not in ("", "0", "1"):
+        raise ValueError(
+            f"MEGARL_ONEDNN={given}: use 0 (never), 1 (where it can) or leave it unset"
+        )
+    has = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return has and (given == "1" or (given == "" and wide and not _is_intel()))
+
+
+def remember_shapes(count: int) -> None:
+    """Has oneDNN keep the code that it made for the `count` shapes of factors met last, from this
+    process's first product on; what the environment says comes first. A shape takes some 0.6 MB,
+    and 1.5 ms to make. By itself torch keeps 1,024, and their small blocks, which live long between
+    large tensors, keep these from growing together again: where every micro-batch has a length of
+    its own, memory grows for hundreds of steps (https://github.com/pytorch/pytorch/issues/27971).
+    Raises ValueError for a capacity in the environment that torch would crash on.
+    """
+    for name, least in _CAPACITIES.items():
+        given = os.environ.setdefault(name, str(count))
+        if not given.isdecimal() or int(given) < least:
+            raise ValueError(f"{name}={given}: use a number of at least {least}, or leave it unset")
+
+
+def _is_intel() -> bool:
+    try:
+        return "GenuineIntel" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return True  # unknown: torch's own choice
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Returns x [...,n,K] times the transpose of weight [N,K], plus bias [N]. Without gradients."""
+    if takes(x, weight) and x.numel() >= _FEW_ROWS * x.shape[-1] > 0:
+        factors = _plain(x), _plain(weight)
+        found: Tensor = torch.ops.mkldnn._linear_pointwise(*factors, bias, "none", [], "")
+        return found
+    return F.linear(x, weight, bias)
+
+
+def _plain(t: Tensor) -> Tensor:
+    """Returns t, or a copy where it is neither whole rows nor a transposed matrix of such: oneDNN
+    refuses numbers that repeat in memory, as in an expanded gradient."""
+    if t.is_contiguous() or (t.ndim == 2 and t.t().is_contiguous()):
+        return t
+    return t.contiguous()
+
+
+def transposed_product(g: Tensor, x: Tensor) -> Tensor:
+    """Returns the transpose of g [n,N] times x [n,K]: [N,K], a weight's gradient."""
+    if not takes(g, x):
+        return g.t() @ x
+    if g.shape[1] > x.shape[1]:  # oneDNN is faster with the longer side as the weight
+        return linear(x.t(), g.t()).t()
+    return linear(g.t(), x.t())
+
+
+def takes(x: Tensor, weight: Tensor) -> bool:
+    """Returns whether oneDNN computes the product of these factors: float32 on a CPU."""
+    return (
+        x.dtype == weight.dtype == torch.float32
+        and x.device.type == "cpu"
+        and not torch.is_grad_enabled()
+        and by_onednn()
+    )
+
+
+def accumulate(total: Tensor, g: Tensor, h: Tensor) -> None:
+    """Adds g [c,v] transposed times h [c,H] to total [v,H]: a weight's gradient. The product has
+    the dtype of its factors, the sum that of `total`."""
+    if total.dtype == h.dtype and not takes(g, h):
+        total.addmm_(g.t(), h)
+    else:
+        total += transposed_product(g, h)
 
 
 class _Rotate(torch.autograd.Function):
@@ -98,17 +192,65 @@ def swiglu_back(g: Tensor, y: Tensor) -> Tensor:
     return out
 
 
-def wgrad_accumulate(x: Tensor, g: Tensor, main_grad: Tensor) -> None:
-    """Adds g [T,out] transposed times x [T,in] to main_grad [out,in]."""
-    accumulate(main_grad, g, x)
-
-
 def product(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Returns a times b as torch.matmul does; that of a [...,n,K] and a matrix b [K,N] without
-    gradients by the faster library (megarl.parallel.cpu_products)."""
-    if out is None and b.ndim == 2 and a.ndim > 1 and products.takes(a, b):
-        return products.linear(a, b.t())
+    gradients by the faster library."""
+    if out is None and b.ndim == 2 and a.ndim > 1 and takes(a, b):
+        return linear(a, b.t())
     return _matmul(a, b, out=out)
 
 
 _matmul = torch.matmul  # as it is before the patch
+
+
+class CpuFusedAdam(torch.optim.Optimizer):
+    """Replaces Transformer Engine's FusedAdam by torch ops: `step` is an int in the parameter group
+    and the state is {exp_avg, exp_avg_sq}, so optimizer checkpoints are the same as on GPUs."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        adam_w_mode: bool = True,
+        **_: Any,
+    ) -> None:
+        self.adam_w_mode = adam_w_mode
+        defaults = dict(
+            lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, bias_correction=True
+        )
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None, **_: Any) -> None:  # type: ignore[override]
+        """Updates every parameter that has a gradient by AdamW (arXiv 1711.05101), or with
+        adam_w_mode=False by Adam (arXiv 1412.6980). `closure` is not called."""
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
+            group["step"] = group.get("step", 0) + 1
+            for p in params:
+                if not self.state[p]:
+                    self.state[p]["exp_avg"] = torch.zeros_like(p)
+                    self.state[p]["exp_avg_sq"] = torch.zeros_like(p)
+            # on the parameters' device: the fused kernel reads them there
+            steps = torch.full((len(params),), group["step"] - 1.0, device=params[0].device)
+            (adamw if self.adam_w_mode else adam)(
+                params,
+                [p.grad for p in params],
+                [self.state[p]["exp_avg"] for p in params],
+                [self.state[p]["exp_avg_sq"] for p in params],
+                [],
+                list(steps.unbind()),
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+                fused=True,
+            )

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.parallel import cpu_products as products
+from megarl.parallel import cpu_kernels as products
 
 _CACHED = 1 << 17  # numbers that fit a CPU's cache
 _LOW = (1 << 32) - 1
@@ -379,19 +379,10 @@ class _TokenOutputs(torch.autograd.Function):
             if g_hidden is not None:
                 g_hidden[s] = products.linear(g, real.t())
             if g_weight is not None:
-                accumulate(g_weight[: shard.real_rows], g, hidden[s])
+                products.accumulate(g_weight[: shard.real_rows], g, hidden[s])
         if g_weight is not None:
             g_weight = g_weight.to(weight.dtype)
         return g_hidden, g_weight, *[None] * 8
-
-
-def accumulate(total: torch.Tensor, g: torch.Tensor, h: torch.Tensor) -> None:
-    """Adds g [c,v] transposed times h [c,H] to total [v,H]: a weight's gradient. The product has
-    the dtype of its factors, the sum that of `total`."""
-    if total.dtype == h.dtype and not products.takes(g, h):
-        total.addmm_(g.t(), h)
-    else:
-        total += products.transposed_product(g, h)
 
 
 def _grad_logits(

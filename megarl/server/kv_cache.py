@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from megarl.parallel.cpu_products import linear
+from megarl.parallel.cpu_kernels import linear
 
 ATTENTION = "megarl_slots"
 _POSITIONS_STEP = 64

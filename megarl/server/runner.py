@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megarl.models.hf_config import transformers_config
-from megarl.parallel import cpu_products as products
+from megarl.parallel import cpu_kernels as products
 from megarl.server.args import ServerArgs
 from megarl.server.kv_cache import ATTENTION, Decode, KVCache, Prefill, join_layers, kv_shape
 from megarl.server.sequence import PromptLogprobs, ServedSequence

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.optim.adamw import adamw
 
-from megarl.parallel.cpu_adam import CpuFusedAdam
+from megarl.parallel.cpu_kernels import CpuFusedAdam
 
 
 class SelfKeepingAdam(CpuFusedAdam):

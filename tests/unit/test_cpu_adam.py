@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megarl.parallel.cpu_adam import CpuFusedAdam
+from megarl.parallel.cpu_kernels import CpuFusedAdam
 
 
 class FusedArguments(TorchDispatchMode):

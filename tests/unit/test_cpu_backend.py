@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megarl.parallel.cpu_backend import maybe_nothing
+from megarl.parallel.mcore import maybe_nothing
 
 
 @contextmanager

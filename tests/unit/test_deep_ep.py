@@ -11,8 +11,7 @@ import pytest
 PROBE = """
 from megarl.parallel import mcore
 from megatron.core.transformer.moe import fused_a2a
-from megarl.parallel import deep_ep
-print(fused_a2a.HAVE_DEEP_EP, deep_ep.problem(), sep="|")
+print(fused_a2a.HAVE_DEEP_EP, mcore.deep_ep_problem(), sep="|")
 """
 
 # as in DeepEP 2.1: utils has one of the two names

@@ -10,18 +10,18 @@ import pytest
 SCRIPT = """
 import resource
 import torch
-from megarl.parallel import cpu_memory
+from megarl.parallel import cpu_patches
 
 torch.set_num_threads(1)
 faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-kept = cpu_memory.keep_freed()
+kept = cpu_patches.keep_freed()
 for _ in range(10):  # until the heap has room for all
     before = faults()
     tensors = [torch.ones(4 << 20) for _ in range(4)]
     del tensors
 print(kept, faults() - before)
 before = faults()
-cpu_memory.give_back()
+cpu_patches.give_back()
 torch.ones(4 << 20)
 print(faults() - before)
 """

@@ -151,7 +151,7 @@ def test_private_names_of_the_product_are_found_in_tests() -> None:
 
 
 def test_core_and_satellites_stand_apart_and_add_up() -> None:
-    paths = ("parallel/groups.py", "parallel/cpu_adam.py", "rollout/server/app.py", "run.py")
+    paths = ("parallel/groups.py", "parallel/cpu_kernels.py", "rollout/server/app.py", "run.py")
     table = HOUSE["rows"](dict.fromkeys(paths, FILE))
     assert [(name, c.lines) for name, c in table] == [
         ("parallel", 24), ("= core", 24),

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megarl.parallel import cpu_products as products
+from megarl.parallel import cpu_kernels as products
 from megarl.parallel.vocab_parallel import VocabShard, columns, gathered_logits, token_outputs
 
 T, H, V, ROWS = 11, 6, 13, 16  # the last three rows are padding

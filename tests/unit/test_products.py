@@ -9,9 +9,7 @@ import sys
 import pytest
 import torch
 
-from megarl.parallel import cpu_kernels
-from megarl.parallel import cpu_products as products
-from megarl.parallel.vocab_parallel import accumulate
+from megarl.parallel import cpu_kernels as products
 
 # sums of up to 96 products of normal numbers: some tens of fp32 roundings of values around ten
 CLOSE = dict(atol=2e-5, rtol=1e-5)
@@ -61,13 +59,13 @@ def test_gradients_of_weights_are_added_up(wide, narrow):
     g, x, total = torch.randn(50, wide), torch.randn(50, narrow), torch.randn(wide, narrow)
     want = total.double() + g.double().t() @ x.double()
     with torch.no_grad():
-        accumulate(total, g, x)
+        products.accumulate(total, g, x)
     torch.testing.assert_close(total.double(), want, **CLOSE)
 
 
 def test_autograd_goes_on_through_torchs_own_products():
     x, weight = torch.randn(6, 96, requires_grad=True), torch.randn(40, 96, requires_grad=True)
-    for y in (products.linear(x, weight), cpu_kernels.product(x, weight.t())):
+    for y in (products.linear(x, weight), products.product(x, weight.t())):
         found = torch.autograd.grad(y.sum(), (x, weight))
         torch.testing.assert_close(found[0], weight.detach().sum(0).expand_as(x), **CLOSE)
 
@@ -76,10 +74,10 @@ def test_other_kinds_of_products_are_torchs():
     with torch.no_grad():
         for a, b in [((2, 5, 6), (2, 6, 4)), ((5, 6), (6,)), ((6,), (6, 4)), ((2, 5, 6), (6, 4))]:
             a, b = torch.randn(a), torch.randn(b)
-            torch.testing.assert_close(cpu_kernels.product(a, b), a @ b, **CLOSE)
+            torch.testing.assert_close(products.product(a, b), a @ b, **CLOSE)
             out = torch.empty((a @ b).shape)
-            assert cpu_kernels.product(a, b, out=out) is out
-            assert cpu_kernels.product(a.double(), b.double()).dtype == torch.float64
+            assert products.product(a, b, out=out) is out
+            assert products.product(a.double(), b.double()).dtype == torch.float64
 
 
 def test_the_environment_overrules_the_machine(monkeypatch):
@@ -103,7 +101,7 @@ def test_a_capacity_that_torch_crashes_on_is_refused(monkeypatch, given):
 # prints the memory that products of 60 new shapes took, and then that of 300 more
 GROWTH = """
 import os, pathlib, torch
-from megarl.parallel import cpu_products as products
+from megarl.parallel import cpu_kernels as products
 
 def resident():
     return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,10 +1,9 @@
-"""Makes megatron-core run on CPU and gloo: every patch it needs, by name, with its reason.
+"""Makes megatron-core run on CPU and gloo: every patch that this needs, by name, with its reason.
 
 `install()` runs once, before megatron.core is imported, and only where the engine's device is the
-CPU (megarl.parallel.mcore decides). The patched calls raise "Torch not compiled with CUDA enabled"
-on such a machine, so no working code changes its meaning. P7, P10, P11 and P19 to P22 are needed on
-GPUs too: `install_everywhere()`. Tested with megatron-core 0.16.1 and 0.19.2 (`make test-mcore`); a
-patch that only one of them needs names it.
+CPU (megarl.parallel.mcore decides, and has the patches that GPUs need too). The patched calls raise
+"Torch not compiled with CUDA enabled" on such a machine, so no working code changes its meaning.
+Tested with megatron-core 0.16.1 and 0.19.2 (`make test-mcore`).
 
   P1   torch.cuda.current_device()            is the CPU device
   P2   torch.cuda streams, events, memory     are null objects: CPU work is synchronous
@@ -12,51 +11,184 @@ patch that only one of them needs names it.
   P4   Tensor.type() without argument         reads "torch.cuda.*Tensor", which the optimizer tests
   P5   random states                          are those of the CPU generator, the tracker included
   P6   torch.compile inside megatron-core     is the identity
-  P7   te_general_gemm (0.16)                 exists although Transformer Engine does not
   P8   MoE split sizes                        become numpy also when they are on the CPU already
   P9   uneven all_gather                      is padded to even (gloo has no other)
-  P10  Adam                                   has Transformer Engine's state, so checkpoints agree
-  P11  gradient and parameter collectives     of a single rank are skipped: gloo would copy, and
-                                              NCCL make a communicator with buffers of its own
   P12  fused rotary, SwiGLU, weight gradient  are those of megarl.parallel.cpu_kernels
   P13  process groups of a single rank        are made once: each costs a thread that wakes
   P14  large tensors                          come in huge pages, from memory that was freed before
   P15  the optimizer that is partly on CPUs   knows its host copies although all tensors are there
   P16  new weights of parallel layers         are drawn where they stand, not whole on every rank
   P17  matmul of layers without autograd      is by oneDNN where that is faster than MKL
-  P18  sequence parallelism's reduce-scatter  sends each rank its part, not everything
-  P19  latent attention (0.19)                is made of the modules that its spec names
-  P20  rotary embedding that is not fused     finds packed tokens' angles without asking the device
-  P21  pipeline stages                        send no shapes where a pass knows them
-  P22  DeepEP 2                               has the names that megatron-core asks for (deep_ep.py;
-                                              installed first, as megatron-core asks at its import)
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._device import _device_constructors
 
-from megarl.parallel import (
-    cpu_collectives,
-    cpu_kernels,
-    cpu_torch,
-    packed_rotary,
-    pipeline_shapes,
-)
-from megarl.parallel import cpu_products as products
-from megarl.parallel.cpu_adam import CpuFusedAdam
-from megarl.parallel.cpu_torch import nothing, patch
+from megarl.parallel import cpu_kernels
 from megarl.parallel.worlds import PerWorld
 
+_CPU = torch.device("cpu")
 _SHAPES = 64  # of products that stay known: all of a micro-batch, which the next one seldom has
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # of malloc.h
+_GIVEN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
+
+
+def patch(target: Any, **attrs: Any) -> None:
+    """Sets these attributes of `target`, a module or a class."""
+    for name, value in attrs.items():
+        setattr(target, name, value)
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    """Takes any arguments and returns None."""
+    return None
+
+
+class NullEvent:
+    """Replaces torch.cuda.Event where everything has already happened."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    record = wait = synchronize = nothing
+
+    def query(self) -> bool:
+        """Returns True: all work before the event is done."""
+        return True
+
+    def elapsed_time(self, _other: NullEvent) -> float:
+        """Returns 0.0 ms, whatever happened between the events."""
+        return 0.0
+
+
+class NullStream:
+    """Replaces torch.cuda.Stream where ordering always holds. All of them are the same stream."""
+
+    device = _CPU
+    cuda_stream = 0
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    wait_stream = wait_event = synchronize = nothing
+
+    def record_event(self, event: NullEvent | None = None) -> NullEvent:
+        """Returns `event`, or a new one; there is nothing to record."""
+        return event or NullEvent()
+
+    def query(self) -> bool:
+        """Returns True: all work of the stream is done."""
+        return True
+
+    def __enter__(self) -> NullStream:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, NullStream)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+def p1_current_device() -> None:
+    """Makes torch.cuda.current_device() return the CPU device in place of an index."""
+    patch(torch.cuda, current_device=lambda: _CPU)
+
+
+def p2_streams_and_memory() -> None:
+    """Makes torch.cuda's streams, events and ranges null objects, and its memory counters 0 bytes:
+    work on a CPU is synchronous."""
+    null = NullStream()
+    silent = "synchronize empty_cache set_device set_stream ipc_collect reset_peak_memory_stats"
+    for name in silent.split():
+        # one function per name: torch._dynamo keys its rules by function and refuses duplicates
+        patch(torch.cuda, **{name: lambda *_, **__: None})
+    counters = "memory_allocated max_memory_allocated memory_reserved max_memory_reserved"
+    patch(torch.cuda, **{name: lambda *_, **__: 0 for name in counters.split()})
+    patch(
+        torch.cuda,
+        Stream=NullStream,
+        Event=NullEvent,
+        current_stream=lambda *_, **__: null,
+        default_stream=lambda *_, **__: null,
+        stream=lambda s: contextlib.nullcontext(s),
+        get_device_capability=lambda *_, **__: (0, 0),
+    )
+    for name in ("range_push", "range_pop"):
+        patch(torch.cuda.nvtx, **{name: lambda *_, **__: None})
+
+
+def p3_tensor_placement() -> None:
+    """Keeps tensors on the CPU despite device="cuda", device indices, .cuda() and pin_memory."""
+
+    def on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(factory)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            device = kwargs.get("device")
+            is_index = isinstance(device, int) and not isinstance(device, bool)
+            if is_index or str(device).startswith("cuda"):
+                kwargs["device"] = _CPU
+            kwargs.pop("pin_memory", None)
+            return factory(*args, **kwargs)
+
+        return wrapper
+
+    # torch.device("meta") as a context knows factories by identity, cached at its first use:
+    # let it see the real ones, or models built under it (from_pretrained) get uninitialised buffers
+    _device_constructors()
+    factories = "tensor zeros ones empty full arange empty_like zeros_like ones_like"
+    for name in factories.split():
+        patch(torch, **{name: on_cpu(getattr(torch, name))})
+    patch(
+        torch.Tensor,
+        cuda=lambda self, *_, **__: self,
+        pin_memory=lambda self, *_, **__: self,
+        record_stream=nothing,
+    )
+    patch(torch.nn.Module, cuda=lambda self, *_, **__: self)
+
+
+def p4_tensor_type() -> None:
+    """megatron.core.optimizer sorts parameters by `param.type()` among torch.cuda names."""
+    original = torch.Tensor.type
+
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:
+            return original(self, *args, **kwargs)
+        return original(self).replace("torch.", "torch.cuda.", 1)  # type: ignore[union-attr]
+
+    patch(torch.Tensor, type=type_)
+
+
+def p5_torch_random_state() -> None:
+    """torch.manual_seed calls torch.cuda.manual_seed_all, so seeding goes to the generator."""
+
+    def manual_seed(seed: int) -> None:
+        torch.default_generator.manual_seed(int(seed))
+
+    def get_state(*_: Any, **__: Any) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_state(state: torch.Tensor, *_: Any, **__: Any) -> None:
+        torch.set_rng_state(state)
+
+    patch(torch.cuda, manual_seed=manual_seed, manual_seed_all=nothing)
+    for module in (torch.cuda, torch.cuda.random):
+        patch(module, get_rng_state=get_state, set_rng_state=set_state)
 
 
 def p5_tracker() -> None:
@@ -114,16 +246,6 @@ def p6_no_compile() -> None:
         torch.compile = compile_  # type: ignore[assignment]
 
 
-def p7_te_general_gemm() -> None:
-    """0.16 only: the MoE router reads a name that is bound only when Transformer Engine imports, on
-    a GPU without it as on a CPU. 0.19 binds it to None itself.
-    """
-    from megatron.core.transformer.moe import moe_utils
-
-    if not hasattr(moe_utils, "te_general_gemm"):
-        patch(moe_utils, te_general_gemm=None)
-
-
 def p8_moe_split_sizes() -> None:
     """The alltoall dispatcher turns split sizes into numpy only when they sit on a GPU, but
     torch.split wants integers, not a CPU tensor.
@@ -161,58 +283,6 @@ def p9_uneven_all_gather() -> None:
     patch(mappings, _gather_along_first_dim=gather)
 
 
-def p10_adam() -> None:
-    """Without Transformer Engine and apex, megatron-core falls back to torch.optim.AdamW, whose
-    distributed-optimizer (de)serialisation is broken: a fresh state fails an assertion, and one
-    step tensor is shared by all parameters.
-    """
-    from megatron.core import optimizer
-    from megatron.core.optimizer import distrib_optimizer
-
-    if optimizer.USING_PYTORCH_OPTIMIZER:
-        patch(optimizer, Adam=CpuFusedAdam, USING_PYTORCH_OPTIMIZER=False)
-        patch(distrib_optimizer, Adam=CpuFusedAdam, HAVE_APEX_OR_TE=True, USING_APEX_OPTIMIZER=True)
-
-
-def p11_one_rank_collectives() -> None:
-    """The data-parallel wrapper reduces and gathers its buffers in place. For a group of one there
-    is nothing to do. But gloo takes all bytes through a buffer of its own, and NCCL makes a
-    communicator of the one rank, for which it may take 512 MiB
-    (https://github.com/NVIDIA/nccl/issues/2363).
-    """
-    from megatron.core.distributed import param_and_grad_buffer as buffers
-
-    def unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
-        def call(output: torch.Tensor, input_: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if kwargs["group"].size() == 1 and output.data_ptr() == input_.data_ptr():
-                return None
-            return collective(output, input_, *args, **kwargs)
-
-        return call
-
-    for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
-        patch(buffers, **{name: unless_alone(getattr(buffers, name))})
-    patch(buffers, _coalescing_manager=maybe_nothing(buffers._coalescing_manager))
-
-
-def maybe_nothing(
-    coalescing: Callable[..., contextlib.AbstractContextManager[Any]],
-) -> Callable[..., contextlib.AbstractContextManager[Any]]:
-    """Returns torch's manager of coalesced collectives, changed so that it may have nothing to
-    coalesce: older versions (2.6) then read a variable that was never set."""
-
-    @contextlib.contextmanager
-    def manager(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        try:
-            with coalescing(group, *args, **kwargs) as handle:
-                yield handle
-        except UnboundLocalError:
-            if group.size() > 1:  # there something was to be done
-                raise
-
-    return manager
-
-
 def p12_fused_kernels() -> None:
     """megatron-core's unfused ways recompute sines in every layer, and leave to autograd what takes
     a third of the passes over memory when written out.
@@ -227,7 +297,9 @@ def p12_fused_kernels() -> None:
         fused_apply_rotary_pos_emb=cpu_kernels.rotary,
         fused_apply_rotary_pos_emb_thd=cpu_kernels.rotary_packed,
     )
-    apex = SimpleNamespace(wgrad_gemm_accum_fp32=cpu_kernels.wgrad_accumulate)
+    apex = SimpleNamespace(
+        wgrad_gemm_accum_fp32=lambda x, g, main_grad: cpu_kernels.accumulate(main_grad, g, x)
+    )
     patch(layers, fused_weight_gradient_mlp_cuda=apex)  # used by layers that are told to
 
 
@@ -250,6 +322,39 @@ def p13_one_rank_groups() -> None:
         return of_rank[ranks[0]]
 
     patch(parallel_state, create_group=create_group)
+
+
+def p14_large_tensors() -> None:
+    """A tensor that comes fresh from the kernel has to be faulted in page by page, which takes
+    longer than the pass that fills it. glibc gives large blocks back at once and the end of its
+    heap soon, so that every micro-batch would pay this again. Other allocators (jemalloc, tcmalloc)
+    decide for themselves, and elsewhere than on Linux nothing happens. torch reads the variable
+    before it allocates the first tensor."""
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    keep_freed()
+
+
+@cache
+def keep_freed() -> bool:
+    """Keeps what is freed for the tensors to come, from here on; the peak stays the same. Returns
+    whether it does: not where the environment tells glibc something else, or without glibc."""
+    library = _glibc()
+    if library is None or any(name in os.environ for name in _GIVEN):
+        return False
+    return bool(library.mallopt(_MMAP_MAX, 0) and library.mallopt(_TRIM_THRESHOLD, -1))
+
+
+def give_back() -> None:
+    """Gives the kernel back what is freed and still kept."""
+    library = _glibc()
+    if library is not None:
+        library.malloc_trim(0)
+
+
+@cache
+def _glibc() -> ctypes.CDLL | None:
+    library = ctypes.CDLL(None)
+    return library if hasattr(library, "mallopt") and hasattr(library, "malloc_trim") else None
 
 
 def p15_hybrid_optimizer() -> None:
@@ -311,93 +416,38 @@ def p16_no_whole_weights() -> None:
 
 def p17_matrix_products() -> None:
     """The parallel layers' own forward and backward call torch.matmul and Tensor.matmul, with
-    gradients off, where nearly all of a pass goes; see megarl.parallel.cpu_products."""
-    if products.by_onednn():
-        products.remember_shapes(_SHAPES)
+    gradients off, where nearly all of a pass goes; see megarl.parallel.cpu_kernels."""
+    if cpu_kernels.by_onednn():
+        cpu_kernels.remember_shapes(_SHAPES)
         patch(torch, matmul=cpu_kernels.product)
         patch(torch.Tensor, matmul=cpu_kernels.product)
-
-
-def p18_direct_reduce_scatter() -> None:
-    """torch makes gloo's reduce-scatter of an all-reduce of everything; see
-    megarl.parallel.cpu_collectives. The layers and the mappings between them call it by a name of
-    their own."""
-    from megatron.core.tensor_parallel import layers, mappings
-
-    for module in (layers, mappings):
-        patch(module, dist_reduce_scatter_func=cpu_collectives.reduce_scatter)
-
-
-def p19_latent_attention() -> None:
-    """0.19 only: it chooses norms and projections again. Without a latent of queries it refuses the
-    norm of one that its local spec names, and wants Transformer Engine's linear layer with a norm.
-    """
-    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
-
-    linear = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")
-
-    def of_spec(self: Any, submodules: Any) -> dict[str, Any]:
-        return {n: getattr(submodules, n) for n in (*linear, "q_layernorm", "kv_layernorm")}
-
-    if hasattr(MLASelfAttention, "_resolve_qk_norm_config"):
-        patch(MLASelfAttention, _resolve_qk_norm_config=of_spec)
-
-
-def p20_packed_rotary() -> None:
-    """See megarl.parallel.packed_rotary."""
-    from megatron.core.models.common.embeddings import rope_utils
-
-    rotate = packed_rotary.rotating(
-        rope_utils._apply_rotary_pos_emb_thd, rope_utils._apply_rotary_pos_emb_bshd
-    )
-    patch(rope_utils, _apply_rotary_pos_emb_thd=rotate)
-
-
-def p21_pipeline_shapes() -> None:
-    """See megarl.parallel.pipeline_shapes."""
-    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-
-    shapes = pipeline_shapes.telling(P2PCommunicator._communicate_shapes)
-    patch(P2PCommunicator, _communicate_shapes=shapes)
 
 
 _installed = False
 
 
-def install_everywhere() -> None:
-    """Installs the patches that GPUs need too, above all where Transformer Engine is missing."""
-    p7_te_general_gemm()
-    p10_adam()
-    p11_one_rank_collectives()
-    p19_latent_attention()
-    p20_packed_rotary()
-    p21_pipeline_shapes()
-
-
 def install() -> None:
-    """Installs P1 to P21, once. Raises AssertionError if megatron.core is imported already."""
+    """Installs all of them, once. Raises AssertionError if megatron.core is imported already."""
     global _installed
     if _installed:
         return
     early = [m for m in sys.modules if m.startswith("megatron.core")]
     assert not early, f"import megarl.parallel.mcore before megatron ({early[0]} is loaded)"
-    cpu_torch.p14_large_tensors()
-    cpu_torch.p1_current_device()
-    cpu_torch.p2_streams_and_memory()
-    cpu_torch.p3_tensor_placement()
-    cpu_torch.p4_tensor_type()
-    cpu_torch.p5_torch_random_state()
+    p14_large_tensors()
+    p1_current_device()
+    p2_streams_and_memory()
+    p3_tensor_placement()
+    p4_tensor_type()
+    p5_torch_random_state()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "Transformer Engine / apex is not installed"
         p6_no_compile()
         p5_tracker()
         p8_moe_split_sizes()
         p9_uneven_all_gather()
-        install_everywhere()
         p12_fused_kernels()
         p13_one_rank_groups()
         p15_hybrid_optimizer()
         p16_no_whole_weights()
         p17_matrix_products()
-        p18_direct_reduce_scatter()
     _installed = True
