@@ -81,7 +81,7 @@ def on_every_rank(what: str, fn: Callable[[], T], comm: Comm | None) -> T:
     result, error = attempt(fn)
     failure = None if error is None else Failure.of(error)
     try:
-        if error is not None:
+        if error is not None and comm is not None and comm.size > 1:
             error.add_note(f"({what}, rank {rank})")
         failures = [failure] if comm is None else gather(failure, comm, what)
         error = merged(what, {rank: f for rank, f in enumerate(failures) if f}, error)
