@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from megarl.algos import AdvantageSpec
-from megarl.algos.groups import Groups
+from megarl.algos.advantages import Groups
 from megarl.config.algo import PPOActorConfig
 
 

@@ -27,24 +27,28 @@ from megarl.algos.advantages import (
     spread_over_tokens,
     whiten,
 )
-from megarl.algos.aggregation import (
-    LOSS_WEIGHTS,
-    rollout_weight,
-    sequence_weight,
-    token_weight,
-)
-from megarl.algos.critic import Critic
 from megarl.algos.distillation import Distillation, divergence
 from megarl.algos.kl import kl_estimate
-from megarl.algos.losses import critic_loss, sft_loss
-from megarl.algos.metrics import explained_variance, logp_gap_stats, worst_logp_gaps
+from megarl.algos.losses import (
+    LOSS_WEIGHTS,
+    critic_loss,
+    rollout_weight,
+    sequence_weight,
+    sft_loss,
+    token_weight,
+)
+from megarl.algos.metrics import (
+    advantage_spread,
+    explained_variance,
+    gap_by_age,
+    logp_gap_stats,
+    staleness,
+    worst_logp_gaps,
+)
 from megarl.algos.policy_loss import PolicyLoss, derived_policy_stats, policy_stats
-from megarl.algos.preference_roles import PreferencePolicy, RewardLearner
-from megarl.algos.ref import LoRARef, Ref, RewardModel, Teacher
-from megarl.algos.role import Role
-from megarl.algos.sft import SFT
+from megarl.algos.preferences import PreferencePolicy, RewardLearner
+from megarl.algos.roles import SFT, Critic, LoRARef, Ref, RewardModel, Role, Teacher
 from megarl.algos.specs import AdvantageSpec, LossSpec, Surrogate
-from megarl.algos.token_metrics import advantage_spread, gap_by_age, staleness
 
 __all__ = [
     "Actor",

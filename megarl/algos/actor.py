@@ -17,21 +17,25 @@ from megarl.algos.advantages import (
     spread_over_tokens,
     whiten,
 )
-from megarl.algos.fields import MADE, add_made, need, shaped
-from megarl.algos.kl import kl_estimate
-from megarl.algos.kl_control import KLController, kl_of_rows, kl_to_go
-from megarl.algos.metrics import Decode, spell_ids, watched_gap
-from megarl.algos.minibatches import mean_metrics, minibatches, skipped_metrics
-from megarl.algos.proximal import (
+from megarl.algos.batches import (
     CHECK,
+    MADE,
     PROX,
+    add_made,
+    mean_metrics,
+    minibatches,
+    need,
     need_routes,
     put_kept,
     reason_for_pass,
+    shaped,
+    skipped_metrics,
     takes_own_prox,
     with_own_prox,
 )
-from megarl.algos.role import Role, among_its_ranks
+from megarl.algos.kl import KLController, kl_estimate, kl_of_rows, kl_to_go
+from megarl.algos.metrics import Decode, spell_ids, watched_gap
+from megarl.algos.roles import Role, among_its_ranks
 from megarl.algos.rollouts import Rollouts, refuse_branches, rollouts_of
 from megarl.algos.rows import Data, as_batch, map_rows, put, trained_tokens
 from megarl.algos.specs import advantages_of, loss_of
@@ -60,7 +64,7 @@ class Actor(Role):
       recompute_logprob                       prox_logp: the trainer's own view of the policy, which
                                               leaves out the server's rounding (common practice)
       recompute_logprob=interpolate           between logprobs and those of the update's own pass,
-                                              by the token's staleness (proximal.interpolated)
+                                              by the token's staleness (batches.interpolated)
       recompute_logprob=false                 logprobs, as the server reported them
 
     With recompute_logprob=auto and no `reason_for_pass`, compute_prox_logp may be left out: the
@@ -322,7 +326,7 @@ class Actor(Role):
     @among_its_ranks
     def ppo_update(self, batch: Data) -> dict[str, float]:
         """Makes ppo_n_minibatches optimizer steps over the batch; returns metrics averaged over
-        them. A loss gets the fields that it needs of `fields.MADE` from here.
+        them. A loss gets the fields that it needs of `batches.MADE` from here.
 
         Beside the loss's metrics there are n_updates, skipped_updates (refused because something
         was not finite; they enter no mean), the skipped_sequences and skipped_tokens of those, and

@@ -24,14 +24,14 @@ import torch
 from torch import Tensor
 
 from megarl.algos.advantages import discounted_sums, spread_over_tokens, trained_first
-from megarl.algos.aggregation import (
+from megarl.algos.kl import kl_estimate
+from megarl.algos.losses import (
     LOSS_WEIGHTS,
     Stats,
     aggregate,
     aggregation_needs,
     token_means,
 )
-from megarl.algos.kl import kl_estimate
 from megarl.algos.specs import AdvantageSpec, LossSpec
 from megarl.api.batch import Padded
 from megarl.config.algo import PPOActorConfig

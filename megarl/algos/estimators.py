@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.algos.advantages import KINDS, grpo_advantages, shape_rewards
-from megarl.algos.fields import need
-from megarl.algos.groups import Groups
+from megarl.algos.advantages import KINDS, Groups, grpo_advantages, shape_rewards
+from megarl.algos.batches import need
 from megarl.algos.specs import AdvantageSpec
 from megarl.api.tokens import REWARD_PART
 from megarl.config.algo import PPOActorConfig

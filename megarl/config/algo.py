@@ -71,7 +71,7 @@ class PPOActorConfig(TrainEngineConfig):
     """weight of the KL to the reference added to the loss"""
     kl_estimator: Annotated[str, Choices("k1", "k2", "k3", "k1+", "k3+", "k3-weighted")] = "k3"
     """KL estimator of the loss; k1+ and k3+ report k1 or k3, and differentiate k2"""
-    kl_controller: Annotated[Options | None, OptionsOf("megarl.algos.kl_control:KLTarget")] = None
+    kl_controller: Annotated[Options | None, OptionsOf("megarl.algos.kl:KLTarget")] = None
     """adapts kl_coef and the recipe's kl_ctl from their first values toward a KL, by its
     options: target (nats), horizon (rollouts), per (token or rollout); null keeps them"""
     entropy_coef: Annotated[float, NOT_NEGATIVE] = 0.0
@@ -80,7 +80,7 @@ class PPOActorConfig(TrainEngineConfig):
     """old logprobs of the ratio (prox_logp): true: a pass with the trainer's weights before the
     update; auto: skips that pass when the update computes the same numbers; interpolate: between
     the server's and the update's, by each token's version (A-3PO); false: the server's"""
-    correction: Annotated[Options | None, OptionsOf("megarl.algos.correction:Correction")] = None
+    correction: Annotated[Options | None, OptionsOf("megarl.algos.policy_loss:Correction")] = None
     """weights and masks for the gap between the policy that wrote a token and the trainer, by the
     options weight, weight_cap, mask, mask_low, mask_high, veto; {} weighs tokens, null
     is none. AReaL's use_decoupled_loss=true is {weight: token}, with behav_imp_weight_cap=C {mask:

@@ -22,7 +22,7 @@ from typing import Any
 
 import networkx as nx
 
-from megarl.algos.role import Role
+from megarl.algos.roles import Role
 from megarl.api.engine import PARTS
 from megarl.api.records import FinetuneSpec
 from megarl.api.tokens import IDS

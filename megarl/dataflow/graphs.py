@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import networkx as nx
 
-from megarl.algos.proximal import reason_for_pass
+from megarl.algos.batches import reason_for_pass
 from megarl.algos.specs import advantages_of, loss_of
 from megarl.config.errors import ConfigError
 from megarl.config.recipe_engines import engines, ref_is_below_adapters, trained_engines

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from megarl.algos import Role
-from megarl.algos.proximal import PROX
+from megarl.algos.batches import PROX
 from megarl.algos.specs import loss_of
 from megarl.api.batch import Batch
 from megarl.api.records import FinetuneSpec

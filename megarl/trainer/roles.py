@@ -6,11 +6,8 @@ import copy
 from typing import Any, ClassVar, TypeVar
 
 from megarl.algos.actor import Actor
-from megarl.algos.critic import Critic
-from megarl.algos.preference_roles import PreferencePolicy, RewardLearner
-from megarl.algos.ref import LoRARef, Policy, Ref, RewardModel, Teacher
-from megarl.algos.role import Role
-from megarl.algos.sft import SFT
+from megarl.algos.preferences import PreferencePolicy, RewardLearner
+from megarl.algos.roles import SFT, Critic, LoRARef, Policy, Ref, RewardModel, Role, Teacher
 from megarl.config.algo import (
     PPOActorConfig,
     ValueModelConfig,

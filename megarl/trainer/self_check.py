@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 
-from megarl.algos import Role, checks, nonfinite
+from megarl.algos import Role, checks
+from megarl.algos.batches import CHECK, PROX
 from megarl.algos.checks import Finding
-from megarl.algos.proximal import CHECK, PROX
 from megarl.algos.rows import Data, as_batch, trained_tokens
 from megarl.api.batch import Batch
 from megarl.api.engine import LossFn, Metrics
@@ -209,7 +209,7 @@ class SelfCheck:
         Raises SelfCheckError where the run is to stop."""
         self._minibatch += 1
         batch = as_batch(data)
-        if finding := nonfinite.nonfinite_inputs(batch):
+        if finding := checks.nonfinite_inputs(batch):
             return self._refuse(engine, batch, finding, {})
         names = (self._unchecked, CHECK) if self._unchecked is not None else ()
         key = next((name for name in names if name in batch), None)
@@ -219,9 +219,9 @@ class SelfCheck:
             watched = checks.watch_gaps(loss_fn, key)
             stats = engine.train_batch(checks.number_rows(data), watched, *args, **kw)
             rows = checks.take_rows(stats)
-        if finding := nonfinite.nonfinite_update(stats):
+        if finding := checks.nonfinite_update(stats):
             by_row = partial(self._row_losses, engine, data, loss_fn, *args, **kw)
-            spike = nonfinite.is_spike(stats)
+            spike = checks.is_spike(stats)
             return self._refuse(engine, batch, finding, stats, None if spike else by_row)
         updates = self._updates[id(engine)]
         updates.skipped, updates.made = 0, updates.made + int(stats["update_successful"])
@@ -267,7 +267,7 @@ class SelfCheck:
         if broken := self._broken_weights(engine):
             details.append(f"the weights themselves are not finite: {broken}")
         elif row_losses is not None:
-            details.append(nonfinite.nonfinite_origin(row_losses(), batch, decode=self._decode))
+            details.append(checks.nonfinite_origin(row_losses(), batch, decode=self._decode))
         where = f"step {self._step}, mini-batch {self._minibatch}"
         finding = Finding(f"{where}: {finding.headline}", tuple(details))
         details.append(self._save(batch, finding, stats))

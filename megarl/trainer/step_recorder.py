@@ -29,9 +29,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from megarl.algos import Role
-from megarl.algos.fields import MADE, TAUGHT
-from megarl.algos.proximal import CHECK
-from megarl.algos.role import UpdateCheck
+from megarl.algos.batches import CHECK, MADE, TAUGHT
+from megarl.algos.roles import UpdateCheck
 from megarl.algos.rows import Data, as_batch, reduce_rows, total
 from megarl.api.batch import Batch, Padded, Tokens
 from megarl.api.engine import LossFn, LossWeightFn

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megarl.algos import critic_loss, token_weight
-from megarl.algos.aggregation import sequence_weight
+from megarl.algos.losses import sequence_weight
 from megarl.algos.preferences import DPO, BradleyTerry, pair_weight
 from tests.dist.engine_jobs import TEMPERATURE, Tensors, loss_fn, weight_fn
 

@@ -237,7 +237,7 @@ def drawn_to(path: str, parallel: dict[str, Any], k: int) -> dict[str, Any]:
     """Returns loss and gradients of a student drawn to a teacher, the same model at another
     temperature, that names its k likeliest tokens."""
     from megarl.algos.distillation import Distillation
-    from megarl.algos.ref import Teacher
+    from megarl.algos.roles import Teacher
     from megarl.config.engine import TrainEngineConfig
 
     frozen = make_engine(path, parallel, trained=False, lm_head_topk=k)

@@ -18,7 +18,7 @@ def losses_of(path: str, wider: str, parallel: dict[str, Any], k: int) -> dict[s
     """Returns what an update by each divergence says, what the teacher says of every token, and the
     student's logits."""
     from megarl.algos.distillation import Distillation
-    from megarl.algos.ref import Teacher
+    from megarl.algos.roles import Teacher
     from megarl.config.engine import TrainEngineConfig
 
     frozen = make_engine(wider, parallel, trained=False, lm_head_topk=k)

@@ -512,7 +512,7 @@ MUTANTS = (
         ("tests/unit/test_conventions.py::test_gdpo_of_trl",),
     ),
     Mutant(
-        "algos/aggregation.py",
+        "algos/losses.py",
         "return (masked.sum(1) / mask.sum(1).clamp(min=1)).sum()",
         "return (masked.sum(1) / mask.shape[1]).sum()",
         ("tests/unit/test_losses.py::test_value_gradient_weight_and_clip_counts_equal_the_loop",),
@@ -530,7 +530,7 @@ MUTANTS = (
         ("tests/unit/test_losses.py::test_value_gradient_weight_and_clip_counts_equal_the_loop",),
     ),
     Mutant(
-        "algos/ratios.py",
+        "algos/surrogates.py",
         "return torch.where(mask, logp - old, 0.0)",
         "return logp - old",
         ("tests/unit/test_surrogates.py::test_value_and_gradient_equal_the_loop",),

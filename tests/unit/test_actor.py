@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megarl.algos import SFT, Actor, Ref, sequence_weight, worst_logp_gaps
+from megarl.algos.batches import mean_metrics
 from megarl.algos.metrics import logp_gap_stats
-from megarl.algos.minibatches import mean_metrics
 from megarl.api.batch import Batch
 from megarl.api.engine import Metrics
 from megarl.api.records import SaveLoadMeta, WeightUpdateMeta

@@ -19,8 +19,6 @@ import pytest
 import torch
 
 from megarl.algos import PolicyLoss, critic_loss, gae, grpo_advantages, kl_estimate
-from megarl.algos.aggregation import LOSS_WEIGHTS, aggregate
-from megarl.algos.correction import Correction
 from megarl.algos.estimators import (
     gdpo_advantages,
     gpg_advantages,
@@ -29,9 +27,10 @@ from megarl.algos.estimators import (
     opo_advantages,
     rloo_advantages,
 )
+from megarl.algos.losses import LOSS_WEIGHTS, aggregate
+from megarl.algos.policy_loss import Correction
 from megarl.algos.preferences import DPO
-from megarl.algos.ratios import token_ratio
-from megarl.algos.surrogates import CISPO, GMPO, SAPO, Clip
+from megarl.algos.surrogates import CISPO, GMPO, SAPO, Clip, token_ratio
 from megarl.rollout.episode import has_signal
 from tests.unit.bigram import prepared
 from tests.unit.presets import preset
@@ -394,5 +393,5 @@ def test_ipo_of_trl_is_the_length_normalised_one():
     logp = {"logprobs": torch.tensor([[-0.5, -1.5], [-3.0, 0.0]])}
     h = {True: -1.0 + 3.0, False: -2.0 + 3.0}
     for mean, value in h.items():
-        loss = DPO(kind="ipo", beta=0.5, length_normalized=mean)
+        loss = DPO(ipo=True, beta=0.5, length_normalized=mean)
         assert loss(logp, batch)[0].item() == pytest.approx((value - 1.0) ** 2)

@@ -9,7 +9,7 @@ import torch
 from megarl.algos import distillation
 from megarl.algos.actor import Actor
 from megarl.algos.distillation import DIVERGENCES, Distillation, divergence, with_tail
-from megarl.algos.ref import Teacher
+from megarl.algos.roles import Teacher
 from megarl.algos.specs import advantages_of, loss_of
 from megarl.config.algo import PPOActorConfig
 from megarl.config.base import SeamConfig

@@ -14,16 +14,14 @@ MODULES = [f"megarl.algos.{found.name}" for found in pkgutil.iter_modules(megarl
 FORMULAS = {
     "advantages": "shape_rewards grpo_advantages spread_over_tokens place_rewards gae "
     "length_lambda discounted_sums trained_first",
-    "aggregation": "aggregate",
-    "correction": "Correction",
     "estimators": "rloo_advantages opo_advantages pass_at_k_advantages max_at_k_advantages "
     "gpg_advantages asymre_advantages gdpo_advantages",
     "kl": "kl_estimate kl_term",
-    "losses": "sft_loss critic_loss",
-    "policy_loss": "PolicyLoss",
+    "losses": "aggregate sft_loss critic_loss",
+    "policy_loss": "Correction PolicyLoss",
     "preferences": "DPO SimPO BradleyTerry",
-    "ratios": "token_ratio sequence_ratio sequence_token_ratio",
-    "surrogates": "Clip CISPO SAPO GMPO Unclipped LogLikelihood TOPR",
+    "surrogates": "token_ratio sequence_ratio sequence_token_ratio Clip CISPO SAPO GMPO Unclipped "
+    "LogLikelihood TOPR",
 }
 
 

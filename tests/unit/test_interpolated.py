@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megarl.algos import Actor, PolicyLoss
-from megarl.algos.correction import Correction
+from megarl.algos.policy_loss import Correction
 from megarl.algos.surrogates import Clip
 from megarl.config.check_parts import actor_problems
 from megarl.config.loader import load_config

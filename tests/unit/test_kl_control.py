@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.algos import Actor, kl_control
-from megarl.algos.kl_control import KLController
+from megarl.algos import Actor, kl
+from megarl.algos.kl import KLController
 from megarl.config.algo import PPOActorConfig
 from tests.unit.bigram import BigramEngine, rollout
 
@@ -119,5 +119,5 @@ def test_the_controller_needs_the_references_logprobs() -> None:
 
 
 def test_the_example_is_computed() -> None:
-    found = doctest.testmod(kl_control)
+    found = doctest.testmod(kl)
     assert found.attempted and not found.failed

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from megarl.algos import LOSS_WEIGHTS, PolicyLoss, critic_loss, sft_loss
-from megarl.algos.aggregation import aggregate
-from megarl.algos.correction import Correction
 from megarl.algos.kl import KL_TERMS, kl_term
-from megarl.algos.ratios import RATIOS
+from megarl.algos.losses import aggregate
+from megarl.algos.policy_loss import Correction
+from megarl.algos.surrogates import RATIOS
 from megarl.api.tokens import select
 
 from .test_losses import make_batch

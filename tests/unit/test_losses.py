@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megarl.algos import LOSS_WEIGHTS, PolicyLoss, sft_loss, token_weight
-from megarl.algos.correction import Correction
+from megarl.algos.policy_loss import Correction
 from megarl.algos.surrogates import Clip
 from megarl.api.tokens import select
 

@@ -11,8 +11,13 @@ import torch.nn.functional as F
 
 from megarl.algos import Ref, RewardModel
 from megarl.algos.checks import number_rows, take_rows, watch_losses
-from megarl.algos.preference_roles import PreferencePolicy, RewardLearner, one_token_longer
-from megarl.algos.preferences import DPO, pair_weight
+from megarl.algos.preferences import (
+    DPO,
+    PreferencePolicy,
+    RewardLearner,
+    one_token_longer,
+    pair_weight,
+)
 from megarl.api.batch import Batch
 from megarl.config.algo import PREFERENCE_LOSSES, PreferenceConfig, RewardModelConfig
 from megarl.config.engine import TrainEngineConfig

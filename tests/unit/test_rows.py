@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.algos import rows, whiten
+from megarl.algos.checks import nonfinite_inputs
 from megarl.algos.metrics import explained_variance, logp_gap_stats, worst_logp_gaps
-from megarl.algos.nonfinite import nonfinite_inputs
 from megarl.algos.rows import map_rows, moments, reduce_rows, total, trained_tokens
 from megarl.api.batch import Batch, Padded, Tokens
 

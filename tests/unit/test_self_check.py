@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from megarl.algos import SFT, Actor, Ref
-from megarl.algos.checks import ROUNDING, row_gaps, same_policy
-from megarl.algos.nonfinite import nonfinite_inputs
+from megarl.algos.checks import ROUNDING, nonfinite_inputs, row_gaps, same_policy
 from megarl.api.batch import Batch, Tokens
 from megarl.config.algo import PPOActorConfig
 from megarl.config.engine import ParallelConfig, TrainEngineConfig

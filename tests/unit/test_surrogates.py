@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megarl.algos import PolicyLoss
-from megarl.algos.correction import Correction
+from megarl.algos.policy_loss import Correction
 from megarl.algos.surrogates import CISPO, GMPO, SAPO, TOPR, Clip, LogLikelihood, Unclipped
 from megarl.config.algo import PPOActorConfig
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megarl.algos import derived_policy_stats, policy_stats
-from megarl.algos.token_metrics import OLDEST, advantage_spread, gap_by_age, staleness
+from megarl.algos.metrics import OLDEST, advantage_spread, gap_by_age, staleness
 from megarl.api.batch import Batch, Padded
 from megarl.config.dataset import DatasetConfig
 from megarl.rollout.episodes import Outcome
