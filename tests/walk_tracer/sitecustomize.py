@@ -25,6 +25,7 @@ import functools
 import importlib
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -41,6 +42,12 @@ PARTS = (
 )  # of a function that is there already
 HEARTBEAT = "megarl-presence"  # the thread that writes now and then, in whatever walk that falls
 DEPTH, LENGTH = 3, 100  # how far a value is looked for in what is given
+
+
+def names(value: int, text: str) -> bool:
+    """Whether a text has the value as a word of its own: the digits of another number, such as a
+    socket's in /proc/net/tcp, may be the same by chance."""
+    return str(value) in text and bool(re.search(rf"(?<![\w.]){value}(?!\w|\.\d)", text))
 
 
 class Here(threading.local):
@@ -167,13 +174,13 @@ class Tracer:
             self.write(kind, repr(time.monotonic()), *words)
 
     def holds(self, what: Any, depth: int = DEPTH) -> bool:
-        """Whether `what` is the value (or so many MiB in bytes), or a text that names it, or has
+        """Whether `what` is the value (or so many MiB in bytes), or a text that `names` it, or has
         it: as an item of lists and dicts in each other, or as an object's own attribute."""
         assert self.value is not None
         if type(what) in (int, float):
             return what in (self.value, self.value << 20)
         if type(what) is str:
-            return str(self.value) in what
+            return names(self.value, what)
         if depth == 0 or len(what) > LENGTH if isinstance(what, (dict, list, tuple)) else False:
             return False
         if isinstance(what, dict):
