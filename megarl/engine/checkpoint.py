@@ -90,7 +90,8 @@ def save(state: EngineState, meta: SaveLoadMeta, version: int) -> None:
     opt.gather_params(state.chunks)
     base = meta.base_model_path or state.config.path
     if meta.weight_format == "dist":
-        _save_dist(state, meta.path, meta.with_optim, version)
+        with average_in_place(state):
+            save_sharded(meta.path, *_to_save(state, meta.with_optim, version))
     elif meta.weight_format == "peft":
         assert state.adapters is not None  # check_meta has seen to it
         save_peft(
@@ -139,14 +140,6 @@ def load(state: EngineState, meta: SaveLoadMeta) -> int | None:
 # ---- training checkpoints ----------------------------------------------------------------------
 
 
-def _save_dist(state: EngineState, path: str, with_optim: bool, version: int) -> None:
-    """Writes the weights to `path`; with `with_optim` also optimizer state (moments, step, fp32
-    weights), the schedule's position, every rank's random states, and the weight version.
-    Collective."""
-    with average_in_place(state):
-        save_sharded(path, *_to_save(state, with_optim, version))
-
-
 def begin_save(state: EngineState, path: str, with_optim: bool, version: int) -> PendingSave:
     """Begins a save of the "dist" format; a thread writes the files. Collective."""
     opt.gather_params(state.chunks)
@@ -155,6 +148,8 @@ def begin_save(state: EngineState, path: str, with_optim: bool, version: int) ->
 
 
 def _to_save(state: EngineState, with_optim: bool, version: int) -> tuple[Sharded, dict[str, Any]]:
+    """Returns the weights, and with `with_optim` also optimizer state (moments, step, fp32 weights)
+    and every rank's random states; and what is said of them, with the schedule's position."""
     tensors: dict[str, Any] = _model_state(state)
     own: dict[Any, Any] = {}
     if with_optim:
@@ -330,11 +325,11 @@ def sender(state: EngineState) -> WeightSender:
 def fingerprints(state: EngineState) -> dict[str, Fingerprint]:
     """Returns the fingerprints of the trained weights; see MegatronEngine.fingerprints."""
     opt.gather_params(state.chunks)
-    table = state.adapters.table if state.adapters else state.table.trained
-    found = weight_hashes(table, state.groups.rank, state.params, mcore.device())
-    for per_tensor in found:
+    table = state.trained_table
+    sums = weight_hashes(table, state.groups.rank, state.params, mcore.device())
+    for per_tensor in sums:
         dist.all_reduce(per_tensor, group=state.groups.world)
-    hashes, squares = (per_tensor.tolist() for per_tensor in found)
+    hashes, squares = (per_tensor.tolist() for per_tensor in sums)
     kind = str(state.dtype).removeprefix("torch.")
     return {
         tensor.name: Fingerprint(
@@ -353,7 +348,7 @@ def hf_state(
     if grads:
         if state.optimizer is None:
             raise ValueError("this engine has no optimizer, so it keeps no gradients")
-        table, dtype = state.adapters.table if state.adapters else table.trained, torch.float32
+        table, dtype = state.trained_table, torch.float32
         trained = {n: p for n, p in state.params.items() if p.requires_grad}
         values = {n: p.main_grad for n, p in trained.items()}  # type: ignore[attr-defined]
     buckets = plan_buckets(table, dtype, _STATE_BUCKET_BYTES)

@@ -109,6 +109,11 @@ class EngineState:
         """Returns the layout of the engine's process groups."""
         return self.groups.layout
 
+    @property
+    def trained_table(self) -> PieceTable:
+        """Returns where every trained tensor lives: of adapters, where there are any."""
+        return self.adapters.table if self.adapters else self.table.trained
+
     def whole_weights(self) -> Mapping[str, torch.Tensor]:
         """Returns the model's weights by name; adapters are merged in as they are asked for."""
         return self.adapters.merged(self.params) if self.adapters else self.params
@@ -132,7 +137,8 @@ def resolve(cfg: TrainEngineConfig, world_size: int) -> Resolved:
     output_widths(model.vocab_size, cfg.lm_head_topk)
     layout = Layout.from_config(cfg.parallel, world_size)
     attention = resolve_attention(cfg.attention, mcore.device())
-    dtype = _dtype(cfg.dtype)
+    auto = "bfloat16" if mcore.on_cuda() else "float32"
+    dtype = _DTYPES[auto if cfg.dtype == "auto" else cfg.dtype]
     fields = {
         "cp_comm_type": cp_comm_type(options.cp_comm_type, model, cfg.parallel, attention),
         **recompute_fields(cfg.recompute_granularity, options, layout, model.num_layers),
@@ -147,12 +153,6 @@ def resolve(cfg: TrainEngineConfig, world_size: int) -> Resolved:
                 "engine.offload() and onload(), or optimizer_cpu_offload"
             )
     return Resolved(model=model, layout=layout, dtype=dtype, fields=fields)
-
-
-def _dtype(name: str) -> torch.dtype:
-    if name == "auto":
-        name = "bfloat16" if mcore.on_cuda() else "float32"
-    return _DTYPES[name]
 
 
 # ---- making it ---------------------------------------------------------------------------------
