@@ -49,8 +49,8 @@ class RouterTape:
     given:    what to choose in the micro-batch that comes next [T,k], -1 for a token that its
               router sends; None lets the router send all.
     recorded: what was chosen, one tensor a micro-batch, if a list.
-    load:     tokens by expert [E].
-    replayed: choices that were given, and those of them that the router would not have made, [2].
+    counts:   [E+2], tokens by expert, then the choices that were given and those of them that the
+              router would not have made.
     """
 
     def __init__(self, router: TopKRouter) -> None:
@@ -59,16 +59,14 @@ class RouterTape:
         router.router_replay = self
         self.layer: int = router.layer_number - 1  # megatron counts from 1
         self.router = router
-        self.load = torch.zeros(router.num_experts, dtype=torch.long, device=mcore.device())
-        self.replayed = torch.zeros(2, dtype=torch.long, device=mcore.device())
+        self.counts = torch.zeros(router.num_experts + 2, dtype=torch.long, device=mcore.device())
         self.recorded: list[Tensor] | None = None
         self.given: Tensor | None = None
         self._recomputed_later: deque[Tensor] = deque()
 
     def start(self, *, record: bool) -> None:
         """Begins a pass: sets the counts to zero, and with `record` keeps every choice."""
-        self.load.zero_()
-        self.replayed.zero_()
+        self.counts.zero_()
         self.recorded = [] if record else None
 
     def stop(self) -> None:
@@ -93,7 +91,7 @@ class RouterTape:
             chosen = self._or_own(self._replayed(self.given), own)
             values = scores.gather(1, chosen)
         flat = chosen.flatten()
-        self.load.scatter_add_(0, flat, torch.ones_like(flat))
+        self.counts.scatter_add_(0, flat, torch.ones_like(flat))
         if self.recorded is not None:
             self.recorded.append(chosen)
         return values, chosen
@@ -114,7 +112,7 @@ class RouterTape:
         how the two differ, in whatever order they name a token's experts."""
         known = given >= 0
         differs = known & (given[:, :, None] != own[:, None]).all(2)
-        self.replayed += torch.stack([known.sum(), differs.sum()])
+        self.counts[-2:] += torch.stack([known.sum(), differs.sum()])
         return torch.where(known, given, own)
 
     def _replayed(self, given: Tensor) -> Tensor:
@@ -203,18 +201,23 @@ class Routing:
                 yield (places, tape.layer), tape.recorded[i][real]
 
     def metrics(self, n_micro_batches: int) -> dict[str, float]:
-        """Returns the balance of the experts' loads, and auxiliary losses where they are on, after
-        a pass. Collective."""
-        layout = self.groups.layout
-        load = torch.zeros(self.model.num_layers, self.shape.num_experts, device=mcore.device())
+        """Returns the balance of the experts' loads, auxiliary losses where they are on, and the
+        share of replayed choices that the routers would not have made, if there were any, after a
+        pass. Collective."""
+        layout, n_layers = self.groups.layout, self.model.num_layers
+        counts = torch.zeros(
+            n_layers, self.shape.num_experts + 2, dtype=torch.long, device=mcore.device()
+        )
         for tape in self.tapes:
-            load[tape.layer] = tape.load
-        losses = torch.stack([self._aux(load, name) for name in ("load_balancing_loss", "z_loss")])
+            counts[tape.layer] = tape.counts
+        aux = ("load_balancing_loss", "z_loss")
+        losses = torch.stack([_aux(name, n_layers) for name in aux])
         if layout.world_size > 1:
-            dist.all_reduce(load)
+            dist.all_reduce(counts)
             dist.all_reduce(losses)
-        layers = [i for i in range(self.model.num_layers) if i not in self.shape.dense_layers]
-        load, losses = load[layers].cpu(), losses[:, layers].mean(1).cpu() / n_micro_batches
+        layers = [i for i in range(n_layers) if i not in self.shape.dense_layers]
+        counts, losses = counts[layers].cpu(), losses[:, layers].mean(1).cpu() / n_micro_batches
+        load = counts[:, :-2].float()
         peaks = load.amax(1) / load.mean(1)
         out = {
             "moe/load_max_over_mean": float(peaks.mean()),
@@ -227,23 +230,12 @@ class Routing:
             out["moe/aux_loss"] = float(losses[0]) / layout.dp
         if self.options.moe_z_loss_coeff:
             out["moe/z_loss"] = float(losses[1]) / (layout.world_size // layout.pp)
-        return out | self._flips()
+        replayed, flipped = counts[:, -2:].sum(0).tolist()
+        return out | ({"moe/replay_flips": flipped / replayed} if replayed else {})
 
-    def _flips(self) -> dict[str, float]:
-        """Returns the share of the replayed choices that the routers would not have made, if there
-        were any. Collective."""
-        if not self.config.replays:
-            return {}
-        counts = torch.zeros(2, dtype=torch.long, device=mcore.device())
-        for tape in self.tapes:
-            counts += tape.replayed
-        if self.groups.layout.world_size > 1:
-            dist.all_reduce(counts)
-        replayed, flipped = counts.tolist()
-        return {"moe/replay_flips": flipped / replayed} if replayed else {}
 
-    def _aux(self, like: Tensor, name: str) -> Tensor:
-        """Returns this rank's sums over micro-batches, by layer; megatron-core divides by
-        coefficients."""
-        tracked: Any = moe_utils.get_moe_layer_wise_logging_tracker().get(name)
-        return tracked["values"] if tracked else like.new_zeros(len(like))
+def _aux(name: str, layers: int) -> Tensor:
+    """Returns this rank's sums over micro-batches, by layer; megatron-core divides by
+    coefficients."""
+    tracked: Any = moe_utils.get_moe_layer_wise_logging_tracker().get(name)
+    return tracked["values"] if tracked else torch.zeros(layers, device=mcore.device())
