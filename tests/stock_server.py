@@ -93,6 +93,7 @@ def sglang_as(*, rank: int) -> dict[str, Any]:
     """The modules of SGLang that the receiver asks for its rank, and to end a load, by name."""
     parallel = SimpleNamespace(tp_rank=rank)
     return {
+        "sglang": SimpleNamespace(),
         "sglang.srt.runtime_context": SimpleNamespace(get_parallel=lambda: parallel),
         "sglang.srt.model_loader.loader": SimpleNamespace(post_load_weights=lambda model: None),
     }

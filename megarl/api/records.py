@@ -129,6 +129,8 @@ class WeightUpdateMeta(SyncOptions):
                 object.__setattr__(self, name, word if value else "off")
         if self.delta and self.quantization != "none":
             raise ValueError("WeightUpdateMeta.delta: changes of quantized weights are not sent")
+        if self.delta and self.sharded == "off":
+            raise ValueError("WeightUpdateMeta.delta: changes go by slices; leave `sharded` out")
         if not needs.less and (self.delta or self.quantization != "none"):
             raise ValueError(
                 f"type={self.type!r} sends whole weights; for delta, quantization use 'distributed'"

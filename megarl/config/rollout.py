@@ -88,8 +88,7 @@ class SyncOptions:
         servers can take them, whole tensors otherwise, and the log says why; True or "on", and
         anything else is an error; False or "off", whole tensors.
     delta: sends only what changed since the last update that the servers hold (distributed). It
-        needs host memory for a copy of the weights on the sender, and embedded servers or SGLang
-        with sharded=True.
+        goes by slices, and needs host memory for a copy of the weights.
     quantization: "fp8_block" sends linear maps as block-wise FP8, e4m3 in blocks of 128 x 128 with
         scales (distributed), for servers of an FP8 checkpoint.
     """

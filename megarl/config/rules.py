@@ -104,13 +104,16 @@ rollout.kv_after_sync=keep & weight_sync.pause_mode=abort,drain
     | such a server has no cache beyond a request; use pause_mode=in_place, or kv_after_sync=flush
 """
 SYNC = """
+weight_sync.options.delta & weight_sync.options.sharded=false,off |
+    | changes go by slices alone; leave sharded out, or delta
 weight_sync.options.delta & weight_sync.options.sharded!=true,on
     & server.type=sglang & server.count>0 |
-    | stock SGLang takes changes by slices alone; use sharded=true, or server.type=embedded
+    | changes go by slices alone, which over NCCL sharded=true asks for; use sharded=true
 weight_sync.options.quantization=fp8_block & server.type=sglang & server.count>0 |
     server.path | the model's FP8 checkpoint, whose layout SGLang must start with
-weight_sync.options.sharded=true,on & server.type=embedded & server.count>0 |
-    | such servers take whole tensors; use server.type=sglang, or weight_sync.options.sharded=auto
+weight_sync.options.sharded=true,on & weight_sync.options.quantization=fp8_block
+    & server.type=embedded & server.count>0 |
+    | such servers keep no FP8, and take it as whole tensors; leave sharded out
 """
 ADAPTERS = """
 weight_sync.type & actor.lora & server.type=sglang & server.count>0 | server.options.enable_lora |

@@ -29,9 +29,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from megarl.server.args import ServerArgs
 from megarl.server.core import ServerCore
-from megarl.server.endpoints import Endpoints
+from megarl.server.endpoints import Endpoints, WeightEndpoints
 from megarl.server.protocol import ServerError, answer, guarded
-from megarl.server.weight_endpoints import WeightEndpoints
 from megarl.utils.env import JOB_TOKEN, is_loopback, job_token
 from megarl.utils.http import in_thread
 

@@ -1,21 +1,22 @@
 """Receives weight updates: sessions, process groups, and the tensors that arrive through them.
 
-Everything here runs in the scheduler's thread except joining a group, which waits for its other
-members and must not stop generation meanwhile.
+Everything here runs in the scheduler's thread except joining a broadcast's group, which waits for
+its other members and must not stop generation meanwhile.
 
-A refused broadcast is received all the same where possible: a tensor left in the pipe would be
-taken for the next one. An accepted broadcast is received straight into the parameters where their
-layout allows it, which saves a copy and fresh memory (a host takes longer to provide that than to
-fill it). If its sender is lost half way, those parameters are torn, and the server generates
-nothing until they are loaded again.
+Trainers that send slices find here what they find in a stock SGLang server: megarl_receiver obeys
+their commands. A load that fails half way leaves torn parameters, and the server generates nothing
+until they are loaded again. A refused broadcast is received all the same where possible: a tensor
+left in the pipe would be taken for the next one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,9 +24,9 @@ import torch.distributed as dist
 
 from megarl.server.adapters import Adapters
 from megarl.server.protocol import MAX_GROUP_SIZE, MAX_JOINS, ControlError
-from megarl.server.tensor_lists import Changes, TensorList
-from megarl.server.weights import WeightStore
-from megarl.wire import block_fp8, delta, handles
+from megarl.server.weights import Spec, WeightStore, cut, read_specs
+from megarl.weight_sync.receiver import LOADER, megarl_receiver
+from megarl.wire import block_fp8, handles
 from megarl.wire.process_group import (
     abort_collectives,
     destroy_update_group,
@@ -37,11 +38,7 @@ DEFAULT_GROUP = "weight_update_group"
 
 
 class WeightUpdates:
-    """Receives weights and loads them.
-
-    `weights_id` is the sender's id of the update whose weights these are; None where they came
-    another way, or are torn. `_base` is its value when the session began.
-    """
+    """Receives weights and loads them."""
 
     def __init__(self, store: WeightStore, device: torch.device, *, timeout: float) -> None:
         self.store, self.device, self._timeout = store, device, timeout
@@ -50,8 +47,6 @@ class WeightUpdates:
         self._leaving: set[dist.ProcessGroup] = set()
         self._session = False
         self.adapters = Adapters(store)
-        self.weights_id: str | None = None
-        self._base: str | None = None
         self._room: torch.Tensor | None = None
         self._released = False  # and not updated since
         self._lock = threading.Lock()
@@ -60,7 +55,7 @@ class WeightUpdates:
     def begin(self) -> None:
         """Opens a session. Opening one that a dead trainer left open is no error."""
         self.adapters.forget()
-        self._session, self._room, self._base = True, None, self.weights_id
+        self._session, self._room = True, None
 
     def end(self) -> None:
         """Closes a session. Raises ControlError where none is open."""
@@ -115,7 +110,6 @@ class WeightUpdates:
     def emptied(self) -> None:
         """Notes that the numbers of all weights are lost: their memory is given back."""
         self.adapters.forget()
-        self.weights_id = self._base = None
         self.store.torn |= self.store.tensors.keys()
         self._released = True
 
@@ -169,29 +163,25 @@ class WeightUpdates:
         group = self._groups.get(name)
         if group is None:
             raise ControlError(f"there is no group {name!r}: init_weights_update_group first")
-        tensors = TensorList.parse(body)
-        load_format = body.get("load_format")
-        if load_format not in ("flattened_bucket", "delta"):
-            raise ControlError(f"load_format={load_format!r}: use 'flattened_bucket' or 'delta'")
-        changes = Changes.parse(body.get("delta"), tensors) if load_format == "delta" else None
-        refusal = self._refusal(tensors, changes, check)
-        if refusal is None:
-            self.weights_id = None  # the weights have no version until the last bucket is in
-        with self._failures(tensors, group):
-            if changes is not None:
-                self._patch(tensors, changes, group, accepted=refusal is None)
-            else:
-                received = self._flattened(tensors, group, accepted=refusal is None)
+        specs = read_specs(body)
+        if body.get("load_format") != "flattened_bucket":
+            raise ControlError(f"load_format={body.get('load_format')!r}: use 'flattened_bucket'")
+        refusal = self._refusal(specs, check)
+        flat = self._bucket(
+            sum(math.prod(shape) * dtype.itemsize for shape, dtype in specs.values())
+        )
+        with self._failures(specs, group):
+            dist.broadcast(flat, src=0, group=group)
         if refusal is not None:
             raise refusal
-        if changes is None:
-            with self.store.writing(block_fp8.plain_specs(tensors.specs)):
-                self.store.load(block_fp8.dequantized(received.items()))
-        self.weights_id = body.get("weights_id")
+        tensors = cut(flat, specs)
+        with self.store.writing(block_fp8.plain_specs(specs)):
+            self.store.load(block_fp8.dequantized(tensors.items()))
 
     def from_tensor(self, body: dict[str, Any], check: Callable[[], None]) -> None:
-        """Loads tensors out of the sender's memory, by the handles in `body`. Raises ControlError,
-        having loaded none, where they do not fit or `check` refuses."""
+        """Loads tensors out of the sender's memory, by the handles in `body`, or obeys the command
+        of slices that it is. Raises ControlError, having loaded none, where they do not fit or
+        `check` refuses."""
         if not self._session:
             raise ControlError(
                 "update_weights_from_tensor must run between begin_weight_update() and "
@@ -200,95 +190,63 @@ class WeightUpdates:
         texts, load_format = body.get("serialized_named_tensors"), body.get("load_format")
         if not isinstance(texts, list) or len(texts) != 1 or not isinstance(texts[0], str):
             raise ControlError("serialized_named_tensors must be a list of one base64 string")
-        if load_format != "flattened_bucket":
+        if load_format not in ("flattened_bucket", LOADER):
             raise ControlError(f"load_format={load_format!r}: use 'flattened_bucket'")
         check()
         try:
             tensors = handles.unpack(texts[0])
-            self.store.check({name: (tuple(t.shape), t.dtype) for name, t in tensors})
+            if load_format != LOADER:
+                self.store.check({name: (tuple(t.shape), t.dtype) for name, t in tensors})
         except ControlError:
             raise
         except Exception as e:  # a text that is no such pickle may raise anything
             raise ControlError(f"serialized_named_tensors: {e}") from e
-        self.weights_id = None
+        if load_format == LOADER:
+            self._obey(tensors)
+            return
         with self.store.writing([name for name, _ in tensors]):
             self.store.load(tensors)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # once answered, the sender writes there again
 
+    def _obey(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Obeys a command of slices. Raises ControlError where that fails: weights that were on
+        their way are torn then."""
+        try:
+            receives = json.loads(tensors[0][0])["do"] == "receive"
+        except (ValueError, LookupError, TypeError) as e:
+            raise ControlError(f"serialized_named_tensors: no command of slices: {e!r}") from e
+        with self.store.writing(self.store.tensors if receives else ()):
+            reply = megarl_receiver.load(self.store.model, tensors)
+            if not reply["ok"]:
+                raise ControlError(reply["error"])
+
     def from_disk(self, path: str, check: Callable[[], None]) -> None:
         """Loads an HF directory, or nothing where `check` refuses or a tensor does not fit."""
         check()
-        self.weights_id = None
         self.adapters.forget()
         self.store.load_directory(path)
 
     def load_adapter(self, name: str, path: str, check: Callable[[], None]) -> None:
         """Merges the adapter in directory `path`, or does nothing where `check` refuses."""
         check()
-        self.weights_id = None
         self.adapters.load(name, path)
 
     def unload_adapter(self, name: str, check: Callable[[], None]) -> None:
         """Unloads an adapter; where it is the merged one, `check` may refuse."""
         if name == self.adapters.merged:
             check()
-            self.weights_id = None
-        self.adapters.unload(name)
+            self.adapters.unload(name)
 
-    def _refusal(
-        self, tensors: TensorList, changes: Changes | None, check: Callable[[], None]
-    ) -> ControlError | None:
+    def _refusal(self, specs: Mapping[str, Spec], check: Callable[[], None]) -> ControlError | None:
         try:
             check()
-            plain = block_fp8.plain_specs(tensors.specs)
-            self.store.check(plain)
-            if changes is not None and len(plain) < len(tensors.specs):
-                raise ControlError(
-                    "changes of FP8 weights: this server keeps none, send them whole"
-                )
-            if changes is not None and changes.base != self._base:
-                raise ControlError(
-                    f"changes since update {changes.base!r}, but this server holds "
-                    + (f"update {self._base!r}" if self._base else "weights of another origin")
-                )
+            self.store.check(block_fp8.plain_specs(specs))
         except ControlError as e:
             return e
         except ValueError as e:
             return ControlError(str(e))
         return None
-
-    def _patch(
-        self, tensors: TensorList, changes: Changes, group: dist.ProcessGroup, *, accepted: bool
-    ) -> None:
-        payload = self._bucket(delta.payload_bytes(changes.chunks))
-        dist.broadcast(payload, src=0, group=group)
-        specs = list(tensors.specs.items())
-        patches = delta.patches(changes.chunks, payload, tensors.sizes) if accepted else ()
-        with self.store.writing(tensors.specs if accepted else ()):
-            for i, positions, bits in patches:
-                name, (_, dtype) = specs[i]
-                self.store.patch(name, dtype, positions, bits)
-
-    def _flattened(
-        self, tensors: TensorList, group: dist.ProcessGroup, *, accepted: bool
-    ) -> dict[str, torch.Tensor]:
-        """Receives a flattened bucket into the parameters, into memory that becomes theirs, or into
-        room from which their values can be copied."""
-        nbytes, store = sum(tensors.sizes), self.store
-        if not accepted:
-            return tensors.receive_flat(group, self._bucket(nbytes))
-        span = store.span(tensors.specs)
-        if span is None and store.can_adopt(tensors.specs):
-            received = tensors.receive_flat(
-                group, torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-            )
-            store.adopt(received)
-            return received
-        if span is None:
-            return tensors.receive_flat(group, self._bucket(nbytes))
-        with store.writing(tensors.specs):
-            return tensors.receive_flat(group, span)
 
     def _bucket(self, nbytes: int) -> torch.Tensor:
         """Returns room for a flattened bucket; it is the same memory throughout a session."""
@@ -298,7 +256,7 @@ class WeightUpdates:
         return self._room[:nbytes]
 
     @contextlib.contextmanager
-    def _failures(self, tensors: TensorList, group: dist.ProcessGroup) -> Iterator[None]:
+    def _failures(self, specs: Mapping[str, Spec], group: dist.ProcessGroup) -> Iterator[None]:
         """Turns the loss of a sender into a ControlError, so that the server goes on."""
         self._receiving = group
         try:
@@ -306,9 +264,9 @@ class WeightUpdates:
                 raise RuntimeError("the group is being left")
             yield
         except (RuntimeError, ValueError) as e:
-            first = next(iter(tensors.specs), "(no tensors)")
+            first = next(iter(specs), "(no tensors)")
             raise ControlError(
-                f"Failed to receive {first} and {max(0, len(tensors.specs) - 1)} more: {e}"
+                f"Failed to receive {first} and {max(0, len(specs) - 1)} more: {e}"
             ) from e
         finally:
             self._receiving = None

@@ -1,10 +1,6 @@
 """The model's tensors under their HF checkpoint names: checked loads, checksums.
 
 A load is all or nothing: every name, shape and dtype is checked before the first tensor changes.
-
-Streamed weights are received where they stay. The first flattened bucket becomes the memory of the
-parameters it brings, which from then on lie in the order the trainer sends them, so the next one
-can be received straight into them.
 """
 
 from __future__ import annotations
@@ -24,7 +20,11 @@ from megarl.server.protocol import ControlError
 from megarl.weight_sync.receiver.megarl_receiver.fingerprint import hash_text, tensor_hash
 
 Spec = tuple[tuple[int, ...], torch.dtype]
-ALIGNMENT = 64  # bytes, that of torch's host allocator
+# what a broadcast may bring
+_DTYPES = {
+    name: getattr(torch, name)
+    for name in ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn")
+}
 # safetensors' names of the dtypes weights come in
 _SAFETENSORS_DTYPES = {
     "F64": torch.float64,
@@ -35,7 +35,8 @@ _SAFETENSORS_DTYPES = {
 
 
 class WeightStore:
-    """Holds the model's tensors by their HF names.
+    """Holds the model's tensors by their HF names, and gives the model the `load_weights` that
+    SGLang's have, which megarl_receiver records.
 
     tensors: the tensors, or views of them. tied: for a head that is no tensor of its own, the name
     of its embedding by that of the head; HF checkpoints may or may not hold it. torn: the names of
@@ -44,7 +45,8 @@ class WeightStore:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.tensors, self.dtype = dict(_hf_tensors(model)), model.dtype
-        self._parameters = dict(model.named_parameters())
+        self.model: Any = model
+        vars(model)["load_weights"] = self.load_checked
         self.torn: set[str] = set()
         self.tied: dict[str, str] = {}
         head: Any = model.get_output_embeddings()
@@ -77,59 +79,17 @@ class WeightStore:
         self.torn -= own
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copies checked tensors in, cast to the server's dtype, but for those received in place.
-        The copy of a tied head is left out, as in SGLang: it follows its embedding."""
+        """Copies checked tensors in, cast to the server's dtype. The copy of a tied head is left
+        out, as in SGLang: it follows its embedding."""
         for name, tensor in tensors:
-            if name not in self.tied and self.tensors[name].data_ptr() != tensor.data_ptr():
+            if name not in self.tied:
                 self.tensors[name].copy_(tensor)
 
-    def patch(
-        self, name: str, dtype: torch.dtype, positions: torch.Tensor, bits: torch.Tensor
-    ) -> None:
-        """Puts `bits`, which are numbers of `dtype`, at `positions` of a checked tensor, as `load`
-        would have.
-        """
-        if name not in self.tied:
-            own = self.tensors[name]
-            own.put_(positions, bits.view(dtype).to(own.dtype))
-
-    def place(self, name: str, spec: Spec) -> torch.Tensor | None:
-        """Returns the tensor itself where a checked one of `spec` can be received straight into it,
-        else None."""
-        own = self.tensors.get(name)
-        fits = own is not None and own.is_contiguous() and own.dtype == spec[1]
-        return own if fits else None
-
-    def span(self, specs: Mapping[str, Spec]) -> torch.Tensor | None:
-        """Returns the bytes of checked tensors, uint8 [n], where they lie one after another in one
-        storage, else None."""
-        owns = [self.place(name, spec) for name, spec in specs.items()]
-        tensors = [own for own in owns if own is not None]
-        if not tensors or len(tensors) < len(owns):
-            return None
-        storage = tensors[0].untyped_storage()
-        start = end = tensors[0].data_ptr()
-        for own in tensors:
-            if own.untyped_storage().data_ptr() != storage.data_ptr() or own.data_ptr() != end:
-                return None
-            end += own.nbytes
-        flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
-        return flat.set_(storage, start - storage.data_ptr(), (end - start,), (1,))
-
-    def can_adopt(self, specs: Mapping[str, Spec]) -> bool:
-        """Tells whether checked tensors, flattened, may become parameters as they are: they must be
-        whole (experts are fused), of the server's dtype, and aligned like torch's own, as kernels
-        may depend on it."""
-        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in specs.values()]
-        return all(size % ALIGNMENT == 0 for size in sizes) and all(
-            name in self._parameters and self.place(name, spec) is not None
-            for name, spec in specs.items()
-        )
-
-    def adopt(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Makes `tensors` the parameters' own memory."""
-        for name, tensor in tensors.items():
-            self._parameters[name].data = self.tensors[name] = tensor
+    def load_checked(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Loads tensors one by one. Raises ControlError at the first that does not fit."""
+        for name, tensor in tensors:
+            self.check({name: (tuple(tensor.shape), tensor.dtype)})
+            self.load([(name, tensor)])
 
     def checksums(self, names: Collection[str] | None = None) -> dict[str, str]:
         """Returns the tensors' hashes by HF name, of all or of `names`, without tied heads.
@@ -155,6 +115,51 @@ class WeightStore:
                 self.load((name, f.get_tensor(name)) for name, f in owner.items())
         except (OSError, SafetensorError, ValueError) as e:
             raise ControlError(f"{path}: cannot read the weights: {e}") from e
+
+
+def read_specs(body: Mapping[str, Any]) -> dict[str, Spec]:
+    """Reads `names`, `dtypes` ("float32") and `shapes` of the tensors that a broadcast brings, in
+    order. Raises ControlError, naming the field that is wrong."""
+    lists: dict[str, Any] = {}
+    for key in ("names", "dtypes", "shapes"):
+        lists[key] = body.get(key)
+        if not isinstance(lists[key], list):
+            raise ControlError(f"{key} must be a list")
+    names, dtypes, shapes = lists["names"], lists["dtypes"], lists["shapes"]
+    if not len(names) == len(dtypes) == len(shapes):
+        raise ControlError(
+            f"names ({len(names)}), dtypes ({len(dtypes)}) and shapes ({len(shapes)}) "
+            "differ in length"
+        )
+    specs: dict[str, Spec] = {}
+    for name, dtype, shape in zip(names, dtypes, shapes):
+        kind = _DTYPES.get(str(dtype).removeprefix("torch."))
+        if not isinstance(name, str):
+            raise ControlError(f"names holds {name!r}, which is no name")
+        if kind is None:
+            raise ControlError(f"{name}: dtype {dtype!r}, use one of {sorted(_DTYPES)}")
+        if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
+            raise ControlError(f"{name}: shape {shape!r} is not a list of sizes")
+        if name in specs:
+            raise ControlError(f"{name}: named twice")
+        specs[name] = (tuple(shape), kind)
+    return specs
+
+
+def cut(flat: torch.Tensor, specs: Mapping[str, Spec]) -> dict[str, torch.Tensor]:
+    """Returns the tensors whose bytes follow each other in `flat`, uint8, as views of it. Raises
+    ControlError where one would not be aligned."""
+    out, offset = {}, 0
+    for name, (shape, dtype) in specs.items():
+        size = math.prod(shape) * dtype.itemsize
+        if offset % dtype.itemsize:
+            raise ControlError(
+                f"{name}: offset {offset} in the flattened bucket is no multiple of the itemsize "
+                f"of {dtype}; sort the tensors by itemsize, largest first"
+            )
+        out[name] = flat[offset : offset + size].view(dtype).view(shape)
+        offset += size
+    return out
 
 
 def _spec(file: Any, name: str) -> Spec:

@@ -4,9 +4,8 @@ The sender joins a group with all servers' workers as its rank 0, as SGLang want
 sent when every server has answered for bucket k, and gathered meanwhile.
 
 Memory beyond the parameters, on the sender: two buckets, and an eighth of one for the messages that
-a bucket is put together from. A rank that gives pieces holds one message. To send changes alone
-also takes a copy of all buckets (see `DeltaBase`) and up to two buckets of changes; to send FP8,
-two of it.
+a bucket is put together from. A rank that gives pieces holds one message. To send FP8
+takes two buckets of it more.
 """
 
 from __future__ import annotations
@@ -17,9 +16,8 @@ import logging
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,7 +28,6 @@ from megarl.api.records import WeightUpdateMeta
 from megarl.transfer.gather import BucketGatherer
 from megarl.utils.http import in_thread
 from megarl.utils.rendezvous import listen
-from megarl.weight_sync.encoding import Changes, DeltaBase, Ready, quantize_bucket
 from megarl.weight_sync.phases import Phases
 from megarl.weight_sync.plan import SyncPlan, rank_offsets, update_body
 from megarl.weight_sync.servers import (
@@ -44,7 +41,8 @@ from megarl.weight_sync.servers import (
 )
 from megarl.weight_sync.transports import WeightSource
 from megarl.weight_sync.verify import Fingerprints
-from megarl.wire.buckets import Bucket
+from megarl.wire import block_fp8
+from megarl.wire.buckets import Bucket, Member
 from megarl.wire.process_group import (
     destroy_update_group,
     init_update_group,
@@ -56,6 +54,8 @@ log = logging.getLogger(__name__)
 # How much longer than a sync may take its collectives live: ours is the readable error, and NCCL's
 # watchdog ends the process.
 MARGIN = 60.0
+
+Gathered = tuple[Bucket, torch.Tensor]  # and its bytes, uint8
 
 
 @dataclass(kw_only=True)
@@ -69,15 +69,15 @@ class BucketStream(ABC):
     meta: WeightUpdateMeta
     deadline: Deadline
     phases: Phases
-    counts: Counter[str] = field(default_factory=Counter)
+    nbytes: int = 0  # that have been sent
     _under_way: BucketTransfer | None = None
 
     @abstractmethod
-    def gather(self, bucket: Bucket) -> Ready | None:
+    def gather(self, bucket: Bucket) -> Gathered | None:
         """Gathers a bucket. Returns it on the sender, None elsewhere. Collective."""
 
     @abstractmethod
-    def deliver(self, ready: Ready, what: str) -> BucketTransfer:
+    def deliver(self, gathered: Gathered, what: str) -> BucketTransfer:
         """Starts to bring a bucket to all servers, on the sender; `what` names it in errors."""
 
     @abstractmethod
@@ -91,9 +91,9 @@ class BucketStream(ABC):
         """Returns when all servers hold all buckets. Collective."""
         together = self.source.agreement.together
         for bucket in self.plan.buckets:
-            ready = together(self.gather, bucket)
+            gathered = together(self.gather, bucket)
             self.exchange()
-            together(self._follow, ready)
+            together(self._follow, gathered)
         together(self._settle)
 
     def is_last(self, bucket: Bucket) -> bool:
@@ -101,36 +101,28 @@ class BucketStream(ABC):
         return bucket.index == len(self.plan.buckets) - 1
 
     def account(self) -> None:
-        """Notes the metrics at the end. Collective.
-
-        changed: the part of the numbers that differ from the version before, where versions were
-        compared; then bytes_whole is what all of them would have been. peak_extra_bytes: the most
-        that a rank has allocated for the sync, the delta's copy aside.
-        """
+        """Notes the metrics at the end; peak_extra_bytes is the most that a rank has allocated for
+        the sync. Collective."""
         metrics: dict[str, float] = {
-            "bytes": self.counts["bytes"],
+            "bytes": self.nbytes,
             "buckets": len(self.plan.buckets),
             "peak_extra_bytes": max(self.source.agreement.gather(self.memory())),
         }
-        if self.counts["compared"]:
-            metrics["changed"] = self.counts["changed"] / self.counts["compared"]
-            metrics["bytes_whole"] = self.plan.nbytes
         self.phases.metrics |= {name: float(value) for name, value in metrics.items()}
 
-    def _follow(self, ready: Ready | None) -> None:
+    def _follow(self, gathered: Gathered | None) -> None:
         """Sends the bucket when the servers have answered for the one before it."""
         self._settle()
-        if ready is None:
+        if gathered is None:
             return
-        self.counts.update(compared=ready.compared, changed=ready.changed)
-        if ready.tensors:
-            first, final = ready.bucket.members[0].name, ready.bucket.members[-1].name
-            what = (
-                f"weights of version {self.meta.number}, bucket {ready.bucket.index + 1} of "
-                f"{len(self.plan.buckets)} ({first} to {final})"
-            )
-            self.counts["bytes"] += sum(t.nbytes for t in ready.tensors)
-            self._under_way = self.deliver(ready, what)
+        bucket, flat = gathered
+        first, final = bucket.members[0].name, bucket.members[-1].name
+        what = (
+            f"weights of version {self.meta.number}, bucket {bucket.index + 1} of "
+            f"{len(self.plan.buckets)} ({first} to {final})"
+        )
+        self.nbytes += flat.nbytes
+        self._under_way = self.deliver(gathered, what)
 
     def _settle(self) -> None:
         """Waits until every server has loaded the bucket under way, if there is one."""
@@ -148,7 +140,7 @@ class Broadcast:
     of the source makes one; the sender alone is in the group, and has the buffers."""
 
     def __init__(self, source: WeightSource) -> None:
-        self.source, self._base = source, DeltaBase()
+        self.source = source
         self._channel: UpdateChannel | None = None
         self._pair: list[torch.Tensor] = []
 
@@ -160,17 +152,16 @@ class Broadcast:
         deadline: Deadline,
         phases: Phases,
     ) -> bool:
-        """Sends all buckets or their changes. Returns whether the servers had to be connected
+        """Sends all buckets. Returns whether the servers had to be connected
         again. Collective. Raises RuntimeError where a rank or server fails, ServersLost where some
         are lost; the next upload then connects anew."""
         together = self.source.agreement.together
         try:
             together(self._allocate, plan.largest)
             with phases.time("connect"):
-                changes = self._changes(plan, meta, deadline)
                 again = self.source.from_rank(self.source.sender, self._connect, meta, deadline)
             with phases.time("session"):
-                changes = together(self._open, changes, deadline)
+                together(self._open_session, deadline)
             stream = GroupStream(
                 source=self.source,
                 plan=plan,
@@ -179,7 +170,6 @@ class Broadcast:
                 deadline=deadline,
                 phases=phases,
                 channel=self._channel,
-                changes=changes,
                 pair=self._pair,
             )
             info = self._channel.info if self._channel else {}
@@ -189,8 +179,6 @@ class Broadcast:
             fingerprints.compare()
             with phases.time("session"):
                 together(self._close_session, deadline)
-            if changes is not None:
-                self._base.id = changes.id
             stream.account()
         except BaseException:  # the next upload takes buffers that no broadcast still reads
             self.close(abort=True)
@@ -199,15 +187,10 @@ class Broadcast:
             self._pair = []  # training needs the memory
         return bool(again)
 
-    def forget(self) -> None:
-        """Drops the copy of what was sent, as servers have got weights in another way."""
-        self._base.forget()
-
     def close(self, *, abort: bool = False) -> None:
-        """Drops buffers and copies, and leaves the group. abort: of something that failed. Servers
-        may object, which is logged."""
+        """Drops the buffers, and leaves the group. abort: of something that failed. Servers may
+        object, which is logged."""
         self._pair = []
-        self._base.forget()
         self._leave(abort=abort)
 
     def _allocate(self, nbytes: int) -> None:
@@ -220,44 +203,6 @@ class Broadcast:
             self._pair = [
                 torch.empty(nbytes, dtype=torch.uint8, device=self.source.device) for _ in range(2)
             ]
-
-    def _changes(
-        self, plan: SyncPlan, meta: WeightUpdateMeta, deadline: Deadline
-    ) -> Changes | None:
-        """Returns what changes are made against; None where all weights are to be sent and none
-        remembered. Collective."""
-        if not meta.delta:
-            self._base.forget()
-            return None
-        name, stale = self.source.from_rank(
-            self.source.sender, self._name_version, plan, meta, deadline
-        )
-        if stale:
-            self._base.forget()
-            self._leave(abort=True)
-        base = self._base.begin(plan.digest)
-        return Changes(self._base, base, f"v{meta.number}-{name}")
-
-    def _name_version(
-        self, plan: SyncPlan, meta: WeightUpdateMeta, deadline: Deadline
-    ) -> tuple[str, bool]:
-        """Returns a name for the new version, and whether a server does not hold what was sent
-        last: it may be a new process at an old address, in no group, so all are connected anew.
-        Copies made by another plan are forgotten here."""
-        name = uuid.uuid4().hex[:12]
-        if self._base.plan != plan.digest:
-            self._base.forget()
-        if self._base.id is None:
-            return name, False
-        infos = Servers(meta.addresses).info(deadline)
-        other = [
-            f"{s} (version {i.weight_version})"
-            for s, i in infos.items()
-            if i.weights_id != self._base.id
-        ]
-        if other:
-            log.info("all weights are sent: %s not at update %s", ", ".join(other), self._base.id)
-        return name, bool(other)
 
     def _connect(self, meta: WeightUpdateMeta, deadline: Deadline) -> bool:
         """Joins a group with the servers where there is none: at first, after a failure, and when
@@ -278,19 +223,9 @@ class Broadcast:
         )
         return channel is not None
 
-    def _open(self, changes: Changes | None, deadline: Deadline) -> Changes | None:
-        """Opens a session on the servers. Returns the changes, where all can apply them."""
-        if self._channel is None:
-            return changes
-        unable = [s for s, i in self._channel.info.items() if not i.applies_delta]
-        if changes is not None and unable:
-            log.warning(
-                "weight_sync.options.delta: all weights are sent, for %s cannot apply changes (the "
-                "embedded server can, a stock SGLang server with sharded=true)",
-                ", ".join(unable),
-            )
-        self._channel.servers.begin_update(deadline)
-        return None if unable else changes
+    def _open_session(self, deadline: Deadline) -> None:
+        if self._channel is not None:
+            self._channel.servers.begin_update(deadline)
 
     def _close_session(self, deadline: Deadline) -> None:
         if self._channel is not None:
@@ -309,11 +244,10 @@ class GroupStream(BucketStream):
     its buffers."""
 
     channel: UpdateChannel | None
-    changes: Changes | None
     pair: Sequence[torch.Tensor]
-    _encoded: int = 0  # the most bytes of FP8 and changes that there were
+    _encoded: int = 0  # the most bytes of FP8 that a bucket took
 
-    def gather(self, bucket: Bucket) -> Ready | None:
+    def gather(self, bucket: Bucket) -> Gathered | None:
         """Gathers and encodes a bucket: on the sender, else None. Collective."""
         device = self.source.device
         with self.phases.time_on(device, "gather"):
@@ -322,35 +256,29 @@ class GroupStream(BucketStream):
                 self.pair[bucket.index % 2] if self.pair else None,
                 packing=partial(self.phases.time_on, device, "pack"),
             )
-        if flat is None:
-            return None
-        last = self.is_last(bucket)
+        if flat is None or self.meta.quantization == "none":
+            return None if flat is None else (bucket, flat)
         with self.phases.time_on(device, "encode"):
-            if self.meta.quantization == "fp8_block":
-                bucket, flat = quantize_bucket(bucket, flat)
-            ready = Ready(bucket, flat, [flat])
-            if self.changes is not None:
-                ready = self.changes.encode(ready, last=last)
-        self._encoded = max(self._encoded, 2 * ready.extra_bytes(self.pair))
-        return ready
+            bucket, flat = quantize_bucket(bucket, flat)
+        self._encoded = max(self._encoded, flat.nbytes)
+        return bucket, flat
 
-    def deliver(self, ready: Ready, what: str) -> BucketTransfer:
+    def deliver(self, gathered: Gathered, what: str) -> BucketTransfer:
         """Broadcasts the bucket to all servers and asks them to load it. Called on the sender."""
         assert self.channel is not None, "the sender has a channel"
+        bucket, flat = gathered
         body = update_body(
-            ready.bucket,
+            bucket,
             group_name=self.channel.group_name,
             version=self.meta.number,
-            last=self.is_last(ready.bucket),
+            last=self.is_last(bucket),
             flush=self.meta.flush_cache,
-            weights_id=None if self.changes is None else self.changes.id,
-            changes=ready.changes,
         )
-        return self.channel.deliver(what, ready.tensors, body, self.deadline)
+        return self.channel.deliver(what, flat, body, self.deadline)
 
     def memory(self) -> int:
         """Returns the bytes of buffers, messages and (at most) encoded buckets on this rank."""
-        return self._encoded + self.gatherer.message_bytes + sum(b.nbytes for b in self.pair)
+        return 2 * self._encoded + self.gatherer.message_bytes + sum(b.nbytes for b in self.pair)
 
 
 class UpdateChannel:
@@ -395,18 +323,18 @@ class UpdateChannel:
     def deliver(
         self,
         what: str,
-        tensors: Sequence[torch.Tensor],
+        flat: torch.Tensor,
         body: Mapping[str, Any],
         deadline: Deadline,
     ) -> BucketTransfer:
-        """Starts sending `tensors`, in order, to every server; `what` names them in errors. They
-        stay untouched until the transfer's `wait` has returned, and so does the channel. Its `ours`
+        """Starts sending a bucket's bytes to every server; `what` names them in errors. They stay
+        untouched until the transfer's `wait` has returned, and so does the channel. Its `ours`
         gives the moment when they had left."""
         set_group_timeout(self.group, deadline.left + MARGIN)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
         answers = self.servers.start("/update_weights_from_distributed", body, deadline.left)
-        return BucketTransfer(what, in_thread(_send, tensors, self.group, self._stream), answers)
+        return BucketTransfer(what, in_thread(_send, flat, self.group, self._stream), answers)
 
     def close(self, *, abort: bool = False) -> list[str]:
         """Leaves the group, servers first, and ends an open session. Returns what the servers
@@ -438,9 +366,7 @@ def _leave_late(joined: cf.Future[dist.ProcessGroup]) -> None:
         destroy_update_group(joined.result(), abort=True)
 
 
-def _send(
-    tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, stream: torch.cuda.Stream | None
-) -> float:
+def _send(flat: torch.Tensor, group: dist.ProcessGroup, stream: torch.cuda.Stream | None) -> float:
     """Sends from rank 0, and blocks until everything has left. Runs in a thread of its own: NCCL
     connects at the first broadcast, and without a receiver that call never returns. On a GPU it
     broadcasts on `stream`: a thread's current stream is the device's default one, which the main
@@ -448,12 +374,47 @@ def _send(
     (CUDA_DEVICE_MAX_CONNECTIONS=1) a stream that waits holds up what all others queue after it.
     """
     with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
-        works = [dist.broadcast(t, src=0, group=group, async_op=True) for t in tensors]
-        for work in works:
-            assert work is not None
-            while stream is not None and not work.is_completed():
-                time.sleep(0.001)
-            work.wait()
+        work = dist.broadcast(flat, src=0, group=group, async_op=True)
+        assert work is not None
+        while stream is not None and not work.is_completed():
+            time.sleep(0.001)
+        work.wait()
     if stream is not None:
         stream.synchronize()
     return time.monotonic()
+
+
+def quantized(bucket: Bucket) -> Bucket:
+    """Returns the bucket with its linear maps in block-wise FP8, their scales beside them."""
+    specs = sorted(_fp8_specs(bucket), key=lambda s: -s[2].itemsize)  # keeps offsets aligned
+    members, end = [], 0
+    for name, shape, dtype in specs:
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        members.append(Member(name, shape, dtype, end, nbytes))
+        end += nbytes
+    return Bucket(bucket.index, tuple(members), end)
+
+
+def quantize_bucket(bucket: Bucket, flat: torch.Tensor) -> tuple[Bucket, torch.Tensor]:
+    """Returns `quantized(bucket)` and its bytes, uint8 [nbytes] in memory of their own."""
+    target = quantized(bucket)
+    out = torch.empty(target.nbytes, dtype=torch.uint8, device=flat.device)
+    views = dict(target.views(out))
+    linear = {m.name for m in bucket.members if m.linear}
+    for name, tensor in bucket.views(flat):
+        if name in linear:
+            q, s = block_fp8.quantize(tensor)
+            views[name].copy_(q)
+            views[name + block_fp8.SUFFIX].copy_(s)
+        else:
+            views[name].copy_(tensor)
+    return target, out
+
+
+def _fp8_specs(bucket: Bucket) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
+    for m in bucket.members:
+        if m.linear:
+            yield m.name, m.shape, torch.float8_e4m3fn
+            yield m.name + block_fp8.SUFFIX, block_fp8.scale_shape(m.shape), torch.float32
+        else:
+            yield m.name, m.shape, m.dtype

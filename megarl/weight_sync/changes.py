@@ -17,13 +17,13 @@ from typing import NamedTuple
 import torch
 
 from megarl.transfer.moves import Parts, pack
-from megarl.weight_sync.encoding import PAYS
 from megarl.weight_sync.link import Link
-from megarl.weight_sync.receiver.megarl_receiver.messages import HEADS, KINDS, ROW
+from megarl.weight_sync.receiver.megarl_receiver.messages import HEADS, encode
 from megarl.weight_sync.servers import Deadline
-from megarl.wire.delta import encode
 
 log = logging.getLogger(__name__)
+
+PAYS = 0.75  # a message of changes longer than this part of the whole one is sent whole
 
 # messages that go at once: (round, the receiver's number in the link, message)
 Group = Sequence[tuple[int, int, Parts]]
@@ -121,14 +121,8 @@ class SliceChanges:
             self.counts.update(compared=delta.count, changed=delta.changed)
             if not delta.changed:
                 message = message[:0]
-            elif delta.payload.numel() + ROW * len(delta.chunks) < PAYS * message.numel():
-                chunks = len(delta.chunks)
-                rows = [
-                    (KINDS.index(c.kind), c.itemsize, c.count, c.sent, c.where)
-                    for c in delta.chunks
-                ]
-                table = torch.tensor(rows, device=device).view(torch.uint8).flatten()
-                message = torch.cat((table, delta.payload))
+            elif delta.nbytes < PAYS * message.numel():
+                message, chunks = delta.message(), len(delta.rows)
         return torch.tensor([message.numel(), chunks], device=device), message
 
 

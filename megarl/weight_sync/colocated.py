@@ -27,8 +27,7 @@ from megarl.api.records import WeightUpdateMeta
 from megarl.config.rollout import TRANSPORTS
 from megarl.transfer.gather import Bucket
 from megarl.utils.env import is_here, machine
-from megarl.weight_sync.broadcast import BucketStream
-from megarl.weight_sync.encoding import Ready
+from megarl.weight_sync.broadcast import BucketStream, Gathered
 from megarl.weight_sync.phases import Phases
 from megarl.weight_sync.plan import load_body
 from megarl.weight_sync.servers import (
@@ -211,7 +210,7 @@ class ColocatedSession(BucketStream):
             for objection in failures(calls):
                 log.warning("ending a failed weight update: %s", objection)
 
-    def gather(self, bucket: Bucket) -> Ready | None:
+    def gather(self, bucket: Bucket) -> Gathered | None:
         """Gathers a bucket to the sender, broadcasts it to ranks that are read from, and notes
         where it lies. Returns it on the sender, None elsewhere. Collective."""
         source = self.source
@@ -232,19 +231,19 @@ class ColocatedSession(BucketStream):
                 if rank == source.rank:
                     assert flat is not None, "a rank that is read from has buffers"
                     self._places[s, w] = handles.pack(bucket, flat)
-        return Ready(bucket, flat, [flat]) if sends and flat is not None else None
+        return (bucket, flat) if sends and flat is not None else None
 
     def exchange(self) -> None:
         """Tells the sender where all ranks have the bucket."""
         ranks = self.source.agreement.gather(self._places)
         self._places = {place: text for places in ranks for place, text in places.items()}
 
-    def deliver(self, ready: Ready, what: str) -> BucketTransfer:
+    def deliver(self, gathered: Gathered, what: str) -> BucketTransfer:
         """Tells every server where its workers find the bucket. Called on the sender."""
         assert self.servers is not None, "the sender speaks to the servers"
         body: dict[str, Any] = {"load_format": "flattened_bucket"} | load_body(
             version=self.meta.number,
-            last=self.is_last(ready.bucket),
+            last=self.is_last(gathered[0]),
             flush=self.meta.flush_cache,
         )
         bodies = [

@@ -21,19 +21,18 @@ class DistributedTransport(Transport):
         self._slices, self._broadcast = SliceSync(source), Broadcast(source)
 
     def upload(self, meta: WeightUpdateMeta, deadline: Deadline, phases: Phases) -> None:
-        """Sends slices, or all buckets or their changes, to the servers. Collective. Raises
+        """Sends slices, or whole tensors, to the servers. Collective. Raises
         RuntimeError where a rank or server fails, ServersLost where some are lost; the next upload
         then connects anew."""
         sharded = meta.sharded != "off" and self._slices.upload(meta, deadline, phases)
         phases.metrics["sharded"] = float(sharded)
         if sharded:
-            self._broadcast.forget()
             return
         plan, gatherer = self.plan_buckets(meta.bucket_bytes)
         if self._broadcast.upload(plan, gatherer, meta, deadline, phases):
             self._slices.ask_again()
 
     def close(self) -> None:
-        """Drops buffers and copies, and leaves the groups. Servers may object, which is logged."""
+        """Drops copies and buffers, and leaves the groups. Servers may object, which is logged."""
         self._slices.close()
         self._broadcast.close()

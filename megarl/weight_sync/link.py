@@ -11,11 +11,8 @@ store and closes its connections, and all others give up.
 
 from __future__ import annotations
 
-import base64
 import concurrent.futures as cf
-import io
 import json
-import pickle
 import threading
 import time
 import uuid
@@ -27,7 +24,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 from itertools import accumulate
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
@@ -51,6 +47,7 @@ from megarl.weight_sync.servers import (
     raise_if_lost,
     wait_for,
 )
+from megarl.wire import handles
 from megarl.wire.process_group import destroy_update_group, init_update_group, set_group_timeout
 
 LOOK_EVERY = 0.5  # seconds between looks whether somebody has given up
@@ -180,7 +177,7 @@ class Link:
         timeout: float,
     ) -> Answer:
         request = {
-            "serialized_named_tensors": [_empty_tensor(json.dumps(command))] * tp,
+            "serialized_named_tensors": [handles.pack_empty(json.dumps(command))] * tp,
             "load_format": LOADER,
             "flush_cache": False,
             "selector": "target",
@@ -352,11 +349,3 @@ def record(link: Link, spec: Spec, deadline: Deadline) -> PackedTables:
         return kept.setdefault(raw, raw)
 
     return [(server, [take(reply["at"]) for reply in ranks]) for server, ranks in replies.items()]
-
-
-def _empty_tensor(name: str) -> str:
-    """Returns the text of an empty tensor of this name: it needs no shared memory, and only types
-    that SGLang's unpickler takes."""
-    out = io.BytesIO()
-    ForkingPickler(out, pickle.HIGHEST_PROTOCOL).dump([(name, torch.empty(0))])
-    return base64.b64encode(out.getvalue()).decode()

@@ -101,15 +101,9 @@ def update_body(
     version: int,
     last: bool,
     flush: bool = True,
-    weights_id: str | None = None,
-    changes: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Returns the body of POST /update_weights_from_distributed (see `load_body`).
-
-    weights_id: the name by which a server that applies changes is to call these weights; changes:
-    how it applies a bucket of changes.
-    """
-    body: dict[str, Any] = {
+    """Returns the body of POST /update_weights_from_distributed (see `load_body`)."""
+    return {
         "names": [m.name for m in bucket.members],
         "dtypes": [str(m.dtype).removeprefix("torch.") for m in bucket.members],
         "shapes": [list(m.shape) for m in bucket.members],
@@ -117,11 +111,6 @@ def update_body(
         "load_format": "flattened_bucket",
         **load_body(version=version, last=last, flush=flush),
     }
-    if changes is not None:
-        body |= {"load_format": "delta", "delta": changes}
-    if last and weights_id is not None:
-        body["weights_id"] = weights_id
-    return body
 
 
 def load_body(*, version: int, last: bool, flush: bool = True) -> dict[str, Any]:

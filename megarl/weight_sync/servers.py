@@ -75,8 +75,6 @@ class ServerInfo:
     tp: workers that receive, in each of `replicas`; stages: those of a pipeline.
     dtype: that of the weights held, None where only the server knows.
     hf_checksums: whether its checksums are of HF tensors, as ours are (the embedded server).
-    applies_delta: whether it takes changes; then `weights_id` is the id of the update it holds,
-    None where its weights are of another origin. weight_version: for messages.
     loaders: its --custom-weight-loader; moves_experts, drafts (the algorithm) and shares_weights:
     what it does with weights by itself.
     """
@@ -84,9 +82,6 @@ class ServerInfo:
     tp: int
     dtype: torch.dtype | None
     hf_checksums: bool
-    applies_delta: bool = False
-    weights_id: str | None = None
-    weight_version: str = ""
     replicas: int = 1
     stages: int = 1
     loaders: tuple[str, ...] = ()
@@ -106,9 +101,6 @@ class ServerInfo:
             tp=sizes["tp"],
             dtype=dtype if isinstance(dtype, torch.dtype) else None,
             hf_checksums=str(answer.get("version", "")).endswith("+megarl"),
-            applies_delta="weights_id" in answer,
-            weights_id=answer.get("weights_id"),
-            weight_version=str(answer.get("weight_version", "")),
             replicas=1 if answer.get("enable_dp_attention") else sizes["dp"],
             stages=sizes["pp"],
             loaders=tuple(answer.get("custom_weight_loader") or ()),
@@ -121,8 +113,8 @@ class ServerInfo:
     def refuses_slices(self) -> str:
         """Returns why the server cannot receive slices, or say what it holds of them, "" where it
         can."""
-        if self.applies_delta:
-            return "is megarl's own, which keeps whole tensors"
+        if LOADER not in self.loaders and self.hf_checksums:
+            return "has another MEGARL_JOB_TOKEN than the trainers, or none"
         if LOADER not in self.loaders:
             return f"was not started with --custom-weight-loader {LOADER}"
         if self.replicas > 1 or self.stages > 1:

@@ -221,6 +221,9 @@ class SliceSync:
             return self._servers.info(deadline)
 
         self._info = self.source.from_rank(self._speaker, ask)
+        own = [server for server, i in self._info.items() if i.hf_checksums]
+        if own and target.quantization != "none":
+            raise _Refused(f"megarl's own servers keep no FP8: {', '.join(own)}")
         if why := refusal_of_servers(self._info):
             raise _Refused(why)
 

@@ -2,7 +2,6 @@
 
 buckets        HF tensors in one flat buffer
 handles        memory of this machine as text that another process can map
-delta          what changed between two versions of a bucket
 block_fp8      block-wise FP8 weights as DeepSeek-V3 publishes them
 process_group  the group in which a sender broadcasts to servers
 routes         the experts that a server's routers chose

@@ -30,7 +30,12 @@ _DTYPES = {
     str(d).removeprefix("torch.")
     for d in (torch.uint8, torch.float64, torch.float32, torch.float16, torch.bfloat16)
 }
-_REBUILDERS = ("rebuild_tensor", "rebuild_typed_storage", "rebuild_storage_filename")
+_REBUILDERS = (
+    "rebuild_tensor",
+    "rebuild_typed_storage",
+    "rebuild_storage_filename",
+    "rebuild_storage_empty",
+)
 _ALLOWED = {
     *(("torch", name) for name in ("Tensor", "Size", *_DTYPES)),
     *(("torch.storage", name) for name in ("UntypedStorage", "TypedStorage")),
@@ -71,11 +76,21 @@ def pack(bucket: Bucket, flat: torch.Tensor) -> str:
     return base64.b64encode(out.getvalue()).decode()
 
 
+def pack_empty(name: str) -> str:
+    """Returns the text of an empty tensor of this name: it needs no shared memory, and only types
+    that SGLang's unpickler takes."""
+    out = io.BytesIO()
+    ForkingPickler(out, pickle.HIGHEST_PROTOCOL).dump([(name, torch.empty(0))])
+    return base64.b64encode(out.getvalue()).decode()
+
+
 def unpack(text: str) -> Sequence[tuple[str, torch.Tensor]]:
     """Returns the tensors under their names, in the writer's memory. Raises ValueError for any
     other text."""
     try:
         content = _Unpickler(io.BytesIO(base64.b64decode(text, validate=True))).load()
+        if isinstance(content, list):
+            return [(str(name), tensor) for name, tensor in content]
         flat = content["flattened_tensor"]
         return [
             (str(m.name), flat[m.start_idx : m.end_idx].view(m.dtype).view(m.shape))

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megarl.transfer.gather import Bucket, Member
-from megarl.weight_sync.encoding import DeltaBase
-from megarl.wire import block_fp8, delta
+from megarl.weight_sync.receiver.megarl_receiver.messages import encode, land
+from megarl.wire import block_fp8
 
-NAME, SHAPE = "model.layers.0.mlp.up_proj.weight", (3000, 3000)
+SHAPE = (3000, 3000)
 
 
 @pytest.mark.parametrize("part", (0.0, 0.01, 0.3, 1.0))
@@ -17,18 +16,14 @@ def test_changes_against_what_was_kept(part: float) -> None:
     torch.manual_seed(0)
     old = torch.randn(SHAPE, dtype=torch.bfloat16, device="cuda")
     new = torch.where(torch.rand(SHAPE, device="cuda") < part, -old, old)
-    bucket = Bucket(0, (Member(NAME, SHAPE, torch.bfloat16, 0, old.nbytes),), old.nbytes)
-    kept = DeltaBase()
-    kept.keep(bucket, old.flatten().view(torch.uint8))
-    d = kept.changes(bucket, new.flatten().view(torch.uint8))
-    on_cpu = delta.encode(
-        new.cpu().flatten().view(torch.uint8), old.cpu().flatten().view(torch.uint8),
-        [(2, old.nbytes)],
-    )  # fmt: skip
-    assert d.chunks == on_cpu.chunks and d.changed == on_cpu.changed
+    sizes, kept = [(2, old.nbytes)], old.cpu().flatten().view(torch.uint8)
+    d = encode(new.flatten().view(torch.uint8), kept, sizes)
+    on_cpu = encode(new.cpu().flatten().view(torch.uint8), kept, sizes)
+    assert d.rows == on_cpu.rows and d.changed == on_cpu.changed
     assert d.payload.is_cuda and torch.equal(d.payload.cpu(), on_cpu.payload)
-    for _, positions, bits in delta.patches(d.chunks, d.payload, [old.nbytes]):
-        old.put_(positions, bits.view(torch.bfloat16))
+    if d.changed:
+        view = (0, old.nbytes, torch.bfloat16, "w", 0, list(SHAPE), [SHAPE[1], 1])
+        land({"w": old}, [view], d.message(), len(d.rows))
     assert torch.equal(old, new)
 
 

@@ -157,7 +157,7 @@ def test_what_a_server_says_of_itself(pair: Pair) -> None:
     for server, tp in zip(pair.both, (1, 2), strict=True):
         info = infos[server.address]
         assert info.tp == tp and info.dtype == torch.float32 and info.weight_version == "default"
-        assert not info.hf_checksums and not info.applies_delta
+        assert not info.hf_checksums
         assert len(server.checksums()) == tp
 
 

@@ -126,7 +126,8 @@ class Run:
             f"actor.path={self.model}", f"actor.parallel.tp={nproc}", "ref=null",
             "recover.mode=disabled", "saver.final=false", "valid_dataset=null",
             "train_dataset.size=40", "train_dataset.batch_size=4", "gconfig.n_samples=2",
-            "total_train_steps=3", "weight_sync.bucket_mb=1", "rollout.reward_workers=1", *keys,
+            "total_train_steps=3", "weight_sync.bucket_mb=1", "rollout.reward_workers=1",
+            "weight_sync.options.sharded=false", *keys,
         ]  # fmt: skip
         if self.servers:
             command.append(f"rollout.addresses=[{','.join(map(address, self.servers))}]")

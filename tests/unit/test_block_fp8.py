@@ -15,7 +15,7 @@ from megarl.models.hf_config import read_hf_config
 from megarl.models.piece_table import PieceTable, build_piece_table
 from megarl.parallel.layout import Layout
 from megarl.transfer.gather import Bucket, BucketGatherer, Member
-from megarl.weight_sync.encoding import quantize_bucket, quantized
+from megarl.weight_sync.broadcast import quantize_bucket, quantized
 from megarl.weight_sync.fp8 import BlockFp8
 from megarl.weight_sync.plan import plan_sync, update_body
 from megarl.weight_sync.transports import WeightSource

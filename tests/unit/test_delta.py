@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -17,9 +16,8 @@ from megarl.api.records import WeightUpdateMeta
 from megarl.config.check_parts import rollout_problems
 from megarl.config.loader import load_config
 from megarl.config.rules import RL, rule_problems
-from megarl.server.weights import WeightStore
-from megarl.wire import delta
-from tests.tiny import tiny_hf
+from megarl.weight_sync.receiver.megarl_receiver import messages
+from megarl.weight_sync.receiver.megarl_receiver.messages import KINDS, Delta, encode, land
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 DTYPES = {1: torch.float8_e4m3fn, 2: torch.bfloat16, 4: torch.float32}
@@ -29,20 +27,21 @@ Sizes = list[tuple[int, int]]
 @pytest.fixture(autouse=True)
 def small_chunks() -> Iterator[None]:
     """So that tensors span chunks and chunks span tensors."""
-    with mock.patch.object(delta, "CHUNK", 700):
+    with mock.patch.object(messages, "CHUNK", 700):
         yield
 
 
-def apply(d: delta.Delta, old: torch.Tensor, sizes: Sizes) -> torch.Tensor:
-    """As a server does: tensor by tensor, from what went over the wire."""
-    nbytes = [n for _, n in sizes]
-    chunks = delta.parse(json.loads(json.dumps(d.body())), sum(nbytes))
-    assert d.payload.numel() == delta.payload_bytes(chunks)
-    out = old.clone()
-    parts = out.split(nbytes)
-    for i, positions, bits in delta.patches(chunks, d.payload, nbytes):
-        parts[i].view(BITS[sizes[i][0]]).put_(positions, bits)
-    return out
+def apply(d: Delta, old: torch.Tensor, sizes: Sizes) -> torch.Tensor:
+    """As a server does, which holds each tensor of the message as a parameter."""
+    params, views, end = {}, [], 0
+    for i, (itemsize, nbytes) in enumerate(sizes):
+        start, end = end, end + nbytes
+        dtype, name, count = DTYPES[itemsize], str(i), nbytes // itemsize
+        params[name] = old[start:end].clone().view(dtype)
+        views.append((start, end, dtype, name, 0, [count], [1]))
+    if d.changed:
+        land(params, views, d.message(), len(d.rows))
+    return torch.cat([p.view(torch.uint8) for p in params.values()])
 
 
 def changed_at(old: torch.Tensor, sizes: Sizes, which: torch.Tensor) -> torch.Tensor:
@@ -74,10 +73,10 @@ def test_any_change_of_any_tensors(
     old = torch.randint(0, 256, (sum(n for _, n in sizes),), dtype=torch.uint8)
     which = torch.rand(sum(n for _, n in counts)) < share
     new = changed_at(old, sizes, which)
-    d = delta.encode(new, old, sizes)
+    d = encode(new, old, sizes)
     assert torch.equal(apply(d, old, sizes), new)
     assert d.count == which.numel() and d.changed == int(which.sum())
-    assert d.payload.numel() <= max(1, new.numel())  # never longer than what it stands for
+    assert d.payload.numel() <= new.numel()  # never longer than what it stands for
 
 
 def test_bits_that_compare_as_numbers_do_not() -> None:
@@ -88,7 +87,7 @@ def test_bits_that_compare_as_numbers_do_not() -> None:
     new[0], new[5] = -0.0, other
     flat_old, flat_new = old.view(torch.uint8), new.view(torch.uint8)
     sizes = [(2, flat_old.numel())]
-    d = delta.encode(flat_new, flat_old, sizes)
+    d = encode(flat_new, flat_old, sizes)
     assert d.changed == 2
     assert torch.equal(apply(d, flat_old, sizes), flat_new)
 
@@ -96,7 +95,7 @@ def test_bits_that_compare_as_numbers_do_not() -> None:
 @pytest.mark.parametrize(
     "every, kind, nbytes",
     (
-        (0, "gaps", 1),  # nothing changed: one byte stands for it
+        (0, "gaps", 0),  # nothing changed
         (600, "gaps", 2 * 2 + 4),  # two changes; 599 unchanged between: two skips and two bytes
         (100, "gaps", 7 * 3),
         (4, "bitmap", 175 * 2 + 88),
@@ -108,8 +107,8 @@ def test_the_shortest_words_are_found(every: int, kind: str, nbytes: int) -> Non
     which = torch.zeros(700, dtype=torch.bool)
     if every:
         which[::every] = True
-    d = delta.encode(changed_at(old, [(2, 1400)], which), old, [(2, 1400)])
-    assert [c.kind for c in d.chunks] == [kind] and d.payload.numel() == nbytes
+    d = encode(changed_at(old, [(2, 1400)], which), old, [(2, 1400)])
+    assert [KINDS[row[0]] for row in d.rows] == [kind] and d.payload.numel() == nbytes
 
 
 @pytest.mark.parametrize("gap", (0, 1, 254, 255, 256, 509, 510, 511))
@@ -118,48 +117,9 @@ def test_gaps_around_the_longest_a_byte_can_say(gap: int) -> None:
     which = torch.zeros(700, dtype=torch.bool)
     which[[3, 3 + gap + 1]] = True
     new = changed_at(old, [(2, 1400)], which)
-    d = delta.encode(new, old, [(2, 1400)])
-    assert d.chunks[0].kind == "gaps" and d.chunks[0].where == 2 + gap // 255
+    d = encode(new, old, [(2, 1400)])
+    assert KINDS[d.rows[0][0]] == "gaps" and d.rows[0][4] == 2 + gap // 255
     assert torch.equal(apply(d, old, [(2, 1400)]), new)
-
-
-@pytest.mark.parametrize(
-    "chunks, said",
-    (
-        ("gaps", "must be a list"),
-        ([["gaps", 2, 10]], "must be a list"),
-        ([["zip", 2, 10, 1, 1]], r"'zip'.* not a part of a delta"),
-        ([["gaps", 3, 10, 1, 1]], "not a part of a delta"),
-        ([["gaps", 2, 10, 11, 1]], "not a part of a delta"),
-        ([["gaps", 2, 10, -1, 1]], "not a part of a delta"),
-        ([["gaps", 2, 9, 1, 1]], "18 bytes for tensors of 20 bytes"),
-    ),
-)
-def test_what_is_no_delta_is_refused(chunks: object, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        delta.parse(chunks, 20)
-
-
-def test_a_server_patches_what_it_holds() -> None:
-    """Experts, which it holds fused; a tied head, which is its embedding; fp32, which it rounds."""
-    kinds = ("qwen3_moe", dict(tie=False)), ("qwen3", dict(tie=True))
-    for kind, options in kinds:
-        model = tiny_hf(kind, layers=2, dtype=torch.bfloat16, **options)
-        store = WeightStore(model.eval())
-        names = [*store.tensors, *store.tied]
-        old = {n: t.float() for n in names if (t := store.get(n)) is not None}
-        new = {n: torch.where(torch.rand(t.shape) < 0.1, t + 1.001, t) for n, t in old.items()}
-        for tied, embedding in store.tied.items():
-            new[tied] = new[embedding]
-        sizes = [(4, t.nbytes) for t in new.values()]
-        flats = [torch.cat([t.flatten() for t in v.values()]).view(torch.uint8) for v in (new, old)]
-        d = delta.encode(*flats, sizes)
-        for i, positions, bits in delta.patches(d.chunks, d.payload, [n for _, n in sizes]):
-            store.patch(names[i], torch.float32, positions, bits)
-        for name, t in new.items():
-            held = store.get(name)
-            assert held is not None and torch.equal(held, t.bfloat16()), name
-            assert not torch.equal(held, old[name].bfloat16()), name
 
 
 @pytest.mark.parametrize(
@@ -168,6 +128,7 @@ def test_a_server_patches_what_it_holds() -> None:
         (dict(type="disk", path="/x", delta=True), "type='disk' sends whole weights"),
         (dict(type="disk", path="/x", quantization="fp8_block"), "type='disk' sends whole"),
         (dict(type="nccl", delta=True, quantization="fp8_block"), "of quantized weights"),
+        (dict(type="nccl", delta=True, sharded="off"), "changes go by slices"),
         (dict(type="nccl", quantization="int4"), "quantization='int4'"),
         (dict(type="nccl", sharded="yes"), "sharded='yes'"),
     ),
@@ -191,14 +152,18 @@ def test_what_does_not_go_together(fields: dict[str, Any], said: str) -> None:
         ),
         (
             ["weight_sync.options.delta=true", "server.type=sglang"],
-            "stock SGLang .* use sharded",
+            "go by slices alone.* use sharded",
         ),
         (["weight_sync.options.quantization=fp8_block", "server.type=sglang"], "needs server.path"),
         (
             ["weight_sync.options.sharded=on", "weight_sync.type=disk"],
             "needs type",
         ),
-        (["weight_sync.options.sharded=on", "server.type=embedded"], "use server.type=sglang"),
+        (
+            ["weight_sync.options.sharded=on", "weight_sync.options.quantization=fp8_block"],
+            "keep no FP8",
+        ),
+        (["weight_sync.options.sharded=off", "weight_sync.options.delta=true"], "leave sharded"),
     ),
 )
 def test_configurations_that_cannot_work(overrides: list[str], said: str) -> None:
@@ -209,7 +174,12 @@ def test_configurations_that_cannot_work(overrides: list[str], said: str) -> Non
 
 @pytest.mark.parametrize("where", ([200, 0], [9, 1], [255, 3]))
 def test_positions_beyond_the_chunk_are_refused(where: list[int]) -> None:
-    chunks = delta.parse([["gaps", 2, 10, 2, 2]], 20)
-    payload = torch.tensor([0, 0, 0, 0, *where], dtype=torch.uint8)
+    d = Delta([(0, 2, 10, 2, 2)], torch.tensor([0, 0, 0, 0, *where], dtype=torch.uint8), 2)
     with pytest.raises(ValueError, match="do not fit"):
-        list(delta.patches(chunks, payload, [20]))
+        apply(d, torch.zeros(20, dtype=torch.uint8), [(2, 20)])
+
+
+def test_a_length_that_is_another_messages_is_refused() -> None:
+    d = Delta([(0, 2, 9, 1, 1)], torch.zeros(3, dtype=torch.uint8), 1)
+    with pytest.raises(ValueError, match="changes of 18 bytes in 3 for a message of 20 in 3"):
+        apply(d, torch.zeros(20, dtype=torch.uint8), [(2, 20)])

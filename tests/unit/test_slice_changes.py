@@ -13,10 +13,10 @@ from megarl.models.piece_table import View
 from megarl.transfer.geometry import Slice
 from megarl.transfer.moves import Parts, Slot
 from megarl.weight_sync.changes import SliceChanges
+from megarl.weight_sync.receiver.megarl_receiver import messages
 from megarl.weight_sync.receiver.megarl_receiver.fingerprint import Holding
 from megarl.weight_sync.receiver.megarl_receiver.messages import View as There
 from megarl.weight_sync.receiver.megarl_receiver.messages import land
-from megarl.wire import delta
 
 CPU = torch.device("cpu")
 ROWS, COLUMNS = 30, 40
@@ -54,7 +54,7 @@ def server() -> dict[str, torch.Tensor]:
 
 @pytest.fixture(autouse=True)
 def small_chunks() -> Iterator[None]:
-    with mock.patch.object(delta, "CHUNK", 700):
+    with mock.patch.object(messages, "CHUNK", 700):
         yield
 
 

@@ -46,14 +46,14 @@ class Channel:
     def __init__(self, log: list[str]) -> None:
         self.log = log
 
-    def deliver(self, what: str, tensors: list[torch.Tensor], body: Any, *_: Any) -> Any:
-        index = int(tensors[0][0])
+    def deliver(self, what: str, flat: torch.Tensor, body: Any, *_: Any) -> Any:
+        index = int(flat[0])
         self.log.append(f"send {index}" + " and version" * ("weight_version" in body))
         ours: Future[float] = Future()
         ours.set_result(time.monotonic())
 
         def wait(_: Deadline) -> None:
-            assert bool((tensors[0] == index).all()), f"bucket {index} was overwritten on its way"
+            assert bool((flat == index).all()), f"bucket {index} was overwritten on its way"
             self.log.append(f"answer {index}")
 
         return SimpleNamespace(wait=wait, ours=ours, answered=time.monotonic, begun=0.0)
@@ -65,7 +65,7 @@ def stream(plan: SyncPlan, log: list[str], *, sends: bool) -> GroupStream:
     return GroupStream(
         source=cast(Any, SimpleNamespace(agreement=alone, device=torch.device("cpu"))), plan=plan,
         gatherer=cast(Any, Gatherer(log)), pair=pair if sends else [],
-        channel=cast(Any, Channel(log)) if sends else None, changes=None,
+        channel=cast(Any, Channel(log)) if sends else None,
         meta=WeightUpdateMeta(type="distributed", version=1), deadline=Deadline(60),
         phases=Phases(),
     )  # fmt: skip
@@ -87,11 +87,11 @@ def test_a_bucket_follows_when_the_one_before_is_answered_for(plan: SyncPlan) ->
         want += [f"gather {k}", f"answer {k - 1}", f"send {k}"]
     want[-1] += " and version"
     assert n > 8 and log == [*want, f"answer {n - 1}"]
-    assert sender.counts["bytes"] == plan.nbytes
+    assert sender.nbytes == plan.nbytes
 
 
 def test_a_rank_that_does_not_send_only_gathers(plan: SyncPlan) -> None:
     log: list[str] = []
     other = stream(plan, log, sends=False)
     other.run()
-    assert not log and not other.counts["bytes"]
+    assert not log and not other.nbytes

@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 import time
 import traceback
 import zlib
@@ -91,9 +92,11 @@ class Order:
         return torch.device("cpu") if gloo else next(self.model.parameters()).device
 
 
-def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Obeys one command; SGLang calls it on every rank. Never raises."""
-    order = None
+def load(
+    model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]
+) -> Mapping[str, Any]:
+    """Obeys one command; SGLang calls it on every rank. Returns the reply. Never raises."""
+    order, reply = None, dict[str, Any]()
     try:
         command = json.loads(named_tensors[0][0])
         box = Mailbox(_store(command), command["session"], os.environ.get(TOKEN, ""))
@@ -107,6 +110,7 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
             order.box.put(order.place("reply"), json.dumps(reply).encode())
     except BaseException:  # the trainers are gone, and will miss the reply
         traceback.print_exc()
+    return reply
 
 
 def _store(command: Mapping[str, Any]) -> dist.Store:
@@ -116,6 +120,8 @@ def _store(command: Mapping[str, Any]) -> dist.Store:
 
 
 def _rank() -> int:
+    if "sglang" not in sys.modules:  # megarl's own server, which has one rank
+        return 0
     from sglang.srt.runtime_context import get_parallel
 
     return int(get_parallel().tp_rank)
@@ -124,6 +130,8 @@ def _rank() -> int:
 def _finish(model: torch.nn.Module) -> None:
     """Recomputes what is derived from parameters. SGLang does it at the end of an update session
     only if nothing was loaded in it, and counts a custom loader as loading."""
+    if "sglang" not in sys.modules:
+        return
     from sglang.srt.model_loader.loader import post_load_weights
 
     post_load_weights(model)
