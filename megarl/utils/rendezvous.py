@@ -14,6 +14,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from megarl.utils.env import job_token
+from megarl.utils.http import in_thread
 
 _BACKLOG = 2048  # connections that may wait, for ranks that all come at once
 
@@ -39,14 +40,21 @@ def listen(host: str, port: int = 0, *, timeout: float) -> dist.TCPStore:
 
 def meet(host: str, port: int, *, rank: int, world_size: int, timeout: float) -> dist.Store:
     """Returns the store of a job whose ranks all call this. A process with another job token finds
-    nobody there. Where torchrun's agent has the store, it has chosen where it listens."""
+    nobody there. Where torchrun's agent has the store, it has chosen where it listens. Raises
+    TimeoutError where rank 0 listens and does not answer (it is stopped), which torch waits for
+    without end."""
     wait = timedelta(seconds=timeout)
     store: dist.Store
     if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         store = listen(host, port, timeout=timeout)
     else:
-        place = f"[{host}]" if ":" in host else host
-        store = next(dist.rendezvous(f"tcp://{place}:{port}", rank, world_size, timeout=wait))[0]
+        place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        join = dist.rendezvous(f"tcp://{place}", rank, world_size, timeout=wait)
+        try:
+            store = in_thread(next, join).result(timeout + 5)[0]  # torch's own time-out is earlier
+        except TimeoutError:
+            what = f"who listens at {place} did not answer within {timeout:g} s"
+            raise TimeoutError(f"rank {rank}: {what}: is rank 0 stopped, or its host?") from None
     store.set_timeout(wait)
     return dist.PrefixStore(f"megarl_{job_token() or 'job'}", store)
 

@@ -62,6 +62,13 @@ def test_the_jobs_token_is_what_its_processes_meet_under(monkeypatch: pytest.Mon
     assert first.get("address") == b"here"
 
 
+def test_a_first_rank_that_is_stopped_is_not_waited_for_without_end() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # the kernel connects for it
+        port = silent.getsockname()[1]
+        with pytest.raises(TimeoutError, match=f"rank 1: .*127.0.0.1:{port}.*rank 0"):
+            meet("127.0.0.1", port, rank=1, world_size=2, timeout=0.5)
+
+
 def test_a_token_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(JOB_TOKEN, "")
     assert job_token() is None
