@@ -47,16 +47,16 @@ from megarl.parallel.ranks import on_rank_zero, together
 from megarl.parallel.worlds import PerWorld, inside
 from megarl.utils.files import check_room, full_disk_named, put_in_place
 
-from megatron.core import dist_checkpointing as mcore_ckpt  # isort: skip
-from megatron.core.dist_checkpointing import ShardedTensor  # isort: skip
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config  # isort: skip
-from megatron.core.dist_checkpointing.dict_utils import nested_values  # isort: skip
-from megatron.core.dist_checkpointing.serialization import (  # isort: skip
+from megatron.core import dist_checkpointing as mcore_ckpt
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.serialization import (
     get_default_save_sharded_strategy,
 )
-from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess  # isort: skip
-from megatron.core.dist_checkpointing.strategies import torch as mcore_torch  # isort: skip
-from megatron.core.dist_checkpointing.strategies.fully_parallel import (  # isort: skip
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies import torch as mcore_torch
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
 )

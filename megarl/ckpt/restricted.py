@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 
 from megarl.parallel import mcore  # noqa: F401  before megatron
 
-from megatron.core.dist_checkpointing.strategies import torch as mcore_torch  # isort: skip
+from megatron.core.dist_checkpointing.strategies import torch as mcore_torch
 
 METADATA = ".metadata"
 _METADATA = "torch.distributed.checkpoint.metadata"

@@ -51,8 +51,8 @@ from megarl.weight_sync.receiver.megarl_receiver.fingerprint import hash_text
 from megarl.weight_sync.transports import WeightSender, WeightSource
 from megarl.weight_sync.verify import weight_hashes
 
-import megatron.core  # isort: skip
-from megatron.core.dist_checkpointing import ShardedObject  # isort: skip
+import megatron.core
+from megatron.core.dist_checkpointing import ShardedObject
 
 log = get_logger(__name__)
 

@@ -31,8 +31,8 @@ from megarl.parallel.vocab_parallel import (
     token_outputs,
 )
 
-from megatron.core.tensor_parallel import mappings  # isort: skip
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint  # isort: skip
+from megatron.core.tensor_parallel import mappings
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 SUPPORTED = {"lm": (*TOKEN_OUTPUTS, "logits"), "value": ("values",)}  # by TrainEngineConfig.head
 

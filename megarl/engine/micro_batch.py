@@ -41,7 +41,7 @@ from megarl.parallel.placement import engine_home, place_rows, units_of
 from megarl.parallel.ranks import Ranks, world_comm
 from megarl.parallel.trie import Bytes, Trie, token_bytes
 
-from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
+from megatron.core.packed_seq_params import PackedSeqParams
 
 GIVEN_IDS = "given_ids"  # batch key [B,S,n]: the ids of the outputs about given tokens
 SHARED = "prefix_ratio"  # metric: tokens of the batch for each that a pass computes

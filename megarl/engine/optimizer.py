@@ -15,16 +15,18 @@ from megarl.config.engine import OptimizerConfig
 from megarl.config.errors import raise_if_any
 from megarl.parallel import mcore
 
-from megatron.core.distributed import DistributedDataParallel  # isort: skip
-from megatron.core.distributed import DistributedDataParallelConfig  # isort: skip
-from megatron.core.distributed import finalize_model_grads  # isort: skip
-from megatron.core.optimizer import OptimizerConfig as McoreOptimizerConfig  # isort: skip
-from megatron.core.optimizer import get_megatron_optimizer  # isort: skip
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32  # isort: skip
-from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer  # isort: skip
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # isort: skip
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # isort: skip
-from megatron.core.utils import get_model_config  # isort: skip
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig as McoreOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.utils import get_model_config
 
 # a constant schedule never looks at its end, but megatron-core asks for one
 _ENDLESS = 1 << 40

@@ -22,13 +22,13 @@ from torch import Tensor
 from megarl.engine.optimizer import decoupled, kind, parts
 from megarl.parallel import mcore  # noqa: F401  before megatron
 
-from megatron.core.dist_checkpointing import ShardedTensor  # isort: skip
-from megatron.core.dist_checkpointing.dict_utils import nested_values  # isort: skip
-from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory  # isort: skip
-from megatron.core.dist_checkpointing.utils import (  # isort: skip
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.dist_checkpointing.utils import (
     extract_sharded_tensors_and_factories,
 )
-from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer  # isort: skip
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
 _STATES = ("param", "exp_avg", "exp_avg_sq")
 # part of the optimizer -> number of the parameter -> state -> its boxes, in their order

@@ -41,10 +41,10 @@ from megarl.parallel.packing import unpack
 from megarl.parallel.ranks import Ranks
 from megarl.parallel.vocab_parallel import GIVEN, TOP_IDS
 
-from megatron.core import parallel_state as ps  # isort: skip
-from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
-from megatron.core.pipeline_parallel.schedules import get_schedule_table  # isort: skip
-from megatron.core.tensor_parallel import mappings  # isort: skip
+from megatron.core import parallel_state as ps
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
+from megatron.core.tensor_parallel import mappings
 
 Sums = dict[str, tuple[Any, Any]]  # name -> (sum, weight); numbers or scalar tensors
 MIN_BYTES = 64 << 10  # smaller ones stay: their copies cost more than their memory

@@ -19,7 +19,7 @@ from megarl.engine.setup import EngineState
 from megarl.models.params import unwrap
 from megarl.parallel import mcore  # noqa: F401  before megatron
 
-from megatron.core.transformer.identity_op import IdentityOp  # isort: skip
+from megatron.core.transformer.identity_op import IdentityOp
 
 
 class Part(NamedTuple):

@@ -28,8 +28,8 @@ from megarl.models.options import EngineOptions
 from megarl.parallel import mcore
 from megarl.parallel.groups import ProcessGroups
 
-from megatron.core.transformer.moe import moe_utils  # isort: skip
-from megatron.core.transformer.moe.router import TopKRouter  # isort: skip
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.router import TopKRouter
 
 if TYPE_CHECKING:
     from megarl.engine.micro_batch import MicroBatch, Result, ResultRows, Writes

@@ -46,17 +46,17 @@ from megarl.parallel.layout import Layout
 from megarl.parallel.packing import Cost
 from megarl.utils.env import attention_problems
 
-from megatron.core.models.common.embeddings.rotary_pos_embedding import (  # isort: skip
+from megatron.core.models.common.embeddings.rotary_pos_embedding import (
     RotaryEmbedding,
 )
-from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (  # isort: skip
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
     YarnRotaryEmbedding,
 )
-from megatron.core.tensor_parallel.random import (  # isort: skip
+from megatron.core.tensor_parallel.random import (
     get_cuda_rng_tracker,
     model_parallel_cuda_manual_seed,
 )
-from megatron.core.transformer.module import Float16Module  # isort: skip
+from megatron.core.transformer.module import Float16Module
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -33,10 +33,10 @@ from megarl.models.params import canonical_name, local_view, named_params
 from megarl.parallel import mcore  # noqa: F401  before megatron
 from megarl.parallel.layout import Coords, Layout
 
-from megatron.core import parallel_state as ps  # isort: skip
-from megatron.core.tensor_parallel import mappings  # isort: skip
-from megatron.core.transformer.mlp import apply_swiglu_sharded_factory  # isort: skip
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint  # isort: skip
+from megatron.core import parallel_state as ps
+from megatron.core.tensor_parallel import mappings
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 
 class Switch:

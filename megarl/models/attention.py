@@ -25,11 +25,11 @@ from megarl.models.trie_attention import prepare
 from megarl.models.trie_params import TrieParams
 from megarl.parallel import mcore  # noqa: F401  before megatron
 
-from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
-from megatron.core.process_groups_config import ProcessGroupCollection  # isort: skip
-from megatron.core.transformer.enums import AttnMaskType  # isort: skip
-from megatron.core.transformer.module import MegatronModule  # isort: skip
-from megatron.core.transformer.utils import is_layer_window_attention  # isort: skip
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import is_layer_window_attention
 
 
 class SDPACoreAttention(MegatronModule):

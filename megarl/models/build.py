@@ -29,16 +29,15 @@ from megarl.models.trie_params import rotate_by_depth
 from megarl.parallel import mcore
 from megarl.parallel.layout import Layout
 
-from megatron.core.utils import get_te_version, is_te_min_version  # isort: skip
-from megatron.core import parallel_state as ps  # isort: skip
-from megatron.core import transformer  # isort: skip
-from megatron.core.models.gpt import GPTModel  # isort: skip
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # isort: skip
-from megatron.core.transformer import TransformerConfig  # isort: skip
-from megatron.core.transformer.identity_op import IdentityOp  # isort: skip
-from megatron.core.transformer.moe import moe_utils  # isort: skip
-from megatron.core.transformer.moe.router import TopKRouter  # isort: skip
-
+from megatron.core import parallel_state as ps
+from megatron.core import transformer
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.utils import get_te_version, is_te_min_version
 
 # the first Transformer Engine that takes packed sequences by each way
 _PACKED_SINCE = {"p2p": "1.7", "all_gather": "2.18", "a2a": "2.18"}

@@ -21,14 +21,11 @@ from megarl.models.shapes import MoEShape
 from megarl.parallel import mcore  # noqa: F401  before megatron
 from megarl.parallel.packing import Packed
 
-from megatron.core.models.gpt import GPTModel  # isort: skip
-from megatron.core.tensor_parallel import ColumnParallelLinear  # isort: skip
-from megatron.core.transformer import TransformerConfig, TransformerLayer  # isort: skip
-from megatron.core.transformer import multi_latent_attention  # isort: skip
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention  # isort: skip
-from megatron.core.tensor_parallel import mappings  # isort: skip
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint  # isort: skip
-
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear, mappings
+from megatron.core.transformer import TransformerConfig, TransformerLayer, multi_latent_attention
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 # megatron-core 0.16 checks that its wrappers of Transformer Engine import, which they also do, as
 # mocks, without Transformer Engine

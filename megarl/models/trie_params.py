@@ -17,7 +17,7 @@ from megarl.models.shapes import ModelConfig
 from megarl.parallel.mcore import place_tokens
 from megarl.parallel.trie import Trie
 
-from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
+from megatron.core.packed_seq_params import PackedSeqParams
 
 
 @dataclass(kw_only=True)

@@ -24,8 +24,8 @@ from megarl.parallel.layout import Coords, Layout
 from megarl.parallel.worlds import PerWorld, barrier, comm_backend, inside
 from megarl.utils.env import collective_timeout
 
-from megatron.core import parallel_state as ps  # isort: skip
-from megatron.core.tensor_parallel import random as mcore_random  # isort: skip
+from megatron.core import parallel_state as ps
+from megatron.core.tensor_parallel import random as mcore_random
 
 _RNG_GLOBALS = ("_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED")
 

@@ -18,8 +18,8 @@ from megarl.models.params import named_params
 from megarl.parallel.groups import ProcessGroups, model_scope
 from megarl.parallel.layout import Layout
 
-from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # isort: skip
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 
 @contextmanager

@@ -75,7 +75,7 @@ def draws(engine: Any) -> list[float]:
     """Returns the number that each random state gives next."""
     from megarl.parallel.groups import model_scope
 
-    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker  # isort: skip
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     with model_scope(engine.groups), get_cuda_rng_tracker().fork():
         tracked = float(torch.rand(()))

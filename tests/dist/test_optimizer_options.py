@@ -211,8 +211,8 @@ def self_keeping_adam() -> Iterator[None]:
     """Makes megatron-core find a Transformer Engine that has only the optimizer."""
     import megarl.parallel.mcore  # noqa: F401  before megatron
 
-    from megatron.core import optimizer as mcore_optimizer  # isort: skip
-    from megatron.core.optimizer import distrib_optimizer, optimizer_config  # isort: skip
+    from megatron.core import optimizer as mcore_optimizer
+    from megatron.core.optimizer import distrib_optimizer, optimizer_config
 
     te = SimpleNamespace(FusedAdam=SelfKeepingAdam)
     names = ("", ".pytorch", ".pytorch.optimizers")

@@ -52,11 +52,12 @@ def _inert(owner: Any, **results: Any) -> Iterator[None]:
 
 def layers() -> None:
     import transformer_engine.pytorch as te
+
+    from tests.te.ranks import built_model, tiny
+
     from megatron.core.extensions import transformer_engine as ext
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.enums import AttnMaskType
-
-    from tests.te.ranks import built_model, tiny
 
     x = torch.empty(T, 1, H)
     heads = torch.empty(T, 2, 16)
@@ -131,6 +132,7 @@ def gemm() -> None:
 
 def checkpoint() -> None:
     import transformer_engine.pytorch.distributed as te
+
     from megatron.core.extensions import transformer_engine as ext
 
     x = torch.empty(T, 1, H)
@@ -140,8 +142,9 @@ def checkpoint() -> None:
 
 def adam() -> None:
     """Binds the arguments that _get_megatron_optimizer_based_on_param_groups gives it."""
-    from megatron.core.optimizer import Adam
     from transformer_engine.pytorch.optimizers import FusedAdam
+
+    from megatron.core.optimizer import Adam
 
     if Adam is not FusedAdam:
         raise LookupError(f"megatron-core's Adam is {Adam}")
@@ -162,10 +165,10 @@ def clip() -> None:
 
 
 def fp8(recipe: str) -> None:
+    from tests.te.ranks import built_model, tiny
+
     from megatron.core import fp8_utils
     from megatron.core.enums import Fp8Recipe
-
-    from tests.te.ranks import built_model, tiny
 
     layout = Layout(**SP, ep=2)
     form = "e4m3" if recipe in ("blockwise", "mxfp8") else "hybrid"

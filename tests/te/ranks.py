@@ -40,7 +40,7 @@ def built_model(model: Any, layout: Any, rank: int, spec: str, **fields: Any) ->
     from megarl.models import build
     from megarl.parallel.groups import ProcessGroups, model_scope
 
-    from megatron.core.tensor_parallel.random import (  # isort: skip
+    from megatron.core.tensor_parallel.random import (
         model_parallel_cuda_manual_seed,
     )
 
@@ -65,7 +65,7 @@ def describe(made: Any, groups: Any) -> dict[str, Any]:
     from megarl.ckpt.dist import settle_keys
     from megarl.models.params import named_params
 
-    from megatron.core.tensor_parallel.layers import (  # isort: skip
+    from megatron.core.tensor_parallel.layers import (
         param_is_not_tensor_parallel_duplicate,
     )
 
@@ -101,7 +101,7 @@ def describe(made: Any, groups: Any) -> dict[str, Any]:
 
 def stored(parts: Any) -> Iterator[tuple[str, list[int], list[int]]]:
     """Yields (key, shape of the whole, this part's offset) for each part of a sharded state."""
-    from megatron.core.dist_checkpointing.dict_utils import nested_values  # isort: skip
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
 
     for part in parts:
         for tensor in nested_values(part.build()) if hasattr(part, "build") else [part]:

@@ -104,12 +104,12 @@ def names() -> Facts:
     import megarl.parallel.mcore as mcore
 
     torch.cuda.is_available = lambda: False
-    from megatron.core.distributed import param_and_grad_buffer  # isort: skip
-    from megatron.core.models.common.embeddings import rope_utils  # isort: skip
-    from megatron.core.optimizer import clip_grads  # isort: skip
-    from megatron.core.transformer.moe import moe_utils  # isort: skip
-
     from tests.te.globals_used import missing
+
+    from megatron.core.distributed import param_and_grad_buffer
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.optimizer import clip_grads
+    from megatron.core.transformer.moe import moe_utils
 
     modules = (moe_utils, rope_utils, clip_grads)
     found = {m.__name__.rpartition(".")[2]: missing(m) for m in modules}

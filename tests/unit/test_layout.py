@@ -8,7 +8,7 @@ from megarl.config.engine import ParallelConfig
 from megarl.parallel import mcore  # noqa: F401
 from megarl.parallel.layout import Coords, Layout
 
-from megatron.core.parallel_state import RankGenerator  # isort: skip
+from megatron.core.parallel_state import RankGenerator
 
 DENSE = [
     Layout(tp=2, cp=2, dp=3, pp=2),

@@ -24,11 +24,11 @@ from megarl.parallel.groups import ProcessGroups, model_scope
 from megarl.parallel.layout import Layout
 from tests.tiny import tiny_hf
 
-from megatron.core.tensor_parallel.layers import (  # isort: skip
+from megatron.core.tensor_parallel.layers import (
     param_is_not_tensor_parallel_duplicate,
 )
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # isort: skip
-from megatron.core.transformer.module import param_is_not_shared  # isort: skip
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.module import param_is_not_shared
 
 LAYOUTS = {
     "qwen2": Layout(tp=2, sequence_parallel=True),

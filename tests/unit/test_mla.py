@@ -21,7 +21,7 @@ from megarl.parallel.layout import Layout
 from megarl.planning.memory import parameters
 from tests.tiny import GLM_KINDS, KINDS, MLA_KINDS, MOE_KINDS, VOCAB, YARN, save_tiny, tiny_hf
 
-from megatron.core.models.common.embeddings import YarnRotaryEmbedding  # isort: skip
+from megatron.core.models.common.embeddings import YarnRotaryEmbedding
 
 # as on the hub
 V3: dict[str, Any] = {

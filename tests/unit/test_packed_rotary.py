@@ -14,7 +14,7 @@ from megarl.engine.micro_batch import build
 from megarl.parallel import mcore  # noqa: F401  before megatron
 from megarl.parallel.layout import Layout
 
-from megatron.core.models.common.embeddings import rope_utils  # isort: skip
+from megatron.core.models.common.embeddings import rope_utils
 
 WAITS = {"tolist", "item", "__bool__", "__int__", "__index__", "cpu", "numpy", "nonzero"}
 

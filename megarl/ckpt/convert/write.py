@@ -43,7 +43,7 @@ from megarl.parallel.layout import Layout
 from megarl.utils.files import clean_up, human, put_in_place, stage
 from megarl.wire.buckets import Member
 
-import megatron.core  # isort: skip
+import megatron.core
 
 PART_BYTES = 512 << 20  # of a dist checkpoint's files, a parameter at least in each
 Part = tuple[Member, int, int, int, int]  # of a parameter: row, rows, and offset, length in bytes
