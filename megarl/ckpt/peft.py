@@ -4,22 +4,22 @@ adapter_model.safetensors."""
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from megarl.ckpt.files import staged
+from megarl.ckpt.safetensors import SINGLE, SafetensorsDir, plan_files, write_files
 from megarl.models.adapters import Adapters
 from megarl.models.lora import adapter_config, check_adapter_config
 from megarl.models.params import load_params
 from megarl.models.piece_table import HfTensor, PieceTable
 from megarl.parallel import mcore
 from megarl.parallel.ranks import together
-from megarl.transfer.gather import BucketGatherer, plan_buckets
+from megarl.transfer.gather import BucketGatherer
 from megarl.utils.files import put_in_place
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -36,32 +36,41 @@ def save_peft(
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """Writes a directory that PeftModel.from_pretrained loads, with the tokenizer where there is
-    one. Collective; all or nothing, as save_hf. Rank 0 holds all adapters."""
-    buckets = plan_buckets(adapters.table, adapters.dtype, _BUCKET_BYTES)
-    gatherer = BucketGatherer(
-        adapters.table, rank, adapters.params, buckets, group=group, device=mcore.device()
-    )
-    target, tensors = Path(path), dict[str, Tensor]()
+    one. Collective; all or nothing, as save_hf. Rank 0 writes."""
+    target, what = Path(path), f"saving {path}"
     with staged(target, "model", CONFIG, group) as staging:
-        for bucket in buckets:
-            if (flat := gatherer.gather(bucket)) is not None:
-                tensors |= {name: t.to("cpu", copy=True) for name, t in bucket.views(flat)}
+        plan = plan_files(
+            adapters.table,
+            adapters.table.layout,
+            adapters.dtype,
+            writers=[0],
+            max_shard_bytes=sys.maxsize,
+            bucket_bytes=_BUCKET_BYTES,
+        )
+        gatherer = BucketGatherer(
+            adapters.table,
+            rank,
+            adapters.params,
+            plan.buckets,
+            plan.writers,
+            group,
+            mcore.device(),
+        )
+        together(what, lambda: write_files(staging, plan, gatherer, rank), group)
 
-        def write() -> None:
+        def finish() -> None:
             if rank != 0:
                 return
-            save_file(tensors, staging / WEIGHTS, {"format": "pt"})
+            (staging / SINGLE).rename(staging / WEIGHTS)
             base = Path(base_model_path)
             named = str(base.absolute()) if base.is_dir() else base_model_path
             config = adapter_config(adapters.table.model, adapters.config, named)
             if tokenizer is not None:
                 tokenizer.save_pretrained(staging)
             (staging / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-            # safetensors lets its writer alone read
-            (staging / WEIGHTS).chmod((staging / CONFIG).stat().st_mode)
             put_in_place(staging, target)
 
-        together(f"saving {path}", write, group)
+        together(what, finish, group)
 
 
 def load_peft(path: str | Path, adapters: Adapters) -> None:
@@ -70,19 +79,14 @@ def load_peft(path: str | Path, adapters: Adapters) -> None:
     Raises ValueError, naming file and fix, unless it fits this engine's `lora` and model.
     """
     check_adapter_config(_read_config(Path(path)), adapters.config, str(Path(path) / CONFIG))
-    file = Path(path) / WEIGHTS
-    try:
-        with safe_open(str(file), framework="pt", device="cpu") as stored:
-            shapes = {n: stored.get_slice(n).get_shape() for n in stored.keys()}  # noqa: SIM118
-            _check_tensors(shapes, adapters.table, file)
+    with SafetensorsDir(path, WEIGHTS) as files:
+        shapes = {name: list(files.stored(name).shape) for name in files.names()}
+        _check_tensors(shapes, adapters.table, Path(path) / WEIGHTS)
 
-            def read(tensor: HfTensor, box: tuple[slice, ...]) -> Tensor:
-                found: Tensor = stored.get_slice(tensor.name)[box]
-                return found
+        def read(tensor: HfTensor, box: tuple[slice, ...]) -> Tensor:
+            return files.read(tensor.name, box)
 
-            load_params(adapters.table, adapters.coords, adapters.params, read)
-    except (OSError, SafetensorError) as e:
-        raise ValueError(f"{file}: not a whole safetensors file ({e}); save it again") from e
+        load_params(adapters.table, adapters.coords, adapters.params, read)
 
 
 def _read_config(path: Path) -> dict[str, object]:

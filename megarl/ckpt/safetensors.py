@@ -33,6 +33,16 @@ from megarl.wire.buckets import Bucket, Member
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _MAX_HEADER = 100 << 20  # bytes; the library's own limit
+# what reading a header of anything else ends with
+_DAMAGE = (
+    OSError,
+    struct.error,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+)
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -50,20 +60,21 @@ class Stored:
 
 
 class SafetensorsDir:
-    """Opens the tensors of a model directory, in one file or in shards. A context manager.
+    """Opens the tensors of a model directory, in one file or in shards; of another directory, in
+    `file`. A context manager.
 
     Files are mapped to memory when a tensor is read. It raises ValueError, naming file, tensor and
     fix, for every problem a user can have with the files.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | Path, file: str | None = None) -> None:
+        self.path, self._file = Path(path), file
         self._open = ExitStack()
         self._handles: dict[Path, Any] = {}  # safe_open
         self._stored: dict[str, Stored] = {}
 
     def __enter__(self) -> SafetensorsDir:
-        for file in self._files():
+        for file in [self._file] if self._file else self._files():
             self._stored |= _read_header(self.path / file)
         return self
 
@@ -108,6 +119,12 @@ class SafetensorsDir:
                     f"{self.path}: both {SINGLE} and {INDEX} (of {len(listed)} files) are there; "
                     "transformers reads the first, servers the second: delete the one that is old"
                 )
+            for name in listed:
+                if not (self.path / name).is_file():
+                    raise ValueError(
+                        f"{self.path / name} is missing but {INDEX} lists it; download the model "
+                        "again"
+                    )
             return listed
         if single.is_file():
             return [SINGLE]
@@ -124,11 +141,9 @@ class SafetensorsDir:
 
 def _read_header(file: Path) -> dict[str, Stored]:
     """Returns what a file holds, by name. Raises ValueError unless it is whole."""
-    if not file.is_file():
-        raise ValueError(f"{file} is missing but {INDEX} lists it; download the model again")
-    size = file.stat().st_size
-    tensors = {}
+    size, tensors = 0, {}
     try:
+        size = file.stat().st_size
         with file.open("rb") as f:
             (length,) = struct.unpack("<Q", f.read(8))
             if length > min(size - 8, _MAX_HEADER):
@@ -146,7 +161,7 @@ def _read_header(file: Path) -> dict[str, Stored]:
             end = max(end, stop)
         if 8 + length + end != size:
             raise ValueError(f"{8 + length + end} are expected")
-    except (struct.error, ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
+    except _DAMAGE as e:
         raise ValueError(
             f"{file}: not a whole safetensors file ({e}; {size} bytes); download or save the model "
             "again"
