@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, zip_longest
-from operator import attrgetter
 from typing import Any
 
 import torch
 
-from megarl.models.piece_table import PieceTable
+from megarl.models.piece_table import HfTensor, PieceTable
 from megarl.transfer.gather import Bucket, Dtypes, export_dtype, plan_buckets
-from megarl.weight_sync.order import in_order, load_unit
+
+# SGLang's loader of latent attention (deepseek_weight_loader.py) makes one parameter of the two. It
+# keeps the first until the second comes, and forgets it at the end of the request.
+_FUSED = re.compile(r"\.(q_a_proj|kv_a_proj_with_mqa)\.")
 
 
 @dataclass(frozen=True)
@@ -71,12 +74,24 @@ def plan_sync(table: PieceTable, dtype: Dtypes, bucket_bytes: int, sender: int =
     """
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes={bucket_bytes}: use at least 1")
-    units = in_order(table.tensors, attrgetter("name"), lambda t: export_dtype(t, dtype).itemsize)
-    ordered = dataclasses.replace(table, tensors=tuple(t for unit in units for t in unit))
-    buckets = plan_buckets(ordered, dtype, bucket_bytes, unit=load_unit)
+    units: dict[str, list[HfTensor]] = {}
+    for tensor in table.tensors:
+        units.setdefault(load_unit(tensor.name), []).append(tensor)
+
+    def largest_item(unit: list[HfTensor]) -> int:
+        return max(export_dtype(t, dtype).itemsize for t in unit)
+
+    ordered = sorted(units.values(), key=largest_item, reverse=True)
+    own = dataclasses.replace(table, tensors=tuple(t for unit in ordered for t in unit))
+    buckets = plan_buckets(own, dtype, bucket_bytes, unit=load_unit)
     for b in buckets:
         assert sum(m.nbytes for m in b.members) == b.nbytes, f"bucket {b.index} has gaps"
     return SyncPlan(buckets, sender, table)
+
+
+def load_unit(name: str) -> str:
+    """Returns a name that HF tensors share which a server has to get in one request."""
+    return _FUSED.sub(".", name)
 
 
 def _hash(text: str) -> str:
