@@ -151,8 +151,8 @@ class ColocatedTransport(Transport):
     def _meet(
         self, meta: WeightUpdateMeta, deadline: Deadline
     ) -> tuple[dict[str, ServerInfo], list[tuple[int, ...]]]:
-        """Returns what the servers say of themselves, on the sender, and for each server the ranks
-        that `read_from` gives. A server that is left out keeps its place, as it keeps its GPUs.
+        """Returns what the servers say of themselves, and for each server the ranks that
+        `read_from` gives. A server that is left out keeps its place, as it keeps its GPUs.
         Collective."""
         agreement, device, sender = self.source.agreement, self.source.device, self.lead
         names = dict.fromkeys([*self._known, *meta.addresses])
@@ -160,12 +160,8 @@ class ColocatedTransport(Transport):
         gpu = handles.uuid_of(device) if device.type == "cuda" else None
         spots = agreement.gather(RankLocation(machine(), gpu, near))
         agreement.together(ranks_beside, spots, names)
-        info = agreement.together(
-            lambda: (
-                Servers(meta.addresses).receivers(deadline) if self.source.rank == sender else {}
-            )
-        )
-        self._known |= agreement.gather({server: i.tp for server, i in info.items()})[sender]
+        info = self.source.from_rank(sender, lambda: Servers(meta.addresses).receivers(deadline))
+        self._known |= {server: i.tp for server, i in info.items()}
         placed = read_from(spots, self._known, sender=sender)
         return info, [placed[server] for server in meta.addresses]
 
