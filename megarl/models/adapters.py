@@ -284,7 +284,7 @@ class Adapters:
             if ".lora_" not in tensor.name:
                 continue
             for piece in tensor.held_by(self.coords):
-                view = local_view(self.params[piece.param], piece)
+                view = local_view(self.params[piece.param], piece.view)
                 if ".lora_B." in tensor.name:
                     view.zero_()
                     continue

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from megarl.models.piece_table import HfTensor, Piece, PieceTable
+from megarl.models.piece_table import HfTensor, PieceTable, View
 from megarl.parallel.layout import Coords
 
 # Transformer Engine spec -> local spec (dense layers), relative to the layer
@@ -123,12 +123,11 @@ def mark_params(table: PieceTable, c: Coords, params: Mapping[str, Tensor]) -> N
 ReadSlice = Callable[[HfTensor, tuple[slice, ...]], Tensor]
 
 
-def local_view(param: Tensor, piece: Piece) -> Tensor:
-    """Returns the strided view of `param` that `piece` names; no copy, no autograd. Raises
-    AssertionError for a parameter that is not contiguous."""
-    assert param.is_contiguous(), f"{piece.param}: parameters are contiguous"
+def local_view(param: Tensor, view: View) -> Tensor:
+    """Returns a strided view of `param`; no copy, no autograd. Raises AssertionError for a
+    parameter that is not contiguous."""
+    assert param.is_contiguous(), f"{view} of a parameter that is not contiguous"
     data = param.detach()
-    view = piece.view
     return data.as_strided(view.shape, view.strides, data.storage_offset() + view.offset)
 
 
@@ -147,7 +146,7 @@ def load_params(
     for tensor in table.tensors:
         for piece in tensor.held_by(c):
             data = read(tensor, piece.box)
-            local_view(params[piece.param], piece).copy_(data.reshape(piece.view.shape))
+            local_view(params[piece.param], piece.view).copy_(data.reshape(piece.view.shape))
 
 
 def init_params(table: PieceTable, c: Coords, params: Mapping[str, Tensor], *, seed: int) -> None:

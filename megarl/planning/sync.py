@@ -28,7 +28,7 @@ from megarl.models.piece_table import (
 from megarl.parallel.layout import Layout
 from megarl.planning.advice import Cluster
 from megarl.planning.memory import BF16, FP32, parameters, server_weights, stage_numel
-from megarl.transfer.geometry import Entry, Geometry, Sources, TargetTable
+from megarl.transfer.geometry import Geometry, Slice, Sources, TargetTable
 from megarl.transfer.plan import Receiver, TransferPlan, plan_transfer
 
 REQUESTS = 4  # of slices, to each server: begin, receive, accept, end
@@ -247,7 +247,7 @@ def server_tables(m: ModelConfig, tp: int, ep: int = 1) -> list[TargetTable]:
     """Returns the table of each of the `tp` ranks of a server, its experts dealt out over `ep`
     groups of them and cut within a group. Raises ValueError where the model does not divide so."""
     _check(m, tp, ep)
-    found: list[list[Entry]] = [[] for _ in range(tp)]
+    found: list[list[Slice]] = [[] for _ in range(tp)]
     cuts: dict[tuple[Op, int], _Cut] = {}  # layers and experts are cut alike
     for param, _ in family_of(m).params(m):
         ranks, first, offset, name = tp, 0, 0, param.name
@@ -261,7 +261,8 @@ def server_tables(m: ModelConfig, tp: int, ep: int = 1) -> list[TargetTable]:
         for tensor, boxes in zip(param.hf, boxes_of, strict=True):
             for b in boxes:
                 at = offset * size + b.view.offset
-                entry = Entry(tensor, b.start, b.stop, name, at, b.view.shape, b.view.strides)
+                view = View(at, b.view.shape, b.view.strides)
+                entry = Slice(tensor, b.start, b.stop, name, (view,))
                 found[first + b.rank].append(entry)
     made = f"{m.family}-{m.num_layers}x{m.hidden_size}-tp{tp}-ep{ep}"
     return [TargetTable(entries, f"{made}-rank{rank}") for rank, entries in enumerate(found)]

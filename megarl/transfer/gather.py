@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.models.piece_table import HfTensor, PieceTable
-from megarl.transfer.geometry import Entry, Sources, TargetTable
+from megarl.models.piece_table import HfTensor, PieceTable, View
+from megarl.transfer.geometry import Slice, Sources, TargetTable
 from megarl.transfer.moves import Copying, Mover
 from megarl.transfer.plan import Receiver, Step, nearest, plan_transfer
 from megarl.wire.buckets import Bucket, Member
@@ -163,5 +163,5 @@ def _kept(bucket: Bucket) -> TargetTable:
     for m in bucket.members:
         strides = tuple(math.prod(m.shape[d + 1 :]) for d in range(len(m.shape)))
         start = (0,) * len(m.shape)
-        entries.append(Entry(m.name, start, m.shape, m.name, 0, m.shape, strides))
+        entries.append(Slice(m.name, start, m.shape, m.name, (View(0, m.shape, strides),)))
     return TargetTable(entries, f"bucket {bucket.index}")

@@ -33,73 +33,9 @@ Ints = NDArray[np.int64]
 Ranks = tuple[int, ...]
 
 
-class Entry(NamedTuple):
-    """Says that box [start, stop) of an HF tensor, in row-major order, is a strided view of a
-    receiver's parameter. `offset`: in elements, from the beginning of its storage."""
-
-    tensor: str
-    start: Shape
-    stop: Shape
-    param: str
-    offset: int
-    shape: Shape
-    strides: Shape
-
-    @property
-    def box(self) -> Box:
-        """Returns (start, stop)."""
-        return self.start, self.stop
-
-    @property
-    def view(self) -> View:
-        """Returns the view of the parameter's storage."""
-        return View(self.offset, self.shape, self.strides)
-
-    @property
-    def numel(self) -> int:
-        """Returns how many numbers the box has."""
-        return numel(self.box)
-
-
-@dataclass(frozen=True)
-class TargetTable:
-    """Holds the entries of one receiver. `digest` names them: tables of one digest are planned
-    once, so it covers the entries, and not the parameters' shapes alone."""
-
-    entries: Sequence[Entry]
-    digest: str
-
-    @classmethod
-    def from_rows(cls, rows: Iterable[Sequence[Any]], digest: str) -> TargetTable:
-        """Makes a table of JSON's rows, each the fields of an Entry in order."""
-        return cls(
-            [
-                Entry(t, tuple(a), tuple(b), param, offset, tuple(shape), tuple(strides))
-                for t, a, b, param, offset, shape, strides in rows
-            ],
-            digest,
-        )
-
-
-def layout_targets(table: PieceTable) -> list[TargetTable]:
-    """Returns what each rank of a layout keeps; ranks that keep the same share a table."""
-    kept_at: dict[Place, list[Entry]] = defaultdict(list)
-    for t in table.tensors:
-        for p in (*t.pieces, *t.replicas):
-            v = p.view
-            entry = Entry(t.name, p.start, p.stop, p.param, v.offset, v.shape, v.strides)
-            kept_at[p.place].append(entry)
-
-    @cache
-    def kept(places: tuple[Place, ...]) -> TargetTable:
-        return TargetTable([e for place in places for e in kept_at[place]], repr(places))
-
-    return [kept(tuple(p for p in kept_at if p.holds(c))) for c in table.layout.all_coords]
-
-
 class Slice(NamedTuple):
     """Says that box [start, stop) of an HF tensor, in row-major order, is views of a parameter of
-    one end, one after the other."""
+    one end, one after the other. An entry of a table is a slice of one view."""
 
     tensor: str
     start: Shape
@@ -108,9 +44,47 @@ class Slice(NamedTuple):
     views: tuple[View, ...]
 
     @property
+    def box(self) -> Box:
+        """Returns (start, stop)."""
+        return self.start, self.stop
+
+    @property
     def numel(self) -> int:
         """Returns how many numbers the slice has."""
-        return numel((self.start, self.stop))
+        return numel(self.box)
+
+
+@dataclass(frozen=True)
+class TargetTable:
+    """Holds the entries of one receiver, whose views count from the beginning of a parameter's
+    storage. `digest` names them: tables of one digest are planned once, so it covers the entries,
+    and not the parameters' shapes alone."""
+
+    entries: Sequence[Slice]
+    digest: str
+
+
+def read_entries(rows: Iterable[Sequence[Any]]) -> list[Slice]:
+    """Makes entries of JSON's rows: HF tensor, start, stop, parameter, and of its view offset,
+    shape and strides, in elements."""
+    return [
+        Slice(t, tuple(a), tuple(b), param, (View(offset, tuple(shape), tuple(strides)),))
+        for t, a, b, param, offset, shape, strides in rows
+    ]
+
+
+def layout_targets(table: PieceTable) -> list[TargetTable]:
+    """Returns what each rank of a layout keeps; ranks that keep the same share a table."""
+    kept_at: dict[Place, list[Slice]] = defaultdict(list)
+    for t in table.tensors:
+        for p in (*t.pieces, *t.replicas):
+            kept_at[p.place].append(Slice(t.name, p.start, p.stop, p.param, (p.view,)))
+
+    @cache
+    def kept(places: tuple[Place, ...]) -> TargetTable:
+        return TargetTable([e for place in places for e in kept_at[place]], repr(places))
+
+    return [kept(tuple(p for p in kept_at if p.holds(c))) for c in table.layout.all_coords]
 
 
 def copies(tensor: HfTensor) -> dict[Box, list[Piece]]:
@@ -152,12 +126,13 @@ class Sources:
         """Returns the ranks of each source."""
         return tuple(self._numbers)
 
-    def parts(self, e: Entry, most: int) -> Iterator[tuple[int, Box, int]]:
+    def parts(self, e: Slice, most: int) -> Iterator[tuple[int, Box, int]]:
         """Yields parts of the entry of at most `most` numbers each, within one piece: (its source,
         its box, how many numbers). Raises ValueError where pieces do not cover the entry exactly,
         its view is of another size, or the model does not have its tensor."""
         index, sources = self._of_tensor.get(e.tensor) or self._read(e)
-        key = index, most, e.start, e.stop, e.shape
+        (view,) = e.views
+        key = index, most, e.start, e.stop, view.shape
         if (parts := self._parts.get(key)) is None:  # layers and experts are alike
             parts = tuple(
                 (i, part, numel(part))
@@ -165,17 +140,17 @@ class Sources:
                 for part in split(overlap, most)
             )
             covered = sum(n for _, _, n in parts)
-            if not covered == e.numel == math.prod(e.shape):
+            if not covered == e.numel == math.prod(view.shape):
                 raise ValueError(
                     f"{e.tensor}: trainers hold {covered} of the {e.numel} elements of the box "
                     f"{list(e.start)} to {list(e.stop)}, and {e.param} has a view of "
-                    f"{list(e.shape)} for it; serve the model that is trained, and record the "
+                    f"{list(view.shape)} for it; serve the model that is trained, and record the "
                     "server's table again"
                 )
             self._parts[key] = parts
         return ((sources[i], box, n) for i, box, n in parts)
 
-    def _read(self, e: Entry) -> tuple[BoxIndex, list[int]]:
+    def _read(self, e: Slice) -> tuple[BoxIndex, list[int]]:
         if e.tensor not in self.order:
             raise ValueError(
                 f"{e.tensor}: {e.param} of a server is made of it, and the trained model has none "
@@ -194,16 +169,14 @@ class Sources:
 class Geometry:
     """Holds the slices of one table in HF order, and the rounds they come in.
 
-    entry, source, nbytes, round: of each slice, [slices]. size: its bytes, rounded up to those of
-    the widest number sent. boxes: of each, in its HF tensor.
+    entry, source, nbytes, round: of each slice, [slices]. boxes: of each, in its HF tensor.
     """
 
-    entries: Sequence[Entry]
+    entries: Sequence[Slice]
     boxes: Sequence[Box]
     entry: Ints
     source: Ints
     nbytes: Ints
-    size: Ints
     round: Ints
 
     @cached_property
@@ -247,7 +220,7 @@ class Geometry:
     def kept(self, i: int) -> Slice:
         """Returns where slice i goes."""
         e, box = self.entries[self.entry[i]], self.boxes[i]
-        return Slice(e.tensor, *box, e.param, cut(e.view, e.box, box))
+        return Slice(e.tensor, *box, e.param, cut(e.views[0], e.box, box))
 
 
 def cut_table(
@@ -256,39 +229,37 @@ def cut_table(
     """Cuts a table into slices and rounds: no slice or round exceeds `round_bytes`, unless one
     number does. itemsizes: bytes of a number by HF tensor, as it is sent. Raises ValueError naming
     the tensor as `Sources.parts` does."""
-    align = max(itemsizes.values(), default=1)
-    limit = round_bytes // align * align  # messages align slices to their items
     order, last = sources.order, len(sources.order)
     entries = table.entries
     boxes: list[Box] = []
     rows: list[tuple[int, int, int]] = []
     for i in sorted(range(len(entries)), key=lambda i: order.get(entries[i].tensor, last)):
-        itemsize = itemsizes.get(entries[i].tensor, align)
-        for source, box, n in sources.parts(entries[i], max(1, limit // itemsize)):
+        itemsize = itemsizes.get(entries[i].tensor, 1)
+        for source, box, n in sources.parts(entries[i], max(1, round_bytes // itemsize)):
             boxes.append(box)
             rows.append((i, source, n * itemsize))
     entry, source_of, nbytes = np.array(rows, dtype=np.int64).reshape(-1, 3).T
-    size = -(-nbytes // align) * align
-    return Geometry(entries, boxes, entry, source_of, nbytes, size, _rounds(source_of, size, limit))
+    rounds = _rounds(source_of, nbytes, round_bytes)
+    return Geometry(entries, boxes, entry, source_of, nbytes, rounds)
 
 
-def _rounds(source: Ints, size: Ints, limit: int) -> Ints:
+def _rounds(source: Ints, nbytes: Ints, limit: int) -> Ints:
     """Returns the round of each slice, [slices]: sources take turns in proportion to what they
     have, so that all of them send in every round."""
     by_source = np.argsort(source, kind="stable")
-    ends = np.cumsum(size[by_source])
-    total = np.bincount(source, size)
-    turn = np.empty(len(size))
-    turn[by_source] = ends - size[by_source] - (np.cumsum(total) - total)[source[by_source]]
+    ends = np.cumsum(nbytes[by_source])
+    total = np.bincount(source, nbytes)
+    turn = np.empty(len(nbytes))
+    turn[by_source] = ends - nbytes[by_source] - (np.cumsum(total) - total)[source[by_source]]
     turn /= total[source]
     order = np.argsort(turn, kind="stable")
-    rounds = np.empty(len(size), dtype=np.int64)
+    rounds = np.empty(len(nbytes), dtype=np.int64)
     numbers: list[int] = []
     number, filled = 0, 0
-    for nbytes in size[order].tolist():
-        if filled and filled + nbytes > limit:
+    for size in nbytes[order].tolist():
+        if filled and filled + size > limit:
             number, filled = number + 1, 0
-        filled += nbytes
+        filled += size
         numbers.append(number)
     rounds[order] = numbers
     return rounds

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from megarl.models.params import local_view
 from megarl.models.piece_table import View
 from megarl.transfer.boxes import Box
 from megarl.transfer.geometry import Slice
@@ -111,17 +112,10 @@ def _pairs(param: Tensor, views: Sequence[View], flat: Tensor) -> Iterator[tuple
     """Yields each view of a parameter, and its numbers in `flat`."""
     end = 0
     for v in views:
-        local = seen(param, v)
+        local = local_view(param, v)
         yield local, flat[end : end + local.numel()].view(v.shape)
         end += local.numel()
     assert end == flat.numel(), f"{views}: {end} of {flat.numel()} numbers"
-
-
-def seen(param: Tensor, view: View) -> Tensor:
-    """Returns a strided view of a parameter: no copy, no autograd."""
-    assert param.is_contiguous(), f"{view} of a parameter that is not contiguous"
-    data = param.detach()
-    return data.as_strided(view.shape, view.strides, data.storage_offset() + view.offset)
 
 
 def _blend(target: Tensor, source: Tensor, keep: float) -> None:
@@ -196,7 +190,8 @@ class Mover:
         """Copies what stays on the rank, with the bits that it would have after a message."""
         dtype = self.dtype_of(here.tensor)
         if len(here.views) == len(there.views) == 1 and dtype in (source.dtype, target.dtype):
-            local, to = seen(source, here.views[0]), seen(target, there.views[0])
+            local = local_view(source, here.views[0])
+            to = local_view(target, there.views[0])
             if _refines(local.shape, to.shape):  # no copy between
                 _blend(to.view(local.shape), local, keep)
                 return

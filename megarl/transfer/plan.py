@@ -103,7 +103,7 @@ class TransferPlan:
             load = 0
             for r, slices in rounds[number].items():
                 geometry = self.geometries[r]
-                nbytes = int(geometry.size[slices].sum())
+                nbytes = int(geometry.nbytes[slices].sum())
                 if group and load + nbytes > self.round_bytes:
                     yield group
                     group, load = [], 0

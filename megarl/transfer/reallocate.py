@@ -20,6 +20,7 @@ from megarl.transfer.moves import Mover
 from megarl.transfer.plan import Receiver, TransferPlan, nearest, plan_transfer
 
 BUCKET_BYTES = 512 << 20
+NODE = 8  # ranks that follow each other on one host
 
 
 def plan_reallocation(
@@ -30,16 +31,15 @@ def plan_reallocation(
     *,
     itemsize: int,
     bucket_bytes: int = BUCKET_BYTES,
-    node_size: int = 8,
 ) -> TransferPlan:
     """Plans the way from one layout into another of the same model, padding aside.
 
     source_ranks, target_ranks: the ranks of a group that the layouts' ranks 0, 1, ... are. A rank
-    takes from itself what it has, else from a rank of its node of `node_size` where there is one.
+    takes from itself what it has, else from a rank of its node (NODE ranks) where there is one.
     itemsize: bytes of a number; those of buffers have 4. Raises ValueError where the source does
     not have what the target keeps.
     """
-    near = nearest([r // node_size for r in source_ranks], lambda to: to.rank // node_size)
+    near = nearest([r // NODE for r in source_ranks], lambda to: to.rank // NODE)
     own = nearest(source_ranks, lambda to: to.rank)
 
     def prefer(to: Receiver, ranks: Ranks) -> Ranks:
@@ -75,7 +75,6 @@ class Reallocator:
         source_ranks: Sequence[int] | None = None,
         target_ranks: Sequence[int] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
-        node_size: int = 8,
         group: dist.ProcessGroup | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -92,7 +91,6 @@ class Reallocator:
             self._to,
             itemsize=dtype.itemsize,
             bucket_bytes=bucket_bytes,
-            node_size=node_size,
         )
         self._check_alike(zlib.crc32(f"{plan.digest} {dtype}".encode()))
         self._steps = plan.steps(rank, self._from, bucket_bytes)
@@ -105,7 +103,7 @@ class Reallocator:
         if extremes[0] != -extremes[1]:
             raise ValueError(
                 "the ranks of a reallocation do not agree: give all of them the same model, "
-                "layouts, ranks, dtype, bucket_bytes and node_size"
+                "layouts, ranks, dtype and bucket_bytes"
             )
 
     def __call__(

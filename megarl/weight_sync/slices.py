@@ -30,7 +30,7 @@ import torch
 from megarl.api.records import ServersLost, WeightUpdateMeta
 from megarl.models.piece_table import PieceTable
 from megarl.transfer.gather import export_dtype
-from megarl.transfer.geometry import Sources, TargetTable
+from megarl.transfer.geometry import Sources, TargetTable, read_entries
 from megarl.transfer.moves import lay_out, pack
 from megarl.transfer.plan import Receiver, TransferPlan, nearest, plan_transfer
 from megarl.utils.env import is_here, is_loopback, machine
@@ -88,7 +88,7 @@ class _RankTable:
     def of(cls, packed: bytes) -> _RankTable:
         """Reads a table."""
         table = json.loads(zlib.decompress(packed))
-        entries = TargetTable.from_rows(table["entries"], hashlib.sha256(packed).hexdigest())
+        entries = TargetTable(read_entries(table["entries"]), hashlib.sha256(packed).hexdigest())
         return cls(entries, table["digest"], _refusal_of_table(table))
 
 

@@ -25,7 +25,7 @@ from megarl.models.params import local_view
 from megarl.models.piece_table import HfTensor, Piece, PieceTable
 from megarl.transfer.boxes import Box, intersection, uncovered
 from megarl.transfer.gather import export_dtype
-from megarl.transfer.geometry import Entry, copies, holders
+from megarl.transfer.geometry import Slice, copies, holders, read_entries
 from megarl.utils.http import in_thread
 from megarl.weight_sync.fp8 import BlockFp8
 from megarl.weight_sync.link import (
@@ -67,7 +67,7 @@ class RecordedTable:
     """Holds what a server rank's table says. parts: of each entry; None where the entry's parameter
     does not show what the tensor was. unclear: why, by HF tensor."""
 
-    entries: Sequence[Entry]
+    entries: Sequence[Slice]
     parts: list[Part | None] = field(default_factory=list)
     unclear: dict[str, str] = field(default_factory=dict)
 
@@ -75,7 +75,7 @@ class RecordedTable:
     def of(cls, packed: bytes) -> RecordedTable:
         """Reads a table."""
         table = json.loads(zlib.decompress(packed))
-        recorded = cls([Entry(*row) for row in table["entries"]])
+        recorded = cls(read_entries(table["entries"]))
         mixed = dict.fromkeys(table["computed"], "is computed from it")
         mixed |= {p: f"takes {n} elements from two places" for p, n in table["twice"].items()}
         mixed |= {p: f"is held as {d}" for p, d in table["params"].items() if d not in PLAIN}
@@ -87,7 +87,7 @@ class RecordedTable:
                 recorded.parts.append(None)
             else:
                 dtype = table["params"][e.param]
-                recorded.parts.append(Part(e.tensor, tuple(e.start), tuple(e.stop), dtype))
+                recorded.parts.append(Part(e.tensor, *e.box, dtype))
         return recorded
 
 
@@ -361,7 +361,7 @@ def owned_pieces(table: PieceTable, rank: int) -> Callable[[HfTensor], Iterator[
 def piece_values(param: torch.Tensor, piece: Piece) -> torch.Tensor:
     """Returns the numbers of a piece in the shape of its box."""
     shape = [stop - start for start, stop in zip(piece.start, piece.stop, strict=True)]
-    return local_view(param, piece).reshape(shape)
+    return local_view(param, piece.view).reshape(shape)
 
 
 def weight_hashes(

@@ -79,7 +79,7 @@ def assert_delivered(plan: TransferPlan, servers: Sequence[Sequence[TargetTable]
     sent, values = send(plan), hf_values(plan.sources.table)
     for receiver in plan.receivers:
         entries = servers[receiver.target][receiver.rank].entries
-        memory = storages((e.param, e.view) for e in entries)
+        memory = storages((e.param, v) for e in entries for v in e.views)
         rounds = json.loads(json.dumps(plan.receives(receiver)))  # as it travels
         for number, messages in enumerate(rounds):
             for sender, slices in messages:
@@ -87,13 +87,13 @@ def assert_delivered(plan: TransferPlan, servers: Sequence[Sequence[TargetTable]
                 for s in slices:
                     entry, views = s if isinstance(s, list) else (s, None)
                     e = entries[entry]
-                    for v in [View(*v) for v in views] if views else [e.view]:
+                    for v in [View(*v) for v in views] if views else e.views:
                         there = seen(memory, e.param, v)
                         assert (there == EMPTY).all(), f"{e.tensor} is written twice"
                         there.copy_(flat[: there.numel()].view(there.shape))
                         flat = flat[there.numel() :]
                 assert not flat.numel(), "both ends of a message agree in its size"
         for e in entries:
-            there = seen(memory, e.param, e.view).flatten()
+            there = seen(memory, e.param, *e.views).flatten()
             assert torch.equal(there, at(values[e.tensor], e.box)), e
     assert not sent, "all that is sent is received"

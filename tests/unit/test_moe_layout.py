@@ -95,7 +95,7 @@ def test_owners_hold_the_model(m: ModelConfig) -> None:
         for t in table.tensors:
             found = torch.full(t.shape, torch.nan)
             for p in t.pieces:
-                view = local_view(ranks[p.place.rank(layout)][p.param], p)
+                view = local_view(ranks[p.place.rank(layout)][p.param], p.view)
                 found[p.box] = view.reshape(found[p.box].shape)
             assert torch.equal(found, hf[t.name]), t.name
 

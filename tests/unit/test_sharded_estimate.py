@@ -28,7 +28,8 @@ def elements(table: TargetTable) -> dict[str, torch.Tensor]:
     """How often each element of each parameter is filled."""
     counts: dict[str, torch.Tensor] = defaultdict(lambda: torch.zeros(20_000))
     for e in table.entries:
-        counts[e.param].as_strided(e.shape, e.strides, e.offset).add_(1)
+        for v in e.views:
+            counts[e.param].as_strided(v.shape, v.strides, v.offset).add_(1)
     return counts
 
 
@@ -58,7 +59,7 @@ def test_one_rank_of_a_server_layer_by_layer() -> None:
     """Rank 3 of 4 of 4 heads, 2 of keys and values: q, k and v below each other."""
     (*_, last) = server_tables(config(), 4)
     found = {
-        e.tensor.removeprefix("model.layers.0."): (e.param, e.start, e.stop, e.offset)
+        e.tensor.removeprefix("model.layers.0."): (e.param, e.start, e.stop, e.views[0].offset)
         for e in last.entries
         if "layers.0." in e.tensor
     }

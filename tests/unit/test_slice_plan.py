@@ -16,7 +16,7 @@ from megarl.models.piece_table import HfTensor, Piece, PieceTable, Place, View, 
 from megarl.parallel.layout import Layout
 from megarl.planning.sync import server_tables
 from megarl.transfer.boxes import Box, extents, uncovered
-from megarl.transfer.geometry import Entry, Sources, TargetTable
+from megarl.transfer.geometry import Slice, Sources, TargetTable
 from megarl.transfer.plan import Receiver, TransferPlan, nearest, plan_transfer
 from tests.unit.family_configs import FAMILIES, config
 from tests.unit.slice_moves import assert_delivered, itemsizes
@@ -82,9 +82,7 @@ def test_any_box_meets_any_pieces_through_any_view(data: Any) -> None:
     ]
     table = PieceTable(config(), Layout(tp=2), 21, (HfTensor("w", shape, tuple(pieces)),), ())
     theirs = [(box, data.draw(views(extents(box)))) for box in data.draw(boxes(whole))]
-    entries = [
-        Entry("w", *box, f"q{i}", v.offset, v.shape, v.strides) for i, (box, v) in enumerate(theirs)
-    ]
+    entries = [Slice("w", *box, f"q{i}", (v,)) for i, (box, v) in enumerate(theirs)]
     limit = data.draw(st.sampled_from((2, 10, 1 << 20)))
     servers = [[TargetTable(entries, "a"), TargetTable(entries[:1], "b")]]
     assert_delivered(planned(table, servers, limit), servers)
@@ -107,7 +105,7 @@ def test_a_row_of_a_view_that_runs_over_two_dimensions() -> None:
     """A loader that flattened a matrix left one dimension for its rows and columns."""
     piece = Piece(Place(0, 0, tp=0), "p", View(0, (12,), (1,)), (0, 0), (3, 4))
     table = PieceTable(config(), Layout(), 21, (HfTensor("w", (3, 4), (piece,)),), ())
-    servers = [[TargetTable([Entry("w", (1, 1), (3, 3), "q", 0, (2, 2), (2, 1))], "a")]]
+    servers = [[TargetTable([Slice("w", (1, 1), (3, 3), "q", (View(0, (2, 2), (2, 1)),))], "a")]]
     assert_delivered(planned(table, servers), servers)
 
 
@@ -116,7 +114,7 @@ def test_messages_rounds_and_senders_are_bounded() -> None:
     table = build_piece_table(m, Layout(tp=2, pp=2, dp=2, ep=2))
     plan = planned(table, [server_tables(m, 2)] * 2 + [server_tables(m, 4)], limit)
     for g in plan.geometries:
-        assert np.bincount(g.round, g.size).max() <= limit and g.size.max() <= limit
+        assert np.bincount(g.round, g.nbytes).max() <= limit
     for rank in range(table.layout.world_size):
         sent = [sum(2 * s.numel for m in group for s in m.slices) for group in plan.sends(rank)]
         assert len(sent) > 2 and max(sent) <= limit
@@ -186,7 +184,7 @@ def test_what_cannot_be_filled_is_an_error_that_names_it() -> None:
     table = build_piece_table(m, Layout(tp=2))
     (theirs,) = server_tables(m, 1)
 
-    def refuse(words: str, entry: Entry, made: PieceTable = table) -> None:
+    def refuse(words: str, entry: Slice, made: PieceTable = table) -> None:
         with pytest.raises(ValueError, match=words):
             planned(made, [[TargetTable([entry], "x")]])
 
@@ -197,9 +195,9 @@ def test_what_cannot_be_filled_is_an_error_that_names_it() -> None:
     )
     refuse(
         r"model.norm.weight: trainers hold 8 of the 9 elements",
-        norm._replace(stop=(9,), shape=(9,)),
+        norm._replace(stop=(9,), views=(View(0, (9,), (1,)),)),
     )
-    refuse(r"8 elements .* has a view of \[4\]", norm._replace(shape=(4,)))
+    refuse(r"8 elements .* has a view of \[4\]", norm._replace(views=(View(0, (4,), (1,)),)))
     up = "model.layers.0.mlp.up_proj.weight"
     tensor = table.by_name[up]
     hole = replace(tensor, pieces=tensor.pieces[:1])
