@@ -357,8 +357,7 @@ class Sample:
         return len(tokens)
 
     def _take_reason(self, finish: dict[str, Any]) -> None:
-        """Ends the sample where the answer's finish_reason says so. Raises RuntimeError for a
-        refusal."""
+        """Ends the sample where finish_reason says so. Raises RuntimeError for a refusal."""
         reason = finish.get("type")
         if reason == "abort":
             if finish.get("status_code") is not None:  # a refusal; a pause's abort has none

@@ -289,6 +289,28 @@ def test_without_reuse_every_turn_becomes_a_row(
     asyncio.run(run())
 
 
+def test_a_parser_of_calls_that_fails_is_named(tokenizer: Any) -> None:
+    body = ask("go") | {"tools": [LOOK]}
+
+    async def run() -> None:
+        for parser in ("calls_wrongly", "calls_nothing"):
+            name = f"{__name__}:{parser}"
+            async with opened(tokenizer, call_format=name) as (session, _, _):
+                answer = await post(session, "/chat/completions", body)
+                assert answer.status_code >= 500
+                assert "rollout.gateway.call_format" in answer.json()["error"]["message"]
+
+    asyncio.run(run())
+
+
+def calls_wrongly(text: str, tools: Any) -> Any:
+    raise KeyError("name")
+
+
+def calls_nothing(text: str, tools: Any) -> Any:
+    return None
+
+
 # -- what else agents do
 
 

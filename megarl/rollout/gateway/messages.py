@@ -398,7 +398,7 @@ class Renderer:
         self, response: ModelResponse, tools: Sequence[Mapping[str, Any]], *, calls_so_far: int
     ) -> Message:
         """Returns the policy's answer as a message. calls_so_far: number of the chat's calls, from
-        which a new one gets its id."""
+        which a new one gets its id. Raises RuntimeError where the parser of calls fails."""
         tokens = response.output_tokens
         if tokens and tokens[-1] in self.tokenizer.all_special_ids:
             tokens = tokens[:-1]
@@ -406,12 +406,18 @@ class Renderer:
         reasoning, content = _split_reasoning(text)
         if not tools:
             return Message(role="assistant", content=content, reasoning=reasoning)
-        content, parsed = self._parser(content, tools)
-        calls = tuple(
-            ToolCall(id=f"call_{calls_so_far + i}", name=name, arguments=arguments)
-            for i, (name, arguments) in enumerate(parsed)
-        )
-        return Message(role="assistant", content=content, reasoning=reasoning, calls=calls)
+        try:
+            rest, parsed = self._parser(content, tools)
+            calls = tuple(
+                ToolCall(id=f"call_{calls_so_far + i}", name=name, arguments=arguments)
+                for i, (name, arguments) in enumerate(parsed)
+            )
+        except Exception as e:
+            raise RuntimeError(
+                f"the parser of rollout.gateway.call_format fails at {content[:200]!r}: "
+                f"{type(e).__name__}: {e}; of what it cannot read it returns the text and no calls"
+            ) from e
+        return Message(role="assistant", content=rest, reasoning=reasoning, calls=calls)
 
 
 def _split_reasoning(text: str) -> tuple[str, str]:
