@@ -201,13 +201,6 @@ class Actor(Role):
             samples["group_ids"] = torch.arange(len(rollouts))
         return samples
 
-    def compute_advantages_and_returns(self, batch: Data, **kw: Any) -> dict[str, Any]:
-        """Computes the advantages (see compute_advantages) and returns them by name; without a
-        critic the returns are the advantages."""
-        self.compute_advantages(batch, **kw)
-        advantages = batch["advantages"]
-        return {"advantages": advantages, "returns": batch.get("returns", advantages)}
-
     @among_its_ranks
     def compute_gae(
         self,

@@ -132,7 +132,7 @@ def _adapted(base: Param, layer: int, sources: tuple[int, ...], r: int) -> Adapt
     a: Op
     b: Op
     if isinstance(base.op, RowParallel):
-        a, b = RowParallel(lambda m: r, base.op.cols), Replicated(base.op.rows, lambda m: r)
+        a, b = RowParallel(r, base.op.cols), Replicated(base.op.rows, r)
     else:
         a, b = Stacked(base.op, sources, r), FusedRows(base.op, sources, r)
 

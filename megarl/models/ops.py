@@ -10,59 +10,22 @@ streaming all follow from the segments, so each op is written once.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 
 from megarl.models.shapes import ModelConfig
 
 Shape = tuple[int, ...]
-Dim = Callable[[ModelConfig], int]
+# a number, or the name of the ModelConfig's field that has it: "hidden_size", "attention.query"
+Dim = int | str
+H = "hidden_size"
 
 
-def one(m: ModelConfig) -> int:
-    """Returns 1, the size of a vector's only column or of a single output."""
-    return 1
-
-
-def hidden(m: ModelConfig) -> int:
-    """Returns the hidden size H."""
-    return m.hidden_size
-
-
-def intermediate(m: ModelConfig) -> int:
-    """Returns the inner size of a dense layer's MLP."""
-    return m.intermediate_size
-
-
-def expert_intermediate(m: ModelConfig) -> int:
-    """Returns the inner size of one expert. Raises AssertionError for a dense model."""
-    return m.experts.intermediate_size
-
-
-def shared_intermediate(m: ModelConfig) -> int:
-    """Returns the inner size of the expert that every token meets, 0 where there is none. Raises
-    AssertionError for a dense model."""
-    return m.experts.shared_intermediate_size
-
-
-def num_experts(m: ModelConfig) -> int:
-    """Returns the number of routed experts in a layer. Raises AssertionError for a dense model."""
-    return m.experts.num_experts
-
-
-def head_dim(m: ModelConfig) -> int:
-    """Returns the size of one head's query and key."""
-    return m.head_dim
-
-
-def query(m: ModelConfig) -> int:
-    """Returns the size of all heads' queries together."""
-    return m.num_attention_heads * m.head_dim
-
-
-def attended(m: ModelConfig) -> int:
-    """Returns the size of all heads' values together, which the output projection takes."""
-    return m.num_attention_heads * m.v_head_dim
+def size(m: ModelConfig, dim: Dim) -> int:
+    """Returns the number that `dim` stands for. Raises AssertionError for a number of experts in a
+    dense model."""
+    return dim if isinstance(dim, int) else int(attrgetter(dim)(m))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +76,7 @@ class Replicated(Op):
 
     def hf_shapes(self, m: ModelConfig) -> tuple[Shape, ...]:
         """Returns one shape: [rows, cols], or [rows] for a vector."""
-        return ((self.rows(m), self.cols(m)) if self.cols else (self.rows(m),),)
+        return ((size(m, self.rows), size(m, self.cols)) if self.cols else (size(m, self.rows),),)
 
     def local_shape(self, m: ModelConfig, tp: int, vocab_rows: int) -> Shape:
         """Returns the HF tensor's shape."""
@@ -121,9 +84,9 @@ class Replicated(Op):
 
     def segments(self, m: ModelConfig, tp: int, vocab_rows: int) -> Iterator[Segment]:
         """Yields the whole tensor on every rank."""
-        cols = self.cols(m) if self.cols else 1
+        cols = size(m, self.cols) if self.cols else 1
         for rank in range(tp):
-            yield Segment(rank, 0, 0, 0, self.rows(m), 0, cols)
+            yield Segment(rank, 0, 0, 0, size(m, self.rows), 0, cols)
 
 
 @dataclass(frozen=True)
@@ -134,7 +97,7 @@ class _Matrix(Op):
 
     def hf_shapes(self, m: ModelConfig) -> tuple[Shape, ...]:
         """Returns one shape, [rows, cols]."""
-        return ((self.rows(m), self.cols(m)),)
+        return ((size(m, self.rows), size(m, self.cols)),)
 
 
 class RowParallel(_Matrix):
@@ -142,11 +105,11 @@ class RowParallel(_Matrix):
 
     def local_shape(self, m: ModelConfig, tp: int, vocab_rows: int) -> Shape:
         """Returns [rows, cols / tp]."""
-        return (self.rows(m), self.cols(m) // tp)
+        return (size(m, self.rows), size(m, self.cols) // tp)
 
     def segments(self, m: ModelConfig, tp: int, vocab_rows: int) -> Iterator[Segment]:
         """Yields each rank's columns, which are all rows high."""
-        rows, cols = self.rows(m), self.cols(m) // tp
+        rows, cols = size(m, self.rows), size(m, self.cols) // tp
         for rank in range(tp):
             yield Segment(rank, 0, 0, 0, rows, rank * cols, cols)
 
@@ -156,13 +119,13 @@ class ColumnParallel(_Matrix):
 
     def local_shape(self, m: ModelConfig, tp: int, vocab_rows: int) -> Shape:
         """Returns [rows / tp, cols]."""
-        return (self.rows(m) // tp, self.cols(m))
+        return (size(m, self.rows) // tp, size(m, self.cols))
 
     def segments(self, m: ModelConfig, tp: int, vocab_rows: int) -> Iterator[Segment]:
         """Yields each rank's rows."""
-        per = self.rows(m) // tp
+        per = size(m, self.rows) // tp
         for rank in range(tp):
-            yield Segment(rank, 0, 0, rank * per, per, 0, self.cols(m))
+            yield Segment(rank, 0, 0, rank * per, per, 0, size(m, self.cols))
 
 
 @dataclass(frozen=True)
@@ -191,25 +154,25 @@ class GateUp(Op):
     """SwiGLU's first matrix: every rank holds its rows of gate, then its rows of up. `fused`: in HF
     they are one matrix too, all of gate above all of up."""
 
-    rows: Dim = intermediate
+    rows: Dim = "intermediate_size"
     fused: bool = False
     linear = True
 
     def hf_shapes(self, m: ModelConfig) -> tuple[Shape, ...]:
         """Returns [rows, H] for gate and for up, or [2*rows, H] where HF fuses them."""
-        rows = self.rows(m)
+        rows = size(m, self.rows)
         return ((2 * rows, m.hidden_size),) if self.fused else ((rows, m.hidden_size),) * 2
 
     def local_shape(self, m: ModelConfig, tp: int, vocab_rows: int) -> Shape:
         """Returns [2*rows / tp, H]."""
-        return (2 * self.rows(m) // tp, m.hidden_size)
+        return (2 * size(m, self.rows) // tp, m.hidden_size)
 
     def segments(self, m: ModelConfig, tp: int, vocab_rows: int) -> Iterator[Segment]:
         """Yields each rank's rows of gate, then its rows of up."""
-        per = self.rows(m) // tp
+        per = size(m, self.rows) // tp
         for rank in range(tp):
             for part in (0, 1):
-                source, first = (0, part * self.rows(m)) if self.fused else (part, 0)
+                source, first = (0, part * size(m, self.rows)) if self.fused else (part, 0)
                 hf_row = first + rank * per
                 yield Segment(rank, source, part * per, hf_row, per, 0, m.hidden_size)
 
@@ -234,7 +197,7 @@ class FusedQKV(Op):
     def hf_shapes(self, m: ModelConfig) -> tuple[Shape, ...]:
         """Returns the shapes of q, k and v: [heads * head_dim, H]; without H for biases."""
         kv = m.num_key_value_heads * m.head_dim
-        rows = (query(m), kv, kv)
+        rows = (m.attention.query, kv, kv)
         return tuple((r,) if self.bias else (r, m.hidden_size) for r in rows)
 
     def local_shape(self, m: ModelConfig, tp: int, vocab_rows: int) -> Shape:

@@ -76,6 +76,16 @@ class Attention(ABC):
     window: int | None = None
     window_layers: tuple[int, ...] = ()
 
+    @property
+    def query(self) -> int:
+        """Returns the size of all heads' queries together."""
+        return self.heads * self.head_dim
+
+    @property
+    def attended(self) -> int:
+        """Returns the size of all heads' values together, which the output projection takes."""
+        return self.heads * self.v_head_dim
+
     @abstractmethod
     def weights(self, hidden: int) -> int:
         """Returns how many numbers a layer's matrices have: a token's multiply-adds with them."""

@@ -182,9 +182,6 @@ def test_kl_in_the_reward_is_summed_over_the_samples_trained_tokens():
         kl = sum(float(batch["prox_logp"][i, t] - batch["ref_logp"][i, t]) for t in mask.nonzero())
         want = 2.0 * float(batch["rewards"][i]) - 0.5 * kl
         assert batch["advantages"][i][mask].tolist() == pytest.approx([want] * int(mask.sum()))
-    named = actor.compute_advantages_and_returns(batch, kl_ctl=0.5)
-    assert torch.equal(named["advantages"], batch["advantages"])
-    assert named["returns"] is named["advantages"]
 
 
 def test_missing_prox_logp_says_what_to_call():
@@ -359,7 +356,6 @@ def test_engine_verbs_pass_through():
         ("destroy",),
     ]
     assert actor.get_version() == 3
-    assert actor.get_scheduling_config() == {"cpu": 1}
 
 
 def test_sft_learns_and_reports_exact_match():

@@ -5,7 +5,7 @@ Refuses what megatron-core's parts would compute differently from Hugging Face's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from megarl.models.families.experts import (
 )
 from megarl.models.families.fields import number, positive, refuse_others
 from megarl.models.families.params import PROJ, Param
-from megarl.models.ops import ColumnParallel, Op, Replicated, hidden, query
+from megarl.models.ops import ColumnParallel, H, Op, Replicated
 from megarl.models.shapes import Attention, ModelConfig, MoEShape, RopeScaling
 
 
@@ -72,32 +72,22 @@ class Latent(Attention):
         }
 
 
-def _of(size: Callable[[Latent], int]) -> Callable[[ModelConfig], int]:
-    def dim(m: ModelConfig) -> int:
-        assert isinstance(m.attention, Latent)
-        return size(m.attention)
-
-    return dim
-
-
-_q_rank, _kv_rank = _of(lambda a: a.q_rank or 0), _of(lambda a: a.kv_rank)
-_kv_down, _kv_up = _of(lambda a: a.kv_down), _of(lambda a: a.kv_up)
-
-
 def _param(name: str, hf: str, op: Op) -> Param:
     return Param(f"self_attention.{name}.weight", (f"self_attn.{hf}.weight",), op)
 
 
-_QUERIES = (_param("linear_q_proj", "q_proj", ColumnParallel(query, hidden)),)
+_QUERY, _Q_RANK, _KV_RANK = "attention.query", "attention.q_rank", "attention.kv_rank"
+_KV_DOWN, _KV_UP = "attention.kv_down", "attention.kv_up"
+_QUERIES = (_param("linear_q_proj", "q_proj", ColumnParallel(_QUERY, H)),)
 _LATENT_QUERIES = (
-    _param("linear_q_down_proj", "q_a_proj", Replicated(_q_rank, hidden, linear=True)),
-    _param("q_layernorm", "q_a_layernorm", Replicated(_q_rank)),
-    _param("linear_q_up_proj", "q_b_proj", ColumnParallel(query, _q_rank)),
+    _param("linear_q_down_proj", "q_a_proj", Replicated(_Q_RANK, H, linear=True)),
+    _param("q_layernorm", "q_a_layernorm", Replicated(_Q_RANK)),
+    _param("linear_q_up_proj", "q_b_proj", ColumnParallel(_QUERY, _Q_RANK)),
 )
 _KEYS_AND_VALUES = (
-    _param("linear_kv_down_proj", "kv_a_proj_with_mqa", Replicated(_kv_down, hidden, linear=True)),
-    _param("kv_layernorm", "kv_a_layernorm", Replicated(_kv_rank)),
-    _param("linear_kv_up_proj", "kv_b_proj", ColumnParallel(_kv_up, _kv_rank)),
+    _param("linear_kv_down_proj", "kv_a_proj_with_mqa", Replicated(_KV_DOWN, H, linear=True)),
+    _param("kv_layernorm", "kv_a_layernorm", Replicated(_KV_RANK)),
+    _param("linear_kv_up_proj", "kv_b_proj", ColumnParallel(_KV_UP, _KV_RANK)),
     PROJ,
 )
 

@@ -8,17 +8,10 @@ from typing import Any
 
 from megarl.models.families.fields import count, number, positive, refuse_others
 from megarl.models.families.params import Param
-from megarl.models.ops import (
-    GateUp,
-    Replicated,
-    RowParallel,
-    expert_intermediate,
-    hidden,
-    num_experts,
-    one,
-    shared_intermediate,
-)
+from megarl.models.ops import GateUp, H, Replicated, RowParallel
 from megarl.models.shapes import MoEShape
+
+_EXPERTS, _SHARED = "experts.num_experts", "experts.shared_intermediate_size"
 
 Read = Callable[[Mapping[str, Any], str], MoEShape]
 
@@ -43,12 +36,12 @@ class MoE:
 
 
 SHARED_GATE = Param(
-    "mlp.shared_experts.gate_weight", ("mlp.shared_expert_gate.weight",), Replicated(one, hidden)
+    "mlp.shared_experts.gate_weight", ("mlp.shared_expert_gate.weight",), Replicated(1, H)
 )
 ROUTER_BIAS = Param(
     "mlp.router.expert_bias",
     ("mlp.gate.e_score_correction_bias",),
-    Replicated(num_experts),
+    Replicated(_EXPERTS),
     buffer=True,
 )
 
@@ -67,10 +60,10 @@ def moe(
     fc1, fc2 = (f"mlp.experts.local_experts.#.linear_fc{i}.weight" for i in (1, 2))
     gate, up, down = (f"{block}.experts.#.{x}.weight" for x in (gate, up, down))
     return MoE(
-        Param("mlp.router.weight", (f"{block}.gate.weight",), Replicated(num_experts, hidden)),
+        Param("mlp.router.weight", (f"{block}.gate.weight",), Replicated(_EXPERTS, H)),
         (
-            Param(fc1, (gate, up), GateUp(expert_intermediate)),
-            Param(fc2, (down,), RowParallel(hidden, expert_intermediate)),
+            Param(fc1, (gate, up), GateUp("experts.intermediate_size")),
+            Param(fc2, (down,), RowParallel(H, "experts.intermediate_size")),
         ),
         shared,
         bias,
@@ -83,8 +76,8 @@ def shared_expert(block: str) -> tuple[Param, ...]:
     fc1, fc2 = (f"mlp.shared_experts.linear_fc{i}.weight" for i in (1, 2))
     gate_up = (f"{block}.gate_proj.weight", f"{block}.up_proj.weight")
     return (
-        Param(fc1, gate_up, GateUp(shared_intermediate)),
-        Param(fc2, (f"{block}.down_proj.weight",), RowParallel(hidden, shared_intermediate)),
+        Param(fc1, gate_up, GateUp(_SHARED)),
+        Param(fc2, (f"{block}.down_proj.weight",), RowParallel(H, _SHARED)),
     )
 
 

@@ -9,19 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megarl.models.ops import (
-    FusedQKV,
-    GateUp,
-    Op,
-    Replicated,
-    RowParallel,
-    VocabParallel,
-    attended,
-    head_dim,
-    hidden,
-    intermediate,
-    one,
-)
+from megarl.models.ops import FusedQKV, GateUp, H, Op, Replicated, RowParallel, VocabParallel
 
 
 @dataclass(frozen=True)
@@ -59,14 +47,12 @@ EMBEDDING = Param(
 TIED_EMBEDDING = Param(
     EMBEDDING.name, EMBEDDING.hf, EMBEDDING.op, "first", copy_on_last="output_layer.weight"
 )
-FINAL_NORM = Param(
-    "decoder.final_layernorm.weight", ("model.norm.weight",), Replicated(hidden), "last"
-)
+FINAL_NORM = Param("decoder.final_layernorm.weight", ("model.norm.weight",), Replicated(H), "last")
 OUTPUT = Param("output_layer.weight", ("lm_head.weight",), VocabParallel(), "last")
 # in place of OUTPUT in a value model; HF's token classifiers have the bias, sequence classifiers do
 # not
-VALUE_HEAD = Param("output_layer.weight", ("score.weight",), Replicated(one, hidden), "last")
-VALUE_HEAD_BIAS = Param("output_layer.bias", ("score.bias",), Replicated(one), "last")
+VALUE_HEAD = Param("output_layer.weight", ("score.weight",), Replicated(1, H), "last")
+VALUE_HEAD_BIAS = Param("output_layer.bias", ("score.bias",), Replicated(1), "last")
 
 _QKV = ("q_proj", "k_proj", "v_proj")
 QKV = Param(
@@ -77,31 +63,33 @@ QKV_BIAS = Param(
     tuple(f"self_attn.{x}.bias" for x in _QKV),
     FusedQKV(bias=True),
 )
+_ATTENDED = "attention.attended"
 PROJ = Param(
-    "self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), RowParallel(hidden, attended)
+    "self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), RowParallel(H, _ATTENDED)
 )
 QK_NORMS = tuple(
     Param(
         f"self_attention.{x}_layernorm.weight",
         (f"self_attn.{x}_norm.weight",),
-        Replicated(head_dim),
+        Replicated("head_dim"),
     )
     for x in "qk"
 )
+_INNER = "intermediate_size"
 MLP = (
     Param("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), GateUp()),
-    Param("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), RowParallel(hidden, intermediate)),
+    Param("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), RowParallel(H, _INNER)),
 )
 FUSED_MLP = (
     Param("mlp.linear_fc1.weight", ("mlp.gate_up_proj.weight",), GateUp(fused=True)),
     MLP[1],
 )
 NORMS = (
-    Param("input_layernorm.weight", ("input_layernorm.weight",), Replicated(hidden)),
-    Param("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), Replicated(hidden)),
+    Param("input_layernorm.weight", ("input_layernorm.weight",), Replicated(H)),
+    Param("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), Replicated(H)),
 )
 # norms of the outputs of attention and MLP; HF has the same names
 POST_NORMS = tuple(
-    Param(name, (name,), Replicated(hidden))
+    Param(name, (name,), Replicated(H))
     for name in ("post_self_attn_layernorm.weight", "post_mlp_layernorm.weight")
 )
