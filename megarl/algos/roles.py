@@ -168,6 +168,10 @@ class Role:
         """Loads what was saved at meta.path. Collective."""
         self.engine.load(meta)
 
+    def get_scheduling_config(self) -> dict[str, Any]:
+        """Returns what a launcher needs to place the engine's processes."""
+        return self.engine.get_scheduling_config()
+
 
 def _one_token_longer(batch: Batch) -> Batch:
     """Returns the ids of the batch with a token 0 more after every row, held by the same ranks."""

@@ -163,6 +163,9 @@ class BigramEngine(TrainEngine):
     def load(self, meta):
         self._note("load", meta)
 
+    def get_scheduling_config(self):
+        return {"cpu": 1}
+
     def upload_weights(self, meta):
         self._note("upload_weights", meta)
         return {"bytes": 8.0}

@@ -356,6 +356,7 @@ def test_engine_verbs_pass_through():
         ("destroy",),
     ]
     assert actor.get_version() == 3
+    assert actor.get_scheduling_config() == {"cpu": 1}
 
 
 def test_sft_learns_and_reports_exact_match():
