@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -27,19 +27,30 @@ LossFn = Callable[[Padded, Padded], tuple[torch.Tensor, dict[str, tuple[Any, Any
 # additive: it is given one sequence at a time, [1,n], and the numbers of all are added up
 LossWeightFn = Callable[[Padded], float]
 
-OUTPUTS = (
-    "logprobs",
-    "entropy",
-    "values",
-    "topk_logprobs",
-    "topk_ids",
-    "topk_tail",
-    "given_logprobs",
-    "given_tail",
-    "greedy_match",
-    "logits",
-    "routed_experts",
-)
+
+class Output(NamedTuple):
+    """Says which `head` computes an output ("": none, routers do), how many numbers a token has (as
+    many as "topk", "given" or "vocab" are; "": one), and whether updates may ask for it."""
+
+    head: str = "lm"
+    width: str = ""
+    trains: bool = True
+
+
+OUTPUTS = {
+    "logprobs": Output(),
+    "entropy": Output(),
+    "greedy_match": Output(),
+    "topk_logprobs": Output(width="topk", trains=False),
+    "topk_ids": Output(width="topk", trains=False),
+    "topk_tail": Output(trains=False),
+    "given_logprobs": Output(width="given"),
+    "given_tail": Output(),
+    "logits": Output(width="vocab", trains=False),
+    "values": Output(head="value"),
+    "routed_experts": Output(head=""),
+}
+GIVEN = ("given_logprobs", "given_tail")  # about batch["given_ids"], for losses
 
 # parts of an engine's memory; main weights in fp32, which several of them name, count for the first
 PARTS = ("params", "optimizer", "grads")

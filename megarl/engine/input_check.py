@@ -16,13 +16,12 @@ import xxhash
 from torch import Tensor
 
 from megarl.api.batch import Batch, Padded, Tokens
-from megarl.api.engine import LossFn, LossWeightFn
+from megarl.api.engine import GIVEN, LossFn, LossWeightFn
 from megarl.engine.lm_head import check_outputs
 from megarl.engine.micro_batch import GIVEN_IDS
 from megarl.engine.routing import ROUTED
 from megarl.engine.setup import EngineState
 from megarl.parallel import mcore
-from megarl.parallel.vocab_parallel import GIVEN
 
 _ARGUMENTS = "the call's arguments"
 _HOME = "who holds which rows"

@@ -15,26 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megarl.api.engine import OUTPUTS
+from megarl.api.engine import GIVEN, OUTPUTS
 from megarl.parallel import mcore  # noqa: F401  before megatron
 from megarl.parallel.packing import Packed
-from megarl.parallel.vocab_parallel import (
-    GIVEN,
-    GIVEN_LOGPROBS,
-    TOKEN_OUTPUTS,
-    TOP,
-    TOP_IDS,
-    TOP_LOGPROBS,
-    VocabShard,
-    columns,
-    gathered_logits,
-    token_outputs,
-)
+from megarl.parallel.vocab_parallel import VocabShard, columns, gathered_logits, token_outputs
 
 from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
-
-SUPPORTED = {"lm": (*TOKEN_OUTPUTS, "logits"), "value": ("values",)}  # by TrainEngineConfig.head
 
 
 class LMHead(torch.nn.Module):
@@ -94,7 +81,7 @@ class LMHead(torch.nn.Module):
             vocab_size=self.vocab_size,
             group=self.tp_group,
         )
-        parts, names = [], [name for name in outputs if name in TOKEN_OUTPUTS]
+        parts, names = [], [name for name in outputs if name != "logits"]
         flat = hidden.flatten(0, 1)
         if names:
             parts.append(
@@ -123,15 +110,14 @@ class LMHead(torch.nn.Module):
         """Splits [T,K] about `packed` into {name: [T]}, [T,k] for the top k, [T,n] for n given ids,
         [T,V] for "logits"."""
         given = 0 if packed.given is None else packed.given.shape[-1]
-        at = columns([o for o in outputs if o in TOKEN_OUTPUTS], self.topk, given)
+        order = sorted(outputs, key="logits".__eq__)  # they are last
+        at = columns(order, self.topk, given, self.vocab_size)
         by_name = {name: out[:, where] for name, where in at.items()}
         for name, x in by_name.items():
-            if name == TOP_IDS:
-                by_name[name] = x.long()
-            elif name not in (TOP_LOGPROBS, GIVEN_LOGPROBS):
+            if not OUTPUTS[name].width:
                 by_name[name] = x[:, 0]
-        if "logits" in outputs:
-            by_name["logits"] = out[:, max((w.stop for w in at.values()), default=0) :]
+            elif name == "topk_ids":
+                by_name[name] = x.long()
         return {name: by_name[name] for name in outputs}
 
     def sharded_state_dict(
@@ -148,14 +134,6 @@ class LMHead(torch.nn.Module):
         )
 
 
-def output_widths(vocab_size: int, topk: int, given: int = 0) -> dict[str, int]:
-    """Returns the last dimension of each output [B,S,...] that is more than one number per token,
-    where the batch gives `given` ids a token. Raises ValueError for a topk above the vocabulary."""
-    if topk > vocab_size:
-        raise ValueError(f"lm_head_topk={topk} exceeds the vocabulary of {vocab_size}: lower it")
-    return {TOP_LOGPROBS: topk, TOP_IDS: topk, GIVEN_LOGPROBS: given, "logits": vocab_size}
-
-
 def check_outputs(
     outputs: Sequence[str], head: str = "lm", *, backward: bool = False, to_loss: bool = True
 ) -> tuple[str, ...]:
@@ -165,16 +143,16 @@ def check_outputs(
     if not names or len(set(names)) != len(names):
         raise ValueError(f"outputs={names}: name at least one output, each once")
     for name in names:
-        if backward and name in (*TOP, "logits"):
+        if name not in OUTPUTS or OUTPUTS[name].head != head:
+            known = "needs another head" if name in OUTPUTS else "does not exist"
+            has = tuple(o for o, output in OUTPUTS.items() if output.head == head)
+            raise ValueError(
+                f"outputs={names}: {name!r} {known}; this engine (head={head}) has {has}"
+            )
+        if backward and not OUTPUTS[name].trains:
             raise ValueError(f"outputs={names}: {name!r} has no gradient; take it from forward()")
         if name in GIVEN and not to_loss:
             raise ValueError(
                 f"outputs={names}: {name!r} is for the losses of train_batch, eval_batch"
             )
-        if name in SUPPORTED[head]:
-            continue
-        known = "needs another head" if name in OUTPUTS else "does not exist"
-        raise ValueError(
-            f"outputs={names}: {name!r} {known}; this engine (head={head}) has {SUPPORTED[head]}"
-        )
     return names

@@ -23,11 +23,10 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from megarl.api.batch import Batch, Padded
-from megarl.api.engine import LossFn, LossWeightFn, Metrics, NoGradient
+from megarl.api.engine import GIVEN, OUTPUTS, LossFn, LossWeightFn, Metrics, NoGradient
 from megarl.api.failures import attempt
 from megarl.engine import micro_batch
 from megarl.engine.input_check import Request, check_input
-from megarl.engine.lm_head import output_widths
 from megarl.engine.micro_batch import GIVEN_IDS, MicroBatch, Result, ResultRows, Writes
 from megarl.engine.probe import Probe
 from megarl.engine.routing import ROUTED
@@ -39,7 +38,6 @@ from megarl.parallel.groups import ProcessGroups
 from megarl.parallel.mcore import known_shapes
 from megarl.parallel.packing import unpack
 from megarl.parallel.ranks import Ranks
-from megarl.parallel.vocab_parallel import GIVEN, TOP_IDS
 
 from megatron.core import parallel_state as ps
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -198,10 +196,11 @@ class Job:
         """Yields the outputs to keep."""
         batch, topk = micro_batches[0].source, self.state.config.lm_head_topk
         given = batch[GIVEN_IDS].values.shape[-1] if GIVEN_IDS in batch else 0
-        widths = output_widths(self.state.model.vocab_size, topk, given)
+        sizes = {"topk": topk, "given": given, "vocab": self.state.model.vocab_size}
         for name in self._kept_names:
-            inner = [widths[name]] if name in widths else []
-            dtype = torch.long if name == TOP_IDS else torch.float32
+            width = OUTPUTS[name].width
+            inner = [sizes[width]] if width else []
+            dtype = torch.long if name == "topk_ids" else torch.float32
             yield name, inner, dtype, self._writes(name, micro_batches, at)
 
     def _writes(self, name: str, micro_batches: Sequence[MicroBatch], at: ResultRows) -> Writes:

@@ -22,7 +22,7 @@ from megarl.config.engine import TrainEngineConfig
 from megarl.config.errors import raise_if_any
 from megarl.config.rules import ENGINE, rule_problems
 from megarl.engine import optimizer
-from megarl.engine.lm_head import LMHead, output_widths
+from megarl.engine.lm_head import LMHead
 from megarl.engine.routing import Routing
 from megarl.models.adapters import Adapters, base_params
 from megarl.models.build import (
@@ -134,7 +134,11 @@ def resolve(cfg: TrainEngineConfig, world_size: int) -> Resolved:
     if cfg.mb_spec.share_prefixes:
         check_share_prefixes(model, cfg.parallel)
         raise_if_any(rule_problems(ENGINE, cfg))
-    output_widths(model.vocab_size, cfg.lm_head_topk)
+    if cfg.lm_head_topk > model.vocab_size:
+        raise ValueError(
+            f"lm_head_topk={cfg.lm_head_topk} exceeds the vocabulary of {model.vocab_size}: "
+            "lower it"
+        )
     layout = Layout.from_config(cfg.parallel, world_size)
     attention = resolve_attention(cfg.attention, mcore.device())
     auto = "bfloat16" if mcore.on_cuda() else "float32"

@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.api.engine import GIVEN, OUTPUTS
 from megarl.parallel import cpu_kernels as products
 
 _CACHED = 1 << 17  # numbers that fit a CPU's cache
@@ -176,13 +177,7 @@ class GivenGrad:
         return out.scatter_add_(-1, row, there)
 
 
-# k numbers a token, n, all others one
-TOP_LOGPROBS, TOP_IDS, TOP_TAIL = "topk_logprobs", "topk_ids", "topk_tail"
-GIVEN_LOGPROBS, GIVEN_TAIL = "given_logprobs", "given_tail"
-TOP = (TOP_LOGPROBS, TOP_IDS, TOP_TAIL)
-GIVEN = (GIVEN_LOGPROBS, GIVEN_TAIL)  # about batch["given_ids"]
-TAILS = (TOP_TAIL, GIVEN_TAIL)
-TOKEN_OUTPUTS = ("logprobs", "entropy", "greedy_match", *TOP, *GIVEN)
+_TAILS = ("topk_tail", "given_tail")
 
 
 class Kept(NamedTuple):
@@ -217,14 +212,13 @@ def _greedy_match(
     return (winner == labels).to(logits.dtype)
 
 
-def columns(outputs: Sequence[str], topk: int, given: int = 0) -> dict[str, slice]:
+def columns(outputs: Sequence[str], topk: int, given: int = 0, vocab: int = 0) -> dict[str, slice]:
     """Returns where each output stands among the K numbers of a token; `given` is n."""
-    widths, found, end = {TOP_LOGPROBS: topk, TOP_IDS: topk, GIVEN_LOGPROBS: given}, {}, 0
+    sizes, at, end = {"topk": topk, "given": given, "vocab": vocab}, {}, 0
     for name in outputs:
-        width = widths.get(name, 1)
-        found[name] = slice(end, end + width)
-        end += width
-    return found
+        start, end = end, end + sizes.get(OUTPUTS[name].width, 1)
+        at[name] = slice(start, end)
+    return at
 
 
 def _reduce_chunk(
@@ -244,11 +238,11 @@ def _reduce_chunk(
     values = {}
     if "greedy_match" in outputs:
         values["greedy_match"] = _greedy_match(logits, top, labels, shard)
-    if not set(TOP).isdisjoint(outputs):
-        values[TOP_LOGPROBS], top_ids = top_k(logits, shard, topk)
-        values[TOP_IDS] = top_ids.to(top.dtype)  # exact: below 2^24
+    if any(name.startswith("topk_") for name in outputs):
+        values["topk_logprobs"], top_ids = top_k(logits, shard, topk)
+        values["topk_ids"] = top_ids.to(top.dtype)  # exact: below 2^24
     centred = logits.sub_(top[:, None])
-    tails = {name: ids if name == GIVEN_TAIL else top_ids for name in TAILS if name in outputs}
+    tails = {name: ids if name == "given_tail" else top_ids for name in _TAILS if name in outputs}
     found = _summed(_parts(centred, labels, ids, tails, shard, outputs), shard)
     total, *weighted = found["sums"]
     log_total = total.log()
@@ -256,14 +250,14 @@ def _reduce_chunk(
     values["entropy"] = log_total - weighted[0] / total if weighted else torch.zeros_like(total)
     for name, beside in tails.items():
         values[name] = tail_logprob(found[name][0], beside, log_total, shard)
-    if GIVEN_LOGPROBS in outputs:
-        values[GIVEN_LOGPROBS] = of_given(found[GIVEN_LOGPROBS], ids, log_total, shard)
+    if "given_logprobs" in outputs:
+        values["given_logprobs"] = of_given(found["given_logprobs"], ids, log_total, shard)
     centred.sub_(log_total[:, None])
     log_z = log_total + top
-    if TOP_LOGPROBS in values:
-        values[TOP_LOGPROBS] = values[TOP_LOGPROBS] - log_z[:, None]
+    if "topk_logprobs" in values:
+        values["topk_logprobs"] = values["topk_logprobs"] - log_z[:, None]
     numbers = [v if (v := values[o]).ndim == 2 else v[:, None] for o in outputs]
-    tail = values.get(GIVEN_TAIL, torch.zeros_like(log_z))
+    tail = values.get("given_tail", torch.zeros_like(log_z))
     return torch.cat(numbers, -1), Kept(log_z, values["entropy"], tail)
 
 
@@ -281,8 +275,8 @@ def _parts(
     parts["target"] = own_logits(centred, labels[:, None], shard)
     for name, beside in tails.items():
         parts[name] = outside_sums(centred, beside, shard)[None]
-    if GIVEN_LOGPROBS in outputs:
-        parts[GIVEN_LOGPROBS] = own_logits(centred, ids, shard)
+    if "given_logprobs" in outputs:
+        parts["given_logprobs"] = own_logits(centred, ids, shard)
     return parts
 
 
@@ -408,8 +402,8 @@ def _grad_logits(
     else:
         factor = g_logprob[:, None].clone()
     if not at.keys().isdisjoint(GIVEN):
-        g_ids = grad[:, at[GIVEN_LOGPROBS]] if GIVEN_LOGPROBS in at else torch.zeros_like(ids)
-        out = GivenGrad(ids, about.tail, g_ids, of(GIVEN_TAIL)).logits_grad(log_p, factor, shard)
+        g_ids = grad[:, at["given_logprobs"]] if "given_logprobs" in at else torch.zeros_like(ids)
+        out = GivenGrad(ids, about.tail, g_ids, of("given_tail")).logits_grad(log_p, factor, shard)
     else:
         out = log_p.exp_().mul_(factor.neg_())
     if shard.real_rows:
@@ -431,8 +425,8 @@ def token_outputs(
     topk: int = 1,
     given: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns per-token outputs [T,K] in fp32 in the order of `outputs` (names of TOKEN_OUTPUTS);
-    `columns` says where each stands. logprobs, entropy and those of GIVEN have
+    """Returns per-token outputs [T,K] in fp32 in the order of `outputs` (OUTPUTS of the head
+    "lm", but logits); `columns` says where each stands. logprobs, entropy and those of GIVEN have
     gradients.
 
     hidden [T,H], weight [rows,H] of this shard, labels [T]; given [T,n]: the ids of GIVEN. Peak
@@ -441,7 +435,8 @@ def token_outputs(
     AssertionError for an unknown output, a weight of another number of rows, or a `topk` beyond the
     vocabulary.
     """
-    assert outputs and set(outputs) <= set(TOKEN_OUTPUTS), outputs
+    known = {name for name, output in OUTPUTS.items() if output.head == "lm"} - {"logits"}
+    assert outputs and set(outputs) <= known, outputs
     assert weight.shape[0] == shard.rows, (weight.shape, shard)
     assert topk <= shard.vocab_size < 1 << 24, (topk, shard)
     assert given is not None or set(GIVEN).isdisjoint(outputs), outputs
