@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -448,7 +449,7 @@ class SliceSync:
         """
         sizes = [[parts.nbytes for _, _, parts in group] for group in self._groups]
         groups = [sum(group) for group in sizes]
-        extra = max((a + b for a, b in zip(groups, [*groups[1:], 0], strict=True)), default=0)
+        extra = max((a + b for a, b in pairwise([*groups, 0])), default=0)  # it may send nothing
         if changes:
             extra += 2 * max((size for group in sizes for size in group), default=0)
         counts = self._sent.counts + Counter(bytes=sent)

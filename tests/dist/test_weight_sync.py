@@ -371,17 +371,6 @@ def test_a_server_that_refuses_is_quoted_on_every_rank(
     assert [version(s) for s in untied] == ["402"] * 2
 
 
-def test_a_failure_of_the_owner_alone_reaches_every_rank(
-    world: World, untied: list[Server], tied: Server, tmp_path: Path
-) -> None:
-    """Servers of different dtypes cannot be verified against one checksum."""
-    source = save_tiny(tmp_path / "new", "qwen2", seed=55)
-    bad = metas_for([untied[0], tied], 451, timeout=600.0)[0]
-    good = metas_for(untied, 452)[0]
-    for r in world.run(run_failing_sync, source, dict(tp=2), bad, good):
-        assert "different dtypes" in r.error
-
-
 @pytest.mark.system
 @pytest.mark.parametrize(
     "blow, timeout, sharded",
