@@ -140,6 +140,8 @@ class ParkedStorages:
                 storage.resize_(content if isinstance(content, int) else content.numel())
         except RuntimeError as error:
             _empty(parked)
+            for storage, _ in parked:  # who changes the numbers next may not ask for a copy
+                self._copies.pop(storage._cdata, None)
             error.add_note(f"({name!r} of the engine stays where it is, in host memory)")
             raise
         del self._away[name]

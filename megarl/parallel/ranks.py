@@ -84,6 +84,9 @@ class Ranks:
             self.group = _host_group(group, self._timeout[0])
             self.group.barrier().wait()  # a rank may close it at once, while others still connect
             self._store = dist.PrefixStore("megarl_calls", meeting_store())
+            # by a connection of its own, where torch has that (2.8 has not): a read that hangs must
+            # not hold up the next note
+            self._places = getattr(self._store, "clone", lambda: self._store)()
 
     @staticmethod
     def of(group: dist.ProcessGroup | None = None) -> Ranks:
@@ -329,9 +332,9 @@ class Ranks:
         """Returns where a rank was last, in a call of any group; empty for in call `number` of this
         one."""
         key = str(self.ranks[rank])
-        if not self._store.check([key]):
+        if not self._places.check([key]):
             return "in no call before"
-        group, at, place = self._store.get(key).decode().split(" ", 2)
+        group, at, place = self._places.get(key).decode().split(" ", 2)
         return "" if group == self.group.group_name and int(at) >= number else place
 
 

@@ -181,7 +181,7 @@ class Scheduler:
         self.version = version
         for s in (*self.running, *self._queued()):
             s.written = 0
-            if s.output:
+            if s.spans:  # it has run, though it may have written nothing yet
                 s.start_span(version)
 
     def _queued(self) -> list[ServedSequence]:

@@ -95,17 +95,18 @@ def world():
     scheduler.dead, scheduler.torn = dead, torn
     scheduler.start()
 
-    def submit(count=1, tokens=5, params=None):
+    def submit(count=1, tokens=5, params=None, prompt=(1, 2), written=0):
         seqs = [
             ServedSequence(
                 rid=f"r{i}",
-                prompt=[1, 2],
+                prompt=list(prompt),
                 params=params or SamplingParams(),
                 max_new_tokens=tokens,
                 stop_ids=frozenset(),
                 seed=0,
                 wants_logprobs=False,
                 done=None,
+                written=written,
             )
             for i in range(count)
         ]
@@ -248,3 +249,32 @@ def test_stop_aborts_what_waits(world):
     (seq,) = submit()
     assert scheduler.stop(10)
     assert finish(seq).finish_reason["type"] == "abort"
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_an_answer_paused_before_its_first_new_token_goes_on_by_the_new_weights(
+    world, monkeypatch, mode
+):
+    """A deterministic server still reads what was written before, token by token."""
+    scheduler, runner, submit, finish = world
+
+    def prefill(seqs, first_row):
+        for s in seqs:
+            s.read = s.length - s.written
+        return list(seqs), runner._logits(len(seqs))
+
+    decode = runner.decode
+    monkeypatch.setattr(runner, "deterministic", True, raising=False)
+    monkeypatch.setattr(runner, "prefill", prefill)
+    monkeypatch.setattr(runner, "decode", lambda seqs, row=0: decode(seqs))
+    scheduler.call(lambda: scheduler.set_version("4")).result(10)
+    runner.gate.clear()
+    (answer,) = submit(tokens=3, prompt=[1, 2, 3, 4, 5, 6], written=3)
+    assert runner.decoding.wait(10)
+    paused = scheduler.call(lambda: scheduler.pause(mode))
+    runner.gate.set()
+    paused.result(10)
+    scheduler.call_exclusive(lambda: scheduler.set_version("5")).result(10)
+    scheduler.call(scheduler.resume).result(10)
+    finish(answer)
+    assert answer.spans == [("5", 0)] and len(answer.output) == 3
