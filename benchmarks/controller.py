@@ -119,7 +119,7 @@ def work(way: str, folder: Path, trainers: int) -> None:
                 seconds, made = time.perf_counter() - begun, calls() - before
                 step += 1
                 norm = sum(f.norm for f in self.actor.engine.fingerprints().values())
-                if self.ctx.is_zero:
+                if self.ctx.ranks.is_zero:
                     print(json.dumps([seconds, made, norm]), flush=True)
 
     cfg = _config(way, folder, trainers)

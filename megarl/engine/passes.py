@@ -263,15 +263,10 @@ def _reduce_sums(job: Job) -> dict[str, tuple[float, float]]:
     Numbers are added in rank order, in fp64.
     """
     errors, job.error = [job.error] if job.error else [], None  # it holds frames that hold the job
-
-    def own_sums() -> dict[str, tuple[float, float]]:
-        if errors:
-            raise errors.pop()
-        return _add_up(job.sums if _speaks(job.state.groups) else [])
-
-    ranks = Ranks.of()
+    ranks, parts = Ranks.of(), job.sums if _speaks(job.state.groups) else []
     total: dict[str, tuple[float, float]] = {}
-    for sums in ranks.gather(ranks.together(own_sums, what="loss_fn"), "loss_fn"):
+    own = ranks.together(_add_up, parts, errors, what="loss_fn")
+    for sums in ranks.gather(own, "loss_fn"):
         _accumulate(total, sums)
     return total
 
@@ -283,8 +278,11 @@ def _speaks(groups: ProcessGroups) -> bool:
     return groups.is_last_stage and c.tp == 0 and c.cp == 0
 
 
-def _add_up(parts: Sequence[Sums]) -> dict[str, tuple[float, float]]:
-    """Returns the sums over micro-batches. All numbers leave the device in one transfer."""
+def _add_up(parts: Sequence[Sums], errors: list[Exception]) -> dict[str, tuple[float, float]]:
+    """Returns the sums over micro-batches, or raises the error of one. All numbers leave the device
+    in one transfer."""
+    if errors:
+        raise errors.pop()
     flat = [x for sums in parts for pair in sums.values() for x in pair]
     tensors = [x.detach().double().reshape(()) for x in flat if torch.is_tensor(x)]
     device = mcore.device()

@@ -102,7 +102,7 @@ def takes(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-def accumulate(total: Tensor, g: Tensor, h: Tensor) -> None:
+def accumulate(h: Tensor, g: Tensor, total: Tensor) -> None:
     """Adds g [c,v] transposed times h [c,H] to total [v,H]: a weight's gradient. The product has
     the dtype of its factors, the sum that of `total`."""
     if total.dtype == h.dtype and not takes(g, h):

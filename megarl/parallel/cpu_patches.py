@@ -297,9 +297,7 @@ def p12_fused_kernels() -> None:
         fused_apply_rotary_pos_emb=cpu_kernels.rotary,
         fused_apply_rotary_pos_emb_thd=cpu_kernels.rotary_packed,
     )
-    apex = SimpleNamespace(
-        wgrad_gemm_accum_fp32=lambda x, g, main_grad: cpu_kernels.accumulate(main_grad, g, x)
-    )
+    apex = SimpleNamespace(wgrad_gemm_accum_fp32=cpu_kernels.accumulate)
     patch(layers, fused_weight_gradient_mlp_cuda=apex)  # used by layers that are told to
 
 

@@ -84,7 +84,7 @@ class Ranks:
             self.group = _host_group(group, self._timeout[0])
             self.group.barrier().wait()  # a rank may close it at once, while others still connect
             self._store = dist.PrefixStore("megarl_calls", meeting_store())
-            # by a connection of its own, where torch has that (2.8 has not): a read that hangs must
+            # by a connection of its own, where this torch can make one: a read that hangs must
             # not hold up the next note
             self._places = getattr(self._store, "clone", lambda: self._store)()
 

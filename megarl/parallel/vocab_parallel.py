@@ -373,7 +373,7 @@ class _TokenOutputs(torch.autograd.Function):
             if g_hidden is not None:
                 g_hidden[s] = products.linear(g, real.t())
             if g_weight is not None:
-                products.accumulate(g_weight[: shard.real_rows], g, hidden[s])
+                products.accumulate(hidden[s], g, g_weight[: shard.real_rows])
         if g_weight is not None:
             g_weight = g_weight.to(weight.dtype)
         return g_hidden, g_weight, *[None] * 8

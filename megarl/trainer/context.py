@@ -120,11 +120,6 @@ class ProcessContext:
             shutdown_distributed(failed=error is not None)
 
     @property
-    def is_zero(self) -> bool:
-        """Returns whether this is rank 0."""
-        return self.ranks.is_zero
-
-    @property
     def world_size(self) -> int:
         """Returns the number of processes that train."""
         return self.ranks.size
@@ -151,7 +146,7 @@ class RunContext(ProcessContext):
         self.appear()
         self.resumed = newest_checkpoint(self.cfg, self.ranks.from_zero, self.find_damage)
         self.start = self.clock() - (self.resumed.info["elapsed_s"] if self.resumed else 0.0)
-        if self.is_zero:
+        if self.ranks.is_zero:
             from_step = self.resumed.step if self.resumed else None
             self._logger = StatsLogger.for_run(self.cfg, from_step=from_step)
         return self

@@ -93,7 +93,7 @@ class Trainer:
             cfg.saver,
             models=[saved_as(cfg, name, saves(role)) for name, role in trained.items()],
             clock=ctx.clock,
-            is_zero=ctx.is_zero,
+            is_zero=ctx.ranks.is_zero,
             tokenizer=tokenizer_to_save(cfg, ctx.model_path),
         )
         self.eval_times = EvaluationTimes(cfg.evaluator, ctx.clock)

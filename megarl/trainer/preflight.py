@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -239,7 +240,7 @@ def largest_token(directory: Path) -> tuple[str, int]:
     """Returns the token with the largest id that the tokenizer in `directory` can give out, and the
     id; ("", -1) where its files do not say. It reads their JSON: loading a tokenizer imports torch.
     """
-    return max(_tokens(directory), key=lambda entry: entry[1], default=("", -1))
+    return max(_tokens(directory), key=itemgetter(1), default=("", -1))
 
 
 def _tokens(directory: Path) -> list[tuple[str, int]]:

@@ -115,7 +115,7 @@ class StepRecorder:
             if keep == 0:
                 return
             batch = whole(batch)
-            if self._ctx.is_zero:
+            if self._ctx.ranks.is_zero:
                 about = {"step": self.step, "dataset_size": self._dataset_size}
                 work = partial(record_batch, self._ctx.run_dir, as_tensors(batch), about, keep)
                 self._disk.do(f"the batch of step {self.step}", work)
@@ -152,7 +152,7 @@ class StepRecorder:
             for name, role in self._roles.items():
                 if tensors := role.engine.fingerprints():
                     self._append(run_log.phase_of(run_log.WEIGHTS, name), tensors)
-            if config.servers and self._ctx.is_zero:
+            if config.servers and self._ctx.ranks.is_zero:
                 self._append_servers(addresses)
 
     def _append_servers(self, addresses: list[str]) -> None:
@@ -175,7 +175,7 @@ class StepRecorder:
 
     def _write(self, write: Callable[[], None]) -> None:
         """Writes on rank 0, until it fails."""
-        if self._broken or not self._ctx.is_zero:
+        if self._broken or not self._ctx.ranks.is_zero:
             return
         try:
             write()

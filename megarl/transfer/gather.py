@@ -112,14 +112,14 @@ class BucketGatherer:
         self._move = Mover(dtypes.__getitem__, group, device)
         roots = [root] * len(buckets) if isinstance(root, int) else root
         self._ranks = range(table.layout.world_size)
-        own = nearest(self._ranks, lambda to: to.rank)
+        own = nearest(self._ranks)
         # of replicas the first sends: on GPUs each pair of ranks has a connection for the whole run
         self.plan = plan_transfer(
             Sources(table),
             {Receiver(b.index, r): _kept(b) for b, r in zip(buckets, roots, strict=True)},
             itemsizes={name: dtype.itemsize for name, dtype in dtypes.items()},
             round_bytes=UNBOUNDED if staging is None else max(1, staging),
-            prefer=lambda to, ranks: own(to, ranks)[:1],
+            prefer=lambda to, ranks: own(to.rank, ranks)[:1],
         )
         self._numbers = {b.index: number for number, b in enumerate(buckets)}
         self._steps: dict[int, list[Step]] = {}

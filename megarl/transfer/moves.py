@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, groupby
-from operator import mul
+from operator import attrgetter, mul
 from typing import Any, NamedTuple
 
 import torch
@@ -84,7 +84,7 @@ def pack_into(
     """Fills a message of these parameters. A parameter may be made on demand (merged adapters), so
     it is asked for once for slices that follow each other. Raises AssertionError for a slice of
     other numbers than its views."""
-    for name, slots in groupby(parts.slots, key=lambda slot: slot.part.param):
+    for name, slots in groupby(parts.slots, key=attrgetter("part.param")):
         param = params[name]
         for part, dtype, start, stop in slots:
             flat, read = message[start:stop].view(dtype), partial(_read, param, part.views)

@@ -11,7 +11,7 @@ import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,14 +50,15 @@ class Step(NamedTuple):
 Preference = Callable[[Receiver, Ranks], Ranks]
 
 
-def nearest(nodes: Sequence[Hashable], node_of: Callable[[Receiver], Hashable]) -> Preference:
-    """Returns a preference for ranks on the receiver's own node. nodes: of each rank."""
+def nearest(nodes: Sequence[Hashable]) -> Callable[[Hashable, Ranks], Ranks]:
+    """Returns what chooses the ranks on a node, or all of them where none is there. nodes: of each
+    rank."""
 
     @cache
     def near(node: Hashable, ranks: Ranks) -> Ranks:
         return tuple(r for r in ranks if nodes[r] == node) or ranks
 
-    return lambda receiver, ranks: near(node_of(receiver), ranks)
+    return near
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class TransferPlan:
         messages of a round at once: of the messages that are not done, both ends have got to one of
         the earliest round. No round is a barrier.
         """
-        rounds: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+        rounds: dict[int, dict[int, list[int]]] = defaultdict(partial(defaultdict, list))
         for r, source in np.argwhere(self.senders == rank).tolist():
             for number in self.geometries[r].rounds_of[source]:
                 rounds[number][r] += self.geometries[r].parts[number, source].tolist()

@@ -39,11 +39,10 @@ def plan_reallocation(
     itemsize: bytes of a number; those of buffers have 4. Raises ValueError where the source does
     not have what the target keeps.
     """
-    near = nearest([r // NODE for r in source_ranks], lambda to: to.rank // NODE)
-    own = nearest(source_ranks, lambda to: to.rank)
+    near, own = nearest([r // NODE for r in source_ranks]), nearest(source_ranks)
 
     def prefer(to: Receiver, ranks: Ranks) -> Ranks:
-        return own(to, near(to, ranks))
+        return own(to.rank, near(to.rank // NODE, ranks))
 
     return plan_transfer(
         Sources(source),

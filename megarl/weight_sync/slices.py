@@ -279,7 +279,8 @@ class SliceSync:
 
     def _plan(self, tables: _Tables, spots: Sequence[_Spot], round_bytes: int) -> TransferPlan:
         """Returns who sends what to whom, the same on every rank."""
-        nodes = [next((w for w, near in spots if near[i]), None) for i in range(len(tables))]
+        nodes = [next((w for w, here in spots if here[i]), None) for i in range(len(tables))]
+        near = nearest([where for where, _ in spots])
         plan = plan_transfer(
             Sources(self._table),
             {
@@ -289,7 +290,7 @@ class SliceSync:
             },
             itemsizes={t.name: self._dtype(t.name).itemsize for t in self._table.tensors},
             round_bytes=round_bytes,
-            prefer=nearest([where for where, _ in spots], lambda to: nodes[to.target]),
+            prefer=lambda to, ranks: near(nodes[to.target], ranks),
         )
         if len(set(self.source.agreement.gather(plan.digest))) > 1:
             raise _Refused(

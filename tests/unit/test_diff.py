@@ -64,8 +64,8 @@ class Run:
     def __init__(self, root: Path, monkeypatch: Any, *keys: str, **bugs: Any) -> None:
         self.dir, self.bugs = root, bugs
         self.cfg = loaded("record.servers=true", "actor.ppo_n_minibatches=2", *keys)
-        zero = SimpleNamespace(size=1)
-        ctx: Any = SimpleNamespace(run_dir=root, is_zero=True, ranks=zero)
+        zero = SimpleNamespace(size=1, is_zero=True)
+        ctx: Any = SimpleNamespace(run_dir=root, ranks=zero)
         self.record = StepRecorder(self.cfg, ctx, dataset_size=40)
         self.actor: Any = Actor(self.cfg.actor, Engine(), temperature=1.0)
         other = Engine()

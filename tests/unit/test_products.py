@@ -59,7 +59,7 @@ def test_gradients_of_weights_are_added_up(wide, narrow):
     g, x, total = torch.randn(50, wide), torch.randn(50, narrow), torch.randn(wide, narrow)
     want = total.double() + g.double().t() @ x.double()
     with torch.no_grad():
-        products.accumulate(total, g, x)
+        products.accumulate(x, g, total)
     torch.testing.assert_close(total.double(), want, **CLOSE)
 
 

@@ -162,7 +162,8 @@ def test_a_server_takes_from_its_own_node_what_is_there() -> None:
     m = config(MOE)
     table = build_piece_table(m, Layout(tp=2, dp=4, ep=2))
     servers, trainers = [server_tables(m, 2)] * 3, ["a"] * 4 + ["b"] * 4
-    plan = planned(table, servers, prefer=nearest(trainers, lambda to: ["a", "b", None][to.target]))
+    near, nodes = nearest(trainers), ["a", "b", None]
+    plan = planned(table, servers, prefer=lambda to, ranks: near(nodes[to.target], ranks))
     rows = [{trainers[i] for i in row[row >= 0]} for row in plan.senders]
     assert rows == [{"a"}, {"a"}, {"b"}, {"b"}, {"a", "b"}, {"a", "b"}]
     assert_delivered(plan, servers)
