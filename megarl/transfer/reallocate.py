@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.models.piece_table import PieceTable
+from megarl.parallel.ranks import together
 from megarl.transfer.geometry import Ranks, Sources, layout_targets
 from megarl.transfer.moves import Mover
-from megarl.transfer.plan import Receiver, TransferPlan, nearest, plan_transfer
+from megarl.transfer.plan import Receiver, Step, TransferPlan, nearest, plan_transfer
 
 BUCKET_BYTES = 512 << 20
 NODE = 8  # ranks that follow each other on one host
@@ -61,7 +62,8 @@ class Reallocator:
     cast. device: where messages live, that of the parameters and of the backend.
 
     Memory: messages of at most `bucket_bytes` per rank, and a copy of one slice that stays on its
-    rank. Raises ValueError where ranks are missing, or the ranks' plans differ.
+    rank. Raises ValueError where ranks are missing, or the ranks' plans differ; what fails on one
+    rank alone is an OtherRankFailed on the others.
     """
 
     def __init__(
@@ -77,22 +79,27 @@ class Reallocator:
         group: dist.ProcessGroup | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        if bucket_bytes < 1:
-            raise ValueError(f"bucket_bytes={bucket_bytes}: use at least 1")
-        self._from = _ranks("source_ranks", source_ranks, source)
-        self._to = _ranks("target_ranks", target_ranks, target)
         self._target, self.rank, self.group, self.device = target, rank, group, torch.device(device)
         self._dtypes = {t.name: torch.float32 if t.buffer else dtype for t in source.tensors}
-        plan = plan_reallocation(
-            source,
-            target,
-            self._from,
-            self._to,
-            itemsize=dtype.itemsize,
-            bucket_bytes=bucket_bytes,
-        )
-        self._check_alike(zlib.crc32(f"{plan.digest} {dtype}".encode()))
-        self._steps = plan.steps(rank, self._from, bucket_bytes)
+
+        def plan() -> tuple[int, list[Step]]:
+            if bucket_bytes < 1:
+                raise ValueError(f"bucket_bytes={bucket_bytes}: use at least 1")
+            self._from = _ranks("source_ranks", source_ranks, source)
+            self._to = _ranks("target_ranks", target_ranks, target)
+            plan = plan_reallocation(
+                source,
+                target,
+                self._from,
+                self._to,
+                itemsize=dtype.itemsize,
+                bucket_bytes=bucket_bytes,
+            )
+            digest = zlib.crc32(f"{plan.digest} {dtype}".encode())
+            return digest, plan.steps(rank, self._from, bucket_bytes)
+
+        digest, self._steps = together("planning a reallocation", plan, group)
+        self._check_alike(digest)
 
     def _check_alike(self, digest: int) -> None:
         """Raises ValueError where the ranks' plans differ. Collective over `group`, which for NCCL

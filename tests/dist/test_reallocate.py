@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,6 +18,7 @@ from megarl.models.piece_table import PieceTable, build_piece_table
 from megarl.parallel.layout import Layout
 from megarl.planning.memory import layer_activations
 from megarl.transfer.reallocate import Reallocator, plan_reallocation
+from megarl.wire.process_group import bounded
 from tests.dist.models_util import built_model, positions, thd
 from tests.dist.world import World
 from tests.tiny import save_tiny
@@ -165,6 +167,30 @@ def run_disagree(path: Path) -> str:
 
 def test_ranks_that_plan_differently_hear_of_it(world: World, models: dict[str, Path]) -> None:
     assert all("bucket_bytes" in said for said in world.run(run_disagree, models["llama"]))
+
+
+def run_one_that_cannot_plan(path: Path) -> tuple[str, str, float]:
+    """Gives rank 1 alone a bound that it refuses, in a group that waits for long."""
+    table = build_piece_table(read_hf_config(path), Layout(dp=4))
+    rank, start = dist.get_rank(), time.monotonic()
+    bound = 0 if rank == 1 else 1 << 20
+    with (
+        bounded(None, 20.0),
+        pytest.raises((ValueError, RuntimeError)) as e,
+    ):
+        Reallocator(table, table, rank, dtype=torch.float32, bucket_bytes=bound)
+    return e.type.__name__, str(e.value), time.monotonic() - start
+
+
+def test_a_rank_that_cannot_plan_is_an_error_on_every_rank(
+    world: World, models: dict[str, Path]
+) -> None:
+    for rank, (kind, text, seconds) in enumerate(
+        world.run(run_one_that_cannot_plan, models["llama"])
+    ):
+        assert kind == ("ValueError" if rank == 1 else "OtherRankFailed"), text
+        assert "bucket_bytes=0" in text and (rank == 1 or "rank 1" in text)
+        assert seconds < 15, "ranks wait for the group's timeout"
 
 
 def test_wrong_ranks_are_refused(models: dict[str, Path]) -> None:
