@@ -112,11 +112,6 @@ class Role:
         inside[ends] = False
         return Tokens(values.values[inside], values.lengths - 1), batch.gather(values.values[ends])
 
-    @property
-    def device(self) -> torch.device:
-        """Returns the device of this rank's part of the model."""
-        return self.engine.device
-
     def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
         """Initializes the engine; `ft_spec` gives the length of its learning-rate schedule.
         Collective."""

@@ -22,7 +22,7 @@ from megarl.api.records import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from megarl.config.engine import TrainEngineConfig
 from megarl.engine import checkpoint, micro_batch, optimizer, passes
 from megarl.engine.copying import CopyPlan, copy_weights
-from megarl.engine.input_check import READ, Request, as_batch
+from megarl.engine.input_check import Request, as_batch
 from megarl.engine.offload import Memory
 from megarl.engine.probe import Part, Probe
 from megarl.engine.routing import ROUTED
@@ -311,8 +311,7 @@ class MegatronEngine(TrainEngine):
         dict, which is a Batch that every rank holds whole, [B,S,...] on every rank."""
         if isinstance(input_, Batch):
             return passes.run(self.state, input_, ask, probe)
-        read = input_ if ask.loss else {k: v for k, v in input_.items() if k in READ}
-        batch = as_batch(self.state, read)
+        batch = as_batch(self.state, input_)
         everywhere, width = batch.home, input_["input_ids"].shape[1]
         metrics = passes.run(self.state, batch, ask, probe)
         for name, tokens in metrics.kept.items():

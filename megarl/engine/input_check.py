@@ -25,7 +25,6 @@ from megarl.parallel import mcore
 
 _ARGUMENTS = "the call's arguments"
 _HOME = "who holds which rows"
-READ = ("input_ids", "attention_mask", ROUTED)  # fields that a pass without a loss reads
 
 
 @dataclass(frozen=True, kw_only=True)

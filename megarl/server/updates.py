@@ -236,7 +236,7 @@ class WeightUpdates:
         """Unloads an adapter; where it is the merged one, `check` may refuse."""
         if name == self.adapters.merged:
             check()
-            self.adapters.unload(name)
+        self.adapters.unload(name)
 
     def _refusal(self, specs: Mapping[str, Spec], check: Callable[[], None]) -> ControlError | None:
         try:

@@ -185,7 +185,7 @@ class SliceSync:
             self._refused = target, str(e)
             self.close(abort=True)
             return logging.INFO, str(e)
-        except RuntimeError as e:
+        except (RuntimeError, OSError) as e:  # OSError here is an OtherRankFailed elsewhere
             self.close(abort=True)
             return logging.WARNING, str(e)
         self._target = target
@@ -232,7 +232,8 @@ class SliceSync:
         """Returns where each trainer rank is."""
         hosts = [split_address(a)[0] for a in self._info]
         spots = self.source.agreement.gather((machine(), tuple(is_here(h) for h in hosts)))
-        if is_loopback(address_for(self._info)) and len({where for where, _ in spots}) > 1:
+        address = self.source.from_rank(self._speaker, address_for, self._info)
+        if is_loopback(address) and len({where for where, _ in spots}) > 1:
             raise _Refused(
                 "servers are at 127.0.0.1 and trainers on several machines; name their address"
             )
@@ -422,8 +423,9 @@ class SliceSync:
         assert self._link is not None
         params, device = self.source.params, self._link.device
         if names is None:
-            params = params if self._fp8 is None else self._fp8.params()
-            quantize = self._fp8.quantize if self._fp8 else None
+            quantize = None
+            if fp8 := self._fp8:
+                params, quantize = fp8.params(), fp8.quantize
             return (
                 [(n, to, partial(pack, params, parts, device, quantize)) for n, to, parts in group]
                 for group in self._groups

@@ -91,6 +91,17 @@ def test_unloading_leaves_the_base_bit_for_bit(tmp_path: Path) -> None:
         assert checksums(server) != before
         assert server.ok("/unload_lora_adapter", {"lora_name": "a"})["loaded_adapters"] == {}
         assert checksums(server) == before
+        for name in ("a", "b", "c"):  # c is merged, the others are loaded beside it
+            server.ok("/load_lora_adapter", adapter | {"lora_name": name})
+        assert server.ok("/unload_lora_adapter", {"lora_name": "a"})["loaded_adapters"].keys() == {
+            "b",
+            "c",
+        }
+        status, answer = server.post("/unload_lora_adapter", {"lora_name": "a"})
+        assert status == 400 and "not loaded" in str(answer)
+        for name in ("b", "c"):
+            server.ok("/unload_lora_adapter", {"lora_name": name})
+        assert checksums(server) == before
         file = tmp_path / "adapter" / "adapter_model.safetensors"
         tensors = load_file(file)
         tensors.pop(next(n for n in tensors if ".lora_B." in n))
