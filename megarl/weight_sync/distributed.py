@@ -18,7 +18,8 @@ class DistributedTransport(Transport):
 
     def __init__(self, source: WeightSource) -> None:
         super().__init__(source)
-        self._slices, self._broadcast = SliceSync(source), Broadcast(source)
+        self._slices = SliceSync(source)
+        self._broadcast: Broadcast | None = None
 
     def upload(self, meta: WeightUpdateMeta, deadline: Deadline, phases: Phases) -> None:
         """Sends slices, or whole tensors, to the servers. Collective. Raises
@@ -29,10 +30,12 @@ class DistributedTransport(Transport):
         if sharded:
             return
         plan, gatherer = self.plan_buckets(meta.bucket_bytes)
+        self._broadcast = self._broadcast or Broadcast(self.source)
         if self._broadcast.upload(plan, gatherer, meta, deadline, phases):
             self._slices.ask_again()
 
     def close(self) -> None:
         """Drops copies and buffers, and leaves the groups. Servers may object, which is logged."""
         self._slices.close()
-        self._broadcast.close()
+        if self._broadcast is not None:
+            self._broadcast.close()

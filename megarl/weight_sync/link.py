@@ -342,10 +342,9 @@ def record(link: Link, spec: Spec, deadline: Deadline) -> PackedTables:
     `Link.call` does."""
     link.box.put("spec/spec", zlib.compress(json.dumps(spec).encode()))
     replies = link.call("record", deadline, spec="spec")
-    kept: dict[bytes, bytes] = {}  # equal tables become one object, which is pickled once
-
-    def take(at: str) -> bytes:
-        raw = link.box.take(f"table/{at}")
-        return kept.setdefault(raw, raw)
-
-    return [(server, [take(reply["at"]) for reply in ranks]) for server, ranks in replies.items()]
+    distinct: dict[bytes, bytes] = {}  # equal tables become one object, which is pickled once
+    tables = []
+    for server, ranks in replies.items():
+        packed = [link.box.take(f"table/{reply['at']}") for reply in ranks]
+        tables.append((server, [distinct.setdefault(table, table) for table in packed]))
+    return tables

@@ -90,7 +90,13 @@ class _RankTable:
         """Reads a table."""
         table = json.loads(zlib.decompress(packed))
         entries = TargetTable(read_entries(table["entries"]), hashlib.sha256(packed).hexdigest())
-        return cls(entries, table["digest"], _refusal_of_table(table))
+        kinds = {
+            "computes instead of copying": table["computed"],
+            "writes twice": table["twice"],
+            "fills from no HF tensor": table["unfilled"],
+        }
+        refusals = [f"{kind}: {few([*params])}" for kind, params in kinds.items() if params]
+        return cls(entries, table["digest"], ", ".join(refusals))
 
 
 _Tables = Sequence[Sequence[_RankTable]]  # by server and rank
@@ -210,9 +216,9 @@ class SliceSync:
         self._open_link(target, deadline)
         tables = self._record(target, deadline)
         plan = self._plan(tables, spots, target.round_bytes)
-        self._put_plan(plan, tables)
+        self.source.agreement.together(self._put_plan, plan, tables)
         self._join(plan, deadline, meta.timeout)
-        self.source.agreement.together(self._end_session, deadline)
+        self.source.from_rank(self._speaker, Servers.end_update, self._servers, deadline)
 
     def _survey(self, target: _Target, deadline: Deadline) -> None:
         """Asks the servers what they are."""
@@ -279,10 +285,11 @@ class SliceSync:
         return [[tables[raw] for raw in ranks] for _, ranks in packed]
 
     def _plan(self, tables: _Tables, spots: Sequence[_Spot], round_bytes: int) -> TransferPlan:
-        """Returns who sends what to whom, the same on every rank."""
+        """Returns who sends what to whom, the same on all ranks, which raise where one cannot."""
         nodes = [next((w for w, here in spots if here[i]), None) for i in range(len(tables))]
         near = nearest([where for where, _ in spots])
-        plan = plan_transfer(
+        plan_slices = partial(
+            plan_transfer,
             Sources(self._table),
             {
                 Receiver(server, rank): table.entries
@@ -293,24 +300,21 @@ class SliceSync:
             round_bytes=round_bytes,
             prefer=lambda to, ranks: near(nodes[to.target], ranks),
         )
+        try:
+            plan = self.source.agreement.together(plan_slices, what="planning slices")
+        except RuntimeError as e:  # after which some ranks would go on with whole tensors
+            raise ValueError(f"planning slices: {e}") from e
         if len(set(self.source.agreement.gather(plan.digest))) > 1:
-            raise _Refused(
-                "the ranks plan otherwise than each other: give all of them the same model"
-            )
+            raise _Refused("the ranks plan otherwise than each other: give all the same model")
         return plan
 
     def _put_plan(self, plan: TransferPlan, tables: _Tables) -> None:
-        """Puts the receivers' parts of the plan into the store, each rank some of them."""
-        link, size = self._link, self.source.layout.world_size
-        assert link is not None
-
-        def put() -> None:
-            for receiver in plan.receivers[self.source.rank :: size]:
-                (server, rank), rounds = receiver, plan.receives(receiver)
-                text = json.dumps({"digest": tables[server][rank].params, "rounds": rounds})
-                link.box.put(f"plan/{PLAN}/{server}/{rank}", zlib.compress(text.encode()))
-
-        self.source.agreement.together(put)
+        """Puts this rank's share of the receivers' parts of the plan into the store."""
+        assert self._link is not None
+        for receiver in plan.receivers[self.source.rank :: self.source.layout.world_size]:
+            (server, rank), rounds = receiver, plan.receives(receiver)
+            text = json.dumps({"digest": tables[server][rank].params, "rounds": rounds})
+            self._link.box.put(f"plan/{PLAN}/{server}/{rank}", zlib.compress(text.encode()))
 
     def _join(self, plan: TransferPlan, deadline: Deadline, timeout: float) -> None:
         """Enters the group together with all others."""
@@ -356,10 +360,6 @@ class SliceSync:
             raise
         answers = [f.result().value for f in (theirs or {}).values()]
         return side.result(), [reply for ranks in answers for reply in ranks]
-
-    def _end_session(self, deadline: Deadline) -> None:
-        if self._servers is not None:
-            self._servers.end_update(deadline)
 
     @property
     def _table(self) -> PieceTable:
@@ -486,13 +486,3 @@ def refusal_of_meta(meta: WeightUpdateMeta, backend: str) -> str:
 def refusal_of_servers(info: Mapping[str, ServerInfo]) -> str:
     """Returns which servers cannot receive slices, and why, "" where all can."""
     return "; ".join(f"server {s} {why}" for s, i in info.items() if (why := i.refuses_slices))
-
-
-def _refusal_of_table(table: Mapping[str, Any]) -> str:
-    """Names parameters that are not filled by copies of HF elements, each exactly once."""
-    kinds = {
-        "computes instead of copying": table["computed"],
-        "writes twice": table["twice"],
-        "fills from no HF tensor": table["unfilled"],
-    }
-    return ", ".join(f"{kind}: {few([*params])}" for kind, params in kinds.items() if params)

@@ -10,9 +10,11 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from safetensors.torch import load_file
 
 from megarl.api.records import WeightUpdateMeta
 from megarl.utils.http import call_json
+from megarl.weight_sync import slices
 from megarl.weight_sync.transports import WeightSender, WeightSource
 from megarl.wire import block_fp8
 from tests.dist.uploads import Upload, flipped, run_uploads, sharded
@@ -195,6 +198,35 @@ def test_a_trainer_that_fails_in_the_middle(bench: Bench, world: World, rank: in
         assert outcome.seconds < 20
         assert "weight_sync/changed" not in outcome.recovered, "everything was sent"
     bench.check(1, 4)
+
+
+def run_one_that_cannot_plan(
+    source: Path, bad: WeightUpdateMeta, good: WeightUpdateMeta, error: Exception
+) -> Outcome:
+    """Uploads `bad`, which rank 1 alone cannot plan, and then `good`."""
+    table, layout, rank, params = sharded(source, TP2)
+    sender = WeightSender(WeightSource(table, layout, rank, params))
+    began, text = time.monotonic(), ""
+    try:
+        failing = patch.object(slices, "plan_transfer", side_effect=error)
+        with failing if rank == 1 else nullcontext(), pytest.raises(ValueError) as e:
+            sender.upload(bad)
+        text, took = str(e.value), time.monotonic() - began
+        return Outcome(text, took, sender.upload(good))
+    finally:
+        sender.close()
+
+
+@pytest.mark.parametrize("error", (ValueError("no way"), RuntimeError("no way")), ids=repr)
+def test_a_plan_that_fails_on_one_rank_is_an_error_on_all(
+    bench: Bench, world: World, error: Exception
+) -> None:
+    """No rank goes on with whole tensors, for which it would wait for the others."""
+    bad, good = bench.meta(2, sharded="auto"), bench.meta(3)
+    first, second = world.run(run_one_that_cannot_plan, bench.paths[0], bad, good, error)
+    assert "rank 1" in first.error and "no way" in first.error and "no way" in second.error
+    assert max(first.seconds, second.seconds) < 20
+    bench.check(0, 3)
 
 
 @pytest.mark.system

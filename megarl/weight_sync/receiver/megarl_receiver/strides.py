@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ def boxes(shape: Ints, first: int, dims: list[Dim], offset: int) -> Iterator[Box
     """Yields a strided view of a contiguous HF tensor as boxes of it: (start, stop, offset in the
     parameter, (size, stride there) of the box's elements in row-major order). What is no box (every
     other row, a broadcast) becomes several."""
-    dims = sorted((d for d in dims if d[1] > 1), key=lambda d: -d[0])
+    dims = sorted((d for d in dims if d[1] > 1), key=itemgetter(0), reverse=True)
     found = _box(shape, first, dims)
     if not isinstance(found, int):
         yield (*found[:2], offset, found[2])
