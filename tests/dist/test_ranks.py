@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch.distributed import distributed_c10d as c10d
 
 from megarl.api.records import WeightUpdateMeta
@@ -20,12 +23,12 @@ from megarl.observability.stats_tracker import StatsTracker
 from megarl.parallel import ranks as module
 from megarl.parallel.ranks import Ranks, on_rank_zero
 from megarl.parallel.worlds import World as World_
-from megarl.parallel.worlds import waiting_for
+from megarl.parallel.worlds import init_distributed, waiting_for
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.utils.http import call_json
 from megarl.utils.stopping import StopRequested
 from megarl.wire.process_group import bounded
-from tests.dist.world import World
+from tests.dist.world import World, free_port
 from tests.unit.rollout_fakes import FakeServer, Scripted, rows
 
 
@@ -381,3 +384,43 @@ def test_only_gloos_own_report_is_that_of_a_lost_peer(world):
         assert "collective_timeout=1800 s" in said and gloo in said
     quoted = f"server 127.0.0.1:9: /update answered 400: {gloo}"
     assert world.run(said_of, quoted) == [quoted, quoted]
+
+
+def stands_still(rank: int, port: int, pids: Any, errors: Any) -> None:
+    """Rank 0, which serves the store, tells its pid and stops; rank 1 calls it twice."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    init_distributed(timeout=2)
+    ranks = Ranks.of()
+    ranks.gather(rank)
+    if rank == 0:
+        pids.put(os.getpid())
+        time.sleep(60)  # it is stopped in this
+        return
+    os.kill(pids.get(timeout=60), signal.SIGSTOP)
+    for call in ("first", "second"):
+        try:
+            ranks.gather(rank, call)
+        except RuntimeError as e:
+            errors.put(f"{type(e).__name__}: {e}")
+    errors.close()
+    errors.join_thread()
+    os._exit(0)  # torch waits for rank 0 at the end
+
+
+def test_a_rank_that_stands_still_holds_up_no_later_call() -> None:
+    spawn = mp.get_context("spawn")
+    pids, errors, port = spawn.Queue(), spawn.Queue(), free_port()
+    both = [
+        spawn.Process(target=stands_still, args=(rank, port, pids, errors), daemon=True)
+        for rank in range(2)
+    ]
+    for process in both:
+        process.start()
+    try:
+        for call in ("first", "second"):
+            assert f"OtherRankFailed: rank 1 waited in {call}" in errors.get(timeout=60)
+    finally:
+        for process in both:
+            process.kill()
+            process.join(30)

@@ -110,6 +110,27 @@ def test_numbers_that_did_not_change_are_not_copied_back() -> None:
     assert weights.tolist() == list(range(1, 9))
 
 
+def test_new_numbers_are_kept_after_a_restore_that_found_no_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weights, parked = torch.arange(8.0), ParkedStorages()
+    parked.park("weights", [weights])
+    parked.remember("weights")
+
+    def no_room(*args: Any) -> None:
+        monkeypatch.undo()
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", no_room)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        parked.restore("weights")
+    parked.restore("weights")  # by one who changes them, and so remembers nothing
+    weights += 1
+    parked.park("weights", [weights])
+    parked.restore("weights")
+    assert weights.tolist() == list(range(1, 9))
+
+
 def test_what_others_hold_of_a_device_is_what_is_taken_besides_ones_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
