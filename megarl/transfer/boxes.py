@@ -115,17 +115,17 @@ def cut(view: View, whole: Box, box: Box) -> tuple[View, ...]:
     whose dimensions are not those of `whole`, or parts of them."""
     if box == whole:
         return (view,)
-    found: list[Part] = [(0, ())]
+    parts: list[Part] = [(0, ())]
     dims = _dims(view, extents(whole))
     for dim, origin, start, stop in reversed(list(zip(dims, whole[0], *box, strict=True))):
         ranges = _ranges(dim, start - origin, stop - origin)
-        if len(found) == 1:
-            inner, sizes = found[0]
-            found = [(offset + inner, outer + sizes) for offset, outer in ranges]
+        if len(parts) == 1:
+            inner, sizes = parts[0]
+            parts = [(offset + inner, outer + sizes) for offset, outer in ranges]
         else:  # the inner part is several views, and comes again for each index
             offsets = [offset + o for offset, outer in ranges for o in _offsets(outer)]
-            found = [(o + inner, sizes) for o in offsets for inner, sizes in found]
-    return tuple(_view(view.offset + offset, sizes) for offset, sizes in found)
+            parts = [(o + inner, sizes) for o in offsets for inner, sizes in parts]
+    return tuple(_view(view.offset + offset, sizes) for offset, sizes in parts)
 
 
 def _view(offset: int, dims: Dims) -> View:
@@ -135,7 +135,7 @@ def _view(offset: int, dims: Dims) -> View:
 def _dims(view: View, shape: Shape) -> list[Dims]:
     """Returns, for each dimension of `shape`, the dimensions of the view that make it up."""
     left = [(n, s) for n, s in zip(view.shape, view.strides, strict=True) if n != 1]
-    found: list[Dims] = []
+    groups: list[Dims] = []
     for size in reversed(shape):
         dims: Dims = ()
         while size > 1:
@@ -146,10 +146,10 @@ def _dims(view: View, shape: Shape) -> list[Dims]:
             if n == 0 or size % n:
                 raise ValueError(f"{view} is not cut as a box of shape {list(shape)}")
             dims, size = ((n, stride), *dims), size // n
-        found.append(dims)
+        groups.append(dims)
     if left:
         raise ValueError(f"{view} has more numbers than a box of shape {list(shape)}")
-    return found[::-1]
+    return groups[::-1]
 
 
 def _ranges(dims: Dims, first: int, last: int) -> list[Part]:
@@ -159,18 +159,18 @@ def _ranges(dims: Dims, first: int, last: int) -> list[Part]:
         return [(0, ())]
     (_, stride), rest = dims[0], dims[1:]
     rows = math.prod(n for n, _ in rest)
-    found: list[Part] = []
+    parts: list[Part] = []
     while first < last:
         group, row = divmod(first, rows)
         if row or last - first < rows:
             end = min(rows, row + last - first)
-            found += [(group * stride + offset, d) for offset, d in _ranges(rest, row, end)]
+            parts += [(group * stride + offset, d) for offset, d in _ranges(rest, row, end)]
             first += end - row
         else:
             groups = (last - first) // rows
-            found.append((group * stride, ((groups, stride), *rest)))
+            parts.append((group * stride, ((groups, stride), *rest)))
             first += groups * rows
-    return found
+    return parts
 
 
 def _offsets(dims: Dims) -> list[int]:

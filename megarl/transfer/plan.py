@@ -79,11 +79,11 @@ class TransferPlan:
     def digest(self) -> str:
         """Returns a hash of who sends what to whom in which round, to compare between ranks."""
         facts = self.receivers, self.sources.ranks, self.round_bytes, len(self.sources.order)
-        found = hashlib.sha256(repr(facts).encode() + self.senders.tobytes())
+        digest = hashlib.sha256(repr(facts).encode() + self.senders.tobytes())
         for g in {id(g): g for g in self.geometries}.values():
             for numbers in (g.entry, g.source, g.nbytes, g.round):
-                found.update(numbers.tobytes())
-        return found.hexdigest()
+                digest.update(numbers.tobytes())
+        return digest.hexdigest()
 
     def sends(self, rank: int) -> Iterator[list[Message]]:
         """Yields what a rank that receives nothing sends, by groups of messages that go at once:
@@ -98,7 +98,7 @@ class TransferPlan:
         for r, source in np.argwhere(self.senders == rank).tolist():
             for number in self.geometries[r].rounds_of[source]:
                 rounds[number][r] += self.geometries[r].parts[number, source].tolist()
-        held = _Held(self.sources.table, rank)
+        local = _RankSlices(self.sources.table, rank)
         for number in sorted(rounds):
             group: list[Message] = []
             load = 0
@@ -108,7 +108,7 @@ class TransferPlan:
                 if group and load + nbytes > self.round_bytes:
                     yield group
                     group, load = [], 0
-                parts = [held.slice(geometry, i) for i in slices]
+                parts = [local.slice(geometry, i) for i in slices]
                 group.append(Message(number, rank, self.receivers[r], parts))
                 load += nbytes
             yield group
@@ -136,11 +136,11 @@ class TransferPlan:
         """
         numbers = range(len(self.receivers)) if only is None else tuple(only)
         sender = ends.index(rank) if rank in ends else -1
-        held = _Held(self.sources.table, sender) if sender >= 0 else None
+        local = _RankSlices(self.sources.table, sender) if sender >= 0 else None
         stays = [
-            (held.slice(self.geometries[r], i), self.geometries[r].kept(i))
+            (local.slice(self.geometries[r], i), self.geometries[r].kept(i))
             for r in numbers
-            if held is not None and self.receivers[r].rank == rank
+            if local is not None and self.receivers[r].rank == rank
             for i in np.flatnonzero(self.senders[r][self.geometries[r].source] == sender).tolist()
         ]
         steps: list[Step] = []
@@ -148,12 +148,12 @@ class TransferPlan:
             sends, receives = [], []
             for number, end, r, slices in wave:
                 receiver, geometry = self.receivers[r], self.geometries[r]
-                if end == sender and held is not None:
-                    parts = [held.slice(geometry, i) for i in slices]
+                if end == sender and local is not None:
+                    parts = [local.slice(geometry, i) for i in slices]
                     sends.append(Message(number, end, receiver, parts))
                 elif receiver.rank == rank:
-                    kept = [geometry.kept(i) for i in slices]
-                    receives.append(Message(number, end, receiver, kept))
+                    places = [geometry.kept(i) for i in slices]
+                    receives.append(Message(number, end, receiver, places))
             if sends or receives:
                 steps.append(Step(sends, receives, [] if steps else stays))
         return steps or ([Step([], [], stays)] if stays else [])
@@ -189,7 +189,7 @@ class TransferPlan:
         return iter(by_round)
 
 
-class _Held:
+class _RankSlices:
     """Finds slices in the parameters of a rank of the source."""
 
     def __init__(self, table: PieceTable, rank: int) -> None:
@@ -199,7 +199,7 @@ class _Held:
     def slice(self, geometry: Geometry, i: int) -> Slice:
         """Returns where slice i of a geometry is on the rank."""
         tensor, box = geometry.entries[geometry.entry[i]].tensor, geometry.boxes[i]
-        if (found := self._slices.get((tensor, box))) is None:
+        if (piece := self._slices.get((tensor, box))) is None:
             for p in self._tensors[tensor].held_by(self._coords):
                 inside = zip(p.start, box[0], box[1], p.stop, strict=True)
                 if all(a <= b and c <= d for a, b, c, d in inside):
@@ -207,8 +207,8 @@ class _Held:
             else:
                 raise AssertionError(f"{tensor}: {box} is not on {self._coords}")
             views = cut(p.view, (p.start, p.stop), box)
-            found = self._slices[tensor, box] = Slice(tensor, *box, p.param, views)
-        return found
+            piece = self._slices[tensor, box] = Slice(tensor, *box, p.param, views)
+        return piece
 
 
 def plan_transfer(

@@ -307,11 +307,11 @@ class UpdateChannel:
             "backend": backend,
         }
         bodies = [{**group, "rank_offset": n} for n in offsets]
-        asked = servers.start("/init_weights_update_group", bodies, deadline.left)
+        calls = servers.start("/init_weights_update_group", bodies, deadline.left)
         joined = in_thread(init_update_group, **group, rank=0, timeout=deadline.left, store=store)
         what = f"connecting to {len(offsets)} servers over {backend}"
         try:
-            BucketTransfer(what, joined, asked).wait(deadline)
+            BucketTransfer(what, joined, calls).wait(deadline)
         except BaseException:
             joined.add_done_callback(_leave_late)  # at once, where it has joined already
             raise

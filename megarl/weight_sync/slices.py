@@ -348,17 +348,17 @@ class SliceSync:
     ) -> tuple[Any, list[dict[str, Any]]]:
         """Does this rank's side of something while the servers obey a command of the plan. Returns
         its result and, on the rank that speaks, what every server rank replied."""
-        link, theirs = self._link, None
+        link, calls = self._link, None
         assert link is not None
         try:
             if self._servers is not None:
-                theirs = link.start(command, deadline, plan=PLAN, **fields)
+                calls = link.start(command, deadline, plan=PLAN, **fields)
             side = in_thread(ours)
-            link.alongside(what, side, theirs, deadline)
+            link.alongside(what, side, calls, deadline)
         except BaseException as e:  # or others would wait for this rank
             link.stop(f"rank {self.source.rank}: {type(e).__name__}: {e}")
             raise
-        answers = [f.result().value for f in (theirs or {}).values()]
+        answers = [f.result().value for f in (calls or {}).values()]
         return side.result(), [reply for ranks in answers for reply in ranks]
 
     @property

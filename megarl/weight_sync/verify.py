@@ -126,8 +126,8 @@ class Fingerprints:
         if self.meta.verify == "off":
             return
         with self._phases.time("verify"):
-            found = self.source.from_rank(self._speaker, self._record, info, link, why_not)
-            self._dtypes, self._tables = found
+            recorded = self.source.from_rank(self._speaker, self._record, info, link, why_not)
+            self._dtypes, self._tables = recorded
 
     def compare(self) -> bool:
         """Returns whether all servers were compared, and whole, which is the metric `verified`.
