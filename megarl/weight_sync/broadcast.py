@@ -89,7 +89,7 @@ class BucketStream(ABC):
 
     def run(self) -> None:
         """Returns when all servers hold all buckets. Collective."""
-        together = self.source.agreement.together
+        together = self.source.ranks.together
         for bucket in self.plan.buckets:
             gathered = together(self.gather, bucket)
             self.exchange()
@@ -106,7 +106,7 @@ class BucketStream(ABC):
         metrics: dict[str, float] = {
             "bytes": self.nbytes,
             "buckets": len(self.plan.buckets),
-            "peak_extra_bytes": max(self.source.agreement.gather(self.memory())),
+            "peak_extra_bytes": max(self.source.ranks.gather(self.memory())),
         }
         self.phases.metrics |= {name: float(value) for name, value in metrics.items()}
 
@@ -155,7 +155,7 @@ class Broadcast:
         """Sends all buckets. Returns whether the servers had to be connected
         again. Collective. Raises RuntimeError where a rank or server fails, ServersLost where some
         are lost; the next upload then connects anew."""
-        together = self.source.agreement.together
+        together = self.source.ranks.together
         try:
             together(self._allocate, plan.largest)
             with phases.time("connect"):

@@ -107,7 +107,7 @@ class ColocatedTransport(Transport):
     def upload(self, meta: WeightUpdateMeta, deadline: Deadline, phases: Phases) -> None:
         """Shares every bucket with the servers. Collective. Raises RuntimeError where a server is
         not on a trainer's machine or fails; the next upload then takes new buffers."""
-        together, rank, sender = self.source.agreement.together, self.source.rank, self.lead
+        together, rank, sender = self.source.ranks.together, self.source.rank, self.lead
         plan, gatherer = self.plan_buckets(meta.bucket_bytes)
         with phases.time("connect"):
             info, sources = self._meet(meta, deadline)
@@ -154,12 +154,12 @@ class ColocatedTransport(Transport):
         """Returns what the servers say of themselves, and for each server the ranks that
         `read_from` gives. A server that is left out keeps its place, as it keeps its GPUs.
         Collective."""
-        agreement, device, sender = self.source.agreement, self.source.device, self.lead
+        ranks, device, sender = self.source.ranks, self.source.device, self.lead
         names = dict.fromkeys([*self._known, *meta.addresses])
-        near = agreement.together(lambda: tuple(map(is_here, names)))
+        near = ranks.together(lambda: tuple(map(is_here, names)))
         gpu = handles.uuid_of(device) if device.type == "cuda" else None
-        spots = agreement.gather(RankLocation(machine(), gpu, near))
-        agreement.together(ranks_beside, spots, names)
+        spots = ranks.gather(RankLocation(machine(), gpu, near))
+        ranks.together(ranks_beside, spots, names)
         info = self.source.from_rank(sender, lambda: Servers(meta.addresses).receivers(deadline))
         self._known |= {server: i.tp for server, i in info.items()}
         placed = read_from(spots, self._known, sender=sender)
@@ -231,7 +231,7 @@ class ColocatedSession(BucketStream):
 
     def exchange(self) -> None:
         """Tells the sender where all ranks have the bucket."""
-        ranks = self.source.agreement.gather(self._places)
+        ranks = self.source.ranks.gather(self._places)
         self._places = {place: text for places in ranks for place, text in places.items()}
 
     def deliver(self, gathered: Gathered, what: str) -> BucketTransfer:

@@ -175,12 +175,12 @@ class SliceSync:
         backend = meta.comm_backend or ("nccl" if self.source.device.type == "cuda" else "gloo")
         if why := refusal_of_meta(meta, backend):
             return logging.INFO, why
-        agreement = self.source.agreement
+        ranks = self.source.ranks
         half = max(1, meta.bucket_bytes // 2)
         target = _Target(meta.addresses, backend, half, meta.quantization)
         if self._refused is not None and self._refused[0] == target:
             return logging.INFO, self._refused[1]
-        if all(agreement.gather(agreement.together(self._still_met, target, deadline))):
+        if all(ranks.gather(ranks.together(self._still_met, target, deadline))):
             return logging.INFO, ""
         self.close(abort=True)
         try:
@@ -216,7 +216,7 @@ class SliceSync:
         self._open_link(target, deadline)
         tables = self._record(target, deadline)
         plan = self._plan(tables, spots, target.round_bytes)
-        self.source.agreement.together(self._put_plan, plan, tables)
+        self.source.ranks.together(self._put_plan, plan, tables)
         self._join(plan, deadline, meta.timeout)
         self.source.from_rank(self._speaker, Servers.end_update, self._servers, deadline)
 
@@ -237,7 +237,7 @@ class SliceSync:
     def _locate_ranks(self) -> list[_Spot]:
         """Returns where each trainer rank is."""
         hosts = [split_address(a)[0] for a in self._info]
-        spots = self.source.agreement.gather((machine(), tuple(is_here(h) for h in hosts)))
+        spots = self.source.ranks.gather((machine(), tuple(is_here(h) for h in hosts)))
         address = self.source.from_rank(self._speaker, address_for, self._info)
         if is_loopback(address) and len({where for where, _ in spots}) > 1:
             raise _Refused(
@@ -260,7 +260,7 @@ class SliceSync:
             self._link = Link(members, s.rank, where, s.device, deadline.left, *stores)
 
         where = s.from_rank(self._speaker, meeting)
-        s.agreement.together(reach)
+        s.ranks.together(reach)
 
     def _record(self, target: _Target, deadline: Deadline) -> _Tables:
         """Has all servers record. Returns the tables by server and rank; servers alike have equal
@@ -301,10 +301,10 @@ class SliceSync:
             prefer=lambda to, ranks: near(nodes[to.target], ranks),
         )
         try:
-            plan = self.source.agreement.together(plan_slices, what="planning slices")
+            plan = self.source.ranks.together(plan_slices, what="planning slices")
         except RuntimeError as e:  # after which some ranks would go on with whole tensors
             raise ValueError(f"planning slices: {e}") from e
-        if len(set(self.source.agreement.gather(plan.digest))) > 1:
+        if len(set(self.source.ranks.gather(plan.digest))) > 1:
             raise _Refused("the ranks plan otherwise than each other: give all the same model")
         return plan
 
@@ -330,7 +330,7 @@ class SliceSync:
         ]
         bound = timeout + MARGIN if members.backend != "gloo" else deadline.left
         receivers = [peer for group in self._groups for _, peer, _ in group]
-        self.source.agreement.together(
+        self.source.ranks.together(
             partial(self._alongside, group_timeout=bound),
             f"connecting to {len(members.servers)} servers over {members.backend}",
             partial(link.join, deadline, bound, receivers),
@@ -375,22 +375,22 @@ class SliceSync:
 
     def _stream(self, meta: WeightUpdateMeta, deadline: Deadline, phases: Phases) -> None:
         """Sends everything or what has changed, then names the version. Collective."""
-        agreement = self.source.agreement
+        ranks = self.source.ranks
         names = self.source.from_rank(self._speaker, self._begin, meta, deadline)
         if self._fp8 is not None:
             with phases.time("encode"):
                 self._fp8.measure()
         with phases.time("broadcast"):
-            sent, received = agreement.together(self._transfer, meta, deadline, names)
+            sent, received = ranks.together(self._transfer, meta, deadline, names)
         fingerprints = Fingerprints(self.source, self._speaker, meta, deadline, phases)
         fingerprints.record(self._info, self._link)
         fingerprints.compare()
-        agreement.together(self._accept, meta, deadline)
+        ranks.together(self._accept, meta, deadline)
         if names is None:
             self._sent.forget()
         else:
             keep = self._sent.keep
-            agreement.together(keep, names.id, self._groups, self.source.params)
+            ranks.together(keep, names.id, self._groups, self.source.params)
             phases.add("encode", self._sent.seconds)
         self._account(phases, sent, received, changes=names is not None)
 
@@ -456,7 +456,7 @@ class SliceSync:
         if changes:
             extra += 2 * max((size for group in sizes for size in group), default=0)
         counts = self._sent.counts + Counter(bytes=sent)
-        ranks = self.source.agreement.gather((counts, extra, received))
+        ranks = self.source.ranks.gather((counts, extra, received))
         total, replies = sum((c for c, _, _ in ranks), Counter[str]()), ranks[self._speaker][2]
         metrics: dict[str, float] = {
             "bytes": total["bytes"],

@@ -36,7 +36,7 @@ class WeightSource:
     table, layout: where every HF tensor lives.
     rank:   this rank's number in the layout, which is its rank in `group`.
     params: canonical name -> local parameter; read at every upload. They are all on `device`.
-    group:  spans the layout's ranks; None is the default group. `agreement` is of the same ranks.
+    group:  spans the layout's ranks; None is the default group. `ranks` acts in it.
     dtype:  of what is sent, one for all or by HF name; None is the parameters' own.
     sender: the rank that gathers and sends (files are always written by rank 0).
     adapters: of the model at base_model_path; then they can be sent alone.
@@ -68,13 +68,13 @@ class WeightSource:
         self.dtype: Dtypes = dtype or uniform_dtype(trained)
         self.adapters, self.base_model_path = adapters, base_model_path
         self.device = next(iter(params.values())).device
-        self.agreement = Ranks(group, what="weight sync", grace=FAIL_GRACE)
+        self.ranks = Ranks(group, what="weight sync", grace=FAIL_GRACE)
 
     def from_rank(self, rank: int, fn: Callable[..., Any], *args: Any) -> Any:
         """Returns on every rank what fn(*args) returns on one of them, which calls it. Collective.
         Raises everywhere where it does there."""
-        value = self.agreement.together(lambda: fn(*args) if self.rank == rank else None)
-        return self.agreement.gather_from([rank], value)[0]
+        value = self.ranks.together(lambda: fn(*args) if self.rank == rank else None)
+        return self.ranks.gather_from([rank], value)[0]
 
 
 class Transport(ABC):
@@ -101,7 +101,7 @@ class Transport(ABC):
     def upload(self, meta: WeightUpdateMeta, deadline: Deadline, phases: Phases) -> None:
         """Returns when every server serves version `meta.number`, and raises otherwise. Collective
         over the engine's ranks: what may fail on one of them goes through
-        `self.source.agreement.together`. Seconds and metrics are noted in `phases`.
+        `self.source.ranks.together`. Seconds and metrics are noted in `phases`.
         """
 
     def close(self) -> None:  # noqa: B027 (most keep nothing)
@@ -129,9 +129,9 @@ class Transport(ABC):
                 self._planned = bucket_bytes, plan, gatherer
             return self._planned[1:]
 
-        plan, gatherer = s.agreement.together(make)
-        if len(set(s.agreement.gather(plan.digest))) > 1:
-            raise RuntimeError(difference(s.agreement.gather(plan.entries)))
+        plan, gatherer = s.ranks.together(make)
+        if len(set(s.ranks.gather(plan.digest))) > 1:
+            raise RuntimeError(difference(s.ranks.gather(plan.entries)))
         return plan, gatherer
 
 
@@ -154,13 +154,13 @@ class WeightSender:
         starts from scratch.
         """
         deadline = Deadline(meta.timeout, patience=meta.server_timeout)
-        phases, agreement = Phases(), self._source.agreement
-        agreement.set_timeout(meta.timeout + SLACK, f"weight_sync.timeout + {SLACK:g} s")
-        transport = agreement.together(self._transport, meta)
+        phases, ranks = Phases(), self._source.ranks
+        ranks.set_timeout(meta.timeout + SLACK, f"weight_sync.timeout + {SLACK:g} s")
+        transport = ranks.together(self._transport, meta)
         with bounded(self._source.group, meta.timeout + SLACK):  # gathers go through this group
             transport.upload(meta, deadline, phases)
         phases.metrics["servers"] = float(len(meta.addresses))
-        return agreement.gather_from((transport.lead,), phases.stats())[0]
+        return ranks.gather_from((transport.lead,), phases.stats())[0]
 
     def _transport(self, meta: WeightUpdateMeta) -> Transport:
         key = f"{meta.type} {dict(meta.options)}"
@@ -172,4 +172,4 @@ class WeightSender:
         """Leaves the groups. Collective only in that every rank should do it."""
         for transport in self._transports.values():
             transport.close()
-        self._source.agreement.close()
+        self._source.ranks.close()

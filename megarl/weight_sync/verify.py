@@ -142,8 +142,8 @@ class Fingerprints:
             for dtype in sorted(set(self._dtypes.values())):
                 parts += [_whole(source.table.by_name[n], dtype) for n in self._names]
             parts = list(dict.fromkeys(parts))
-            answers = source.agreement.together(self._ask)
-            sums = source.agreement.add_up(self._sums(parts)).tolist()
+            answers = source.ranks.together(self._ask)
+            sums = source.ranks.add_up(self._sums(parts)).tolist()
             expected = dict(zip(parts, sums, strict=True))
             verified = source.from_rank(self._speaker, self._check, answers, tables, expected)
         self._phases.metrics["verified"] = float(verified)

@@ -63,7 +63,7 @@ def stream(plan: SyncPlan, log: list[str], *, sends: bool) -> GroupStream:
     alone: Any = SimpleNamespace(together=lambda fn, *args: fn(*args))
     pair = [torch.empty(plan.largest, dtype=torch.uint8) for _ in range(2)]
     return GroupStream(
-        source=cast(Any, SimpleNamespace(agreement=alone, device=torch.device("cpu"))), plan=plan,
+        source=cast(Any, SimpleNamespace(ranks=alone, device=torch.device("cpu"))), plan=plan,
         gatherer=cast(Any, Gatherer(log)), pair=pair if sends else [],
         channel=cast(Any, Channel(log)) if sends else None,
         meta=WeightUpdateMeta(type="distributed", version=1), deadline=Deadline(60),
