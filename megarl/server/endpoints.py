@@ -180,7 +180,7 @@ class WeightEndpoints:
         body = await read_json(request, required=False)
         if body.get("selector", "all") != "all":
             raise ControlError(f"selector={body['selector']!r}: only 'all' is supported")
-        await self.core.run(self.core.updates.begin)
+        await self.core.run(self.core.updates.begin, self.core.occupation.check_weights)
         return answer(_success("Success"))
 
     async def end_weight_update(self, request: Request) -> Response:
@@ -306,21 +306,16 @@ class WeightEndpoints:
         return answer(done | {"new_version": body["new_version"]})
 
     async def weights_checker(self, request: Request) -> Response:
-        """Answers the checksums of all weights, or of `names`."""
-        body = await read_json(request, required=False)
-        action, names = body.get("action", "checksum"), body.get("names")
+        """Answers the checksums of all weights."""
+        action = (await read_json(request, required=False)).get("action", "checksum")
         if action != "checksum":
             raise ControlError(f"action={action!r}: only 'checksum' is supported")
-        if not (names is None or isinstance(names, list)) or not all(
-            isinstance(name, str) for name in names or ()
-        ):
-            raise ControlError("names must be a list of strings")
-        sums = await self.core.run(self._checksums, names)
+        sums = await self.core.run(self._checksums)
         return answer(_success("Success.") | {"ranks": [{"checksums": sums}]})
 
-    def _checksums(self, names: list[str] | None) -> dict[str, str]:
+    def _checksums(self) -> dict[str, str]:
         self.core.occupation.check_weights()
-        return self.core.updates.store.checksums(names)
+        return self.core.updates.store.checksums()
 
 
 def _success(message: str) -> dict[str, Any]:

@@ -12,7 +12,6 @@ left in the pipe would be taken for the next one.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
 import threading
@@ -52,8 +51,10 @@ class WeightUpdates:
         self._lock = threading.Lock()
         self.joins = set[str]()  # groups whose other members are waited for
 
-    def begin(self) -> None:
-        """Opens a session. Opening one that a dead trainer left open is no error."""
+    def begin(self, check: Callable[[], None]) -> None:
+        """Opens a session, unless `check` refuses. Opening one that a dead trainer left open is no
+        error."""
+        check()
         self.adapters.forget()
         self._session, self._room = True, None
 
@@ -182,12 +183,12 @@ class WeightUpdates:
         """Loads tensors out of the sender's memory, by the handles in `body`, or obeys the command
         of slices that it is. Raises ControlError, having loaded none, where they do not fit or
         `check` refuses."""
-        if not self._session:
+        texts, load_format = body.get("serialized_named_tensors"), body.get("load_format")
+        if not self._session and load_format != LOADER:
             raise ControlError(
                 "update_weights_from_tensor must run between begin_weight_update() and "
                 "end_weight_update()"
             )
-        texts, load_format = body.get("serialized_named_tensors"), body.get("load_format")
         if not isinstance(texts, list) or len(texts) != 1 or not isinstance(texts[0], str):
             raise ControlError("serialized_named_tensors must be a list of one base64 string")
         if load_format not in ("flattened_bucket", LOADER):
@@ -210,16 +211,13 @@ class WeightUpdates:
             torch.cuda.synchronize(self.device)  # once answered, the sender writes there again
 
     def _obey(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Obeys a command of slices. Raises ControlError where that fails: weights that were on
-        their way are torn then."""
-        try:
-            receives = json.loads(tensors[0][0])["do"] == "receive"
-        except (ValueError, LookupError, TypeError) as e:
-            raise ControlError(f"serialized_named_tensors: no command of slices: {e!r}") from e
-        with self.store.writing(self.store.tensors if receives else ()):
-            reply = megarl_receiver.load(self.store.model, tensors)
-            if not reply["ok"]:
-                raise ControlError(reply["error"])
+        """Obeys a command of slices. Raises ControlError where that fails: weights are torn then if
+        some had been written."""
+        reply = megarl_receiver.load(self.store.model, tensors)
+        if reply["wrote"]:
+            self.store.torn = set() if reply["ok"] else {*self.store.tensors}
+        if not reply["ok"]:
+            raise ControlError(reply["error"])
 
     def from_disk(self, path: str, check: Callable[[], None]) -> None:
         """Loads an HF directory, or nothing where `check` refuses or a tensor does not fit."""

@@ -91,14 +91,14 @@ class WeightStore:
             self.check({name: (tuple(tensor.shape), tensor.dtype)})
             self.load([(name, tensor)])
 
-    def checksums(self, names: Collection[str] | None = None) -> dict[str, str]:
-        """Returns the tensors' hashes by HF name, of all or of `names`, without tied heads.
+    def checksums(self) -> dict[str, str]:
+        """Returns the tensors' hashes by HF name, without tied heads.
 
         Each is cast to the server's dtype first, also what transformers keeps in float32, so that
         one rule holds for every tensor.
         """
-        wanted = self.tensors.keys() if names is None else self.tensors.keys() & set(names)
-        return {n: hash_text(tensor_hash(self.tensors[n], casts=[self.dtype])) for n in wanted}
+        casts = [self.dtype]
+        return {n: hash_text(tensor_hash(t, casts=casts)) for n, t in self.tensors.items()}
 
     def load_directory(self, path: str) -> None:
         """Loads a whole HF safetensors directory; ControlError names what is missing or wrong."""

@@ -59,7 +59,7 @@ REPLY_LOOKS = 500
 MARGIN = 60.0
 _GONE = "the rank that speaks to the servers is gone ({})"
 
-PackedTables = list[tuple[str, list[bytes]]]  # by server, and its ranks
+PackedTables = dict[str, list[bytes]]  # by server, and its ranks
 Spec = Sequence[tuple[str, Shape, str]]  # (name, shape, dtype) of each HF tensor, as it is sent
 
 
@@ -343,8 +343,8 @@ def record(link: Link, spec: Spec, deadline: Deadline) -> PackedTables:
     link.box.put("spec/spec", zlib.compress(json.dumps(spec).encode()))
     replies = link.call("record", deadline, spec="spec")
     distinct: dict[bytes, bytes] = {}  # equal tables become one object, which is pickled once
-    tables = []
+    tables: PackedTables = {}
     for server, ranks in replies.items():
         packed = [link.box.take(f"table/{reply['at']}") for reply in ranks]
-        tables.append((server, [distinct.setdefault(table, table) for table in packed]))
+        tables[server] = [distinct.setdefault(table, table) for table in packed]
     return tables

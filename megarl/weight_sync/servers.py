@@ -15,8 +15,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from megarl.api.records import INITIAL_VERSION, ServersLost
 from megarl.utils.env import address_towards, is_loopback
 from megarl.utils.http import (
@@ -73,15 +71,13 @@ class ServerInfo:
     """Holds the facts about a server that a sync depends on.
 
     tp: workers that receive, in each of `replicas`; stages: those of a pipeline.
-    dtype: that of the weights held, None where only the server knows.
-    hf_checksums: whether its checksums are of HF tensors, as ours are (the embedded server).
+    embedded: whether it is megarl's own.
     loaders: its --custom-weight-loader; moves_experts, drafts (the algorithm) and shares_weights:
     what it does with weights by itself.
     """
 
     tp: int
-    dtype: torch.dtype | None
-    hf_checksums: bool
+    embedded: bool
     replicas: int = 1
     stages: int = 1
     loaders: tuple[str, ...] = ()
@@ -96,11 +92,9 @@ class ServerInfo:
         sizes = {k: answer.get(f"{k}_size") or 1 for k in ("dp", "pp", "tp")}
         if wrong := [f"{k}_size={shown(n)}" for k, n in sizes.items() if type(n) is not int]:
             raise RuntimeError(f"server {server}: /server_info answered {wrong[0]}: {STRANGER}")
-        dtype = getattr(torch, str(answer.get("dtype")), None)
         return cls(
             tp=sizes["tp"],
-            dtype=dtype if isinstance(dtype, torch.dtype) else None,
-            hf_checksums=str(answer.get("version", "")).endswith("+megarl"),
+            embedded=str(answer.get("version", "")).endswith("+megarl"),
             replicas=1 if answer.get("enable_dp_attention") else sizes["dp"],
             stages=sizes["pp"],
             loaders=tuple(answer.get("custom_weight_loader") or ()),
@@ -113,7 +107,7 @@ class ServerInfo:
     def refuses_slices(self) -> str:
         """Returns why the server cannot receive slices, or say what it holds of them, "" where it
         can."""
-        if LOADER not in self.loaders and self.hf_checksums:
+        if LOADER not in self.loaders and self.embedded:
             return "has another MEGARL_JOB_TOKEN than the trainers, or none"
         if LOADER not in self.loaders:
             return f"was not started with --custom-weight-loader {LOADER}"

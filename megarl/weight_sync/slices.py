@@ -228,7 +228,7 @@ class SliceSync:
             return self._servers.info(deadline)
 
         self._info = self.source.from_rank(self._speaker, ask)
-        own = [server for server, i in self._info.items() if i.hf_checksums]
+        own = [server for server, i in self._info.items() if i.embedded]
         if own and target.quantization != "none":
             raise _Refused(f"megarl's own servers keep no FP8: {', '.join(own)}")
         if why := refusal_of_servers(self._info):
@@ -273,16 +273,16 @@ class SliceSync:
             return record(self._link, spec_of(self._table, self._dtype), deadline)
 
         packed = self.source.from_rank(self._speaker, ask)
-        tables = {raw: _RankTable.of(raw) for _, ranks in packed for raw in ranks}
+        tables = {raw: _RankTable.of(raw) for ranks in packed.values() for raw in ranks}
         why = [
             f"server {server}, rank {rank}, {tables[raw].refusal}"
-            for server, ranks in packed
+            for server, ranks in packed.items()
             for rank, raw in enumerate(ranks)
             if tables[raw].refusal
         ]
         if why:
             raise _Refused("; ".join(why))
-        return [[tables[raw] for raw in ranks] for _, ranks in packed]
+        return [[tables[raw] for raw in ranks] for ranks in packed.values()]
 
     def _plan(self, tables: _Tables, spots: Sequence[_Spot], round_bytes: int) -> TransferPlan:
         """Returns who sends what to whom, the same on all ranks, which raise where one cannot."""

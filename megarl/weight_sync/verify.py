@@ -1,9 +1,8 @@
 """Compares what servers hold with what trainers hold, by HF name, without moving numbers.
 
-Both sides hash what they have (see receiver/megarl_receiver/fingerprint.py). The embedded
-server answers the hashes of whole tensors, a rank of a stock server with the receiver those of the
-boxes that its table names. Each trainer rank hashes what it holds of the same boxes, and one sum
-over the ranks gives what every server should have answered.
+A server's ranks record once which box of an HF tensor lies where (see receiver/megarl_receiver),
+and answer the hash of each box. Each trainer rank hashes what it holds of the same boxes, and one
+sum over the ranks gives what every server should have answered.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from megarl.weight_sync.link import (
     spec_of,
 )
 from megarl.weight_sync.phases import Phases
-from megarl.weight_sync.receiver.megarl_receiver.fingerprint import hash_text, tensor_hash
+from megarl.weight_sync.receiver.megarl_receiver.fingerprint import tensor_hash
 from megarl.weight_sync.servers import Deadline, ServerInfo, Servers, address_for
 from megarl.weight_sync.transports import WeightSource
 
@@ -45,12 +44,10 @@ log = logging.getLogger(__name__)
 
 SAMPLE = 8  # tensors
 _SHOWN = 3  # tensors or parameters of a server
-_TOLD: dict[int, set[str]] = {}  # the servers that a line at this level has named
+_LOGGED = set[tuple[int, str]]()  # (level, server) of the lines so far
 ON_GPU = "this has not been run on a GPU yet; weight_sync.verify=full compares it all the same"
 # other numbers are made of what was sent, not copied: FP8 has scales beside it
 PLAIN = ("float32", "bfloat16", "float16")
-
-Checksums = Mapping[str, str]  # by HF name
 
 
 class Part(NamedTuple):
@@ -64,23 +61,26 @@ class Part(NamedTuple):
 
 @dataclass
 class RecordedTable:
-    """Holds what a server rank's table says. parts: of each entry; None where the entry's parameter
-    does not show what the tensor was. unclear: why, by HF tensor."""
+    """Holds what a server rank's table says of some HF tensors. parts: of each of their entries;
+    None where the entry's parameter does not show what the tensor was. unclear: why, by HF tensor,
+    and by parameter where no HF tensor fills it."""
 
     entries: Sequence[Slice]
     parts: list[Part | None] = field(default_factory=list)
     unclear: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, packed: bytes) -> RecordedTable:
-        """Reads a table."""
+    def of(cls, packed: bytes, names: frozenset[str]) -> RecordedTable:
+        """Reads what a table says of the HF tensors `names`."""
         table = json.loads(zlib.decompress(packed))
-        recorded = cls(read_entries(table["entries"]))
+        recorded = cls([e for e in read_entries(table["entries"]) if e.tensor in names])
+        recorded.unclear |= dict.fromkeys(table["unfilled"], "no tensor that is sent fills it")
         mixed = dict.fromkeys(table["computed"], "is computed from it")
         mixed |= {p: f"takes {n} elements from two places" for p, n in table["twice"].items()}
         mixed |= {p: f"is held as {d}" for p, d in table["params"].items() if d not in PLAIN}
-        for param, names in table["computed"].items():
-            recorded.unclear |= dict.fromkeys(names, f"{param} {mixed[param]}")
+        for param, tensors in table["computed"].items():
+            why = f"{param} {mixed[param]}"
+            recorded.unclear |= dict.fromkeys(names.intersection(tensors), why)
         for e in recorded.entries:
             if e.param in mixed:
                 recorded.unclear[e.tensor] = f"{e.param} {mixed[e.param]}"
@@ -94,9 +94,9 @@ class RecordedTable:
 class Fingerprints:
     """Compares one sync, on every rank of an engine alike, as `meta.verify` asks.
 
-    `record` comes before `compare`, both in one update session: outside of it parameters may be
-    packed, and a session in which nothing is loaded would pack some a second time. speaker: the
-    rank that asks the servers.
+    `record` comes before `compare`, both in one update session of stock servers: outside of it
+    their parameters may be packed, and a session in which nothing is loaded would pack some a
+    second time. speaker: the rank that asks the servers.
     """
 
     def __init__(
@@ -110,24 +110,21 @@ class Fingerprints:
         self.source, self.meta, self._speaker = source, meta, speaker
         self._deadline, self._phases = deadline, phases
         self._link: Link | None = None
-        self._tables: PackedTables = []
-        self._dtypes: dict[str, str] = {}  # of the servers that answer hashes of whole tensors
+        self._packed: PackedTables = {}
         self._not_compared: dict[str, str] = {}  # by server, why
         names = [t.name for t in source.table.tensors]
-        chosen = names if meta.compares_all else sample(names, meta.number)
-        self._names = [name for name in names if name in chosen]
+        self._names = frozenset(names) if meta.compares_all else sample(names, meta.number)
 
     def record(
         self, info: Mapping[str, ServerInfo], link: Link | None = None, *, why_not: str = ""
     ) -> None:
         """Has the servers that can record, best before weights arrive. info, and link where there
-        is one to them all: on the rank that speaks. why_not: nothing is recorded for this reason.
-        Collective. Raises ServersLost."""
+        is one to them all: on the rank that speaks. why_not: stock servers are left out for this
+        reason. Collective. Raises ServersLost."""
         if self.meta.verify == "off":
             return
         with self._phases.time("verify"):
-            recorded = self.source.from_rank(self._speaker, self._record, info, link, why_not)
-            self._dtypes, self._tables = recorded
+            self._packed = self.source.from_rank(self._speaker, self._record, info, link, why_not)
 
     def compare(self) -> bool:
         """Returns whether all servers were compared, and whole, which is the metric `verified`.
@@ -136,16 +133,14 @@ class Fingerprints:
         if self.meta.verify == "off":
             return False
         with self._phases.time("verify"):
-            source = self.source
-            tables = {raw: RecordedTable.of(raw) for _, ranks in self._tables for raw in ranks}
+            ranks, distinct = self.source.ranks, {raw for r in self._packed.values() for raw in r}
+            tables = {raw: RecordedTable.of(raw, self._names) for raw in sorted(distinct)}
             parts = [p for table in tables.values() for p in table.parts if p is not None]
-            for dtype in sorted(set(self._dtypes.values())):
-                parts += [_whole(source.table.by_name[n], dtype) for n in self._names]
             parts = list(dict.fromkeys(parts))
-            answers = source.ranks.together(self._ask)
-            sums = source.ranks.add_up(self._sums(parts)).tolist()
+            answers = ranks.together(self._ask)
+            sums = ranks.add_up(ranks.together(self._sums, parts)).tolist()
             expected = dict(zip(parts, sums, strict=True))
-            verified = source.from_rank(self._speaker, self._check, answers, tables, expected)
+            verified = self.source.from_rank(self._speaker, self._check, answers, tables, expected)
         self._phases.metrics["verified"] = float(verified)
         return bool(verified)
 
@@ -153,32 +148,28 @@ class Fingerprints:
 
     def _record(
         self, info: Mapping[str, ServerInfo], link: Link | None, why_not: str
-    ) -> tuple[dict[str, str], PackedTables]:
-        dtypes = {a: str(i.dtype).removeprefix("torch.") for a, i in info.items() if i.hf_checksums}
-        stock = {a: i for a, i in info.items() if a not in dtypes}
-        if not self.meta.compares_all:
-            why_not = f"it is compared where all tensors are, not {SAMPLE} of them"
-        elif self.meta.quantization != "none":
+    ) -> PackedTables:
+        if self.meta.quantization != "none":
             why_not = "it takes FP8, and trainers hold other numbers"
         elif self.meta.verify != "full" and self.source.device.type == "cuda":
             why_not = ON_GPU
-        self._not_compared = {
-            a: why
-            for a, i in stock.items()
-            if (why := why_not or (f"it {i.refuses_slices}" if i.refuses_slices else ""))
-        }
-        able = {a: i.tp for a, i in stock.items() if a not in self._not_compared}
+        for server, i in info.items():
+            if i.refuses_slices:
+                self._not_compared[server] = f"it {i.refuses_slices}"
+            elif why_not and not i.embedded:
+                self._not_compared[server] = why_not
+        able = {a: i.tp for a, i in info.items() if a not in self._not_compared}
         if not able:
-            return dtypes, []
+            return {}
         try:
             self._link = link or self._reach(able)
             spec = spec_of(self.source.table, self._dtype)
-            return dtypes, record(self._link, spec, self._deadline)
+            return record(self._link, spec, self._deadline)
         except ServersLost:
             raise
         except RuntimeError as e:
             self._not_compared |= dict.fromkeys(able, str(e))
-            return dtypes, []
+            return {}
 
     def _reach(self, servers: Mapping[str, int]) -> Link:
         """Returns a link for commands alone, which no other rank is in."""
@@ -187,80 +178,49 @@ class Fingerprints:
         members = Members(s.layout.world_size, servers, "gloo")
         return Link(members, s.rank, where, torch.device("cpu"), timeout, store)
 
-    def _ask(self) -> tuple[Future[Any] | None, Future[Any] | None]:
-        """Starts to ask the servers for hashes: of whole tensors, and of the boxes of tables."""
-        if self.source.rank != self._speaker:
-            return None, None
-        names, link = None if self.meta.compares_all else self._names, self._link
-        boxes = in_thread(link.call, "hash", self._deadline) if link and self._tables else None
-        return in_thread(held_checksums, [*self._dtypes], self._deadline, names), boxes
+    def _ask(self) -> Future[Any] | None:
+        """Starts to ask the servers that have recorded for the hashes of their boxes."""
+        if self._link is None or not self._packed:
+            return None
+        names = None if self.meta.compares_all else sorted(self._names)
+        return in_thread(self._link.call, "hash", self._deadline, names=names)
 
     def _check(
-        self,
-        answers: tuple[Future[Any], Future[Any] | None],
-        tables: Mapping[bytes, RecordedTable],
-        expected: Mapping[Part, int],
-    ) -> bool:
-        """Returns whether all servers hold what is expected, as far as they were asked."""
-        self._check_whole(answers[0].result(), expected)
-        proved = self._check_boxes(answers[1], tables, expected)
-        if self.meta.compares_all:
-            for server, why in self._not_compared.items():
-                level = once_each(logging.WARNING, [server])
-                log.log(level, "weights on %s not verified: %s", server, why)
-        return proved and not self._not_compared
-
-    def _check_whole(
-        self, answers: Mapping[str, Sequence[Checksums]], expected: Mapping[Part, int]
-    ) -> None:
-        """Compares the servers that answer hashes of HF tensors."""
-        by_name = self.source.table.by_name
-        for server, (held, *_) in answers.items():
-            dtype = self._dtypes[server]
-            sent = {n: hash_text(expected[_whole(by_name[n], dtype)]) for n in self._names}
-            if wrong := differences(sent, held):
-                raise RuntimeError(f"server {server} does not hold the weights sent: {wrong}")
-        if answers:
-            log.log(
-                once_each(logging.INFO, answers),
-                "fingerprints of %d tensors agree with server %s",
-                len(self._names),
-                ", ".join(answers),
-            )
-
-    def _check_boxes(
         self,
         answer: Future[Any] | None,
         tables: Mapping[bytes, RecordedTable],
         expected: Mapping[Part, int],
     ) -> bool:
-        """Compares the servers that have recorded a table. Returns whether that proves all of their
-        tensors."""
+        """Returns whether all servers have proved that they hold what is expected."""
+        packed = self._packed
         try:
             replies = answer.result() if answer is not None else {}
         except ServersLost:
             raise
         except RuntimeError as e:
-            self._not_compared |= dict.fromkeys((server for server, _ in self._tables), str(e))
-            return False
-        wrong = []
-        for server, ranks in self._tables:
-            for rank, (raw, reply) in enumerate(zip(ranks, replies[server], strict=True)):
-                if other := self._differences(tables[raw], reply, expected):
-                    wrong.append(f"server {server}, rank {rank}: {few(other)}")
+            self._not_compared |= dict.fromkeys(packed, str(e))
+            replies = {}
+        wrong = [
+            f"server {server}, rank {rank}: {few(other)}"
+            for server, ranks in replies.items()
+            for rank, (raw, reply) in enumerate(zip(packed[server], ranks, strict=True))
+            if (other := self._differences(tables[raw], reply, expected))
+        ]
         if wrong:
             raise RuntimeError(
                 f"servers do not hold the weights sent: {'; '.join(wrong)}. Sync again; where it "
                 "comes back, start these servers anew and look for what else writes to their "
                 "weights"
             )
-        unclear: dict[tuple[bytes, ...], dict[str, str]] = {}  # servers alike have equal tables
-        for server, ranks in self._tables:
-            key = tuple(ranks)
-            if key not in unclear:
-                unclear[key] = self._unclear([tables[raw] for raw in ranks])
-            self._tell(server, unclear[key])
-        return not any(unclear.values())
+        unclear = {  # servers alike have equal tables
+            ranks: self._unclear([tables[raw] for raw in ranks])
+            for ranks in {tuple(packed[server]) for server in replies}
+        }
+        for server in replies:
+            self._tell(server, unclear[tuple(packed[server])])
+        for server, why in self._not_compared.items():
+            _log(logging.WARNING, server, f"weights on {server} not verified: {why}")
+        return not any(unclear.values()) and not self._not_compared
 
     def _differences(
         self, table: RecordedTable, reply: Mapping[str, Any], expected: Mapping[Part, int]
@@ -281,21 +241,18 @@ class Fingerprints:
         for part in (p for table in ranks for p in table.parts if p is not None):
             boxes.setdefault(part.tensor, set()).add((part.start, part.stop))
         for t in self.source.table.tensors:
-            missing = uncovered(t.shape, boxes.get(t.name, ()))
+            missing = uncovered(t.shape, boxes.get(t.name, ())) if t.name in self._names else 0
             if missing and t.name not in unclear:
                 unclear[t.name] = f"the server keeps {t.numel - missing} of its {t.numel} elements"
         return unclear
 
     def _tell(self, server: str, unclear: Mapping[str, str]) -> None:
-        """Says that a server holds nothing wrong, and which tensors that does not prove."""
-        missing = few([f"{name} ({why})" for name, why in unclear.items()])
-        log.log(
-            once_each(logging.WARNING if unclear else logging.INFO, [server]),
-            "fingerprints of %d tensors agree with all ranks of server %s%s",
-            len(self.source.table.tensors) - len(unclear),
-            server,
-            f"; not proved: {missing}" if unclear else "",
-        )
+        """Logs that a server holds nothing wrong, and which tensors that does not prove."""
+        proved = len(self._names.difference(unclear))
+        line = f"fingerprints of {proved} tensors agree with all ranks of server {server}"
+        if unclear:
+            line += f"; not proved: {few([f'{name} ({why})' for name, why in unclear.items()])}"
+        _log(logging.WARNING if unclear else logging.INFO, server, line)
 
     # ---- on every rank
 
@@ -385,22 +342,18 @@ def weight_hashes(
 
 
 def held_checksums(
-    addresses: Sequence[str], deadline: Deadline, names: Collection[str] | None = None
-) -> dict[str, list[Checksums]]:
-    """Returns the checksums of the tensors that servers hold, of `names` or (None) of all, by
-    server and its ranks: the embedded server's are hashes of HF tensors, stock SGLang's are its
-    own, of fused and sharded parameters. Raises RuntimeError where a server has none, ServersLost
-    where some are lost."""
+    addresses: Sequence[str], deadline: Deadline
+) -> dict[str, list[Mapping[str, str]]]:
+    """Returns the checksums of the tensors that servers hold, by server and its ranks: the embedded
+    server's are hashes of HF tensors, stock SGLang's are its own, of fused and sharded parameters.
+    Raises RuntimeError where a server has none, ServersLost where some are lost."""
     if not addresses:
         return {}
-    body: dict[str, Any] = {"action": "checksum"}
-    if names is not None:
-        body["names"] = sorted(names)
-    answers = Servers(addresses).call("/weights_checker", body, deadline)
+    answers = Servers(addresses).call("/weights_checker", {"action": "checksum"}, deadline)
     return {server: _checksums(server, answer) for server, answer in answers.items()}
 
 
-def _checksums(server: str, answer: Any) -> list[Checksums]:
+def _checksums(server: str, answer: Any) -> list[Mapping[str, str]]:
     """Returns the checksums by the server's ranks. Raises RuntimeError without any."""
     ranks = answer.get("ranks") if isinstance(answer, dict) else None
     if not isinstance(ranks, list) or not all(
@@ -411,37 +364,16 @@ def _checksums(server: str, answer: Any) -> list[Checksums]:
     return [r["checksums"] for r in ranks]
 
 
-def differences(sent: Checksums, held: Checksums) -> str:
-    """Words the first tensors that are missing, differ, or were never sent; "" if all is well.
-
-    A tensor that was not sent may only be another name of one that was (a tied output layer).
-    """
-    known = set(sent.values())
-    kinds = {
-        "missing": [n for n in sent if n not in held],
-        "different": [n for n in sent if n in held and held[n] != sent[n]],
-        "never sent": [n for n, c in held.items() if n not in sent and c not in known],
-    }
-    return "; ".join(f"{kind}: {few(names)}" for kind, names in kinds.items() if names)
-
-
 def sample(names: Collection[str], seed: int, size: int = SAMPLE) -> frozenset[str]:
     """Returns `size` of the names at most, always the same for a seed and others for another."""
     ordered = sorted(names)
     return frozenset(random.Random(seed).sample(ordered, min(size, len(ordered))))
 
 
-def once_each(level: int, servers: Collection[str]) -> int:
-    """Returns `level` if a line at it has not yet named each of these servers, else DEBUG."""
-    told = _TOLD.setdefault(level, set())
-    if told.issuperset(servers):
-        return logging.DEBUG
-    told.update(servers)
-    return level
-
-
-def _whole(tensor: HfTensor, dtype: str) -> Part:
-    return Part(tensor.name, (0,) * len(tensor.shape), tensor.shape, dtype)
+def _log(level: int, server: str, line: str) -> None:
+    """Logs a line on a server, at `level` the first time and at DEBUG later."""
+    log.log(logging.DEBUG if (level, server) in _LOGGED else level, line)
+    _LOGGED.add((level, server))
 
 
 def _name(part: Part) -> str:

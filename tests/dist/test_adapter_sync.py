@@ -109,3 +109,25 @@ def test_unloading_leaves_the_base_bit_for_bit(tmp_path: Path) -> None:
         status, answer = server.post("/load_lora_adapter", adapter)
         assert status == 400 and "has no lora_B beside it" in str(answer)
         assert checksums(server) == before
+
+
+def test_no_update_begins_while_the_weights_are_away(tmp_path: Path) -> None:
+    """It would put back the base below an adapter into memory that is not there."""
+    path = save_tiny(tmp_path / "model", "qwen2", dtype=torch.bfloat16)
+    adapter = {
+        "lora_name": "a",
+        "lora_path": write_adapter(tmp_path / "adapter", str(path), lora()),
+    }
+    with embedded_server(path, "--enable-weights-cpu-backup", log=tmp_path / "log") as server:
+        before = checksums(server)
+        server.ok("/load_lora_adapter", adapter)
+        merged = checksums(server)
+        server.ok("/pause_generation", {})
+        server.ok("/release_memory_occupation", {"tags": ["weights"]})
+        status, answer = server.post("/begin_weight_update")
+        assert status == 400 and "released" in answer["message"]
+        server.ok("/resume_memory_occupation", {"tags": ["weights"]})
+        assert checksums(server) == merged != before
+        server.ok("/begin_weight_update")
+        server.ok("/end_weight_update")
+        assert checksums(server) == before

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from megarl.api.records import WeightUpdateMeta
 from megarl.utils.http import call_json
-from megarl.weight_sync import slices
+from megarl.weight_sync import slices, verify
 from megarl.weight_sync.transports import WeightSender, WeightSource
 from megarl.wire import block_fp8
 from tests.dist.uploads import Upload, flipped, run_uploads, sharded
@@ -215,6 +215,37 @@ def run_one_that_cannot_plan(
         return Outcome(text, took, sender.upload(good))
     finally:
         sender.close()
+
+
+def run_one_that_cannot_hash(
+    source: Path, bad: WeightUpdateMeta, good: WeightUpdateMeta
+) -> Outcome:
+    """Uploads `bad`, of which rank 1 alone cannot hash what it holds, and then `good`."""
+    table, layout, rank, params = sharded(source, TP2)
+    sender = WeightSender(WeightSource(table, layout, rank, params))
+    began = time.monotonic()
+    try:
+        failing = patch.object(verify, "tensor_hash", side_effect=ValueError("no hash"))
+        with (
+            failing if rank == 1 else nullcontext(),
+            pytest.raises((ValueError, RuntimeError)) as e,
+        ):
+            sender.upload(bad)
+        took = time.monotonic() - began
+        return Outcome(str(e.value), took, sender.upload(good))
+    finally:
+        sender.close()
+
+
+@pytest.mark.parametrize("sharded", ("on", "off"))
+def test_a_rank_that_cannot_hash_is_an_error_on_all(
+    bench: Bench, world: World, sharded: str
+) -> None:
+    bad, good = (bench.meta(n, sharded=sharded, verify="full") for n in (2, 3))
+    for outcome in world.run(run_one_that_cannot_hash, bench.paths[0], bad, good):
+        assert "no hash" in outcome.error and outcome.seconds < 20
+        assert outcome.recovered["weight_sync/verified"] == 1
+    bench.check(0, 3)
 
 
 @pytest.mark.parametrize("error", (ValueError("no way"), RuntimeError("no way")), ids=repr)

@@ -101,6 +101,17 @@ def test_changes_of_another_message_are_refused() -> None:
             land(server(), views, message, int(head[1]))
 
 
+def test_other_numbers_of_parameters_in_one_memory_are_noticed() -> None:
+    """A table names the first of them."""
+    whole = torch.randn(6, 4)
+    params, holding = {"q": whole[:4], "k": whole[4:], "other": torch.zeros(2)}, Holding()
+    holding.note("v1", params, ["q"])
+    params["other"] += 1
+    assert holding.look(params) == "v1"
+    params["k"] += 1
+    assert holding.look(params) is None
+
+
 def test_weights_from_elsewhere_are_noticed() -> None:
     """Loaders copy into `param.data`, which torch's own version counters do not see."""
     torch.manual_seed(0)

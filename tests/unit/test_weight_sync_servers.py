@@ -6,8 +6,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -22,16 +21,19 @@ from megarl.parallel.ranks import Ranks
 from megarl.utils.env import address_towards
 from megarl.utils.http import HttpError, call_json, in_thread, split_address
 from megarl.weight_sync.phases import Phases
-from megarl.weight_sync.receiver.megarl_receiver.fingerprint import hash_text, tensor_hash
+from megarl.weight_sync.receiver import LOADER
+from megarl.weight_sync.receiver.megarl_receiver import load
 from megarl.weight_sync.servers import Answer, BucketTransfer, Deadline, ServerInfo, Servers
 from megarl.weight_sync.transports import WeightSource
 from megarl.weight_sync.verify import Fingerprints, held_checksums, sample
+from megarl.wire import handles
 
 SILENCE = "silence"  # an answer that never comes
 
 
 class Fake:
-    """Answers each path with the (status, body) it is given; remembers what it was asked."""
+    """Answers each path with the (status, body) it is given, or that a function of the request's
+    body gives; remembers what it was asked."""
 
     def __init__(self, answers: dict[str, Any]) -> None:
         self.asked: list[tuple[str, Any]] = []
@@ -42,7 +44,8 @@ class Fake:
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 fake.asked.append((self.path, json.loads(body) if body else None))
-                status, answer = answers.get(self.path, (404, {"detail": "Not Found"}))
+                found = answers.get(self.path, (404, {"detail": "Not Found"}))
+                status, answer = found(fake.asked[-1][1]) if callable(found) else found
                 if answer == SILENCE:
                     fake._over.wait(30)
                     return
@@ -178,10 +181,34 @@ def test_servers_without_sessions_need_none(fakes: Any) -> None:
         Servers([old.address, broken.address]).begin_update(Deadline(10))
 
 
-def checker(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """What an embedded server of these tensors answers."""
-    sums = {name: hash_text(tensor_hash(t)) for name, t in tensors.items()}
-    return {"weights_checker": (200, {"ranks": [{"checksums": sums}]})}
+class Holder(torch.nn.Module):
+    """Holds tensors by their HF names."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        for name, t in tensors.items():
+            self.register_parameter(name, torch.nn.Parameter(t.clone(), requires_grad=False))
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, w in weights:
+            self.get_parameter(name).copy_(w)
+
+
+def obeying(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """The answers of a server that holds these and has our loader."""
+    model = Holder(tensors)
+
+    def obey(body: Any) -> tuple[int, Any]:
+        load(model, handles.unpack(body["serialized_named_tensors"][0]))
+        return 200, {}
+
+    return {"update_weights_from_tensor": obey}
+
+
+def commands_of(fake: Fake) -> list[dict[str, Any]]:
+    """What its loader was asked."""
+    texts = [body["serialized_named_tensors"][0] for _, body in fake.asked]
+    return [json.loads(handles.unpack(text)[0][0]) for text in texts]
 
 
 def source_of(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> WeightSource:
@@ -200,8 +227,9 @@ def source_of(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Weight
     return WeightSource(table, table.layout, 0, tensors, dtype=dtype)
 
 
-OURS = ServerInfo(tp=1, dtype=torch.float32, hf_checksums=True)
-STOCK = ServerInfo(tp=1, dtype=None, hf_checksums=False)
+OURS = ServerInfo(tp=1, embedded=True, loaders=(LOADER,))
+STOCK = ServerInfo(tp=1, embedded=False, loaders=(LOADER,))
+BARE = ServerInfo(tp=1, embedded=False)
 
 
 def compare(
@@ -220,61 +248,72 @@ def compare(
     return verified
 
 
-def test_agreement_is_one_line_a_sync_and_at_info_only_once(
+def test_agreement_is_one_line_a_server_and_at_info_only_once(
     fakes: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     tensors = {"w": torch.ones(2)}
-    servers = [fakes(**checker(tensors)) for _ in range(3)]
+    servers = [fakes(**obeying(tensors)) for _ in range(3)]
     with caplog.at_level(logging.DEBUG, logger="megarl.weight_sync.verify"):
         for some in (servers[:2], servers[:2], servers):  # the third comes later
             assert compare(tensors, {s.address: OURS for s in some})
     lines = [r for r in caplog.records if r.name == "megarl.weight_sync.verify"]
-    assert [r.levelno for r in lines] == [logging.INFO, logging.DEBUG, logging.INFO]
-    both = f"fingerprints of 1 tensors agree with server {servers[0].address}, {servers[1].address}"
-    assert lines[0].getMessage() == both
+    assert [r.levelno for r in lines] == [logging.INFO] * 2 + [logging.DEBUG] * 4 + [logging.INFO]
+    for line, server in zip(lines, [*servers[:2], *servers[:2], *servers], strict=True):
+        assert server.address in line.getMessage() and " 1 tensors" in line.getMessage()
 
 
-def test_verification_names_server_and_tensor(fakes: Any) -> None:
+@pytest.mark.parametrize("kind", (OURS, STOCK))
+def test_verification_names_server_and_tensor(fakes: Any, kind: ServerInfo) -> None:
     """What was sent in bf16 is held in fp32."""
     held = {"w": torch.ones(2), "b": torch.zeros(2)}
     ours = {"w": torch.full([2], 1 + 2**-12), "b": torch.zeros(2)}
-    good, bad = fakes(**checker(held)), fakes(**checker(held | {"w": torch.zeros(2)}))
-    assert compare(ours, {good.address: OURS}, dtype=torch.bfloat16)
-    for kw in ({"info": {good.address: OURS, bad.address: OURS}}, {"verify": "sample"}):
-        info = {"info": {bad.address: OURS}} | kw
-        with pytest.raises(RuntimeError, match=f"{bad.address} does not hold .*different: w$"):
-            compare(ours, dtype=torch.bfloat16, **info)
-    with pytest.raises(RuntimeError, match=f"{good.address} does not hold .*different: w$"):
-        compare(ours, {good.address: OURS})
-    with pytest.raises(RuntimeError, match="answered without checksums"):
-        compare(ours, {fakes(weights_checker=(200, {})).address: OURS})
+    good, bad = (fakes(**obeying(held | other)) for other in ({}, {"w": torch.zeros(2)}))
+    assert compare(ours, {good.address: kind}, dtype=torch.bfloat16)
+    for servers, verify in (((good, bad), "full"), ((bad,), "sample")):
+        info = {s.address: kind for s in servers}
+        with pytest.raises(RuntimeError, match=rf"server {bad.address}, rank 0: w \[0:2\]") as e:
+            compare(ours, info, dtype=torch.bfloat16, verify=verify)
+        assert good.address not in str(e.value)
+    with pytest.raises(RuntimeError, match=rf"{good.address}, rank 0: w \["):
+        compare(ours, {good.address: kind})
+
+
+def test_what_no_tensor_fills_and_what_gives_no_hashes_is_not_verified(
+    fakes: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    sent = {"w": torch.ones(2)}
+    more, busy = fakes(**obeying(sent | {"bias": torch.ones(2)})), fakes()
+    assert compare(sent, {more.address: OURS}) is False
+    assert "not proved: bias (" in caplog.text
+    assert compare(sent, {busy.address: OURS}) is False
+    assert f"weights on {busy.address} not verified: " in caplog.text
 
 
 def test_servers_without_the_receiver_cannot_be_verified_and_that_is_said(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        assert compare({"w": torch.ones(1)}, {"stock:1": STOCK}) is False
-        assert compare({"w": torch.ones(1)}, {"stock:1": STOCK}) is False
+        assert compare({"w": torch.ones(1)}, {"stock:1": BARE}) is False
+        assert compare({"w": torch.ones(1)}, {"stock:1": BARE}) is False
     (line,) = caplog.messages  # the second time at debug
     assert "stock:1 not verified: it was not started with --custom-weight-loader" in line
 
 
-def test_a_sample_asks_for_a_few_tensors_and_leaves_stock_servers_alone(
-    fakes: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_sample_asks_for_a_few_tensors(fakes: Any) -> None:
     tensors = {f"w{i}": torch.ones(1) for i in range(100)}
     few = sample(tensors, seed=3)
     assert few == sample(reversed(tensors), seed=3) != sample(tensors, seed=4)  # type: ignore[arg-type]
     assert len(few) == 8 and few < set(tensors) and sample(["a"], 1) == {"a"}
-    good, other = fakes(**checker({n: tensors[n] for n in few})), fakes()
-    info = {good.address: OURS, other.address: STOCK}
-    with caplog.at_level(logging.WARNING):
-        assert compare(tensors, info, verify="sample") is False  # one was not compared
-    assert good.asked == [("/weights_checker", {"action": "checksum", "names": sorted(few)})]
-    assert not other.asked and not caplog.messages
+    other = {n: t + (n not in few) for n, t in tensors.items()}
+    both = [fakes(**obeying(other)) for _ in range(2)]
+    info = {both[0].address: OURS, both[1].address: STOCK}
+    assert compare(tensors, info, verify="sample") is True
+    for fake in both:
+        assert [c["do"] for c in commands_of(fake)] == ["record", "hash"]
+        assert commands_of(fake)[1]["names"] == sorted(few)
     wrong = {n: t + 1 for n, t in tensors.items()}
-    with pytest.raises(RuntimeError, match=f"different: {min(few, key=list(tensors).index)}"):
+    first = min(few, key=list(tensors).index)
+    with pytest.raises(RuntimeError, match=rf"{both[0].address}, rank 0: {first} \["):
         compare(wrong, info, verify="sample")
 
 
@@ -322,9 +361,8 @@ def test_stock_servers_of_gpus_record_only_if_asked(caplog: pytest.LogCaptureFix
         type="distributed", version=1, addresses=("a:1",), verify="sample", first=True
     )
     assert meta.compares_all
-    info = replace(STOCK, loaders=("megarl_receiver.load",))
     fingerprints = Fingerprints(source, 0, meta, Deadline(5), Phases())
-    fingerprints.record({"a:1": info})  # connects nowhere
+    fingerprints.record({"a:1": STOCK})  # connects nowhere
     source.device = torch.device("cpu")
     assert fingerprints.compare() is False
     assert "weights on a:1 not verified: this has not been run on a GPU" in caplog.text

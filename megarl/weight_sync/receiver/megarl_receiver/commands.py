@@ -9,7 +9,8 @@ name; everything else goes through a store of the trainers:
     holds    the trainers' name for the weights that are here, if nothing else has come since
     receive  take this rank's slices, round by round, and copy them in place as a plan says; or
              their changes against the weights that it holds
-    hash     the hash of each part of an HF tensor here, read back from the parameters
+    hash     the hash of each part of an HF tensor here, of all or of "names", read back from the
+             parameters
     accept   nothing; the request carries the version, once every rank has received
     leave    leave the group
 
@@ -50,13 +51,15 @@ _NEVER_SENT = 0x6E65  # tag of a message nobody sends
 
 @dataclass
 class Held:
-    """Keeps what outlives a command. spec: the HF tensors of the table, (name, shape, dtype)."""
+    """Keeps what outlives a command. spec: the HF tensors of the table, (name, shape, dtype).
+    wrote: whether the latest command has changed parameters."""
 
     spec: Sequence[Any] = ()
     table: Table | None = None
     group: dist.ProcessGroup | None = None
     plans: dict[str, Any] = field(default_factory=dict)
     weights: Holding = field(default_factory=Holding)
+    wrote: bool = False
 
     @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:
@@ -95,8 +98,9 @@ class Order:
 def load(
     model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]
 ) -> Mapping[str, Any]:
-    """Obeys one command; SGLang calls it on every rank. Returns the reply. Never raises."""
-    order, reply = None, dict[str, Any]()
+    """Obeys one command; SGLang calls it on every rank. Returns the reply, which says whether
+    parameters were written. Never raises."""
+    order, reply, held.wrote = None, dict[str, Any](), False
     try:
         command = json.loads(named_tensors[0][0])
         box = Mailbox(_store(command), command["session"], os.environ.get(TOKEN, ""))
@@ -105,6 +109,7 @@ def load(
     except BaseException as e:
         traceback.print_exc()
         reply = {"ok": False, "error": f"{type(e).__name__}: {e}"}
+    reply["wrote"] = held.wrote
     try:
         if order is not None:
             order.box.put(order.place("reply"), json.dumps(reply).encode())
@@ -283,6 +288,7 @@ def _land(params: Mapping[str, Any], posted: Any, order: Order, until: float) ->
     parts, buffers, works = posted
     _wait(order, works, until)
     for buffer, (views, chunks) in zip(buffers, parts, strict=True):
+        held.wrote |= buffer.numel() > 0
         land(params, views, buffer, chunks)
 
 
@@ -301,12 +307,12 @@ def _wait(order: Order, works: Sequence[Any], until: float) -> None:
 
 
 def _hash(order: Order) -> dict[str, Any]:
-    """Replies the hash of every entry of the table, read back from the live parameters."""
-    table = held.table
+    """Replies the hashes of entries of the table, read back from the live parameters."""
+    table, names = held.table, order.command.get("names")
     if table is None or table.digest != digest_of(order.model):
         raise RuntimeError("there is no table of these parameters: record first")
     params, hashes = state(order.model), []
-    for e in table.entries:
+    for e in (e for e in table.entries if names is None or e.tensor in names):
         view = params[e.param].as_strided(tuple(e.shape), tuple(e.strides), e.offset)
         extent = [stop - start for start, stop in zip(e.start, e.stop, strict=True)]
         hashes.append(tensor_hash(view.reshape(extent), e.start))
