@@ -44,6 +44,7 @@ from megarl.weight_sync.servers import (
     Deadline,
     absent,
     failures,
+    finish,
     raise_if_lost,
     wait_for,
 )
@@ -160,13 +161,7 @@ class Link:
     def call(self, do: str, deadline: Deadline, **given: Any) -> dict[str, list[dict[str, Any]]]:
         """Returns every server's replies by rank, once all have obeyed. Raises RuntimeError with
         what those that failed have said, ServersLost where some are lost."""
-        calls = self.start(do, deadline, **given)
-        raise_if_lost(wait_for(calls, deadline), do)
-        said = failures(calls)
-        said += [f"server {s}: no answer in time" for s, f in calls.items() if not f.done()]
-        if said:
-            raise RuntimeError(f"{do}: {'; '.join(said)}")
-        return {server: f.result().value for server, f in calls.items()}
+        return finish(do, self.start(do, deadline, **given), deadline)
 
     def _obey(
         self,
@@ -185,7 +180,7 @@ class Link:
         }
         call_json("POST", server, "/update_weights_from_tensor", request, timeout=timeout)
         replies = [self._reply(server, command, rank) for rank in range(tp)]
-        return Answer(server, replies, time.monotonic())
+        return Answer(replies, time.monotonic())
 
     def _reply(self, server: str, command: Mapping[str, Any], rank: int) -> dict[str, Any]:
         """Returns what a rank has said, as soon as the store has it: a rank's `set` returns while
@@ -203,7 +198,7 @@ class Link:
             )
         reply = json.loads(self.box.take(place))
         if not reply.pop("ok"):
-            raise RuntimeError(f"server {server}: rank {rank}: {reply['error']}")
+            raise RuntimeError(f"{command['do']}: server {server}: rank {rank}: {reply['error']}")
         at = f"{command['id']}/{command['server']}/{rank}"
         return reply | {"at": at}
 
@@ -340,8 +335,8 @@ def record(link: Link, spec: Spec, deadline: Deadline) -> PackedTables:
     """Returns the tables of all ranks, packed; a server that still has them answers at once. On the
     rank that speaks, in an update session, which undoes what is packed in place. Raises as
     `Link.call` does."""
-    link.box.put("spec/spec", zlib.compress(json.dumps(spec).encode()))
-    replies = link.call("record", deadline, spec="spec")
+    link.box.put("spec", zlib.compress(json.dumps(spec).encode()))
+    replies = link.call("record", deadline)
     distinct: dict[bytes, bytes] = {}  # equal tables become one object, which is pickled once
     tables: PackedTables = {}
     for server, ranks in replies.items():

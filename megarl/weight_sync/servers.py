@@ -58,7 +58,6 @@ class Deadline:
 class Answer:
     """Holds a server's answer and the moment it came (time.monotonic)."""
 
-    server: str
     value: Any
     at: float
 
@@ -163,7 +162,7 @@ class Servers:
         """Returns every server's answer. Raises one RuntimeError with the messages of all that
         failed, ServersLost where some are lost.
         """
-        return _finish(path, self.start(path, body, deadline.left, method=method), deadline)
+        return finish(path, self.start(path, body, deadline.left, method=method), deadline)
 
     def info(self, deadline: Deadline) -> dict[str, ServerInfo]:
         """Returns what every server says of itself. Raises RuntimeError as `call` and
@@ -283,10 +282,11 @@ def raise_if_lost(lost: Mapping[str, object], what: str) -> None:
         raise ServersLost("; ".join(reasons.values()), reasons)
 
 
-def _finish(path: str, calls: Calls, deadline: Deadline) -> dict[str, Any]:
-    """Returns every server's answer. Raises one RuntimeError for all that failed or kept silent."""
-    raise_if_lost(wait_for(calls, deadline), path)
-    late = f"{path} gave no answer within weight_sync.timeout={deadline.timeout:g} s"
+def finish(what: str, calls: Calls, deadline: Deadline) -> dict[str, Any]:
+    """Returns every server's answer. Raises one RuntimeError for all that failed or kept silent,
+    ServersLost where some are lost. what: the path or the command."""
+    raise_if_lost(wait_for(calls, deadline), what)
+    late = f"{what} gave no answer within weight_sync.timeout={deadline.timeout:g} s"
     said = [*failures(calls), *(f"server {s}: {late}" for s, f in calls.items() if not f.done())]
     if said:
         raise RuntimeError("; ".join(said))
@@ -297,7 +297,7 @@ def _finish_session(path: str, calls: Calls, deadline: Deadline) -> bool:
     """Returns whether any of the servers knows sessions."""
     raise_if_lost(wait_for(calls, deadline), path)
     unknown = {s for s, e in _refused(calls) if e.status == 404}
-    _finish(path, {s: f for s, f in calls.items() if s not in unknown}, deadline)
+    finish(path, {s: f for s, f in calls.items() if s not in unknown}, deadline)
     return len(unknown) < len(calls)
 
 
@@ -318,8 +318,9 @@ def wait_for(
         failed = any(f.exception() is not None for f in done)
         if not pending or (failed and return_when == cf.FIRST_EXCEPTION):
             break
+        dead = _failed(probes)
         for server in _silent(calls):
-            if server not in probes or (probes[server].done() and not _unanswered(probes[server])):
+            if server not in probes or (probes[server].done() and server not in dead):
                 probes[server] = in_thread(sign_of_life, server, deadline.patience)
         if lost := _failed({s: probes[s] for s in _silent(calls)}):
             return lost
@@ -349,7 +350,7 @@ def _call(
     body: dict[str, Any] | None,
     timeout: float,
 ) -> Answer:
-    return Answer(server, call_json(method, server, path, body, timeout=timeout), time.monotonic())
+    return Answer(call_json(method, server, path, body, timeout=timeout), time.monotonic())
 
 
 def address_for(servers: Iterable[str]) -> str:
@@ -376,10 +377,6 @@ def _refused(calls: Calls) -> Iterator[tuple[str, HttpError]]:
             yield server, error
 
 
-def _unanswered(call: Future[Any]) -> HttpError | None:
-    """Returns the error of a call that has ended without any answer, not even a refusal."""
-    return _failed({"": call}).get("")
-
-
 def _failed(calls: Mapping[str, Future[Any]]) -> dict[str, HttpError]:
+    """Returns the errors of calls that have ended without any answer, not even a refusal."""
     return {server: error for server, error in _refused(calls) if error.status is None}

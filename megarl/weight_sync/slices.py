@@ -63,8 +63,6 @@ from megarl.weight_sync.verify import Fingerprints, few
 
 log = logging.getLogger(__name__)
 
-PLAN = "plan"  # its name in commands: a session has one
-
 
 @dataclass(frozen=True)
 class _Target:
@@ -314,7 +312,7 @@ class SliceSync:
         for receiver in plan.receivers[self.source.rank :: self.source.layout.world_size]:
             (server, rank), rounds = receiver, plan.receives(receiver)
             text = json.dumps({"digest": tables[server][rank].params, "rounds": rounds})
-            self._link.box.put(f"plan/{PLAN}/{server}/{rank}", zlib.compress(text.encode()))
+            self._link.box.put(f"plan/{server}/{rank}", zlib.compress(text.encode()))
 
     def _join(self, plan: TransferPlan, deadline: Deadline, timeout: float) -> None:
         """Enters the group together with all others."""
@@ -346,13 +344,13 @@ class SliceSync:
         command: str,
         **fields: Any,
     ) -> tuple[Any, list[dict[str, Any]]]:
-        """Does this rank's side of something while the servers obey a command of the plan. Returns
+        """Does this rank's side of something while the servers obey a command. Returns
         its result and, on the rank that speaks, what every server rank replied."""
         link, calls = self._link, None
         assert link is not None
         try:
             if self._servers is not None:
-                calls = link.start(command, deadline, plan=PLAN, **fields)
+                calls = link.start(command, deadline, **fields)
             side = in_thread(ours)
             link.alongside(what, side, calls, deadline)
         except BaseException as e:  # or others would wait for this rank

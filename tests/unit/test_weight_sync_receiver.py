@@ -77,8 +77,7 @@ def test_a_table_applied_is_a_normal_load() -> None:
     model, normal, tensors = Model(), loaded(0), values(0)
     table = record(model, SPEC)
     assert all((p == 0).all() for p in model.parameters()), "recording writes nothing"
-    assert (dict(table.fills), table.computed) == ({"a": 48}, {"f": ["y", "z"]})
-    assert (table.unused, table.unfilled, table.twice) == (["o"], {}, {})
+    assert (table.computed, table.unfilled, table.twice) == ({"f": ["y", "z"]}, {}, {})
     with torch.no_grad():
         for e in table.entries:
             box = tensors[e.tensor][tuple(map(slice, e.start, e.stop))]
@@ -103,7 +102,7 @@ class Bench:
     def do(self, what: str, **more: Any) -> dict[str, Any]:
         command = dict(
             do=what, id=what, server=0, host="127.0.0.1", port=self.store.port, session="s",
-            timeout=60.0, backend="gloo", spec="x", plan="p",
+            timeout=60.0, backend="gloo",
         )  # fmt: skip
         commands.load(self.model, [(json.dumps(command | more), torch.empty(0))])
         return dict(json.loads(self.box.take(f"reply/{(command | more)['id']}/0/0")))
@@ -117,7 +116,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
         monkeypatch.setitem(sys.modules, name, content)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     box = Mailbox(store, "s", "secret")
-    box.put("spec/x", zlib.compress(json.dumps(SPEC).encode()))
+    box.put("spec", zlib.compress(json.dumps(SPEC).encode()))
     return Bench(Model(), store, box)
 
 
@@ -144,7 +143,7 @@ def send(
     monkeypatch.setattr(commands.dist, "destroy_process_group", lambda group: None)
     monkeypatch.setattr(commands.held, "group", mock.Mock())
     whole = {"digest": digest_of(bench.model), "rounds": rounds} | plan
-    bench.box.put("plan/p/0/0", zlib.compress(json.dumps(whole).encode()))
+    bench.box.put("plan/0/0", zlib.compress(json.dumps(whole).encode()))
     return bench.do("receive")
 
 
@@ -273,6 +272,25 @@ def test_what_cannot_be_followed_is_said() -> None:
             record(Odd(how), SPEC)
 
 
+class Neighbours(torch.nn.Module):
+    """Two parameters in one memory, of which loading fills one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        both = torch.zeros(6, 4)
+        self.q, self.k = torch.nn.Parameter(both[:4]), torch.nn.Parameter(both[4:])
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, w in weights:
+            self.get_parameter(name).data.copy_(w)
+
+
+def test_parameters_in_one_memory_are_each_filled_or_not() -> None:
+    for name, other, rows in (("q", "k", 4), ("k", "q", 2)):
+        table = record(Neighbours(), [(name, (rows, 4), "float32")])
+        assert table.unfilled == {other: 24 - 4 * rows}
+
+
 def test_load_never_raises(bench: Bench, capfd: pytest.CaptureFixture[str]) -> None:
     for name in ("no JSON", "{}", json.dumps({"do": "record", "host": "127.0.0.1", "port": 1})):
         commands.load(bench.model, [(name, torch.empty(0))])
@@ -333,8 +351,8 @@ def test_without_the_token_nothing_is_found_or_believed(
     bench.store.set_timeout(commands.timedelta(seconds=0.5))
     other = Mailbox(bench.store, "s", "another")
     with pytest.raises(dist.DistStoreError):
-        other.take("spec/x")
-    bench.store.set(bench.box.name("spec/x"), b"0" * 32 + zlib.compress(b"[]"))
+        other.take("spec")
+    bench.store.set(bench.box.name("spec"), b"0" * 32 + zlib.compress(b"[]"))
     with pytest.raises(PermissionError, match="not put by a process with this job's"):
-        bench.box.take("spec/x")
+        bench.box.take("spec")
     assert "PermissionError" in bench.do("record")["error"]

@@ -321,7 +321,7 @@ def later(seconds: float, error: str | None = None) -> Answer:
     time.sleep(seconds)
     if error:
         raise RuntimeError(error)
-    return Answer("s", None, time.monotonic())
+    return Answer(None, time.monotonic())
 
 
 def test_an_exchange_prefers_the_servers_own_words() -> None:

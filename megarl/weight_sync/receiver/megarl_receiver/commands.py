@@ -31,7 +31,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -51,20 +50,17 @@ _NEVER_SENT = 0x6E65  # tag of a message nobody sends
 
 @dataclass
 class Held:
-    """Keeps what outlives a command. spec: the HF tensors of the table, (name, shape, dtype).
-    wrote: whether the latest command has changed parameters."""
+    """Keeps what outlives a command. spec: the HF tensors of the table, (name, shape, dtype), as
+    they are sent; dtypes: theirs by name. plan: of the group. wrote: whether the latest command has
+    changed parameters."""
 
     spec: Sequence[Any] = ()
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     table: Table | None = None
     group: dist.ProcessGroup | None = None
-    plans: dict[str, Any] = field(default_factory=dict)
+    plan: Any = None
     weights: Holding = field(default_factory=Holding)
     wrote: bool = False
-
-    @cached_property
-    def dtypes(self) -> dict[str, torch.dtype]:
-        """Returns the dtypes of the HF tensors, as they are sent."""
-        return {name: getattr(torch, dtype) for name, _, dtype in self.spec}
 
 
 held = Held()
@@ -147,13 +143,13 @@ def _finish(model: torch.nn.Module) -> None:
 
 def _record(order: Order) -> dict[str, Any]:
     """Replies the table, the one there is where it still holds."""
-    spec = json.loads(zlib.decompress(order.box.take(f"spec/{order.command['spec']}")))
+    spec = json.loads(zlib.decompress(order.box.take("spec")))
     table = held.table
     if table is None or held.spec != spec or table.digest != digest_of(order.model):
         held.table = None
         table = record(order.model, spec)
-        held.table, held.spec, held.plans = table, spec, {}
-        vars(held).pop("dtypes", None)
+        held.table, held.spec, held.plan = table, spec, None
+        held.dtypes = {name: getattr(torch, dtype) for name, _, dtype in spec}
     order.box.put(order.place("table"), zlib.compress(json.dumps(vars(table)).encode()))
     return {"entries": len(table.entries)}
 
@@ -175,7 +171,7 @@ def _join(order: Order) -> dict[str, Any]:
             timeout=timedelta(seconds=c["group_timeout"]),
         )
     c10d._world.pg_group_ranks[group] = {i: i for i in range(c["world"])}
-    held.group, held.plans = group, {}
+    held.group, held.plan = group, None
     try:
         work = dist.all_reduce(torch.zeros(1, device=order.device), group=group, async_op=True)
         until = time.monotonic() + c["timeout"]
@@ -238,12 +234,11 @@ def _receive(order: Order) -> dict[str, Any]:
 
 
 def _plan(order: Order) -> Any:
-    """Returns the plan of this name, which comes once."""
-    name = order.command["plan"]
-    if name not in held.plans:
-        raw = order.box.take(f"plan/{name}/{order.command['server']}/{order.rank}")
-        held.plans = {name: json.loads(zlib.decompress(raw))}
-    return held.plans[name]
+    """Returns this rank's part of the plan, which comes once."""
+    if held.plan is None:
+        raw = order.box.take(f"plan/{order.command['server']}/{order.rank}")
+        held.plan = json.loads(zlib.decompress(raw))
+    return held.plan
 
 
 def _heads(order: Order, messages: Sequence[Any], number: int, until: float) -> list[list[int]]:

@@ -11,7 +11,6 @@ import bisect
 import hashlib
 import math
 import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -52,20 +51,17 @@ class Entry(NamedTuple):
 class Table:
     """Holds what one rank keeps of the HF tensors.
 
-    fills: parameter -> elements that loading sets to a constant (padding). computed: parameters
-    written with something else than HF elements, and the HF tensors that went into it. twice:
-    parameter -> elements that several HF elements reach. unfilled: parameter -> elements that
-    nothing reaches. unused: HF tensors of which this rank keeps nothing. params: name -> dtype.
-    digest: changes when the table no longer holds.
+    computed: parameters written with something else than HF elements, and the HF tensors that went
+    into it. twice: parameter -> elements that several HF elements reach. unfilled: parameter ->
+    elements that neither these nor constants (padding) reach. params: name -> dtype. digest:
+    changes when the table no longer holds.
     """
 
     digest: str
     entries: list[Entry] = field(default_factory=list)
-    fills: Counter[str] = field(default_factory=Counter)
     computed: dict[str, list[str]] = field(default_factory=dict)
     twice: dict[str, int] = field(default_factory=dict)
     unfilled: dict[str, int] = field(default_factory=dict)
-    unused: list[str] = field(default_factory=list)
     params: dict[str, str] = field(default_factory=dict)
 
 
@@ -286,8 +282,11 @@ def record(model: torch.nn.Module, tensors: Sequence[tuple[str, Ints, str]]) -> 
 def _table(model: torch.nn.Module, found: Recorder) -> Table:
     """Makes the table, and counts how often every element is reached: a byte of memory for each
     element of one parameter at a time."""
-    table, used = Table(digest_of(model)), set[int]()
-    owned = {name for name, _ in model.named_parameters()}
+    table = Table(digest_of(model))
+    owned: dict[str, list[Any]] = {}  # by the first in the same memory
+    for name, p in model.named_parameters():
+        memory = found.homes.get(p.untyped_storage().data_ptr(), name)
+        owned.setdefault(memory, []).append((name, p))
     writes: dict[str, list[Any]] = {}
     for write in found.writes:
         writes.setdefault(write[4], []).append(write)
@@ -296,7 +295,6 @@ def _table(model: torch.nn.Module, found: Recorder) -> Table:
         seen = torch.zeros(home.untyped_storage().nbytes() // home.itemsize, dtype=torch.uint8)
         for source, first, sizes, steps, _, offset, there in writes.get(param, ()):
             name, shape, _ = found.tensors[source]
-            used.add(source)
             dims = list(zip(steps, sizes, there, strict=True))
             for start, stop, off, view in boxes(shape, first, dims, offset):
                 own, strides = [n for n, _ in view], [t for _, t in view]
@@ -307,16 +305,13 @@ def _table(model: torch.nn.Module, found: Recorder) -> Table:
         for _, sources, target in (c for c in found.computed if c[0] == param):
             names = {found.tensors[i][0] for i in sources}
             table.computed[param] = sorted(names.union(table.computed.get(param, ())))
-            used |= sources
             seen.as_strided(target.shape, target.stride(), target.storage_offset()).fill_(1)
         for target in (t for p, t in found.fills if p == param):
-            part = seen.as_strided(target.shape, target.stride(), target.storage_offset())
-            table.fills[param] += int((part == 0).sum())
-            part[part == 0] = 1
-        mine = seen.as_strided(home.shape, home.stride(), home.storage_offset())
-        if param in owned and (n := int((mine == 0).sum())):
-            table.unfilled[param] = n
-    table.unused = [t[0] for i, t in enumerate(found.tensors) if i not in used]
+            seen.as_strided(target.shape, target.stride(), target.storage_offset()).fill_(1)
+        for name, p in owned.get(param, ()):
+            missing = seen.as_strided(p.shape, p.stride(), p.storage_offset()) == 0
+            if n := int(missing.sum()):
+                table.unfilled[name] = n
     return table
 
 
