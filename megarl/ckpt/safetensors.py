@@ -108,7 +108,7 @@ class SafetensorsDir:
         index, single = self.path / INDEX, self.path / SINGLE
         if index.is_file():
             try:
-                listed = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+                listed = sorted({*map(str, json.loads(index.read_text())["weight_map"].values())})
             except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as e:
                 raise ValueError(
                     f"{index}: not a safetensors index ({type(e).__name__}: {e}); "

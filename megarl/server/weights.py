@@ -5,17 +5,15 @@ A load is all or nothing: every name, shape and dtype is checked before the firs
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
+from megarl.ckpt.safetensors import DTYPES, SafetensorsDir
 from megarl.server.protocol import ControlError
 from megarl.weight_sync.receiver.megarl_receiver.fingerprint import hash_text, tensor_hash
 
@@ -24,13 +22,6 @@ Spec = tuple[tuple[int, ...], torch.dtype]
 _DTYPES = {
     name: getattr(torch, name)
     for name in ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn")
-}
-# safetensors' names of the dtypes weights come in
-_SAFETENSORS_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
 }
 
 
@@ -103,17 +94,19 @@ class WeightStore:
     def load_directory(self, path: str) -> None:
         """Loads a whole HF safetensors directory; ControlError names what is missing or wrong."""
         try:
-            files = [safe_open(f, framework="pt") for f in _safetensors(path)]
-            owner = {name: f for f in files for name in f.keys()}  # noqa: SIM118
-            self.check({name: _spec(f, name) for name, f in owner.items()})
-            if missing := sorted(self.tensors.keys() - owner.keys()):
-                raise ControlError(
-                    f"{path} lacks {missing[0]}"
-                    + (f" and {len(missing) - 1} more of the model's tensors" * (len(missing) > 1))
-                )
-            with self.writing(owner):
-                self.load((name, f.get_tensor(name)) for name, f in owner.items())
-        except (OSError, SafetensorError, ValueError) as e:
+            with SafetensorsDir(path) as files:
+                stored = {name: files.stored(name) for name in files.names()}
+                for name, s in stored.items():
+                    if s.dtype not in DTYPES:
+                        raise ControlError(f"{name}: dtype {s.dtype} is not supported")
+                self.check({name: (s.shape, DTYPES[s.dtype]) for name, s in stored.items()})
+                if missing := sorted(self.tensors.keys() - stored.keys()):
+                    more = f" and {len(missing) - 1} more of the model's tensors"
+                    raise ControlError(f"{path} lacks {missing[0]}" + more * (len(missing) > 1))
+                boxes = ((name, tuple(map(slice, s.shape))) for name, s in stored.items())
+                with self.writing(stored):
+                    self.load((name, files.read(name, box)) for name, box in boxes)
+        except (OSError, RecursionError, ValueError) as e:
             raise ControlError(f"{path}: cannot read the weights: {e}") from e
 
 
@@ -160,37 +153,6 @@ def cut(flat: torch.Tensor, specs: Mapping[str, Spec]) -> dict[str, torch.Tensor
         out[name] = flat[offset : offset + size].view(dtype).view(shape)
         offset += size
     return out
-
-
-def _spec(file: Any, name: str) -> Spec:
-    part = file.get_slice(name)
-    dtype = _SAFETENSORS_DTYPES.get(part.get_dtype())
-    if dtype is None:
-        raise ControlError(f"{name}: dtype {part.get_dtype()} is not supported")
-    return tuple(part.get_shape()), dtype
-
-
-def _safetensors(path: str) -> list[Path]:
-    """Returns the safetensors files of an HF directory, by its index where there is one. Raises
-    ControlError where one is missing."""
-    root = Path(path)
-    if not root.is_dir():
-        raise ControlError(f"{path} is not a directory")
-    index = root / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            strange = [name for name in names if not isinstance(name, str)]
-        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as e:
-            raise ControlError(f"{index} has no weight_map of tensors to files: {e!r}") from e
-        if strange:
-            raise ControlError(f"{index}: weight_map names {strange[0]!r}, which is no file's name")
-    else:
-        names = ["model.safetensors"]
-    for name in names:
-        if not (root / name).is_file():
-            raise ControlError(f"{path} has no {name}")
-    return [root / name for name in names]
 
 
 def _hf_tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:

@@ -286,10 +286,10 @@ def test_update_from_disk_takes_all_or_nothing(server, dirs, weights, tmp_path):
         (other, "lacks model.layers.2"),
         (longer, "model.layers.4"),
         (cut, "cannot read"),
-        (tmp_path / "none", "not a directory"),
+        (tmp_path / "none", "neither model.safetensors nor"),
         (tmp_path, "model.safetensors"),
         (with_index(tmp_path / "number", '{"weight_map": {"a": 5}}'), "5"),
-        (with_index(tmp_path / "list", '{"weight_map": {"a": ["b"]}}'), "weight_map"),
+        (with_index(tmp_path / "list", '{"weight_map": {"a": ["b"]}}'), "['b']"),
         (with_index(tmp_path / "words", "no json"), "index.json"),
     ):
         status, answer = server.post("/update_weights_from_disk", {"model_path": str(path)})

@@ -226,7 +226,7 @@ def test_what_once_ended_the_scheduler_is_refused(server, tmp_path):
     for path, body, words in (
         ("/generate", {"input_ids": [True]}, "input_ids.0"),
         ("/generate", {"input_ids": [5], "top_logprobs_num": -1}, "top_logprobs_num"),
-        ("/update_weights_from_disk", {"model_path": str(weights)}, "weight_map"),
+        ("/update_weights_from_disk", {"model_path": str(weights)}, "not a safetensors index"),
         ("/load_lora_adapter", {"lora_name": "a", "lora_path": str(adapter)}, "r=0"),
         ("/update_weight_version", {"new_version": {}}, "new_version={}"),
         ("/destroy_weights_update_group", {"group_name": [1]}, "group_name=[1]"),
