@@ -36,33 +36,7 @@ LINGER = 2.0  # seconds a thread may outlive the wait for its call
 CLOSE_TIMEOUT = 30.0  # seconds for servers to leave a group at the end of a run
 
 
-class Deadline:
-    """Ends `timeout` seconds from now. patience: seconds that a server may give no sign of life."""
-
-    def __init__(self, timeout: float, *, patience: float = 30.0) -> None:
-        self.timeout, self.patience = timeout, patience
-        self._end = time.monotonic() + timeout
-
-    @property
-    def over(self) -> bool:
-        """Returns whether the time is up."""
-        return time.monotonic() >= self._end
-
-    @property
-    def left(self) -> float:
-        """Returns the seconds left, never less than a hair, so that it can serve as a timeout."""
-        return max(0.001, self._end - time.monotonic())
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Holds a server's answer and the moment it came (time.monotonic)."""
-
-    value: Any
-    at: float
-
-
-Calls = Mapping[str, Future[Answer]]  # by server
+# ---- what a server is
 
 
 @dataclass(frozen=True)
@@ -119,6 +93,38 @@ class ServerInfo:
         if self.shares_weights:
             return "shares its weights with others (weight_cache_mode)"
         return ""
+
+
+# ---- calls to all servers at once
+
+
+class Deadline:
+    """Ends `timeout` seconds from now. patience: seconds that a server may give no sign of life."""
+
+    def __init__(self, timeout: float, *, patience: float = 30.0) -> None:
+        self.timeout, self.patience = timeout, patience
+        self._end = time.monotonic() + timeout
+
+    @property
+    def over(self) -> bool:
+        """Returns whether the time is up."""
+        return time.monotonic() >= self._end
+
+    @property
+    def left(self) -> float:
+        """Returns the seconds left, never less than a hair, so that it can serve as a timeout."""
+        return max(0.001, self._end - time.monotonic())
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Holds a server's answer and the moment it came (time.monotonic)."""
+
+    value: Any
+    at: float
+
+
+Calls = Mapping[str, Future[Answer]]  # by server
 
 
 class Servers:
@@ -225,6 +231,45 @@ class Servers:
         return self.start("/end_weight_update", {}, timeout)
 
 
+def address_for(servers: Iterable[str]) -> str:
+    """Returns this process's address for all servers: loopback only if all of them are here."""
+    hosts = [split_address(a)[0] for a in servers]
+    far = [h for h in hosts if not is_loopback(h)]
+    return address_towards((far or hosts)[0])
+
+
+def finish(what: str, calls: Calls, deadline: Deadline) -> dict[str, Any]:
+    """Returns every server's answer. Raises one RuntimeError for all that failed or kept silent,
+    ServersLost where some are lost. what: the path or the command."""
+    raise_if_lost(wait_for(calls, deadline), what)
+    late = f"{what} gave no answer within weight_sync.timeout={deadline.timeout:g} s"
+    said = [*failures(calls), *(f"server {s}: {late}" for s, f in calls.items() if not f.done())]
+    if said:
+        raise RuntimeError("; ".join(said))
+    return {server: f.result().value for server, f in calls.items()}
+
+
+def _finish_session(path: str, calls: Calls, deadline: Deadline) -> bool:
+    """Returns whether any of the servers knows sessions."""
+    raise_if_lost(wait_for(calls, deadline), path)
+    unknown = {s for s, e in _refused(calls) if e.status == 404}
+    finish(path, {s: f for s, f in calls.items() if s not in unknown}, deadline)
+    return len(unknown) < len(calls)
+
+
+def _call(
+    method: str,
+    server: str,
+    path: str,
+    body: dict[str, Any] | None,
+    timeout: float,
+) -> Answer:
+    return Answer(call_json(method, server, path, body, timeout=timeout), time.monotonic())
+
+
+# ---- what this rank and every server do at the same time
+
+
 @dataclass(frozen=True)
 class BucketTransfer:
     """Something that both this rank and every server must do, at the same time, for either to
@@ -270,35 +315,7 @@ class BucketTransfer:
         return f"no answer within weight_sync.timeout={deadline.timeout:g} s from {waiting}"
 
 
-def failures(calls: Calls) -> list[str]:
-    """Returns the errors of the servers whose call has failed so far."""
-    return [str(e) for f in calls.values() if f.done() and (e := f.exception()) is not None]
-
-
-def raise_if_lost(lost: Mapping[str, object], what: str) -> None:
-    """Raises ServersLost where there are any. lost: why, by server; `what` was going on."""
-    if lost:
-        reasons = {server: f"{why} ({what})" for server, why in lost.items()}
-        raise ServersLost("; ".join(reasons.values()), reasons)
-
-
-def finish(what: str, calls: Calls, deadline: Deadline) -> dict[str, Any]:
-    """Returns every server's answer. Raises one RuntimeError for all that failed or kept silent,
-    ServersLost where some are lost. what: the path or the command."""
-    raise_if_lost(wait_for(calls, deadline), what)
-    late = f"{what} gave no answer within weight_sync.timeout={deadline.timeout:g} s"
-    said = [*failures(calls), *(f"server {s}: {late}" for s, f in calls.items() if not f.done())]
-    if said:
-        raise RuntimeError("; ".join(said))
-    return {server: f.result().value for server, f in calls.items()}
-
-
-def _finish_session(path: str, calls: Calls, deadline: Deadline) -> bool:
-    """Returns whether any of the servers knows sessions."""
-    raise_if_lost(wait_for(calls, deadline), path)
-    unknown = {s for s, e in _refused(calls) if e.status == 404}
-    finish(path, {s: f for s, f in calls.items() if s not in unknown}, deadline)
-    return len(unknown) < len(calls)
+# ---- which servers are lost
 
 
 def wait_for(
@@ -343,21 +360,16 @@ def broken(calls: Calls) -> dict[str, HttpError]:
     return {s: e for s, e in failed.items() if not isinstance(e.__cause__, TimeoutError)}
 
 
-def _call(
-    method: str,
-    server: str,
-    path: str,
-    body: dict[str, Any] | None,
-    timeout: float,
-) -> Answer:
-    return Answer(call_json(method, server, path, body, timeout=timeout), time.monotonic())
+def failures(calls: Calls) -> list[str]:
+    """Returns the errors of the servers whose call has failed so far."""
+    return [str(e) for f in calls.values() if f.done() and (e := f.exception()) is not None]
 
 
-def address_for(servers: Iterable[str]) -> str:
-    """Returns this process's address for all servers: loopback only if all of them are here."""
-    hosts = [split_address(a)[0] for a in servers]
-    far = [h for h in hosts if not is_loopback(h)]
-    return address_towards((far or hosts)[0])
+def raise_if_lost(lost: Mapping[str, object], what: str) -> None:
+    """Raises ServersLost where there are any. lost: why, by server; `what` was going on."""
+    if lost:
+        reasons = {server: f"{why} ({what})" for server, why in lost.items()}
+        raise ServersLost("; ".join(reasons.values()), reasons)
 
 
 def sign_of_life(server: str, patience: float) -> None:
