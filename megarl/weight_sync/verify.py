@@ -133,14 +133,15 @@ class Fingerprints:
         if self.meta.verify == "off":
             return False
         with self._phases.time("verify"):
-            ranks, distinct = self.source.ranks, {raw for r in self._packed.values() for raw in r}
-            tables = {raw: RecordedTable.of(raw, self._names) for raw in sorted(distinct)}
-            parts = [p for table in tables.values() for p in table.parts if p is not None]
-            parts = list(dict.fromkeys(parts))
-            answers = ranks.together(self._ask)
+            ranks = self.source.ranks
+            distinct = dict.fromkeys(raw for tables in self._packed.values() for raw in tables)
+            tables = {raw: RecordedTable.of(raw, self._names) for raw in distinct}
+            held = (part for table in tables.values() for part in table.parts)
+            parts = list(dict.fromkeys(part for part in held if part is not None))
+            answer = ranks.together(self._ask)
             sums = ranks.add_up(ranks.together(self._sums, parts)).tolist()
             expected = dict(zip(parts, sums, strict=True))
-            verified = self.source.from_rank(self._speaker, self._check, answers, tables, expected)
+            verified = self.source.from_rank(self._speaker, self._check, answer, tables, expected)
         self._phases.metrics["verified"] = float(verified)
         return bool(verified)
 
