@@ -181,8 +181,8 @@ class WeightUpdates:
 
     def from_tensor(self, body: dict[str, Any], check: Callable[[], None]) -> None:
         """Loads tensors out of the sender's memory, by the handles in `body`, or obeys the command
-        of slices that it is. Raises ControlError, having loaded none, where they do not fit or
-        `check` refuses."""
+        of slices that it is, which needs no session. Raises ControlError, having loaded none, where
+        they do not fit or `check` refuses."""
         texts, load_format = body.get("serialized_named_tensors"), body.get("load_format")
         if not self._session and load_format != LOADER:
             raise ControlError(
@@ -213,6 +213,8 @@ class WeightUpdates:
     def _obey(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Obeys a command of slices. Raises ControlError where that fails: weights are torn then if
         some had been written."""
+        if self.adapters.merged is not None:
+            raise ControlError(f"adapter {self.adapters.merged!r} is merged: begin_weight_update")
         reply = megarl_receiver.load(self.store.model, tensors)
         if reply["wrote"]:
             self.store.torn = set() if reply["ok"] else {*self.store.tensors}
