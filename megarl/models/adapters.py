@@ -9,6 +9,7 @@ import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,20 +30,14 @@ from megarl.models.lora import (
     scale,
 )
 from megarl.models.ops import GateUp
-from megarl.models.params import canonical_name, local_view, named_params
+from megarl.models.params import canonical_name, local_view, mark_params, named_params
 from megarl.parallel import mcore  # noqa: F401  before megatron
-from megarl.parallel.layout import Coords, Layout
+from megarl.parallel.layout import Layout
 
 from megatron.core import parallel_state as ps
 from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
-
-
-class Switch:
-    """Turns the adapters of a model on or off; all of them share one switch."""
-
-    on = True
 
 
 class Adapter(nn.Module):
@@ -60,21 +55,11 @@ class Adapter(nn.Module):
     the matrix that all of them hold.
     """
 
-    def __init__(
-        self,
-        of: Adapted,
-        model: ModelConfig,
-        layout: Layout,
-        c: Coords,
-        *,
-        scale: float,
-        switch: Switch,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, of: Adapted, adapters: Adapters) -> None:
         super().__init__()
-        self.scale, self._switch = scale, switch
+        self.adapters, self.scale = adapters, scale(adapters.config)
         self.row_parallel, self.is_expert = of.row_parallel, of.base.expert is not None
+        model, layout, c = adapters.table.model, adapters.table.layout, adapters.coords
         self.sequence_parallel = layout.sequence_parallel and not self.is_expert
         self.gated = isinstance(of.base.op, GateUp) and len(of.sources) == 2
         tp, rank = (layout.etp, c.etp) if self.is_expert else (layout.tp, c.tp)
@@ -83,44 +68,34 @@ class Adapter(nn.Module):
             if self.is_expert
             else ps.get_tensor_model_parallel_group()
         )
-        kw: dict[str, Any] = dict(dtype=dtype, device=device)
-        self.A = nn.Parameter(torch.empty(of.a.op.local_shape(model, tp, 0), **kw))
-        self.B = nn.Parameter(torch.empty(of.b.op.local_shape(model, tp, 0), **kw))
-        self.out_rows: int = of.base.op.local_shape(model, tp, 0)[0]
+        a, b, base = (p.op.local_shape(model, tp, 0) for p in (of.a, of.b, of.base))
+        kw: dict[str, Any] = dict(dtype=adapters.dtype, device=adapters.device)
+        self.A, self.B = (nn.Parameter(torch.empty(shape, **kw)) for shape in (a, b))
+        whole = self.B if self.row_parallel else self.A
+        whole.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+        self.out_rows, slots = base[0], _slots(of, model, tp, rank)
         self.slots: Tensor
-        self.register_buffer("slots", _slots(of, model, tp, rank).to(device), persistent=False)
-        self._mark(rank)
-
-    def _mark(self, rank: int) -> None:
-        """Sets the marks that megatron-core's data parallelism and gradient norm look for."""
-        cut, whole = (self.A, self.B) if self.row_parallel else (self.B, self.A)
-        cut.tensor_model_parallel = True  # type: ignore[attr-defined]
-        if not self.is_expert:
-            whole.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
-            return
-        # the norm counts what is tensor-parallel and not shared: once over the expert's ranks,
-        # which need not be those of dense weights
-        whole.tensor_model_parallel = True  # type: ignore[attr-defined]
-        whole.shared = rank > 0  # type: ignore[attr-defined]
-        for param in (cut, whole):
-            param.allreduce = False  # type: ignore[attr-defined]
+        self.register_buffer("slots", slots.to(adapters.device), persistent=False)
 
     def add_to(self, linear: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Returns the layer's (out, bias) with scale * B A x added to `out`, or None (no change)
         while the adapters are off. x and out are [T,...,features]."""
-        if not self._switch.on:
+        if not self.adapters.on:
             return None
         out, bias = output
-        low = self._low_rank(_normed(linear, args[0]))
-        weight = self._expanded(self._complete(self.B) if self.row_parallel else self.B)
+        a, b = self.A, self.B
+        if self.is_expert:  # the gradient of the one that its ranks hold alike is summed over them
+            together = partial(mappings.copy_to_tensor_model_parallel_region, group=self.group)
+            a, b = (a, together(b)) if self.row_parallel else (together(a), b)
+        low = self._exchanged(F.linear(_normed(linear, args[0]), a))
+        weight = self._expanded(b)
         added = torch.addmm(out.flatten(0, -2), low.flatten(0, -2), weight.t(), alpha=self.scale)
         return added.view_as(out), bias
 
-    def _low_rank(self, x: Tensor) -> Tensor:
+    def _exchanged(self, low: Tensor) -> Tensor:
         """Returns A x, [T,...,n*r], as the rows of B need it."""
         if self.is_expert:
-            return F.linear(x, self.A if self.row_parallel else self._complete(self.A))
-        low = F.linear(x, self.A)
+            return low
         if self.row_parallel and self.sequence_parallel:
             low = mappings.reduce_scatter_to_sequence_parallel_region(low, group=self.group)
         elif self.row_parallel:
@@ -130,13 +105,6 @@ class Adapter(nn.Module):
         else:
             low = mappings.copy_to_tensor_model_parallel_region(low, group=self.group)
         return low
-
-    def _complete(self, param: Tensor) -> Tensor:
-        """Returns `param`; the gradient of an expert's is then summed over the expert's ranks."""
-        if not self.is_expert:
-            return param
-        whole: Tensor = mappings.copy_to_tensor_model_parallel_region(param, group=self.group)
-        return whole
 
     def _expanded(self, b: Tensor) -> Tensor:
         """Returns B [rows,r] as [out_rows,n*r]: row i has its r numbers in the columns of its
@@ -219,6 +187,7 @@ class Adapters:
     head.
 
     table: the trained tensors by PEFT's names. params: the trained parameters by canonical name.
+    on: whether the adapters count.
     Raises ValueError for adapters that do not fit the model or its tensor parallelism.
     """
 
@@ -234,31 +203,24 @@ class Adapters:
         seed: int,
     ) -> None:
         check_lora(model, layout.tp, cfg)
-        self.config, self.dtype = cfg, dtype
+        self.config, self.dtype, self.device, self.on = cfg, dtype, device, True
         self.table = adapter_table(model, layout, cfg)
         self.coords = layout.coords(dist.get_rank())
-        self._switch = Switch()
         self._by_weight: dict[str, Adapter] = {}
         wanted = {layer.base.name: layer for layer in adapted_layers(model, cfg)}
         for chunk in chunks:
-            for path, linear, of in _linears(chunk, wanted):
-                adapter = Adapter(
-                    of,
-                    model,
-                    layout,
-                    self.coords,
-                    scale=scale(cfg),
-                    switch=self._switch,
-                    dtype=dtype,
-                    device=device,
-                )
-                self._by_weight[of.base.name] = adapter
-                _attach(adapter, chunk, path, linear)
+            for path, linear in list(chunk.named_modules()):
+                if not isinstance(getattr(linear, "weight", None), nn.Parameter):
+                    continue
+                name = canonical_name(chunk, f"{path}.weight")
+                if name in wanted:
+                    self._by_weight[name] = Adapter(wanted[name], self)
+                    _attach(self._by_weight[name], chunk, path, linear)
             if getattr(chunk, "pre_process", False):
                 chunk.embedding.register_forward_hook(_require_grad)  # type: ignore[union-attr]
         everything = named_params(chunks)
         self.params = {n: p for n, p in everything.items() if is_trained(n, model)}
-        self.table.check_params(self.coords, {n: p.shape for n, p in self.params.items()})
+        mark_params(self.table, self.coords, self.params)
         for name, param in everything.items():
             param.requires_grad_(name in self.params)
         self.reset(seed)
@@ -270,11 +232,11 @@ class Adapters:
     @contextmanager
     def disabled(self) -> Iterator[None]:
         """Turns the adapters off inside the `with`: the model computes as the base model does."""
-        before, self._switch.on = self._switch.on, False
+        before, self.on = self.on, False
         try:
             yield
         finally:
-            self._switch.on = before
+            self.on = before
 
     @torch.no_grad()
     def reset(self, seed: int) -> None:
@@ -299,18 +261,6 @@ class Adapters:
 def base_params(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns `params` without the adapters."""
     return {name: p for name, p in params.items() if not is_adapter(name)}
-
-
-def _linears(
-    chunk: nn.Module, wanted: Mapping[str, Adapted]
-) -> list[tuple[str, nn.Module, Adapted]]:
-    """Returns the layers whose weights are `wanted`, each with its path and its adapters."""
-    return [
-        (path, module, wanted[name])
-        for path, module in chunk.named_modules()
-        if isinstance(getattr(module, "weight", None), nn.Parameter)
-        and (name := canonical_name(chunk, f"{path}.weight")) in wanted
-    ]
 
 
 def _attach(adapter: Adapter, chunk: nn.Module, path: str, linear: nn.Module) -> None:

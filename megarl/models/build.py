@@ -72,7 +72,7 @@ def _check_te(model: ModelConfig, asked: str, parallel: ParallelConfig, slides: 
             f"{model.attention.window} tokens in {model.family}) by 'all_gather' and 'a2a' only; "
             "use 'auto'"
         )
-    if model.head_dim != model.v_head_dim and asked != "p2p":
+    if model.attention.head_dim != model.attention.v_head_dim and asked != "p2p":
         raise ValueError(
             f"options.cp_comm_type={asked!r}: Transformer Engine takes keys and values of unlike "
             f"sizes ({model.family}'s) by 'p2p' only; use 'p2p'"
@@ -83,7 +83,7 @@ def _check_te(model: ModelConfig, asked: str, parallel: ParallelConfig, slides: 
             f"{_PACKED_SINCE[asked]} on, and {get_te_version()} is installed; use "
             + ("parallel.cp=1" if slides else "'p2p'")
         )
-    heads, kv = model.num_attention_heads, model.num_key_value_heads
+    heads, kv = model.attention.heads, model.attention.kv_heads
     tp, cp = parallel.tp, parallel.cp
     if asked == "a2a" and (heads % (tp * cp) or kv % (tp * cp)):
         raise ValueError(
@@ -126,11 +126,13 @@ def fp8_fields(
             f"fp8={recipe!r} needs a GPU of compute capability {_dotted(least)}{bound}, this one "
             f"has {_dotted(found)}; use {fits}"
         )
-    for name, size in _widths(model, layout).items():
-        if size % unit:
+    linear = {p.op: p for p, _ in family_of(model).params(model) if p.op.linear}
+    for op, p in linear.items():
+        shape = op.local_shape(model, layout.tp if p.expert is None else layout.etp, 0)
+        if any(size % unit for size in shape):
             raise ValueError(
-                f"fp8={recipe!r} needs sizes that are multiples of {unit}, but a rank's {name} is "
-                f"{size}; lower parallel.tp or use fp8='none'"
+                f"fp8={recipe!r} needs sizes that are multiples of {unit}, but a rank's {p.name} "
+                f"is {list(shape)}; lower parallel.tp or use fp8='none'"
             )
     return {"fp8": form, "fp8_recipe": recipe}
 
@@ -155,21 +157,6 @@ def runs_on(recipe: str, capability: tuple[int, int]) -> bool:
 def token_unit(recipe: str) -> int:
     """Returns the number of tokens that a rank's tokens are padded to a multiple of."""
     return 1 if recipe == "none" else _RECIPES[recipe][2]
-
-
-def _widths(m: ModelConfig, layout: Layout) -> dict[str, int]:
-    """Returns, by name, both sides of every linear map in the layers as a rank holds them."""
-    widths = {
-        "hidden size": m.hidden_size,
-        "attention width": m.num_attention_heads // layout.tp * m.v_head_dim,
-        **m.attention.widths(layout.tp),
-    }
-    if m.has_dense_layers:
-        widths["feed-forward width"] = m.intermediate_size // layout.tp
-    if m.moe is not None:
-        widths["expert width"] = m.moe.intermediate_size // layout.etp
-        widths["shared expert width"] = m.moe.shared_intermediate_size // layout.tp
-    return widths
 
 
 def _dotted(capability: tuple[int, int]) -> str:
@@ -281,9 +268,9 @@ def _architecture(m: ModelConfig) -> dict[str, Any]:
         num_layers=m.num_layers,
         hidden_size=m.hidden_size,
         ffn_hidden_size=m.intermediate_size,
-        num_attention_heads=m.num_attention_heads,
-        num_query_groups=m.num_key_value_heads,
-        kv_channels=m.head_dim,
+        num_attention_heads=m.attention.heads,
+        num_query_groups=m.attention.kv_heads,
+        kv_channels=m.attention.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=m.rms_norm_eps,
         gated_linear_unit=True,

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.engine import ParallelConfig
-from megarl.models.families import Family, family_of, find_family
-from megarl.models.families.fields import count, number, positive
+from megarl.models.families import family_of, find_family
+from megarl.models.families.fields import count, number, positive, refuse_others
 from megarl.models.families.rope import rope
 from megarl.models.shapes import ModelConfig as ModelConfig
 
@@ -83,7 +83,8 @@ def parse_hf_config(raw: Mapping[str, Any], source: str = "config.json") -> Mode
     ValueError naming the key that is missing, wrong or unsupported."""
     family = find_family(raw, source)
     full = {**DEFAULTS, **family.defaults, **raw}
-    _refuse_unsupported(full, family, source)
+    checked = {k: v for k, v in _IMPLEMENTED.items() if k not in family.ignored_fields}
+    refuse_others(full, checked, source)
     theta, scaling = rope(
         full, source, partial=family.partial_rotary, scalings=family.rope_scalings
     )
@@ -110,7 +111,7 @@ def parse_hf_config(raw: Mapping[str, Any], source: str = "config.json") -> Mode
 def check_layout(model: ModelConfig, parallel: ParallelConfig) -> None:
     """Raises ValueError, naming values and fix, if `model` cannot be cut as `parallel` says."""
     m, tp = model, parallel.tp
-    heads, kv = m.num_attention_heads, m.num_key_value_heads
+    heads, kv = m.attention.heads, m.attention.kv_heads
     if heads % tp:
         raise ValueError(
             f"parallel.tp={tp} does not divide num_attention_heads={heads}; choose tp from "
@@ -122,7 +123,7 @@ def check_layout(model: ModelConfig, parallel: ParallelConfig) -> None:
             f"choose tp from {[d for d in _divisors(heads) if not (kv % d and d % kv)]}"
         )
     sizes = m.attention.sizes_to_cut()
-    if m.has_dense_layers:
+    if m.moe is None or m.moe.dense_layers:
         sizes["intermediate_size"] = m.intermediate_size
     if m.moe is not None:
         sizes["shared_expert_intermediate_size"] = m.moe.shared_intermediate_size
@@ -169,29 +170,20 @@ def _check_expert_layout(m: ModelConfig, p: ParallelConfig) -> None:
         )
 
 
-# Fields that change the maths: (values that are implemented, what they mean in the message).
-# A field that is absent or null is fine; fields not listed here do not change a forward pass.
-_IMPLEMENTED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "hidden_act": (("silu", "swish"), "silu (SwiGLU)"),
-    "mlp_bias": ((False,), "false"),
-    "attention_bias": ((False,), "false (Qwen2 has its own q/k/v biases)"),
-    "attention_dropout": ((0,), "0"),
-    "use_mrope": ((False,), "false"),
-    "rope_interleaved": ((False,), "false"),
-    "router_jitter_noise": ((0,), "0"),
-    "qkv_bias": ((True,), "true"),
-    "partial_rotary_factor": ((1,), "1.0"),
-    "quantization_config": ((), "none: dequantise the checkpoint first"),
+# Fields that change the maths, with the values that are implemented. A field that is absent or null
+# is fine; fields not listed here do not change a forward pass.
+_IMPLEMENTED: Mapping[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "mlp_bias": (False,),
+    "attention_bias": (False,),
+    "attention_dropout": (0,),
+    "use_mrope": (False,),
+    "rope_interleaved": (False,),
+    "router_jitter_noise": (0,),
+    "qkv_bias": (True,),
+    "partial_rotary_factor": (1,),
+    "quantization_config": (),
 }
-
-
-def _refuse_unsupported(raw: Mapping[str, Any], family: Family, source: str) -> None:
-    for name, (allowed, meaning) in _IMPLEMENTED.items():
-        if name in family.ignored_fields:
-            continue
-        value = raw.get(name)
-        if value is not None and value not in allowed:
-            raise ValueError(f"{source}: {name}={value!r} is not supported; supported: {meaning}")
 
 
 def _dtype(raw: Mapping[str, Any], source: str) -> str:

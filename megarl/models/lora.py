@@ -23,7 +23,7 @@ from megarl.config.engine import ALL_LINEAR, LoRAConfig
 from megarl.models.families import family_of
 from megarl.models.families.params import VALUE_HEAD, Param
 from megarl.models.hf_config import ModelConfig
-from megarl.models.ops import Op, Replicated, RowParallel, Segment, Shape, VocabParallel
+from megarl.models.ops import Op, Replicated, RowParallel, Segment, Shape
 from megarl.models.piece_table import PieceTable, build_piece_table
 from megarl.parallel.layout import Layout
 
@@ -45,10 +45,6 @@ class Stacked(Op):
         shapes = self.base.hf_shapes(m)
         return tuple((self.r, shapes[s][1]) for s in self.sources)
 
-    def local_shape(self, m: ModelConfig, tp: int, vocab_rows: int) -> Shape:
-        """Returns [n*r, in], the same on every rank."""
-        return (len(self.sources) * self.r, self.hf_shapes(m)[0][1])
-
     def segments(self, m: ModelConfig, tp: int, vocab_rows: int) -> Iterator[Segment]:
         """Yields one segment for each HF module and rank."""
         for rank in range(tp):
@@ -59,7 +55,8 @@ class Stacked(Op):
 @dataclass(frozen=True)
 class FusedRows(Op):
     """Holds B of a column-parallel layer: the base weight's rows that belong to an adapted module,
-    in their order, r columns each."""
+    in their order, r columns each. `check_lora` refuses layouts in which ranks hold unequally
+    many."""
 
     base: Op
     sources: tuple[int, ...]
@@ -70,18 +67,10 @@ class FusedRows(Op):
         mine = (s for s in self.base.segments(m, tp, 0) if s.tp == rank)
         return sorted((s for s in mine if s.source in self.sources), key=lambda s: s.row)
 
-    def rows(self, m: ModelConfig, tp: int, rank: int) -> int:
-        """Returns how many rows of B `rank` holds."""
-        return sum(s.rows for s in self.base_rows(m, tp, rank))
-
     def hf_shapes(self, m: ModelConfig) -> tuple[Shape, ...]:
         """Returns [out, r] for each adapted HF module."""
         shapes = self.base.hf_shapes(m)
         return tuple((shapes[s][0], self.r) for s in self.sources)
-
-    def local_shape(self, m: ModelConfig, tp: int, vocab_rows: int) -> Shape:
-        """Returns [rows, r] of rank 0; `check_lora` refuses layouts in which ranks differ."""
-        return (self.rows(m, tp, 0), self.r)
 
     def segments(self, m: ModelConfig, tp: int, vocab_rows: int) -> Iterator[Segment]:
         """Yields the rows of B on every rank, in the order of the base weight's segments."""
@@ -120,7 +109,7 @@ def adapted_layers(m: ModelConfig, cfg: LoRAConfig) -> Iterator[Adapted]:
     the model does not have."""
     targets = resolve_targets(m, cfg)
     for param, layer in family_of(m).params(m):
-        if layer is None or not _is_linear(param, m):
+        if layer is None or not _is_adaptable(param):
             continue
         sources = tuple(i for i, hf in enumerate(param.hf) if _module(hf) in targets)
         if sources:
@@ -144,11 +133,9 @@ def _adapted(base: Param, layer: int, sources: tuple[int, ...], r: int) -> Adapt
     return Adapted(base, layer, sources, part("A", a), part("B", b))
 
 
-def _is_linear(param: Param, m: ModelConfig) -> bool:
-    """Returns whether ranks cut the layer: not a norm, bias, router, gate, embedding or head."""
-    op = param.op
-    is_matrix = len(op.hf_shapes(m)[0]) == 2
-    return is_matrix and not op.replicated and not isinstance(op, VocabParallel)
+def _is_adaptable(param: Param) -> bool:
+    """Returns whether the parameter is a linear map that ranks cut."""
+    return param.op.linear and not param.op.replicated
 
 
 def _module(hf: str) -> str:
@@ -158,7 +145,7 @@ def _module(hf: str) -> str:
 
 def resolve_targets(m: ModelConfig, cfg: LoRAConfig) -> tuple[str, ...]:
     """Returns the HF modules that get adapters. Raises ValueError for one that the model lacks."""
-    layers = (p for p, layer in family_of(m).params(m) if layer is not None and _is_linear(p, m))
+    layers = (p for p, layer in family_of(m).params(m) if layer is not None and _is_adaptable(p))
     known = tuple(dict.fromkeys(_module(hf) for p in layers for hf in p.hf))
     if cfg.target_modules == [ALL_LINEAR]:
         return known
@@ -176,12 +163,12 @@ def check_lora(m: ModelConfig, tp: int, cfg: LoRAConfig) -> None:
     for layer in adapted_layers(m, cfg):
         op = layer.b.op
         if layer.base.expert is None and isinstance(op, FusedRows):
-            counts = [op.rows(m, tp, rank) for rank in range(tp)]
-            if len(set(counts)) > 1:
+            counts = {sum(s.rows for s in op.base_rows(m, tp, rank)) for rank in range(tp)}
+            if len(counts) > 1:
                 names = [_module(hf) for hf in layer.base.hf]
                 raise ValueError(
                     f"lora.target_modules has only part of {', '.join(names)}, which tp={tp} ranks "
-                    f"hold unequal parts of (there are {m.num_key_value_heads} key/value heads); "
+                    f"hold unequal parts of (there are {m.attention.kv_heads} key/value heads); "
                     "name all of them or none, or use a smaller tp"
                 )
 

@@ -56,12 +56,15 @@ class Op(ABC):
         """Returns the shapes of the HF tensors that the parameter is made of."""
 
     @abstractmethod
-    def local_shape(self, m: ModelConfig, tp: int, vocab_rows: int) -> Shape:
-        """Returns the shape on one of `tp` ranks; `vocab_rows` is the whole padded vocabulary."""
-
-    @abstractmethod
     def segments(self, m: ModelConfig, tp: int, vocab_rows: int) -> Iterator[Segment]:
-        """Yields every row of every HF tensor on every rank that holds it."""
+        """Yields every row of every HF tensor on each of `tp` ranks that holds it; `vocab_rows` is
+        the whole padded vocabulary."""
+
+    def local_shape(self, m: ModelConfig, tp: int, vocab_rows: int) -> Shape:
+        """Returns the shape on one of `tp` ranks, which all have the same."""
+        first = [s for s in self.segments(m, tp, vocab_rows) if s.tp == 0]
+        shape = (max(s.row + s.rows for s in first), first[0].cols)
+        return shape[: len(self.hf_shapes(m)[0])]
 
 
 @dataclass(frozen=True)
@@ -77,10 +80,6 @@ class Replicated(Op):
     def hf_shapes(self, m: ModelConfig) -> tuple[Shape, ...]:
         """Returns one shape: [rows, cols], or [rows] for a vector."""
         return ((size(m, self.rows), size(m, self.cols)) if self.cols else (size(m, self.rows),),)
-
-    def local_shape(self, m: ModelConfig, tp: int, vocab_rows: int) -> Shape:
-        """Returns the HF tensor's shape."""
-        return self.hf_shapes(m)[0]
 
     def segments(self, m: ModelConfig, tp: int, vocab_rows: int) -> Iterator[Segment]:
         """Yields the whole tensor on every rank."""
@@ -103,10 +102,6 @@ class _Matrix(Op):
 class RowParallel(_Matrix):
     """A matrix [rows, cols] cut along its input dimension (columns)."""
 
-    def local_shape(self, m: ModelConfig, tp: int, vocab_rows: int) -> Shape:
-        """Returns [rows, cols / tp]."""
-        return (size(m, self.rows), size(m, self.cols) // tp)
-
     def segments(self, m: ModelConfig, tp: int, vocab_rows: int) -> Iterator[Segment]:
         """Yields each rank's columns, which are all rows high."""
         rows, cols = size(m, self.rows), size(m, self.cols) // tp
@@ -116,10 +111,6 @@ class RowParallel(_Matrix):
 
 class ColumnParallel(_Matrix):
     """A matrix [rows, cols] cut along its output dimension (rows)."""
-
-    def local_shape(self, m: ModelConfig, tp: int, vocab_rows: int) -> Shape:
-        """Returns [rows / tp, cols]."""
-        return (size(m, self.rows) // tp, size(m, self.cols))
 
     def segments(self, m: ModelConfig, tp: int, vocab_rows: int) -> Iterator[Segment]:
         """Yields each rank's rows."""
@@ -163,10 +154,6 @@ class GateUp(Op):
         rows = size(m, self.rows)
         return ((2 * rows, m.hidden_size),) if self.fused else ((rows, m.hidden_size),) * 2
 
-    def local_shape(self, m: ModelConfig, tp: int, vocab_rows: int) -> Shape:
-        """Returns [2*rows / tp, H]."""
-        return (2 * size(m, self.rows) // tp, m.hidden_size)
-
     def segments(self, m: ModelConfig, tp: int, vocab_rows: int) -> Iterator[Segment]:
         """Yields each rank's rows of gate, then its rows of up."""
         per = size(m, self.rows) // tp
@@ -196,23 +183,18 @@ class FusedQKV(Op):
 
     def hf_shapes(self, m: ModelConfig) -> tuple[Shape, ...]:
         """Returns the shapes of q, k and v: [heads * head_dim, H]; without H for biases."""
-        kv = m.num_key_value_heads * m.head_dim
-        rows = (m.attention.query, kv, kv)
+        a = m.attention
+        rows = (heads * a.head_dim for heads in (a.heads, a.kv_heads, a.kv_heads))
         return tuple((r,) if self.bias else (r, m.hidden_size) for r in rows)
-
-    def local_shape(self, m: ModelConfig, tp: int, vocab_rows: int) -> Shape:
-        """Returns an even share of q's, k's and v's rows, [rows / tp, H]; without H for biases."""
-        rows = (m.num_attention_heads + 2 * m.num_key_value_heads) * m.head_dim // tp
-        return (rows,) if self.bias else (rows, m.hidden_size)
 
     def segments(self, m: ModelConfig, tp: int, vocab_rows: int) -> Iterator[Segment]:
         """Yields the runs of q, k and v rows of every group, split where a rank's share ends."""
-        per = self.local_shape(m, tp, vocab_rows)[0]
-        cols = 1 if self.bias else m.hidden_size
-        q_rows = m.num_attention_heads // m.num_key_value_heads * m.head_dim
+        a, cols = m.attention, 1 if self.bias else m.hidden_size
+        per = (a.heads + 2 * a.kv_heads) * a.head_dim // tp
+        q_rows = a.heads // a.kv_heads * a.head_dim
         row = 0  # of the interleaved matrix
-        for group in range(m.num_key_value_heads):
-            for source, rows in enumerate((q_rows, m.head_dim, m.head_dim)):
+        for group in range(a.kv_heads):
+            for source, rows in enumerate((q_rows, a.head_dim, a.head_dim)):
                 start, stop = row, row + rows
                 while row < stop:
                     rank, local = divmod(row, per)

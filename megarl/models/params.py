@@ -108,6 +108,9 @@ def mark_params(table: PieceTable, c: Coords, params: Mapping[str, Tensor]) -> N
     allreduce=False: an expert's gradient is averaged over the ranks that hold the expert.
     megatron-core says so for ep > 1 only: with etp unlike tp it would average an expert over the
     wrong ranks, and a checkpoint of another ep would have its optimizer state under other names.
+
+    shared: a part of an expert that all its ranks hold, of an adapter say, is counted on the first
+    of them, which need not be the first of the dense weights'.
     """
     table.check_params(c, {name: param.shape for name, param in params.items()})
     for name, local in table.local_params(c).items():
@@ -117,6 +120,8 @@ def mark_params(table: PieceTable, c: Coords, params: Mapping[str, Tensor]) -> N
         param.tensor_model_parallel = not local.replicated  # type: ignore[attr-defined]
         if local.place.ep is not None:
             param.allreduce = False  # type: ignore[attr-defined]
+            param.shared = local.replicated and c.etp > 0  # type: ignore[attr-defined]
+            param.tensor_model_parallel = True  # type: ignore[attr-defined]
 
 
 # (HF tensor, box) -> its numbers, of the box's shape, any dtype, on the host

@@ -269,63 +269,45 @@ def build_piece_table(
     last = (layout.pp - 1, layout.vpp - 1)
     cuts: dict[tuple[Op, int], ShardMap] = {}  # layers and experts are cut alike
     for param, layer in family_of(model).params(model) if params is None else params:
+        op, ranks = param.op, layout.tp if param.expert is None else layout.etp
+        if (op, ranks) not in cuts:
+            cuts[op, ranks] = shard_map(model, op, ranks, vocab)
+        cut = cuts[op, ranks]
         if layer is not None:
             chunk = chunk_of[layer]
         else:
             chunk = (0, 0) if param.stage == "first" else last
-        homes = [(chunk, param.name)]
+        homes = [(param.name, _places(model, layout, param, chunk))]
         if param.copy_on_last and layout.pp > 1:
-            homes.append((last, param.copy_on_last))
-        key = param.op, _ranks(layout, param)
-        if key not in cuts:
-            cuts[key] = shard_map(model, *key, vocab)
-        for home in homes:
-            places = [_place(model, layout, param, home[0], r) for r in range(key[1])]
-            local += _local_params(cuts[key], places, home[1], param.op.replicated)
-        tensors += _tensors(model, layout, cuts[key], param, homes)
+            homes.append((param.copy_on_last, _places(model, layout, param, last)))
+        for name, places in homes:
+            for place, filled in zip(places, cut.filled, strict=True):
+                padding = (filled, cut.shape[0])
+                local.append(LocalParam(place, name, cut.shape, padding, op.replicated))
+        for hf_name, (shape, boxes) in zip(param.hf, cut.sources, strict=True):
+            pieces = tuple(
+                Piece(places[box.rank], name, box.view, box.start, box.stop)
+                for name, places in homes
+                for box in boxes
+            )
+            # owners come first: the first home's, of what ranks hold alike the first rank's
+            owners = sum(box.rank == 0 for box in boxes) if op.replicated else len(boxes)
+            kind = dict(buffer=param.buffer, linear=op.linear)
+            tensors.append(HfTensor(hf_name, shape, pieces[:owners], pieces[owners:], **kind))
     table = PieceTable(model, layout, vocab, tuple(tensors), tuple(local))
     check_coverage(table)
     return table
 
 
-Chunk = tuple[int, int]  # (pp, vpp)
-Home = tuple[Chunk, str]  # chunk, parameter name; the first home owns
-
-
-def _ranks(layout: Layout, param: Param) -> int:
-    """Returns how many ranks a parameter is cut over."""
-    return layout.tp if param.expert is None else layout.etp
-
-
-def _place(model: ModelConfig, layout: Layout, param: Param, chunk: Chunk, rank: int) -> Place:
-    """Returns the ranks that hold a parameter: experts lie on expert-parallel ranks in order,
-    evenly."""
+def _places(
+    model: ModelConfig, layout: Layout, param: Param, chunk: tuple[int, int]
+) -> list[Place]:
+    """Returns the places of a parameter's shares in a pipeline chunk (pp, vpp): experts lie on
+    expert-parallel ranks in order, evenly."""
     if param.expert is None:
-        return Place(*chunk, tp=rank)
-    return Place(*chunk, ep=param.expert * layout.ep // model.experts.num_experts, etp=rank)
-
-
-def _tensors(
-    model: ModelConfig, layout: Layout, cut: ShardMap, param: Param, homes: list[Home]
-) -> Iterator[HfTensor]:
-    for name, (shape, boxes) in zip(param.hf, cut.sources, strict=True):
-        owners: list[Piece] = []
-        replicas: list[Piece] = []
-        for home, (chunk, local_name) in enumerate(homes):
-            for box in boxes:
-                owned = home == 0 and (box.rank == 0 or not param.op.replicated)
-                place = _place(model, layout, param, chunk, box.rank)
-                piece = Piece(place, local_name, box.view, box.start, box.stop)
-                (owners if owned else replicas).append(piece)
-        kind = dict(buffer=param.buffer, linear=param.op.linear)
-        yield HfTensor(name, shape, tuple(owners), tuple(replicas), **kind)
-
-
-def _local_params(
-    cut: ShardMap, places: list[Place], name: str, replicated: bool
-) -> Iterator[LocalParam]:
-    for place, filled in zip(places, cut.filled, strict=True):
-        yield LocalParam(place, name, cut.shape, (filled, cut.shape[0]), replicated)
+        return [Place(*chunk, tp=rank) for rank in range(layout.tp)]
+    ep = param.expert * layout.ep // model.experts.num_experts
+    return [Place(*chunk, ep=ep, etp=rank) for rank in range(layout.etp)]
 
 
 def check_coverage(table: PieceTable) -> None:

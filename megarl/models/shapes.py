@@ -63,7 +63,8 @@ class MoEShape:
 class Attention(ABC):
     """Describes a kind of attention by the numbers that generic code needs.
 
-    head_dim: the size of a head's query and key; its value has `v_head_dim`. rotary_dim: how many
+    heads: of queries; groups of them share `kv_heads` keys and values. head_dim: the size of a
+    head's query and key; its value has `v_head_dim`. rotary_dim: how many
     numbers of a head are rotated. window: a token of the layers `window_layers` attends to itself
     and the `window` - 1 tokens before it; None: every layer attends to all tokens before.
     """
@@ -93,10 +94,6 @@ class Attention(ABC):
     @abstractmethod
     def sizes_to_cut(self) -> dict[str, int]:
         """Returns, by their names for the user, the sizes that tensor parallelism must divide."""
-
-    @abstractmethod
-    def widths(self, tp: int) -> dict[str, int]:
-        """Returns, by name, the inner sizes of a layer's matrices as one of `tp` ranks has them."""
 
 
 # fields of ModelConfig that do not change what the weights mean
@@ -142,28 +139,3 @@ class ModelConfig:
         """Returns `moe`. Raises AssertionError for a dense model."""
         assert self.moe is not None, "a dense model has no experts"
         return self.moe
-
-    @property
-    def has_dense_layers(self) -> bool:
-        """Returns whether a layer has an MLP of `intermediate_size`, and not experts."""
-        return self.moe is None or bool(self.moe.dense_layers)
-
-    @property
-    def num_attention_heads(self) -> int:
-        """Returns the number of query heads."""
-        return self.attention.heads
-
-    @property
-    def num_key_value_heads(self) -> int:
-        """Returns the number of key/value heads, which groups of query heads share."""
-        return self.attention.kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        """Returns the size of one head's query and key."""
-        return self.attention.head_dim
-
-    @property
-    def v_head_dim(self) -> int:
-        """Returns the size of one head's value."""
-        return self.attention.v_head_dim

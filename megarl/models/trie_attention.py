@@ -59,6 +59,16 @@ class Own:
         """Returns where the last of the blocks ends."""
         return self.start + self.n * self.length
 
+    def take(self, x: Tensor) -> Tensor:
+        """Returns x [T,h,...] as these blocks, [n,h,length,...], a view."""
+        return x[self.start : self.end].unflatten(0, (self.n, self.length)).transpose(1, 2)
+
+    take_grad = take
+
+    def put(self, total: Tensor, part: Tensor) -> None:
+        """Writes the blocks [n,h,length,...] to their tokens in `total` [T,h,...]."""
+        self.take(total).copy_(part)
+
 
 @dataclass(frozen=True)
 class Seen:
@@ -84,15 +94,30 @@ class Short:
     rows: Tensor
     tokens: Tensor
 
+    def take(self, x: Tensor) -> Tensor:
+        """Returns x [T,h,...] as these blocks, [n,h,length,...]."""
+        return x.index_select(0, self.index).unflatten(0, (self.n, -1)).transpose(1, 2)
+
+    def take_grad(self, grad: Tensor) -> Tensor:
+        """Returns the answers' gradient [T,h,d] as these blocks. That of padding is zero, and no
+        other query sees padding, so padding adds nothing to any gradient."""
+        padded = grad.new_zeros(len(self.index), *grad.shape[1:])
+        padded.index_copy_(0, self.rows, grad.index_select(0, self.tokens))
+        return padded.unflatten(0, (self.n, -1)).transpose(1, 2)
+
+    def put(self, total: Tensor, part: Tensor) -> None:
+        """Writes the blocks [n,h,length,...] to their tokens in `total` [T,h,...]."""
+        rows = part.transpose(1, 2).flatten(0, 1).index_select(0, self.rows)
+        total.index_copy_(0, self.tokens, rows.to(total.dtype))
+
 
 @dataclass(frozen=True)
 class TriePlan:
-    """Says by which blocks the queries of `tokens` tokens meet their keys: the own blocks, which
-    are in `own` or in the padded batch `short`, and after them `seen`."""
+    """Says by which blocks the queries of `tokens` tokens meet their keys: `own`, and after them
+    `seen`."""
 
     tokens: int
-    own: tuple[Own, ...]
-    short: Short | None
+    own: tuple[Own | Short, ...]
     seen: tuple[Seen, ...]
 
 
@@ -134,12 +159,12 @@ def make_trie_plan(
         own += pairwise(cuts)
         seen += [Seen(a, b, start, a) for a, b in pairwise(cuts[1:])]
     runs = _runs(sorted(own))
+    blocks: list[Own | Short] = [*runs]
     few = [run for run in runs if run.length <= short]
-    if len(few) < 2:
-        few = []
-    alone = tuple(run for run in runs if run.length > short or not few)
+    if len(few) > 1:
+        blocks = [*(run for run in runs if run.length > short), _short(few, device)]
     tokens = segments[-1].end if segments else 0
-    return TriePlan(tokens, alone, _short(few, device) if few else None, tuple(seen))
+    return TriePlan(tokens, tuple(blocks), tuple(seen))
 
 
 def _chains(segments: Sequence[Segment]) -> tuple[list[tuple[int, int]], list[Seen]]:
@@ -242,12 +267,10 @@ def _forward(
     # parts are joined in fp32; alone they are what the kernel returns
     out = q.new_empty(q.shape, dtype=torch.float32 if plan.seen else q.dtype)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-    for o in plan.own:
-        parts = _flash(*(_blocks(x, o) for x in (q, k, v)), 0.0, True, scale=scale)
+    for block in plan.own:
+        parts = _flash(*(block.take(x) for x in (q, k, v)), 0.0, True, scale=scale)
         for total, part in zip((out, lse), parts, strict=True):
-            _blocks(total, o).copy_(part)
-    if plan.short is not None:
-        _short_forward(out, lse, (q, k, v), plan.short, scale)
+            block.put(total, part)
     heads = [_heads(x) for x in (q, k, v)]
     for s in plan.seen:
         rows = slice(s.q_start, s.q_end)
@@ -270,14 +293,11 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of q, k and v."""
     sums = [x.new_empty(x.shape, dtype=torch.float32 if plan.seen else x.dtype) for x in (q, k, v)]
-    for o in plan.own:
-        parts = _flash_backward(
-            *(_blocks(x, o) for x in (grad, q, k, v, out, lse)), 0.0, True, scale=scale
-        )
+    for block in plan.own:
+        taken = (block.take_grad(grad), *(block.take(x) for x in (q, k, v, out, lse)))
+        parts = _flash_backward(*taken, 0.0, True, scale=scale)
         for total, part in zip(sums, parts, strict=True):
-            _blocks(total, o).copy_(part)
-    if plan.short is not None:
-        _short_backward(sums, (grad, q, k, v, out, lse), plan.short, scale)
+            block.put(total, part)
     g_heads, q_heads, k_heads, v_heads, o_heads = (_heads(x) for x in (grad, q, k, v, out))
     l_heads = lse.T[None]
     for s in plan.seen:
@@ -295,39 +315,6 @@ def _backward(
     return d_q, d_k, d_v
 
 
-def _short_forward(
-    out: Tensor, lse: Tensor, qkv: Sequence[Tensor], short: Short, scale: float
-) -> None:
-    """Writes the answers of the short own blocks."""
-    parts = _flash(*(_rows(x, short) for x in qkv), 0.0, True, scale=scale)
-    for total, part in zip((out, lse), parts, strict=True):
-        _write(total, part, short)
-
-
-def _short_backward(
-    sums: Sequence[Tensor], tensors: Sequence[Tensor], short: Short, scale: float
-) -> None:
-    """Writes the gradients of the short own blocks. That of padding's answers is zero, and no other
-    query sees padding, so padding adds nothing to any."""
-    grad, *saved = tensors
-    padded = grad.new_zeros(len(short.index), *grad.shape[1:])
-    padded.index_copy_(0, short.rows, grad.index_select(0, short.tokens))
-    parts = _flash_backward(
-        padded.unflatten(0, (short.n, -1)).transpose(1, 2),
-        *(_rows(x, short) for x in saved),
-        *(0.0, True),
-        scale=scale,
-    )
-    for total, part in zip(sums, parts, strict=True):
-        _write(total, part, short)
-
-
-def _write(total: Tensor, part: Tensor, short: Short) -> None:
-    """Writes the rows [short.n,n,length,...] of the short blocks to their tokens, [T,n,...]."""
-    rows = part.transpose(1, 2).flatten(0, 1).index_select(0, short.rows)
-    total.index_copy_(0, short.tokens, rows.to(total.dtype))
-
-
 def _heads(x: Tensor) -> Tensor:
     """Returns x [T,n,d] as [1,n,T,d], a view."""
     return x.transpose(0, 1)[None]
@@ -336,16 +323,6 @@ def _heads(x: Tensor) -> Tensor:
 def _tokens(x: Tensor) -> Tensor:
     """Returns x [1,n,L,d] as [L,n,d], a view."""
     return x[0].transpose(0, 1)
-
-
-def _blocks(x: Tensor, o: Own) -> Tensor:
-    """Returns x [T,n,...] as these own blocks, [o.n,n,length,...], a view."""
-    return x[o.start : o.end].unflatten(0, (o.n, o.length)).transpose(1, 2)
-
-
-def _rows(x: Tensor, short: Short) -> Tensor:
-    """Returns x [T,n,...] as the rows of the short blocks, [short.n,n,length,...]."""
-    return x.index_select(0, short.index).unflatten(0, (short.n, -1)).transpose(1, 2)
 
 
 def _of(s: Seen, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,13 +10,7 @@ from megarl.config.engine import ParallelConfig
 from megarl.models.flops import train_flops
 from megarl.models.hf_config import ModelConfig, check_layout
 from megarl.parallel.layout import Layout
-from megarl.planning.memory import (
-    BF16,
-    FP32,
-    Workload,
-    stage_numel,
-    training_memory,
-)
+from megarl.planning.memory import BF16, FP32, Workload, stage_numel, training_memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,19 +113,14 @@ def best(found: list[Candidate], cluster: Cluster) -> list[Candidate]:
     return sorted(fit, key=lambda c: c.step.seconds)
 
 
-def estimate_step(
-    m: ModelConfig, layout: Layout, cluster: Cluster, work: Workload, *, forward_only: bool = False
-) -> StepEstimate:
-    """Estimates the seconds of forward, backward and collectives over `batch_tokens`; of forward
-    alone with `forward_only`.
+def estimate_step(m: ModelConfig, layout: Layout, cluster: Cluster, work: Workload) -> StepEstimate:
+    """Estimates the seconds of forward, backward and collectives over `batch_tokens`.
 
     T tokens of a micro-batch on a rank's share of the sequence, H hidden; a collective of n ranks
     over B bytes moves B (n - 1) / n through each rank's link.
     """
     again = 1 if work.recompute == "full" else 0  # forward a second time
     passes, gathers, routings = 3 + again, 5 + 2 * again, 4 + 2 * again
-    if forward_only:
-        passes, gathers, routings = 1, 2, 2
     flops = train_flops(m, [work.sequence]) * work.batch_tokens / work.sequence
     compute = flops * passes / 3 / layout.world_size
     compute /= cluster.peak_flops * cluster.compute_efficiency
@@ -145,7 +134,8 @@ def estimate_step(
     # and 2 more all-gathers of what sequence parallelism did not keep; experts do without
     blocks = 2 * layers - moe_layers
     tp = blocks * gathers * hidden / _rate(cluster, layout.tp, layout.tp)
-    kv = BF16 * tokens * m.num_key_value_heads / layout.tp * (m.head_dim + m.v_head_dim)
+    a = m.attention
+    kv = BF16 * tokens * a.kv_heads / layout.tp * (a.head_dim + a.v_head_dim)
     # keys and values go round, and with their gradients once more
     cp = layers * passes * kv * layout.cp / _rate(cluster, layout.cp, layout.tp * layout.cp)
     ep = 0.0
@@ -162,7 +152,7 @@ def estimate_step(
         tp=n * tp,
         cp=n * cp,
         ep=n * ep,
-        dp=0.0 if forward_only else _reduce(m, layout, cluster),
+        dp=_reduce(m, layout, cluster),
         bubble=busy * (fullest * (1 + (layout.pp - 1) / (layout.vpp * n)) - 1),
     )
 
@@ -170,15 +160,11 @@ def estimate_step(
 def _reduce(m: ModelConfig, layout: Layout, cluster: Cluster) -> float:
     """Returns the seconds in which the fullest stage reduce-scatters fp32 gradients and all-gathers
     bf16 weights."""
-    dense, expert = layout.dp * layout.cp, layout.edp
-    rates = [
-        _rate(cluster, n, n * width)
-        for n, width in ((dense, layout.tp), (expert, layout.etp * layout.ep))
-    ]
-    return max(
-        (FP32 + BF16) * (numel.dense / rates[0] + numel.expert / rates[1])
-        for numel in stage_numel(m, layout)
-    )
+    copies = layout.dp * layout.cp
+    dense = _rate(cluster, copies, copies * layout.tp)
+    expert = _rate(cluster, layout.edp, layout.edp * layout.etp * layout.ep)
+    seconds = (numel.dense / dense + numel.expert / expert for numel in stage_numel(m, layout))
+    return (FP32 + BF16) * max(seconds)
 
 
 def _rate(cluster: Cluster, n: int, span: int) -> float:

@@ -39,7 +39,6 @@ class Workload:
     recompute: str = "none"  # or "full": every layer
     head_chunk_tokens: int = 4096
     head_keep_bytes: int = 1 << 30
-    distributed_optimizer: bool = True
     reference: bool = False
 
     def micro_batches(self, layout: Layout) -> int:
@@ -120,12 +119,11 @@ def _census(m: ModelConfig) -> Counter[tuple[int | None, str, Op, bool, bool, bo
 
 def training_memory(m: ModelConfig, layout: Layout, work: Workload) -> list[StageMemory]:
     """Returns the memory of each pipeline stage: bf16 weights, fp32 gradients, Adam in fp32 with
-    fp32 main weights. These are the 18, or 6 + 12/d, bytes per parameter of megatron-core's
-    distributed optimizer."""
+    fp32 main weights. These are the 6 + 12/d bytes per parameter of megatron-core's distributed
+    optimizer."""
     stages = []
     for pp, numel in enumerate(stage_numel(m, layout)):
-        shares = (layout.dp * layout.cp, layout.edp) if work.distributed_optimizer else (1, 1)
-        states = -(-numel.dense // shares[0]) + -(-numel.expert // shares[1])
+        states = -(-numel.dense // (layout.dp * layout.cp)) + -(-numel.expert // layout.edp)
         stages.append(
             StageMemory(
                 weights=BF16 * numel.total,
@@ -182,19 +180,18 @@ def stage_activations(m: ModelConfig, layout: Layout, work: Workload, pp: int) -
 
 def layer_activations(m: ModelConfig, layout: Layout, layer: int, tokens: int) -> int:
     """Returns the bytes per rank that backward needs of layer `layer`, for `tokens` tokens."""
-    per_token = _attention(m, layout) + _mlp(m, layout, layer)
-    return int(per_token * tokens)
+    return int((_attention(m, layout) + _mlp(m, layout, layer)) * tokens)
 
 
 def _attention(m: ModelConfig, layout: Layout) -> float:
     """Returns the bytes per token of both norms' inputs and all of attention. Sequence parallelism
     shards the tensors that tensor parallelism leaves whole."""
     tp, whole = layout.tp, layout.tp if layout.sequence_parallel else 1
-    heads = m.num_attention_heads / tp
-    shared, own = _kept_numbers(m.attention, tp)
+    a, heads = m.attention, m.attention.heads / tp
+    shared, own = _kept_numbers(a, tp)
     shared += 3 * m.hidden_size  # inputs of two norms and of the projection
     log_sums = FP32 * heads
-    return BF16 * (shared / whole + own + heads * m.v_head_dim) + log_sums
+    return BF16 * (shared / whole + own + heads * a.v_head_dim) + log_sums
 
 
 def _kept_numbers(a: Attention, tp: int) -> tuple[int, float]:
@@ -237,11 +234,11 @@ def server_weights(m: ModelConfig, tp: int) -> int:
     layout = Layout(tp=tp, etp=tp if m.moe and m.moe.intermediate_size % tp == 0 else 1)
     if m.moe and layout.etp == 1:
         layout = Layout(tp=tp, ep=tp)
-    repeated = 0.0
-    if not isinstance(m.attention, Latent):
-        heads = max(0.0, 1 - m.num_key_value_heads / tp)
-        repeated = 2 * m.num_layers * m.hidden_size * m.head_dim * heads
-    return BF16 * (stage_numel(m, layout)[0].total + int(repeated))
+    a, repeated = m.attention, 0
+    if not isinstance(a, Latent):
+        heads = max(0.0, 1 - a.kv_heads / tp)
+        repeated = int(2 * m.num_layers * m.hidden_size * a.head_dim * heads)
+    return BF16 * (stage_numel(m, layout)[0].total + repeated)
 
 
 def kv_bytes_per_token(m: ModelConfig, tp: int) -> int:

@@ -10,6 +10,7 @@ experts of a layer a third and a fourth, cut over ranks by `tp` or dealt out to 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,19 +18,15 @@ from numpy.typing import NDArray
 
 from megarl.models.families import family_of
 from megarl.models.hf_config import ModelConfig
-from megarl.models.ops import FusedQKV, Op
-from megarl.models.piece_table import (
-    SliceMap,
-    View,
-    build_piece_table,
-    padded_vocab_size,
-    shard_map,
-)
+from megarl.models.ops import FusedQKV, Op, Segment
+from megarl.models.piece_table import ShardMap, build_piece_table, padded_vocab_size, shard_map
 from megarl.parallel.layout import Layout
 from megarl.planning.advice import Cluster
 from megarl.planning.memory import BF16, FP32, parameters, server_weights, stage_numel
 from megarl.transfer.geometry import Geometry, Slice, Sources, TargetTable
 from megarl.transfer.plan import Receiver, TransferPlan, plan_transfer
+
+Ints = NDArray[np.int64]
 
 REQUESTS = 4  # of slices, to each server: begin, receive, accept, end
 VOCAB_PADDING = 64  # rows of a server's rank are a multiple of this
@@ -181,46 +178,48 @@ class ShardedEstimate:
 
 def estimate_sharded(plan: TransferPlan, cluster: Cluster) -> ShardedEstimate:
     """Estimates one sync by a plan in which nothing stays on a node."""
+    trainers = plan.sources.table.layout.world_size
     rounds = max(g.rounds for g in plan.geometries)
     shares = {id(g): _shares(g, rounds, plan.senders.shape[1]) for g in plan.geometries}
-    sent = np.zeros((plan.sources.table.layout.world_size, rounds), dtype=np.int64)
-    posted, packed = np.zeros_like(sent), np.zeros(len(sent), dtype=np.int64)
-    received, taken, unpacked, senders, largest = [], [], [], 0, 0
-    for geometry, row in zip(plan.geometries, plan.senders, strict=True):
-        nbytes, slices = shares[id(geometry)]
+    # of each GPU, trainers before servers
+    nbytes = np.zeros((trainers + len(plan.geometries), rounds), dtype=np.int64)
+    messages, slices = np.zeros_like(nbytes), np.zeros(len(nbytes), dtype=np.int64)
+    senders = largest = 0
+    for gpu, (geometry, row) in enumerate(
+        zip(plan.geometries, plan.senders, strict=True), trainers
+    ):
+        from_source, slices_of = shares[id(geometry)]
         used = np.flatnonzero(row >= 0)
         ranks, which = np.unique(row[used], return_inverse=True)
-        messages = np.zeros((len(ranks), rounds), dtype=np.int64)
-        np.add.at(messages, which, nbytes[used])
-        sent[ranks] += messages
-        posted[ranks] += messages > 0
-        np.add.at(packed, row[used], slices[used])
-        received.append(messages.sum(0))
-        taken.append((messages > 0).sum(0))
-        unpacked.append(int(slices.sum()))
-        senders, largest = max(senders, len(ranks)), max(largest, int(messages.max(initial=0)))
-    got, counts = np.array(received), np.array(taken)
-    network = _seconds(cluster, sent, posted, got, counts)
+        sent = np.zeros((len(ranks), rounds), dtype=np.int64)
+        np.add.at(sent, which, from_source[used])
+        nbytes[ranks] += sent
+        nbytes[gpu] = sent.sum(0)
+        messages[ranks] += sent > 0
+        messages[gpu] = (sent > 0).sum(0)
+        np.add.at(slices, row[used], slices_of[used])
+        slices[gpu] = slices_of.sum()
+        senders, largest = max(senders, len(ranks)), max(largest, int(sent.max(initial=0)))
+    of_trainers, of_servers = np.split(nbytes.sum(1), [trainers])
+    network = nbytes.max(0).sum() / (cluster.nic * cluster.link_efficiency)
+    network += messages.max(0).sum() * cluster.latency
     copying = max(
-        _copying(cluster, int(sent.sum(1).max()), int(packed.max())),
-        _copying(cluster, int(got.sum(1).max()), max(unpacked)),
+        moved.max() / cluster.load + cut.max() * cluster.tensor_load
+        for moved, cut in zip((of_trainers, of_servers), np.split(slices, [trainers]), strict=True)
     )
-    slower, faster = max(network, copying), min(network, copying)
+    faster, slower = sorted((float(network), float(copying)))
     return ShardedEstimate(
-        total=int(got.sum()),
-        received=int(got.sum(1).max()),
-        sent=int(sent.sum(1).max()),
+        total=int(of_servers.sum()),
+        received=int(of_servers.max()),
+        sent=int(of_trainers.max()),
         senders=senders,
-        messages=int(counts.sum(1).max()),
+        messages=int(messages[trainers:].sum(1).max()),
         largest=largest,
         rounds=rounds,
-        network_seconds=network,
-        copy_seconds=copying,
+        network_seconds=float(network),
+        copy_seconds=float(copying),
         seconds=REQUESTS * cluster.request + slower + faster / rounds,
     )
-
-
-Ints = NDArray[np.int64]
 
 
 def _shares(g: Geometry, rounds: int, sources: int) -> tuple[Ints, Ints]:
@@ -230,16 +229,6 @@ def _shares(g: Geometry, rounds: int, sources: int) -> tuple[Ints, Ints]:
     return nbytes, np.bincount(g.source, minlength=sources)
 
 
-def _seconds(c: Cluster, sent: Ints, posted: Ints, got: Ints, taken: Ints) -> float:
-    nbytes = np.maximum(sent.max(0), got.max(0))
-    messages = np.maximum(posted.max(0), taken.max(0))
-    return float(nbytes.sum() / (c.nic * c.link_efficiency) + messages.sum() * c.latency)
-
-
-def _copying(c: Cluster, nbytes: int, slices: int) -> float:
-    return nbytes / c.load + slices * c.tensor_load
-
-
 # ---- tables of servers that are not there ------------------------------------------------------
 
 
@@ -247,73 +236,49 @@ def server_tables(m: ModelConfig, tp: int, ep: int = 1) -> list[TargetTable]:
     """Returns the table of each of the `tp` ranks of a server, its experts dealt out over `ep`
     groups of them and cut within a group. Raises ValueError where the model does not divide so."""
     _check(m, tp, ep)
-    found: list[list[Slice]] = [[] for _ in range(tp)]
-    cuts: dict[tuple[Op, int], _Cut] = {}  # layers and experts are cut alike
+    vocab = padded_vocab_size(m.vocab_size, tp, VOCAB_PADDING)
+    entries: list[list[Slice]] = [[] for _ in range(tp)]
+    cuts: dict[tuple[Op, int], ShardMap] = {}  # layers and experts are cut alike
     for param, _ in family_of(m).params(m):
-        ranks, first, offset, name = tp, 0, 0, param.name
+        ranks, first, below, name = tp, 0, 0, param.name
         if param.expert is not None:
             ranks, own = tp // ep, m.experts.num_experts // ep
-            first, offset = param.expert // own * ranks, param.expert % own
+            first, below = param.expert // own * ranks, param.expert % own
             name = name.replace(f".local_experts.{param.expert}.", ".")
-        if (param.op, ranks) not in cuts:
-            cuts[param.op, ranks] = _cut(m, param.op, ranks)
-        size, boxes_of = cuts[param.op, ranks]
-        for tensor, boxes in zip(param.hf, boxes_of, strict=True):
+        op = _ByHeads(param.op.bias) if isinstance(param.op, FusedQKV) else param.op
+        if (op, ranks) not in cuts:
+            cuts[op, ranks] = shard_map(m, op, ranks, vocab)
+        cut = cuts[op, ranks]
+        offset = below * math.prod(cut.shape)
+        for tensor, (_, boxes) in zip(param.hf, cut.sources, strict=True):
             for b in boxes:
-                at = offset * size + b.view.offset
-                view = View(at, b.view.shape, b.view.strides)
-                entry = Slice(tensor, b.start, b.stop, name, (view,))
-                found[first + b.rank].append(entry)
-    made = f"{m.family}-{m.num_layers}x{m.hidden_size}-tp{tp}-ep{ep}"
-    return [TargetTable(entries, f"{made}-rank{rank}") for rank, entries in enumerate(found)]
-
-
-_Cut = tuple[int, list[tuple[SliceMap, ...]]]  # numbers of a rank, and boxes of each HF tensor
+                view = replace(b.view, offset=offset + b.view.offset)
+                entries[first + b.rank].append(Slice(tensor, b.start, b.stop, name, (view,)))
+    model = f"{m.family}-{m.num_layers}x{m.hidden_size}-tp{tp}-ep{ep}"
+    return [TargetTable(e, f"{model}-rank{rank}") for rank, e in enumerate(entries)]
 
 
 def _check(m: ModelConfig, tp: int, ep: int) -> None:
     if tp % ep:
         raise ValueError(f"ep={ep} does not divide the server's tp={tp}")
-    sizes = {"attention heads": (m.num_attention_heads, tp), **_expert_sizes(m, tp, ep)}
-    for name, (size, ranks) in sizes.items():
+    sizes = [("attention heads", m.attention.heads, tp)]
+    if m.moe is not None:
+        sizes.append(("experts", m.moe.num_experts, ep))
+        sizes.append(("columns of an expert", m.moe.intermediate_size, tp // ep))
+    for name, size, ranks in sizes:
         if size % ranks:
             raise ValueError(f"{size} {name} do not divide over {ranks} ranks of a server")
 
 
-def _expert_sizes(m: ModelConfig, tp: int, ep: int) -> dict[str, tuple[int, int]]:
-    if m.moe is None:
-        return {}
-    width = m.moe.intermediate_size
-    return {"experts": (m.moe.num_experts, ep), "columns of an expert": (width, tp // ep)}
+class _ByHeads(FusedQKV):
+    """q, k and v by heads, each rank's below each other; more ranks than key/value heads share
+    them."""
 
-
-def _cut(m: ModelConfig, op: Op, ranks: int) -> _Cut:
-    vocab = padded_vocab_size(m.vocab_size, ranks, VOCAB_PADDING)
-    if isinstance(op, FusedQKV):
-        return _queries_keys_values(m, op, ranks)
-    found = shard_map(m, op, ranks, vocab)
-    return math.prod(found.shape), [boxes for _, boxes in found.sources]
-
-
-def _queries_keys_values(m: ModelConfig, op: FusedQKV, ranks: int) -> _Cut:
-    """Cuts q, k and v by heads, each rank's below each other; more ranks than key/value heads
-    share them."""
-    cols = 1 if op.bias else m.hidden_size
-    kv = m.num_key_value_heads
-    heads = (m.num_attention_heads, kv, kv)
-    found: list[tuple[SliceMap, ...]] = []
-    row = 0
-    for n in heads:
-        own = max(1, n // ranks)
-        rows = own * m.head_dim
-        boxes = []
-        for rank in range(ranks):
-            first = rank * n // ranks * m.head_dim
-            start, stop = (first, 0), (first + rows, cols)
-            shape, strides = (rows, cols), (cols, 1)
-            dims = 1 if op.bias else 2
-            view = View(row * cols, shape[:dims], strides[:dims])
-            boxes.append(SliceMap(rank, view, start[:dims], stop[:dims]))
-        found.append(tuple(boxes))
-        row += rows
-    return row * cols, found
+    def segments(self, m: ModelConfig, tp: int, vocab_rows: int) -> Iterator[Segment]:
+        a, cols, row = m.attention, 1 if self.bias else m.hidden_size, 0
+        for source, heads in enumerate((a.heads, a.kv_heads, a.kv_heads)):
+            rows = max(1, heads // tp) * a.head_dim
+            for rank in range(tp):
+                first = rank * heads // tp * a.head_dim
+                yield Segment(rank, source, row, first, rows, 0, cols)
+            row += rows

@@ -31,7 +31,7 @@ GLM4: dict[str, Any] = dict(
 def test_a_published_config() -> None:
     m = parse_hf_config(GLM4)
     assert isinstance(m.attention, GroupedQuery) and not m.attention.qkv_bias
-    assert (m.family, m.head_dim, m.attention.rotary_dim) == ("glm4", 128, 64)
+    assert (m.family, m.attention.head_dim, m.attention.rotary_dim) == ("glm4", 128, 64)
     size = sum(t.numel for t in build_piece_table(m, Layout()).tensors)
     assert round(size / 1e9, 1) == 9.4
 
@@ -69,7 +69,7 @@ def test_missing_fields_take_hf_defaults(kind: str, name: str) -> None:
     factor = hf.rope_parameters["partial_rotary_factor"]
     assert isinstance(m.attention, GroupedQuery)
     assert m.family == kind and m.attention.rotary_dim == int(hf.head_dim * factor)
-    assert (m.head_dim, m.rms_norm_eps, m.attention.qkv_bias) == (
+    assert (m.attention.head_dim, m.rms_norm_eps, m.attention.qkv_bias) == (
         hf.head_dim, hf.rms_norm_eps, hf.attention_bias,
     )  # fmt: skip
 

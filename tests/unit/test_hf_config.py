@@ -34,8 +34,8 @@ def test_what_transformers_saves_is_read_back(kind: str, tie: bool, tmp_path: Pa
     config.save_pretrained(tmp_path)
     m = read_hf_config(tmp_path)
     assert (m.family, m.num_layers, m.hidden_size, m.intermediate_size) == (kind, 4, 64, 96)
-    assert (m.num_attention_heads, m.num_key_value_heads, m.vocab_size) == (4, 2, 130)
-    assert m.head_dim == (32 if kind == "qwen3" else 16)
+    assert (m.attention.heads, m.attention.kv_heads, m.vocab_size) == (4, 2, 130)
+    assert m.attention.head_dim == (32 if kind == "qwen3" else 16)
     assert (m.tie_word_embeddings, m.rms_norm_eps, m.max_position_embeddings) == (tie, 1e-6, 256)
     assert isinstance(m.attention, GroupedQuery)
     assert (m.attention.qkv_bias, m.attention.qk_norm) == (kind == "qwen2", kind == "qwen3")
@@ -94,9 +94,11 @@ def test_rotary_frequencies_equal_hf_bit_for_bit(rope: dict[str, Any]) -> None:
 
 def test_missing_fields_take_hf_defaults() -> None:
     m = parse_hf_config(BASE)
-    assert (m.num_key_value_heads, m.head_dim, m.tie_word_embeddings) == (4, 4, False)
+    assert (m.attention.kv_heads, m.attention.head_dim, m.tie_word_embeddings) == (4, 4, False)
     qwen = {**BASE, "num_key_value_heads": 4}
-    assert parse_hf_config({**qwen, "architectures": ["Qwen3ForCausalLM"]}).head_dim == 128
+    assert (
+        parse_hf_config({**qwen, "architectures": ["Qwen3ForCausalLM"]}).attention.head_dim == 128
+    )
     assert parse_hf_config({**qwen, "architectures": None, "model_type": "qwen2"}).family == "qwen2"
     assert parse_hf_config({**BASE, "torch_dtype": "bfloat16"}).dtype == "bfloat16"
     assert parse_hf_config({**BASE, "dtype": "bfloat16"}).dtype == "bfloat16"

@@ -115,9 +115,9 @@ def test_numbers_are_the_attributes_of_transformers_config(name: str) -> None:
     for given in (raw, least):
         hf, m = hf_config(name, given), parse_hf_config(given)
         assert m.rope_theta == hf.rope_parameters["rope_theta"]
+        assert m.attention.kv_heads == hf.num_key_value_heads
         for field in (
-            "num_key_value_heads", "tie_word_embeddings", "rms_norm_eps", "initializer_range",
-            "max_position_embeddings",
+            "tie_word_embeddings", "rms_norm_eps", "initializer_range", "max_position_embeddings",
         ):  # fmt: skip
             assert getattr(m, field) == getattr(hf, field), field
         if FAMILIES[name].partial_rotary:
@@ -125,7 +125,7 @@ def test_numbers_are_the_attributes_of_transformers_config(name: str) -> None:
             assert m.attention.qkv_bias == hf.attention_bias
             assert m.attention.qk_norm == getattr(hf, "use_qk_norm", False)
             factor = hf.rope_parameters["partial_rotary_factor"]
-            assert m.attention.rotary_dim == m.head_dim * factor
+            assert m.attention.rotary_dim == m.attention.head_dim * factor
         if isinstance(m.attention, Latent):
             assert m.attention.q_rank == hf.q_lora_rank
         if hasattr(hf, "first_k_dense_replace"):

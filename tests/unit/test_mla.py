@@ -67,7 +67,12 @@ def read(raw: dict[str, Any], **over: Any) -> ModelConfig:
 
 def test_the_published_models_have_their_published_sizes() -> None:
     small, v3 = read(V2_LITE), read(V3)
-    assert v3.moe is not None and v3.mtp_layers == 1 and v3.head_dim == 192 and v3.v_head_dim == 128
+    assert (
+        v3.moe is not None
+        and v3.mtp_layers == 1
+        and v3.attention.head_dim == 192
+        and v3.attention.v_head_dim == 128
+    )
     assert v3.attention == Latent(
         heads=128, kv_heads=128, head_dim=192, v_head_dim=128, rotary_dim=64, q_rank=1536,
         kv_rank=512, nope_dim=128,
@@ -86,7 +91,7 @@ def test_the_published_models_have_their_published_sizes() -> None:
 def test_kimi_k2_has_its_published_size() -> None:
     """Its model card has 1T parameters, 32B of them per token."""
     m = read(KIMI)
-    assert m.family == "kimi_k2" and m.num_attention_heads == 64 and m.mtp_layers == 0
+    assert m.family == "kimi_k2" and m.attention.heads == 64 and m.mtp_layers == 0
     assert m.moe is not None and (m.moe.groups, m.moe.scale, m.moe.dense_layers) == (1, 2.827, (0,))
     assert m.rope_scaling is not None and m.rope_scaling.beta_fast == 1.0
     total, active = parameters(m)

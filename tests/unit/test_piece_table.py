@@ -51,8 +51,8 @@ def flat(rows: list[list[int]]) -> list[int]:
 
 def full_megatron_qkv(m: ModelConfig, hf: dict[str, list[list[int]]]) -> list[list[int]]:
     """Interleaved by query group, written out independently of the ops."""
-    rep, d, rows = m.num_attention_heads // m.num_key_value_heads, m.head_dim, []
-    for g in range(m.num_key_value_heads):
+    rep, d, rows = m.attention.heads // m.attention.kv_heads, m.attention.head_dim, []
+    for g in range(m.attention.kv_heads):
         rows += hf["q"][g * rep * d : (g + 1) * rep * d]
         rows += hf["k"][g * d : (g + 1) * d] + hf["v"][g * d : (g + 1) * d]
     return rows
@@ -95,8 +95,8 @@ def test_fused_qkv_is_the_interleaved_matrix_cut_evenly(tp: int, kv: int) -> Non
     m = config(num_key_value_heads=kv)
     width = m.hidden_size
     hf, n = {}, 0
-    for x, heads in (("q", m.num_attention_heads), ("k", kv), ("v", kv)):
-        rows = heads * m.head_dim
+    for x, heads in (("q", m.attention.heads), ("k", kv), ("v", kv)):
+        rows = heads * m.attention.head_dim
         hf[x] = [[n + r * width + c for c in range(width)] for r in range(rows)]
         n += rows * width
     fused = full_megatron_qkv(m, hf)

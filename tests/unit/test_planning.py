@@ -128,7 +128,7 @@ def test_activations_are_korthikantis(tp: int) -> None:
     not kept). Here no dropout masks (1 + 1 of the 10), 8/t for the gate, 4/t for rotated queries
     and keys, and the kernel's log-sum of 4 bytes per head."""
     m, tokens = plain(), 1000
-    h, log_sums = m.hidden_size, 4 * m.num_attention_heads / tp
+    h, log_sums = m.hidden_size, 4 * m.attention.heads / tp
     for parallel, whole in ((False, 10 - 2), (True, (10 - 2) / tp)):
         have = layer_activations(m, Layout(tp=tp, sequence_parallel=parallel), 0, tokens)
         assert have == tokens * (h * (whole + (24 + 8 + 4) / tp) + log_sums)
@@ -153,13 +153,12 @@ def test_pipelines_keep_what_the_paper_says() -> None:
 
 @pytest.mark.parametrize("dp", (1, 4))
 def test_bytes_per_parameter_are_megatron_cores(dp: int) -> None:
-    """Its manual: 18 with bf16 weights and fp32 gradients, 6 + 12/d when distributed."""
+    """Its manual: 6 + 12/d with bf16 weights, fp32 gradients and a distributed optimizer."""
     m = plain()
-    for distributed, per in ((False, 18.0), (True, 6 + 12 / dp)):
-        (stage,) = training_memory(m, Layout(dp=dp), Workload(distributed_optimizer=distributed))
-        states = stage.weights + stage.grads + stage.optimizer
-        assert states == pytest.approx(per * stage_numel(m, Layout())[0].total, rel=1e-5)
-        assert stage.head > 0 == stage.reference
+    (stage,) = training_memory(m, Layout(dp=dp), Workload())
+    states, per = stage.weights + stage.grads + stage.optimizer, 6 + 12 / dp
+    assert states == pytest.approx(per * stage_numel(m, Layout())[0].total, rel=1e-5)
+    assert stage.head > 0 == stage.reference
 
 
 def test_servers_repeat_kv_heads_and_cache_what_they_keep() -> None:

@@ -104,9 +104,9 @@ def test_published_models_shrink_to_ones_that_fit(card: str, cluster_tp: int, tp
     m, whole = parse_hf_config(small), parse_hf_config(raw)
     assert m.family == whole.family and (m.moe is None) == (whole.moe is None)
     assert m.num_layers == 8 and m.vocab_size == VOCAB and m.hidden_size < 1024
-    grouped = whole.num_attention_heads > whole.num_key_value_heads
-    assert (m.num_attention_heads > m.num_key_value_heads) == grouped
-    assert (m.num_key_value_heads < 2) == (grouped and cluster_tp > whole.num_key_value_heads)
+    grouped = whole.attention.heads > whole.attention.kv_heads
+    assert (m.attention.heads > m.attention.kv_heads) == grouped
+    assert (m.attention.kv_heads < 2) == (grouped and cluster_tp > whole.attention.kv_heads)
     if m.moe and whole.moe:
         assert m.moe.num_experts == 4 and m.moe.top_k == 2
         assert bool(m.moe.dense_layers) == bool(whole.moe.dense_layers)

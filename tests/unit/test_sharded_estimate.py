@@ -51,7 +51,7 @@ def test_a_servers_ranks_hold_the_model_between_them(architecture: str, tp: int,
         repeated = 2 if tp == 4 and ("k_proj" in name or "v_proj" in name) else 1
         assert (count > 0).all() and (
             count.min() == count.max() == tp  # norms, routers, latents
-            or count.max() <= (repeated if m.num_key_value_heads == 2 else 1)
+            or count.max() <= (repeated if m.attention.kv_heads == 2 else 1)
         ), name
 
 

@@ -37,8 +37,9 @@ class Family:
     model_type.
     `mlp`, `norms`: parameters of a dense layer's MLP and of a layer's norms. `moe`: its
     mixture-of-experts block.
-    `qkv_bias`, `qk_norm`: see GroupedQuery. `slides`: which layers HF's implementation gives a
-    sliding window, a rule of megarl.models.families.grouped_query; None: it knows no window.
+    `qkv_bias`, `qk_norm`, `interleaved`: see GroupedQuery; a text is the key of config.json that
+    says so. `slides`: which layers HF's implementation gives a sliding window, a rule of
+    megarl.models.families.grouped_query; None: it knows no window.
     `partial_rotary`: it reads partial_rotary_factor. `rope_scalings`: the kinds of rotary scaling
     it has, each with its reader.
     `config_class`: the name of megatron-core's class of TransformerConfig.
@@ -55,8 +56,9 @@ class Family:
     mlp: tuple[Param, ...] = MLP
     norms: tuple[Param, ...] = NORMS
     moe: MoE | None = None
-    qkv_bias: bool = False
-    qk_norm: bool = False
+    qkv_bias: bool | str = False
+    qk_norm: bool | str = False
+    interleaved: bool = False
     slides: str | None = None
     partial_rotary: bool = False
     rope_scalings: Mapping[str, ScalingReader] = field(default_factory=lambda: SCALINGS)
@@ -69,11 +71,14 @@ class Family:
     def read_attention(self, raw: Mapping[str, Any], source: str) -> Attention:
         """Returns the attention of `raw`, completed with defaults; `source` names it in errors.
         Raises ValueError naming the key that is wrong or unsupported."""
-        found = grouped_query.read(raw, source, slides=self.slides)
-        found = replace(found, qkv_bias=self.qkv_bias, qk_norm=self.qk_norm)
-        if self.partial_rotary:
-            found = replace(found, rotary_dim=_rotary_dim(raw, found.head_dim, source))
-        return found
+        a = grouped_query.read(raw, source, slides=self.slides)
+        return replace(
+            a,
+            rotary_dim=_rotary_dim(raw, a.head_dim, source) if self.partial_rotary else a.head_dim,
+            qkv_bias=_says(raw, self.qkv_bias),
+            qk_norm=_says(raw, self.qk_norm),
+            interleaved=self.interleaved,
+        )
 
     # ---- the declaration
 
@@ -132,6 +137,10 @@ class Family:
 
         frequencies = chunk.rotary_pos_emb
         frequencies.inv_freq = inv_freq(m).to(frequencies.inv_freq.device)
+
+
+def _says(raw: Mapping[str, Any], field: bool | str) -> bool:
+    return bool(raw.get(field)) if isinstance(field, str) else field
 
 
 def _grouped(m: ModelConfig) -> GroupedQuery:

@@ -12,14 +12,15 @@ from typing import Any
 from megarl.models.families.base import Family
 from megarl.models.families.experts import (
     ROUTER_BIAS,
+    MoE,
     in_groups,
     leading_dense_experts,
-    moe,
     shared_expert,
     sigmoid_experts,
 )
 from megarl.models.families.fields import number, positive, refuse_others
 from megarl.models.families.params import PROJ, Param
+from megarl.models.families.rope import require
 from megarl.models.ops import ColumnParallel, H, Op, Replicated
 from megarl.models.shapes import Attention, ModelConfig, MoEShape, RopeScaling
 
@@ -60,17 +61,6 @@ class Latent(Attention):
             "kv_lora_rank + qk_rope_head_dim": self.kv_down,
         }
 
-    def widths(self, tp: int) -> dict[str, int]:
-        """Returns, by name, a rank's inner sizes of a layer's matrices; latents are whole."""
-        heads = self.heads // tp
-        return {
-            "query width": heads * self.head_dim,
-            "latent query": self.q_rank or 0,
-            "latent key and value": self.kv_rank,
-            "latent key and value with rotated key": self.kv_down,
-            "key and value width": heads * (self.nope_dim + self.v_head_dim),
-        }
-
 
 def _param(name: str, hf: str, op: Op) -> Param:
     return Param(f"self_attention.{name}.weight", (f"self_attn.{hf}.weight",), op)
@@ -96,15 +86,8 @@ def _yarn(params: Mapping[str, Any], source: str) -> RopeScaling:
     """Reads YaRN (Peng et al., 2023, arXiv 2309.00071) with DeepSeek's `mscale`. cos and sin are
     multiplied by g(mscale) / g(mscale_all_dim), attention scores by g(mscale_all_dim)^2, where g(m)
     = 0.1 m ln(factor) + 1. Raises ValueError for a field that is missing or not implemented."""
-    for name, allowed in (("attention_factor", None), ("truncate", True)):
-        if params.get(name, allowed) not in (None, allowed):
-            raise ValueError(
-                f"{source}: {name}={params[name]} in rope scaling type 'yarn' is not supported; "
-                "leave it out"
-            )
-    for name in ("factor", "original_max_position_embeddings"):
-        if params.get(name) is None:
-            raise ValueError(f"{source}: rope scaling type 'yarn' lacks {name}")
+    refuse_others(params, {"attention_factor": (), "truncate": (True,)}, source)
+    require(params, "yarn", ("factor", "original_max_position_embeddings"), source)
     mscale, all_dim = (number(params, k, source, 0.0) for k in ("mscale", "mscale_all_dim"))
     if all_dim and not mscale:
         raise ValueError(f"{source}: rope scaling has mscale_all_dim={all_dim} but no mscale")
@@ -216,14 +199,14 @@ def _v2_experts(raw: Mapping[str, Any], source: str) -> MoEShape:
 _V2 = DeepSeek(
     name="deepseek_v2",
     architecture="DeepseekV2ForCausalLM",
-    moe=moe(_v2_experts, shared=shared_expert("mlp.shared_experts")),
+    moe=MoE(_v2_experts, shared=shared_expert("mlp.shared_experts")),
     rope_scalings={"yarn": _yarn},
     defaults={"q_lora_rank": 1536, "topk_method": "greedy"},
 )
 V3 = DeepSeek(
     name="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
-    moe=moe(sigmoid_experts, shared=shared_expert("mlp.shared_experts"), bias=ROUTER_BIAS),
+    moe=MoE(sigmoid_experts, shared=shared_expert("mlp.shared_experts"), bias=ROUTER_BIAS),
     rope_scalings={"yarn": _yarn},
     defaults={
         "num_key_value_heads": 128,

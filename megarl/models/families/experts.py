@@ -18,21 +18,31 @@ Read = Callable[[Mapping[str, Any], str], MoEShape]
 
 @dataclass(frozen=True)
 class MoE:
-    """A block in place of a layer's MLP: the router, each expert, and the shared parameters that
-    every token meets (held like a dense MLP). `bias`: added to the router's scores when it chooses.
-    `read`: makes the block's shape of a config.json and its name in errors."""
+    """A block in place of a layer's MLP. `read`: makes the block's shape of a config.json and its
+    name in errors. `block`: HF's name of it; `gate`, `up`, `down`: HF's names of an expert's
+    matrices. `shared`: what every token meets, held like a dense MLP. `bias`: added to the router's
+    scores when it chooses."""
 
-    router: Param
-    expert: tuple[Param, ...]
-    shared: tuple[Param, ...]
-    bias: Param | None
     read: Read
+    block: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    shared: tuple[Param, ...] = ()
+    bias: Param | None = None
 
     def params(self, experts: int) -> tuple[Param, ...]:
         """Returns a block's parameters: router, bias, those of each of `experts`, shared ones."""
-        each = (p.of_expert(e) for e in range(experts) for p in self.expert)
+        fc1, fc2 = (f"mlp.experts.local_experts.#.linear_fc{i}.weight" for i in (1, 2))
+        hf = [f"{self.block}.experts.#.{x}.weight" for x in (self.gate, self.up, self.down)]
+        expert = (
+            Param(fc1, (hf[0], hf[1]), GateUp("experts.intermediate_size")),
+            Param(fc2, (hf[2],), RowParallel(H, "experts.intermediate_size")),
+        )
+        router = Param("mlp.router.weight", (f"{self.block}.gate.weight",), Replicated(_EXPERTS, H))
         bias = () if self.bias is None else (self.bias,)
-        return (self.router, *bias, *each, *self.shared)
+        each = (p.of_expert(e) for e in range(experts) for p in expert)
+        return (router, *bias, *each, *self.shared)
 
 
 SHARED_GATE = Param(
@@ -44,31 +54,6 @@ ROUTER_BIAS = Param(
     Replicated(_EXPERTS),
     buffer=True,
 )
-
-
-def moe(
-    read: Read,
-    block: str = "mlp",
-    gate: str = "gate_proj",
-    up: str = "up_proj",
-    down: str = "down_proj",
-    shared: tuple[Param, ...] = (),
-    bias: Param | None = None,
-) -> MoE:
-    """Declares a block. `block`: HF's name of it; `gate`, `up`, `down`: HF's names of an expert's
-    matrices; `shared`, `bias`, `read`: see MoE."""
-    fc1, fc2 = (f"mlp.experts.local_experts.#.linear_fc{i}.weight" for i in (1, 2))
-    gate, up, down = (f"{block}.experts.#.{x}.weight" for x in (gate, up, down))
-    return MoE(
-        Param("mlp.router.weight", (f"{block}.gate.weight",), Replicated(_EXPERTS, H)),
-        (
-            Param(fc1, (gate, up), GateUp("experts.intermediate_size")),
-            Param(fc2, (down,), RowParallel(H, "experts.intermediate_size")),
-        ),
-        shared,
-        bias,
-        read,
-    )
 
 
 def shared_expert(block: str) -> tuple[Param, ...]:
@@ -86,6 +71,11 @@ def softmax_experts(raw: Mapping[str, Any], source: str) -> MoEShape:
     are read: transformers 4 and 5 differ. Raises ValueError naming the key that is wrong or
     unsupported."""
     key = next((k for k in ("num_experts", "num_local_experts") if k in raw), "num_experts")
+    return replace(_experts(raw, key, source), dense_layers=_dense_layers(raw, source))
+
+
+def _experts(raw: Mapping[str, Any], key: str, source: str) -> MoEShape:
+    """Reads the sizes of a block whose config has the number of its experts under `key`."""
     experts, top_k = positive(raw, key, source), positive(raw, "num_experts_per_tok", source)
     if top_k > experts:
         raise ValueError(f"{source}: num_experts_per_tok={top_k} of {key}={experts} experts")
@@ -93,15 +83,10 @@ def softmax_experts(raw: Mapping[str, Any], source: str) -> MoEShape:
     if normed and top_k == 1:
         raise ValueError(
             f"{source}: num_experts_per_tok=1 with norm_topk_prob=true is not supported: every "
-            "weight is 1, so the router has no gradient; supported: norm_topk_prob=false"
+            "weight is the same, so the router has no gradient; supported: norm_topk_prob=false"
         )
-    return MoEShape(
-        num_experts=experts,
-        top_k=top_k,
-        intermediate_size=positive(raw, "moe_intermediate_size", source),
-        norm_topk_prob=normed,
-        dense_layers=_dense_layers(raw, source),
-    )
+    size = positive(raw, "moe_intermediate_size", source)
+    return MoEShape(num_experts=experts, top_k=top_k, intermediate_size=size, norm_topk_prob=normed)
 
 
 def gated_shared_experts(raw: Mapping[str, Any], source: str) -> MoEShape:
@@ -130,11 +115,7 @@ def leading_dense_experts(raw: Mapping[str, Any], source: str) -> MoEShape:
     """Reads the block that DeepSeek-V2 began: shared experts, and dense layers before the first
     layer with experts. Its router is a plain softmax, without groups. Raises ValueError naming the
     key that is wrong or unsupported."""
-    experts, top_k = (
-        positive(raw, key, source) for key in ("n_routed_experts", "num_experts_per_tok")
-    )
-    if top_k > experts:
-        raise ValueError(f"{source}: num_experts_per_tok={top_k} of n_routed_experts={experts}")
+    shape = _experts(raw, "n_routed_experts", source)
     refuse_others(raw, {"moe_layer_freq": (1,)}, source)
     layers = positive(raw, "num_hidden_layers", source)
     dense = count(raw, "first_k_dense_replace", source)
@@ -142,14 +123,11 @@ def leading_dense_experts(raw: Mapping[str, Any], source: str) -> MoEShape:
         raise ValueError(
             f"{source}: first_k_dense_replace={dense} leaves no layer of {layers} with experts"
         )
-    size = positive(raw, "moe_intermediate_size", source)
-    return MoEShape(
-        num_experts=experts,
-        top_k=top_k,
-        intermediate_size=size,
-        norm_topk_prob=False,
+    shared = positive(raw, "n_shared_experts", source)
+    return replace(
+        shape,
         dense_layers=tuple(range(dense)),
-        shared_intermediate_size=size * positive(raw, "n_shared_experts", source),
+        shared_intermediate_size=shape.intermediate_size * shared,
         scale=number(raw, "routed_scaling_factor", source),
     )
 
@@ -158,17 +136,12 @@ def sigmoid_experts(raw: Mapping[str, Any], source: str) -> MoEShape:
     """Reads DeepSeek-V3's block (2024, arXiv 2412.19437, section 2.1.2): a sigmoid router with a
     bias, and groups of experts, each judged by its best two. Raises ValueError naming the key that
     is wrong or unsupported."""
-    shape = leading_dense_experts(raw, source)
     refuse_others(  # Hugging Face's models read none of these but norm_topk_prob
         raw,
         {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "norm_topk_prob": (True,)},
         source,
     )
-    if shape.top_k == 1:
-        raise ValueError(
-            f"{source}: num_experts_per_tok=1 with norm_topk_prob=true is not supported: every "
-            "weight is the same, so the router has no gradient"
-        )
+    shape = leading_dense_experts(raw, source)
     shape = replace(shape, norm_topk_prob=True, sigmoid=True, score_bias=True)
     return in_groups(shape, raw, source, best=2)
 

@@ -50,7 +50,12 @@ def refuse_others(
     for name, values in allowed.items():
         value = raw.get(name)
         if value is not None and value not in values:
-            raise ValueError(
-                f"{source}: {name}={value!r} is not supported; supported: "
-                f"{' or '.join(map(repr, values))}"
+            fix = (
+                f"supported: {' or '.join(map(repr, values))}"
+                if values
+                else _FIXES.get(name, "leave it out")
             )
+            raise ValueError(f"{source}: {name}={value!r} is not supported; {fix}")
+
+
+_FIXES = {"quantization_config": "dequantise the checkpoint first"}

@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from megarl.models.families.base import Family
-from megarl.models.families.experts import ROUTER_BIAS, moe, shared_expert, sigmoid_experts
-from megarl.models.families.grouped_query import GroupedQuery
+from megarl.models.families.experts import ROUTER_BIAS, MoE, shared_expert, sigmoid_experts
 from megarl.models.families.params import FUSED_MLP, NORMS, POST_NORMS
-from megarl.models.shapes import Attention
 
 
 @dataclass(frozen=True, kw_only=True)
-class Glm(Family):
-    """GLM-4, whose rotary embeddings turn pairs of neighbours."""
-
-    partial_rotary: bool = True
-
-    def read_attention(self, raw: Mapping[str, Any], source: str) -> Attention:
-        """Reads grouped-query attention whose rotary embeddings turn neighbours; its projections
-        have a bias where `attention_bias` says so."""
-        found = super().read_attention(raw, source)
-        assert isinstance(found, GroupedQuery)
-        return replace(found, qkv_bias=bool(raw["attention_bias"]), interleaved=True)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Glm4(Glm):
+class Glm4(Family):
     """GLM-4-0414, which also normalises the outputs of attention and MLP."""
 
     def patch_spec(self, spec: Any) -> None:
@@ -39,21 +22,14 @@ class Glm4(Glm):
             layer.module, layer.params = SandwichLayer, {"norm": spec.layer_norm}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Glm4Moe(Glm):
-    """GLM-4.5, which turns pairs of halves, and may normalise queries and keys."""
-
-    def read_attention(self, raw: Mapping[str, Any], source: str) -> Attention:
-        """Reads attention as GLM-4 does, but rotates halves, and has norms where `use_qk_norm` says
-        so."""
-        found = super().read_attention(raw, source)
-        assert isinstance(found, GroupedQuery)
-        return replace(found, qk_norm=bool(raw.get("use_qk_norm")), interleaved=False)
-
-
-_IGNORED = ("attention_bias", "mlp_bias", "partial_rotary_factor")
+_COMMON: dict[str, Any] = dict(
+    qkv_bias="attention_bias",
+    partial_rotary=True,
+    ignored_fields=("attention_bias", "mlp_bias", "partial_rotary_factor"),
+)
 _DENSE: dict[str, Any] = dict(
     mlp=FUSED_MLP,
+    interleaved=True,
     defaults={
         "num_key_value_heads": 2,
         "head_dim": 128,
@@ -62,12 +38,12 @@ _DENSE: dict[str, Any] = dict(
         "attention_bias": True,
         "partial_rotary_factor": 0.5,
     },
-    ignored_fields=_IGNORED,
+    **_COMMON,
 )
-_GLM4_MOE = Glm4Moe(
+_GLM4_MOE = Family(
     name="glm4_moe",
     architecture="Glm4MoeForCausalLM",
-    moe=moe(sigmoid_experts, shared=shared_expert("mlp.shared_experts"), bias=ROUTER_BIAS),
+    moe=MoE(sigmoid_experts, shared=shared_expert("mlp.shared_experts"), bias=ROUTER_BIAS),
     defaults={
         "num_key_value_heads": 8,
         "max_position_embeddings": 131072,
@@ -80,10 +56,11 @@ _GLM4_MOE = Glm4Moe(
         "norm_topk_prob": True,
         "num_nextn_predict_layers": 1,
     },
-    ignored_fields=_IGNORED,
+    qk_norm="use_qk_norm",
+    **_COMMON,
 )
 FAMILIES = (
-    Glm(name="glm", architecture="GlmForCausalLM", **_DENSE),
+    Family(name="glm", architecture="GlmForCausalLM", **_DENSE),
     Glm4(name="glm4", architecture="Glm4ForCausalLM", norms=(*NORMS, *POST_NORMS), **_DENSE),
     _GLM4_MOE,
 )

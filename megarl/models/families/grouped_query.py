@@ -35,11 +35,6 @@ class GroupedQuery(Attention):
         """Returns the rows of q, k and v together, which tensor parallelism cuts evenly."""
         return {"qkv rows": (self.heads + 2 * self.kv_heads) * self.head_dim}
 
-    def widths(self, tp: int) -> dict[str, int]:
-        """Returns the width of q, k and v on a rank, which has a key/value head at least."""
-        heads, kv_heads = self.heads // tp, -(-self.kv_heads // tp)
-        return {"query, key and value width": (heads + 2 * kv_heads) * self.head_dim}
-
 
 def read(raw: Mapping[str, Any], source: str, *, slides: str | None = None) -> GroupedQuery:
     """Reads heads, and with a rule `slides` a sliding window. Raises ValueError naming the key that

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.models.families.base import Family
-from megarl.models.families.experts import moe, softmax_experts
+from megarl.models.families.experts import MoE, softmax_experts
 from megarl.models.families.grouped_query import UNASKED
 from megarl.models.shapes import MoEShape
 
@@ -33,7 +33,7 @@ def _mixtral_experts(raw: Mapping[str, Any], source: str) -> MoEShape:
 _MIXTRAL = Family(
     name="mixtral",
     architecture="MixtralForCausalLM",
-    moe=moe(_mixtral_experts, "block_sparse_moe", "w1", "w3", "w2"),
+    moe=MoE(_mixtral_experts, "block_sparse_moe", "w1", "w3", "w2"),
     slides=UNASKED,
     defaults={
         "num_key_value_heads": 8,

@@ -44,9 +44,7 @@ class Param:
 EMBEDDING = Param(
     "embedding.word_embeddings.weight", ("model.embed_tokens.weight",), VocabParallel(), "first"
 )
-TIED_EMBEDDING = Param(
-    EMBEDDING.name, EMBEDDING.hf, EMBEDDING.op, "first", copy_on_last="output_layer.weight"
-)
+TIED_EMBEDDING = replace(EMBEDDING, copy_on_last="output_layer.weight")
 FINAL_NORM = Param("decoder.final_layernorm.weight", ("model.norm.weight",), Replicated(H), "last")
 OUTPUT = Param("output_layer.weight", ("lm_head.weight",), VocabParallel(), "last")
 # in place of OUTPUT in a value model; HF's token classifiers have the bias, sequence classifiers do
@@ -71,7 +69,7 @@ QK_NORMS = tuple(
     Param(
         f"self_attention.{x}_layernorm.weight",
         (f"self_attn.{x}_norm.weight",),
-        Replicated("head_dim"),
+        Replicated("attention.head_dim"),
     )
     for x in "qk"
 )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from megarl.models.families.base import Family
 from megarl.models.families.experts import (
     SHARED_GATE,
+    MoE,
     gated_shared_experts,
-    moe,
     shared_expert,
     softmax_experts,
 )
@@ -38,7 +38,7 @@ FAMILIES = (
         name="qwen2_moe",
         architecture="Qwen2MoeForCausalLM",
         qkv_bias=True,
-        moe=moe(gated_shared_experts, shared=(*shared_expert("mlp.shared_expert"), SHARED_GATE)),
+        moe=MoE(gated_shared_experts, shared=(*shared_expert("mlp.shared_expert"), SHARED_GATE)),
         slides=EVEN,
         defaults={**_DEFAULTS, "num_key_value_heads": 16},
         ignored_fields=("attention_bias", "mlp_bias"),
@@ -47,7 +47,7 @@ FAMILIES = (
         name="qwen3_moe",
         architecture="Qwen3MoeForCausalLM",
         qk_norm=True,
-        moe=moe(softmax_experts),
+        moe=MoE(softmax_experts),
         slides=EVERY,
         defaults={**_DEFAULTS, "num_key_value_heads": 4},
         ignored_fields=("mlp_bias",),

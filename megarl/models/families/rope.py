@@ -67,18 +67,19 @@ def rope(
 
 
 def _linear(params: Mapping[str, Any], source: str) -> RopeScaling:
-    _require(params, "linear", ("factor",), source)
+    require(params, "linear", ("factor",), source)
     return RopeScaling(type="linear", factor=number(params, "factor", source))
 
 
 def _llama3(params: Mapping[str, Any], source: str) -> RopeScaling:
     numbers, context = _LLAMA3, "original_max_position_embeddings"
-    _require(params, "llama3", (*numbers, context), source)
+    require(params, "llama3", (*numbers, context), source)
     values: dict[str, Any] = {k: number(params, k, source) for k in numbers}
     return RopeScaling(type="llama3", **values, **{context: positive(params, context, source)})
 
 
-def _require(params: Mapping[str, Any], kind: str, names: tuple[str, ...], source: str) -> None:
+def require(params: Mapping[str, Any], kind: str, names: tuple[str, ...], source: str) -> None:
+    """Raises ValueError, naming them, unless a scaling of this kind has all settings of `names`."""
     if missing := [k for k in names if params.get(k) is None]:
         raise ValueError(f"{source}: rope scaling type {kind!r} lacks {', '.join(missing)}")
 
