@@ -207,6 +207,44 @@ def child(script: str, *args: Any, **env: str) -> subprocess.CompletedProcess[st
     )  # fmt: skip
 
 
+SLOW = """
+import sys
+import torch
+from megarl.ckpt import convert
+real = torch.save
+def waiting(*args, **kw):
+    if not sys.stdin.closed:
+        print("begun", flush=True)
+        sys.stdin.read()
+        sys.stdin.close()
+    return real(*args, **kw)
+torch.save = waiting
+convert.hf2dist(*sys.argv[1:], workers=1)
+"""
+
+
+def test_a_directory_is_for_one_conversion_at_a_time(tmp_path: Path) -> None:
+    a, out = save_tiny(tmp_path / "a", "qwen3"), tmp_path / "out"
+    env = {"PYTHONPATH": str(ROOT), "MEGARL_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
+    first = subprocess.Popen(
+        [sys.executable, "-c", SLOW, str(a), str(out)],
+        env=os.environ | env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert first.stdout is not None and first.stdout.readline() == "begun\n"
+        with pytest.raises(ValueError, match=f"{out}: another conversion works there"):
+            hf2dist(a, out, **SMALL)
+        hf2dist(a, tmp_path / "out2", **SMALL)  # another directory beside it
+        first.communicate(timeout=60)
+    finally:
+        first.kill()
+        first.wait()
+    assert first.returncode == 0 and verify(a, out) == verify(a, tmp_path / "out2") == []
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "out", "out2"]
+    with pytest.raises(ValueError, match="is there already"):
+        hf2dist(a, out, **SMALL)
+
+
 @pytest.mark.parametrize("way", ["hf2dist", "dist2hf"])
 def test_a_killed_conversion_begins_anew(tmp_path: Path, way: str) -> None:
     a, ck, out = save_tiny(tmp_path / "a", "qwen3"), tmp_path / "ck", tmp_path / "out"
@@ -214,7 +252,7 @@ def test_a_killed_conversion_begins_anew(tmp_path: Path, way: str) -> None:
     source = a if way == "hf2dist" else ck
     killed = child(KILLED, way, source, out)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert not out.exists() and len(list(tmp_path.iterdir())) == 3
+    assert not out.exists() and len(list(tmp_path.glob(".out.tmp-*"))) == 1
     hf2dist(a, out) if way == "hf2dist" else dist2hf(ck, out)
     assert verify(a, out) == [] and inspect(out)["complete"] == "yes"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "ck", "out"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import pickle
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -130,24 +132,48 @@ def _make(
     """Makes a directory of `files` (by name), as many at a time as there are workers, and lets
     `finish` complete it. It is there whole or not at all; what a killed run left goes first."""
     target = target.absolute()
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"{target} is there already: remove it, or choose another --out")
     size = chunk_bytes(max_memory, workers)
-    clean_up(target.parent, target.name)
-    staging = stage(target)
-    try:
-        if nbytes > (free := shutil.disk_usage(staging).free):
+    with _locked(target):
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise ValueError(f"{target} is there already: remove it, or choose another --out")
+        clean_up(target.parent, target.name)
+        staging = stage(target)
+        try:
+            if nbytes > (free := shutil.disk_usage(staging).free):
+                raise ValueError(
+                    f"{target}: {human(nbytes)} are needed, the disk has {human(free)} free; make "
+                    "room there, or choose another --out"
+                )
+            with ThreadPoolExecutor(workers) as pool:
+                results = pool.map(lambda name: files[name](staging / name, Buffer(size)), files)
+                finish(staging, dict(zip(files, results, strict=True)))
+            put_in_place(staging, target)
+        except BaseException:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise
+
+
+@contextmanager
+def _locked(target: Path) -> Iterator[None]:
+    """Keeps other conversions from `target` inside. Raises ValueError where one is under way."""
+    lock = target.with_name(f".{target.name}.lock")
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            free = os.path.samefile(lock, file.fileno())  # one that just ended took it away
+        except (BlockingIOError, FileNotFoundError):
+            free = False
+        except OSError:  # a file system without locks
+            free = True
+        if not free:
             raise ValueError(
-                f"{target}: {human(nbytes)} are needed, the disk has {human(free)} free; make room "
-                "there, or choose another --out"
+                f"{target}: another conversion works there; wait for it, or choose another --out"
             )
-        with ThreadPoolExecutor(workers) as pool:
-            results = pool.map(lambda name: files[name](staging / name, Buffer(size)), files)
-            finish(staging, dict(zip(files, results, strict=True)))
-        put_in_place(staging, target)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
 
 
 @contextmanager
