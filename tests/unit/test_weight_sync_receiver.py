@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.weight_sync.receiver.megarl_receiver import commands, fingerprint
-from megarl.weight_sync.receiver.megarl_receiver.fingerprint import tensor_hash
+from megarl.weight_sync.receiver.megarl_receiver.fingerprint import Holding, tensor_hash
 from megarl.weight_sync.receiver.megarl_receiver.mailbox import Mailbox
 from megarl.weight_sync.receiver.megarl_receiver.recording import (
     Table,
@@ -189,6 +189,16 @@ def test_hashes_of_parts_add_up_to_the_whole(case: str) -> None:
             assert int(tensor_hash(part, start) + rest) == whole
         assert int(tensor_hash(wide[box], start, [torch.bfloat16]) + rest) == whole
     assert torch.equal(x, bits), "nothing is written"
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0), (0, 0), (2, 0, 3)])
+def test_a_tensor_without_elements_adds_nothing_to_a_hash(shape: tuple[int, ...]) -> None:
+    empty = torch.empty(shape)
+    for casts in ([], [torch.bfloat16]):
+        assert int(tensor_hash(empty, (5,) * len(shape), casts)) == 0
+    held = Holding()
+    held.note("weights", {"empty": empty}, ["empty"])
+    assert held.look({"empty": empty.clone()}) == "weights"
 
 
 def test_a_hash_of_many_elements_at_a_time_is_that_of_few(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ def tensor_hash(
         values, start = values[None], ()
     start = start or (0,) * values.ndim
     most = ON_HOST if values.device.type == "cpu" else ON_DEVICE
-    rows, sums = max(1, most // max(1, values[0].numel())), []
+    rows, sums = max(1, most // max(1, prod(values.shape[1:]))), []
     for part in values.split(rows):
         for dtype in casts:
             part = part.to(dtype)
