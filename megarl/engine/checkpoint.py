@@ -42,7 +42,6 @@ from megarl.engine.setup import (
     set_rng_state,
 )
 from megarl.models.lora import is_trained, meaning
-from megarl.models.params import unwrap
 from megarl.observability.logging import get_logger
 from megarl.parallel import mcore
 from megarl.transfer.gather import BucketGatherer, plan_buckets
@@ -231,7 +230,7 @@ def _model_state(state: EngineState) -> dict[str, Any]:
     """Returns the parameters of each chunk, under the keys they are saved under. Transformer
     Engine's extra state is left out: it is empty outside of fp8, and a checkpoint of the local
     layers has none."""
-    states = [unwrap(c).sharded_state_dict(metadata=_metadata(state)) for c in state.chunks]  # type: ignore[operator]
+    states = [m.sharded_state_dict(metadata=_metadata(state)) for m in state.models]
     trained = {
         name: {k: v for k, v in tensors.items() if "_extra_state" not in k and _is_kept(k, state)}
         for name, tensors in zip(_chunk_names(state), states, strict=True)
@@ -245,8 +244,8 @@ def _is_kept(name: str, state: EngineState) -> bool:
 
 
 def _load_model(state: EngineState, loaded: dict[str, Any]) -> None:
-    for name, chunk in zip(_chunk_names(state), state.chunks, strict=True):
-        keys = unwrap(chunk).load_state_dict(loaded[name], strict=False)
+    for name, model in zip(_chunk_names(state), state.models, strict=True):
+        keys = model.load_state_dict(loaded[name], strict=False)
         missing = (k for k in keys.missing_keys if not k.endswith("_extra_state"))
         lost = [k for k in missing if _is_kept(k, state)]
         assert not lost and not keys.unexpected_keys, (lost, keys.unexpected_keys)

@@ -89,7 +89,7 @@ def check_input(state: EngineState, batch: Batch, ask: Request) -> None:
         raise ValueError(f"the batch has no 'input_ids', only {sorted(batch.keys())}")
     if is_wrong:
         _refuse(batch, wrong, state.model.vocab_size)
-    if ask.backward and state.config.replays and ROUTED not in batch:
+    if ask.backward and state.replays and ROUTED not in batch:
         raise ValueError(
             f"router_replay={state.config.router_replay}: the batch has no {ROUTED!r} to "
             "replay; put forward()'s output of that name into it, as an actor with "

@@ -167,9 +167,10 @@ def place(
     home = home_of(state, batch, **how)
     if not batch.placed:
         exchange.place(batch, home)
+    at_hand = home is batch.home
     if names is not None:
         batch = batch.select(torch.arange(len(batch)), [name for name in names if name in batch])
-    return exchange.placed(batch, home)
+    return batch if at_hand else exchange.placed(batch, home)
 
 
 # ---- packing ------------------------------------------------------------------------------------
@@ -255,7 +256,7 @@ def plan(
 def match_field(state: EngineState, batch: Batch) -> str | None:
     """Returns the field that tokens must have equal to be one beside their ids: the routes that a
     pass over the batch replays."""
-    replays = state.config.mb_spec.share_prefixes and state.config.replays
+    replays = state.config.mb_spec.share_prefixes and state.replays
     return ROUTED if replays and ROUTED in batch else None
 
 

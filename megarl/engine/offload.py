@@ -27,7 +27,6 @@ from megarl.api.engine import PARTS
 from megarl.engine import optimizer
 from megarl.engine.setup import EngineState
 from megarl.models.build import drop_copies
-from megarl.models.params import unwrap
 from megarl.observability.logging import get_logger
 from megarl.parallel import mcore
 
@@ -321,21 +320,16 @@ def _wait_before(wait: Wait, module: nn.Module, args: Any) -> None:
     wait()
 
 
-def units(chunks: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, list[torch.Tensor]]]:
-    """Yields the modules of a rank's chunks that a pass calls one after the other, each with its
+def units(module: nn.Module) -> Iterator[tuple[nn.Module, list[torch.Tensor]]]:
+    """Yields the modules of a model that a pass calls one after the other, each with its
     parameters: embedding, layers, final norm, head."""
-    for chunk in chunks:
-        yield from _units(unwrap(chunk))
-
-
-def _units(module: nn.Module) -> Iterator[tuple[nn.Module, list[torch.Tensor]]]:
     yield module, list(module.parameters(recurse=False))
     for child in module.children():
         if isinstance(child, nn.ModuleList):  # its members are called, not the list
             for member in child:
                 yield member, list(member.parameters())
         elif any(isinstance(below, nn.ModuleList) for below in child.children()):
-            yield from _units(child)
+            yield from units(child)
         else:
             yield child, list(child.parameters())
 
@@ -393,7 +387,8 @@ class Memory:
         copies: list[tuple[nn.Module | None, Copy]] = []
         try:
             for part in back:
-                modules = list(units(self._built.chunks)) if part == "params" else []
+                models = self._built.models if part == "params" else []
+                modules = [unit for model in models for unit in units(model)]
                 taken[part], of_part = self._parked.pieces(part, [params for _, params in modules])
                 # what belongs to no module comes first: who waits for a copy waits for those before
                 copies += zip([None, *(module for module, _ in modules)], of_part, strict=True)

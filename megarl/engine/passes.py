@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -31,7 +32,6 @@ from megarl.engine.micro_batch import GIVEN_IDS, MicroBatch, Result, ResultRows,
 from megarl.engine.probe import Probe
 from megarl.engine.routing import ROUTED
 from megarl.engine.setup import EngineState
-from megarl.models.params import unwrap
 from megarl.observability import stats_tracker
 from megarl.parallel import exchange, mcore
 from megarl.parallel.groups import ProcessGroups
@@ -77,7 +77,7 @@ def run(state: EngineState, given: Batch, ask: Request, probe: Probe | None = No
     record = ROUTED in ask.keep
     tapes = state.routing.of_pass(record=record) if state.routing else nullcontext()
     with tapes, stats_tracker.muted(not _speaks(state.groups)):
-        _run_schedule(state.chunks, micro_batches, job)
+        _run_schedule(state, micro_batches, job)
         metrics = Metrics({}, {}) if ask.loss is None else _metrics(job, micro_batches, weight)
         sources: list[Any] = [
             job,
@@ -144,11 +144,10 @@ class Job:
     kept: list[Padded] = field(default_factory=list)
     error: Exception | None = None
 
-    def forward_step(self, micro_batches: Iterator[MicroBatch], chunk: Any) -> tuple[Any, Any]:
+    def forward_step(self, data: Iterator[tuple[Any, MicroBatch]], chunk: Any) -> tuple[Any, Any]:
         """Returns the output of a chunk for the next micro-batch, and what makes a loss of it;
         megatron-core's schedule calls both."""
-        mb = next(micro_batches)
-        model: Any = unwrap(chunk)
+        model, mb = next(data)
         if self.state.routing is not None:
             self.state.routing.prepare(model, mb)
         if model.post_process:
@@ -216,19 +215,17 @@ class Job:
         return [name for name in self.ask.keep if name != ROUTED]  # routers record these
 
 
-def _run_schedule(
-    chunks: Sequence[torch.nn.Module], micro_batches: Sequence[MicroBatch], job: Job
-) -> None:
+def _run_schedule(state: EngineState, micro_batches: Sequence[MicroBatch], job: Job) -> None:
     """Runs all micro-batches through all chunks; backward, too, gradients go into the wrappers'
     buffers."""
-    iterators: list[Iterator[MicroBatch]] = [iter(micro_batches) for _ in chunks]
-    interleaved = len(chunks) > 1
+    iterators = [zip(repeat(model), micro_batches) for model in state.models]
+    chunks, interleaved = state.chunks, len(state.chunks) > 1
     lengths = [len(mb.packed.input_ids) for mb in micro_batches]
-    with known_shapes(*_coming(lengths, len(chunks), unwrap(chunks[0]).config)):
+    with known_shapes(*_coming(lengths, len(chunks), state.models[0].config)):
         get_forward_backward_func()(
             forward_step_func=job.forward_step,
             data_iterator=iterators if interleaved else iterators[0],
-            model=list(chunks) if interleaved else chunks[0],
+            model=chunks if interleaved else chunks[0],
             num_microbatches=len(micro_batches),
             seq_length=max(lengths),
             micro_batch_size=1,

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from megarl.engine.micro_batch import MicroBatch, Result, ResultRows, Writes
 from megarl.engine.setup import EngineState
-from megarl.models.params import unwrap
 from megarl.parallel import mcore  # noqa: F401  before megatron
 
 from megatron.core.transformer.identity_op import IdentityOp
@@ -75,7 +74,7 @@ class Probe:
     def __init__(self, state: EngineState) -> None:
         self._groups = state.groups
         self._last = state.model.num_layers
-        self._chunks: list[Any] = [unwrap(chunk) for chunk in state.chunks]
+        self._models = state.models
         self._seen: dict[Part, list[Tensor]] = {}
 
     def listening(self) -> AbstractContextManager[None]:
@@ -83,13 +82,13 @@ class Probe:
         return listening(self._parts(), self._note)
 
     def _parts(self) -> Iterator[tuple[Part, nn.Module]]:
-        for chunk in self._chunks:
-            if chunk.pre_process:
-                yield Part(-1, EMBEDDING), chunk.embedding
-            for layer in chunk.decoder.layers:
+        for model in self._models:
+            if model.pre_process:
+                yield Part(-1, EMBEDDING), model.embedding
+            for layer in model.decoder.layers:
                 yield from parts_of_layer(layer, layer.layer_number - 1)  # megatron counts from 1
-            if chunk.post_process:
-                yield Part(self._last, FINAL_NORM), chunk.decoder.final_layernorm
+            if model.post_process:
+                yield Part(self._last, FINAL_NORM), model.decoder.final_layernorm
 
     def _note(self, part: Part, module: Any, args: Any, out: Any) -> None:
         if part.name == ROUTER:

@@ -137,7 +137,7 @@ class Routing:
         groups: ProcessGroups,
     ) -> None:
         self.model, self.shape, self.groups = model, model.experts, groups
-        self.config, self.options = config, EngineOptions(**config.options)
+        self.replays, self.options = config.replays, EngineOptions(**config.options)
         self._tapes = {
             chunk: [RouterTape(m) for m in chunk.modules() if isinstance(m, TopKRouter)]
             for chunk in chunks
@@ -171,7 +171,7 @@ class Routing:
         """Gives the tapes the choices for `mb` before `chunk` meets it: with router_replay, the
         batch says who is routed where, as far as it knows. Raises ValueError for a batch of other
         layers or experts than the model's."""
-        if not self.config.replays or ROUTED not in mb.source:
+        if not self.replays or ROUTED not in mb.source:
             return
         given = mb.padded([ROUTED])[ROUTED].flatten(0, 1)  # [b*S,L,k]
         if given.shape[1:] != (self.model.num_layers, self.shape.top_k):

@@ -78,7 +78,8 @@ class EngineState:
     schedule either.
 
     table:    where every HF tensor lives.
-    chunks:   this rank's modules, one per virtual pipeline stage, in their wrappers.
+    models:   this rank's modules, one per virtual pipeline stage.
+    chunks:   the same in their wrappers.
     params:   canonical name -> local parameter, adapters among them.
     routing:  of a mixture-of-experts model.
     adapters: of a model trained with LoRA.
@@ -86,6 +87,7 @@ class EngineState:
               the parameters that are of another dtype (see copying.py); else empty.
     cost:     work of a sequence by its length.
     unit:     every rank's tokens of a micro-batch are a multiple of it.
+    replays:  whether updates repeat the routes of a batch.
     """
 
     config: TrainEngineConfig
@@ -93,7 +95,9 @@ class EngineState:
     model: ModelConfig
     dtype: torch.dtype
     groups: ProcessGroups
+    layout: Layout
     table: PieceTable
+    models: list[Any]
     chunks: list[torch.nn.Module]
     params: dict[str, torch.Tensor]
     routing: Routing | None
@@ -102,12 +106,8 @@ class EngineState:
     schedule: Any
     cost: Cost
     unit: int
+    replays: bool
     average: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    @property
-    def layout(self) -> Layout:
-        """Returns the layout of the engine's process groups."""
-        return self.groups.layout
 
     @property
     def trained_table(self) -> PieceTable:
@@ -197,7 +197,9 @@ def build(
         model=what.model,
         dtype=what.dtype,
         groups=groups,
+        layout=what.layout,
         table=built.table,
+        models=built.chunks,
         chunks=chunks,
         params=params,
         routing=routing,
@@ -206,6 +208,7 @@ def build(
         schedule=schedule,
         cost=sequence_cost(what.model),
         unit=token_unit(cfg.fp8),
+        replays=cfg.replays,
     )
 
 

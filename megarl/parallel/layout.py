@@ -60,7 +60,7 @@ class Layout:
             split=tuple(cfg.pipeline_split) if cfg.pipeline_split else None,
         )
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         """Returns the number of ranks."""
         return self.tp * self.cp * self.dp * self.pp

@@ -67,7 +67,7 @@ def test_units_are_what_a_pass_calls_in_its_order():
     model = Model()
     decoder = model.decoder
     want = [model, model.embedding, decoder, *decoder.layers, decoder.norm, model.head]
-    found = list(units([model]))
+    found = list(units(model))
     assert [module for module, _ in found] == want
     listed = {id(p) for _, params in found for p in params}
     assert listed == {id(p) for p in model.parameters()}
@@ -79,7 +79,7 @@ def test_every_byte_comes_back_once_in_the_order_of_the_pass():
     want = model(ids)
     size = parked.park("params", model.parameters())
     assert model.flat.untyped_storage().nbytes() == 0
-    modules = list(units([model]))
+    modules = list(units(model))
     taken, copies = parked.pieces("params", [params for _, params in modules])
     assert taken == size == before.nbytes and len(copies) == len(modules) + 1
     model.flat.fill_(-1.0)
@@ -130,7 +130,7 @@ def test_a_pass_begins_before_the_last_layer_is_there(monkeypatch):
     ids = torch.tensor([0, 3, 4])
     want = model(ids)
     parked.park("params", model.parameters())
-    modules = list(units([model]))
+    modules = list(units(model))
     _, copies = parked.pieces("params", [params for _, params in modules])
     model.flat.fill_(torch.nan)
     first, last = model.decoder.layers[0], model.decoder.layers[-1]
