@@ -48,6 +48,7 @@ class LMHead(torch.nn.Module):
         self.chunk_tokens, self.keep_bytes = chunk_tokens, keep_bytes
         self.topk = topk
         self._job: tuple[Packed, Sequence[str], float] | None = None
+        self._used: set[str] = set()  # outputs of the last pass whose gradients came back
 
     def prepare(self, packed: Packed, outputs: Sequence[str], temperature: float) -> None:
         """Says what the next forward pass computes: `outputs` about the labels [T] of `packed`, and
@@ -66,6 +67,7 @@ class LMHead(torch.nn.Module):
         embedding."""
         assert self._job is not None, "prepare() comes before every forward pass"
         (packed, outputs, temperature), self._job = self._job, None
+        self._used = set()
         weight = self.weight if weight is None else weight
         assert weight is not None
         if self.sequence_parallel:  # [T/tp,1,H] -> [T,1,H]; backward sums and scatters
@@ -96,6 +98,7 @@ class LMHead(torch.nn.Module):
                     keep_bytes=self.keep_bytes,
                     topk=self.topk,
                     given=packed.given,
+                    used=self._used,
                 )
             )
         if "logits" in outputs:
@@ -118,6 +121,9 @@ class LMHead(torch.nn.Module):
                 by_name[name] = x[:, 0]
             elif name == "topk_ids":
                 by_name[name] = x.long()
+        if "entropy" in by_name and out.requires_grad:  # what is only watched costs no gradient
+            used = self._used
+            by_name["entropy"].register_hook(lambda grad: used.add("entropy"))
         return {name: by_name[name] for name in outputs}
 
     def sharded_state_dict(

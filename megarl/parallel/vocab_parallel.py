@@ -24,7 +24,7 @@ k of the top, n given ids per token, K numbers per token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -329,6 +329,7 @@ class _TokenOutputs(torch.autograd.Function):
         chunk: int,
         keep_bytes: int,
         topk: int,
+        used: Container[str],
     ) -> torch.Tensor:
         real = weight[: shard.real_rows]
         parts, about, ctx.kept = [], [], []
@@ -346,14 +347,15 @@ class _TokenOutputs(torch.autograd.Function):
                 ctx.kept.append(log_p)
         whole = [torch.cat(each) for each in zip(*about, strict=True)]
         ctx.save_for_backward(hidden, weight, labels, given, *whole)
-        ctx.how = shard, columns(outputs, topk, given.shape[1]), temperature, chunk
+        ctx.how = shard, columns(outputs, topk, given.shape[1]), temperature, chunk, used
         return torch.cat(parts)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         hidden, weight, labels, given, *whole = ctx.saved_tensors
         about = Kept(*whole)
-        shard, at, temperature, chunk = ctx.how
+        shard, at, temperature, chunk, used = ctx.how
+        at = {name: where for name, where in at.items() if name != "entropy" or name in used}
         real = weight[: shard.real_rows]
         g_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         g_weight = None
@@ -376,7 +378,7 @@ class _TokenOutputs(torch.autograd.Function):
                 products.accumulate(hidden[s], g, g_weight[: shard.real_rows])
         if g_weight is not None:
             g_weight = g_weight.to(weight.dtype)
-        return g_hidden, g_weight, *[None] * 8
+        return g_hidden, g_weight, *[None] * 9
 
 
 def _grad_logits(
@@ -395,8 +397,7 @@ def _grad_logits(
         return grad[:, at[name].start] if name in at else torch.zeros_like(grad[:, 0])
 
     g_logprob, g_entropy = of("logprobs"), of("entropy")
-    # an entropy that is only watched costs nothing, where looking does not stall the device
-    if "entropy" in at and (grad.is_cuda or g_entropy.any()):
+    if "entropy" in at:
         factor = log_p + about.entropy[:, None]
         factor.mul_(g_entropy[:, None]).add_(g_logprob[:, None])
     else:
@@ -424,6 +425,7 @@ def token_outputs(
     keep_bytes: int = 0,
     topk: int = 1,
     given: torch.Tensor | None = None,
+    used: Container[str] = OUTPUTS,
 ) -> torch.Tensor:
     """Returns per-token outputs [T,K] in fp32 in the order of `outputs` (OUTPUTS of the head
     "lm", but logits); `columns` says where each stands. logprobs, entropy and those of GIVEN have
@@ -431,7 +433,9 @@ def token_outputs(
 
     hidden [T,H], weight [rows,H] of this shard, labels [T]; given [T,n]: the ids of GIVEN. Peak
     memory is one chunk of logits [chunk_tokens, v] in fp32 with its softmax, whatever T is, and
-    `keep_bytes` for logits that backward finds again where those of all T fit. Raises
+    `keep_bytes` for logits that backward finds again where those of all T fit. used: outputs
+    whose gradients backward looks at, asked as it begins: an entropy that is not among them costs
+    it nothing. Raises
     AssertionError for an unknown output, a weight of another number of rows, or a `topk` beyond the
     vocabulary.
     """
@@ -451,6 +455,7 @@ def token_outputs(
         chunk_tokens,
         keep_bytes,
         topk,
+        used,
     )
 
 

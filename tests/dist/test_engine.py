@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.api.records import FinetuneSpec, SaveLoadMeta
 from tests.dist.engine_jobs import SP, batch, loss_fn, make_engine, save_model, state, weight_fn
@@ -401,6 +402,49 @@ def test_nan_gradients_skip_the_step_and_bad_input_is_named(world2, models, para
         assert "'pickle'" in e["pickle"] and "'hf'" in e["pickle"]
         assert "with_optim" in e["optim"] and "twice" in e["twice"]
         assert r["errors"]["vector"] == "" or "must be a sum, a scalar" in e["vector"]
+
+
+def watching_entropy(path: str, parallel: dict[str, Any]) -> dict[str, Any]:
+    """Returns the gradients of losses that do not ask for the entropy, watch it, or train by it,
+    and how many tensors over this rank's vocabulary each makes after its losses, and how often it
+    looks at a number there, for which a GPU would wait."""
+
+    class Counting(TorchDispatchMode):
+        wide, looks, on = 0, 0, False
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            out = func(*args, **(kwargs or {}))
+            self.wide += self.on and torch.is_tensor(out) and out.shape[1:] == (columns,)
+            self.looks += self.on and func is torch.ops.aten._local_scalar_dense.default
+            return out
+
+    engine = make_engine(path, parallel, max_tokens=1000, optimizer={"distributed": False})
+    columns, found = min(len(engine.state.models[-1].output_layer.weight), VOCAB), {}
+    for name, outputs in (("absent", ("logprobs",)), ("watched", None), ("trained", None)):
+
+        def loss(out: Any, b: Any, trains: bool = name == "trained") -> tuple[Any, dict[str, Any]]:
+            counting.on = True
+            stats = {"entropy": (out["entropy"].sum(), 1.0)} if "entropy" in out else {}
+            bonus = out["entropy"].sum() if trains else 0.0
+            return out["logprobs"].square().sum() + bonus, stats
+
+        with Counting() as counting:
+            engine.backward_batch(batch(), loss, weight_fn, outputs=outputs or OUT["outputs"])
+        found[name] = state(engine, grads=True), counting.wide, counting.looks
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("parallel", [dict(tp=2), dict(cp=2)])
+def test_an_entropy_that_is_only_watched_costs_backward_nothing(world2, models, parallel):
+    path = save_model(models, "qwen3", False)
+    found = world2.run(watching_entropy, path, parallel)
+    each = (found[0][name] for name in ("absent", "watched", "trained"))
+    (absent, watched, trained), wide, looks = zip(*each, strict=True)
+    for name, grad in absent.items():
+        assert torch.equal(grad, watched[name]), name
+    assert any(not torch.equal(grad, trained[name]) for name, grad in absent.items())
+    assert wide[0] == wide[1] < wide[2] and looks[0] == looks[1] == looks[2]
 
 
 def save_and_load(
