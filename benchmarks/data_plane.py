@@ -27,12 +27,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megarl.api.batch import Batch, Padded
+from megarl.api.batch import Batch, Home, Padded
 from megarl.api.tokens import concat_padded
 from megarl.parallel import exchange
 from megarl.parallel.layout import Layout
-from megarl.parallel.packing import Cost
-from megarl.parallel.placement import engine_home, place_rows
+from megarl.parallel.packing import Cost, place_rows
 
 RANKS, GROUP = 4, 8  # samples per prompt
 LAYOUTS = {"dp4": Layout(dp=4), "dp2 tp2": Layout(dp=2, tp=2)}
@@ -128,7 +127,7 @@ def one_round(layout: Layout, lengths: list[int]) -> Figures:
     index = place_rows(
         batch.lengths.tolist(), batch.unit_ids, None, dp=layout.dp, cost=WORK, slot=1
     )
-    home = engine_home(layout, index)
+    home = Home(tuple(c.dp for c in layout.all_coords), index)
     share = int(batch.lengths[home.rows(rank)].sum()) * each
     total = int(batch.lengths.sum()) * each
     dist.barrier()

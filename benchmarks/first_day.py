@@ -356,7 +356,7 @@ def tries(small: bool) -> None:
     """Measures attention over the trie of a prompt and eight answers, forward and backward, beside
     torch's over the eight whole rows. A trie of another size may compile anew."""
     from megarl.models.trie_attention import prepare
-    from megarl.parallel.trie import Segment
+    from megarl.parallel.packing import Segment
 
     device, _ = place(small)
     prompt, answer, heads, width = (64, 32, 4, 16) if small else (2048, 1024, 16, 128)

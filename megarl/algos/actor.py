@@ -45,7 +45,7 @@ from megarl.api.failures import on_every_rank
 from megarl.config.algo import PPOActorConfig
 from megarl.config.check_parts import check_actor
 from megarl.observability.logging import get_logger
-from megarl.parallel.placement import split_minibatches
+from megarl.parallel.packing import split_minibatches
 
 log = get_logger(__name__)
 

@@ -26,7 +26,7 @@ from megarl.config.algo import PPOCriticConfig, RefConfig
 from megarl.config.check_parts import check_critic
 from megarl.config.engine import TrainEngineConfig
 from megarl.observability.logging import get_logger, warn_on_rank_zero
-from megarl.parallel.placement import split_minibatches
+from megarl.parallel.packing import split_minibatches
 
 P = ParamSpec("P")
 R = TypeVar("R", bound="Role")

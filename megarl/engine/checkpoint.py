@@ -28,7 +28,7 @@ from megarl.ckpt.dist import (
     settle_keys,
 )
 from megarl.ckpt.dist import begin_save as write_behind
-from megarl.ckpt.hf import save_hf
+from megarl.ckpt.hf import load_hf, save_hf
 from megarl.ckpt.peft import load_peft, save_peft
 from megarl.engine import optimizer as opt
 from megarl.engine.copying import average_in_place, begin_average, round_off
@@ -36,11 +36,11 @@ from megarl.engine.optimizer_state import load_state, sharded_state
 from megarl.engine.setup import (
     EngineState,
     head_seed,
-    load_base,
     reseed,
     rng_state,
     set_rng_state,
 )
+from megarl.models.adapters import base_params
 from megarl.models.lora import is_trained, meaning
 from megarl.observability.logging import get_logger
 from megarl.parallel import mcore
@@ -124,9 +124,9 @@ def load(state: EngineState, meta: SaveLoadMeta) -> int | None:
         assert state.adapters is not None
         load_peft(meta.path, state.adapters)
     else:
-        load_base(
-            meta.path, state.table, state.groups, state.params, head_seed(state.config, state.seed)
-        )
+        weights, seed = base_params(state.params), head_seed(state.config, state.seed)
+        rank = state.groups.rank
+        load_hf(meta.path, state.table, state.layout, rank, weights, head_seed=seed)
         state.average.clear()
         if state.adapters is not None:  # whole weights come without: these start anew
             state.adapters.reset(state.seed)

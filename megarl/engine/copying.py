@@ -49,7 +49,7 @@ def copy_weights(
     with ExitStack() as stack:
         for engine in members:
             stack.enter_context(engine.memory.at_hand(changes=engine is target))
-        stack.enter_context(waiting_for(members[0].groups, "copy_weights"))
+        stack.enter_context(waiting_for(members[0].groups.coords, "copy_weights"))
         if target.copy_plan is None or target.copy_plan[0] is not source.model_config:
             target.copy_plan = source.model_config, _plan(source, target)
         move = target.copy_plan[1]

@@ -20,9 +20,9 @@ from megarl.api.batch import Batch, Padded
 from megarl.api.engine import PARTS, LossFn, LossWeightFn, Metrics, PendingSave, TrainEngine
 from megarl.api.records import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from megarl.config.engine import TrainEngineConfig
-from megarl.engine import checkpoint, micro_batch, optimizer, passes
+from megarl.engine import checkpoint, inputs, optimizer, passes
 from megarl.engine.copying import CopyPlan, copy_weights
-from megarl.engine.input_check import Request, as_batch
+from megarl.engine.inputs import Request, as_batch
 from megarl.engine.offload import Memory
 from megarl.engine.probe import Part, Probe
 from megarl.engine.routing import ROUTED
@@ -108,7 +108,7 @@ class MegatronEngine(TrainEngine):
             with inside(self.world.group if self.world else dist.group.WORLD):
                 self._groups = ProcessGroups(what.layout)
                 Ranks.of()  # all ranks make it here
-            with model_scope(self._groups), waiting_for(self._groups, "initialize"):
+            with model_scope(self._groups), waiting_for(self._groups.coords, "initialize"):
                 self._built = build(self.config, what, self._groups, self.seed, ft_spec)
                 self._memory = Memory(self._built)
                 self.train(self._training)
@@ -134,7 +134,7 @@ class MegatronEngine(TrainEngine):
         torch.cuda.empty_cache()
         cpu_patches.give_back()
         groups, self._groups = self._groups, None
-        with inside(groups.world), waiting_for(groups, "destroy"):
+        with inside(groups.world), waiting_for(groups.coords, "destroy"):
             groups.barrier()
             groups.release()
 
@@ -168,7 +168,7 @@ class MegatronEngine(TrainEngine):
         waited for `what`. Raises RuntimeError where a part in `needs` is offloaded. behind: `what`
         is a pass, whose modules wait for weights that are on their way."""
         self.memory.require(what, needs, behind=behind)
-        with model_scope(self.groups), waiting_for(self.groups, what):
+        with model_scope(self.groups), waiting_for(self.groups.coords, what):
             yield
 
     def train(self, mode: bool = True) -> Self:
@@ -194,7 +194,7 @@ class MegatronEngine(TrainEngine):
         """Moves the batch's tokens to the ranks that work on them in this step, unless it has been
         placed. Collective."""
         with self._scope("place", ()):
-            micro_batch.place(self.state, batch)
+            inputs.place(self.state, batch)
 
     def train_batch(
         self,

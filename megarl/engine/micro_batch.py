@@ -1,9 +1,4 @@
-"""Brings a pass its tokens: a batch is placed for the step, cut into micro-batches, and packed.
-
-A batch is placed for the step, or borrowed from where another engine has it. Where passes compute
-shared prefixes once (mb_spec.share_prefixes), what sequences share is known from their tokens,
-which only the ranks of their data-parallel index hold: each index plans by itself, and they agree
-on the number of micro-batches.
+"""Packs micro-batches of a batch, and puts the results of a pass in the order of its tokens.
 
 B sequences of the batch, b of a micro-batch or that a rank holds, S positions (right-padded), T
 packed tokens.
@@ -21,25 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.api.batch import Batch, Home, Padded, Tokens
-from megarl.engine.routing import ROUTED
-from megarl.engine.setup import EngineState
+from megarl.api.batch import Batch, Padded, Tokens
 from megarl.models.trie_params import trie_params
-from megarl.parallel import exchange, mcore
+from megarl.parallel import mcore
 from megarl.parallel.groups import ProcessGroups
 from megarl.parallel.layout import Layout
 from megarl.parallel.mcore import place_tokens
-from megarl.parallel.packing import (
-    Alignment,
-    Packed,
-    pack,
-    pack_trie,
-    plan_micro_batches,
-    plan_tries,
-)
-from megarl.parallel.placement import engine_home, place_rows, units_of
-from megarl.parallel.ranks import Ranks, world_comm
-from megarl.parallel.trie import Bytes, Trie, token_bytes
+from megarl.parallel.packing import Alignment, Packed, Trie, pack
+from megarl.parallel.trie import pack_trie
 
 from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -62,6 +46,16 @@ class MicroBatch:
         """Returns these rows as [b,S] tensors on the host, S the length of the longest; they are
         made anew each time, so that only one micro-batch at a time is padded."""
         return self.source.padded(self.rows, names)
+
+    @property
+    def places(self) -> Tensor:
+        """Returns where these rows stand among those that this rank holds, [b]."""
+        return torch.searchsorted(self.source.rows, torch.as_tensor(self.rows, dtype=torch.long))
+
+    def inner(self, name: str, part: slice) -> Tensor:
+        """Returns [b,S,n,...], `padded` of a field [b,S,N,...]: n of its N numbers, no others."""
+        held = self.source[name]
+        return Tokens(held.values[:, part], held.lengths).take(self.places).padded()
 
     def tokens(self, layout: Layout, tp_rank: int) -> Tensor:
         """Returns [T/tp under sequence parallelism, else T]: the token of these rows, row * S + t,
@@ -99,90 +93,16 @@ def alignment(layout: Layout, token_unit: int = 1) -> Alignment:
     return Alignment(slot=slot, row=math.lcm(slot, layout.cp * share * token_unit))
 
 
-# ---- where a batch is ---------------------------------------------------------------------------
-
-
-def group_ids(batch: Batch, *, whole_groups: bool) -> Tensor | None:
-    """Returns ids [B] of rows that stay together on a rank, with `whole_groups` in a micro-batch
-    too; None if each is by itself. Raises ValueError where `whole_groups` has no field to go by."""
-    if "unit_ids" in batch or ("rollout_ids" in batch and not whole_groups):
-        return batch.unit_ids
-    if not whole_groups:
-        return None
-    if "group_ids" not in batch:
-        raise ValueError(
-            "whole_groups=True needs batch['group_ids'] [B]: which rows belong together"
-        )
-    ids: Tensor = batch["group_ids"]
-    return ids
-
-
-def home_of(state: EngineState, batch: Batch, *, whole_groups: bool = False) -> Home:
-    """Returns the batch's own home if this engine can work on it there, else the home that this
-    engine would give it; where prefixes are shared, rows of a group stay together in it as far as
-    the work stays even. Raises ValueError for a batch of other ranks than the engine's."""
-    _check_ranks(batch)
-    of_rank = tuple(c.dp for c in state.layout.all_coords)
-    units = group_ids(batch, whole_groups=whole_groups)
-    if batch.placed and batch.home.of_rank == of_rank and _whole(units, batch.home.of_row):
-        return batch.home
-    of_row = place_rows(
-        batch.lengths.tolist(),
-        torch.arange(len(batch)) if units is None else units,
-        batch.minibatches,
-        dp=state.layout.dp,
-        cost=state.cost,
-        slot=alignment(state.layout).slot,
-        together=batch.get("group_ids") if state.config.mb_spec.share_prefixes else None,
-    )
-    return engine_home(state.layout, of_row)
-
-
-def _check_ranks(batch: Batch) -> None:
-    """Raises ValueError unless the batch is of the ranks of the world in scope."""
-    theirs, ours = batch.comm, world_comm()
-    if theirs is ours or not isinstance(theirs, Ranks | None):
-        return
-    named = [f"ranks {list(c.ranks)}" if c else "one rank alone" for c in (theirs, ours)]
-    raise ValueError(
-        f"this batch is of {named[0]}, the engine of {named[1]}: make the batch on the engine's "
-        "ranks, inside `with world.scope():`"
-    )
-
-
-def _whole(units: Tensor | None, of_row: Tensor) -> bool:
-    """Returns whether every unit stands at one data-parallel index."""
-    if units is None:
-        return True
-    index = of_row.tolist()
-    return all(len({index[r] for r in unit}) == 1 for unit in units_of(units))
-
-
-def place(
-    state: EngineState, batch: Batch, names: Iterable[str] | None = None, **how: Any
-) -> Batch:
-    """Returns the batch, or its fields `names`, where this engine works on it. A batch that has not
-    been placed in this step is placed for good; of one placed for another layout, a copy is made of
-    what is not at hand. how: of `home_of`. Collective."""
-    home = home_of(state, batch, **how)
-    if not batch.placed:
-        exchange.place(batch, home)
-    at_hand = home is batch.home
-    if names is not None:
-        batch = batch.select(torch.arange(len(batch)), [name for name in names if name in batch])
-    return batch if at_hand else exchange.placed(batch, home)
-
-
 # ---- packing ------------------------------------------------------------------------------------
 
 
 def build(
     batch: Batch,
     micro_batches: Sequence[list[int]],
-    layout: Layout,
+    align: Alignment,
     *,
-    cp_rank: int,
-    token_unit: int = 1,
+    cp: int = 1,
+    cp_rank: int = 0,
     given: bool = False,
     share_prefixes: bool = False,
     match: str | None = None,
@@ -191,16 +111,15 @@ def build(
     [B,S,n] too, with `share_prefixes` as tries, whose tokens match in the field `match`, too.
     Passes of one step that cut the same rows alike, of whichever model, share what is made of the
     token ids alone."""
-    align = alignment(layout, token_unit)
     out, alike = [], not given and match is None
     names = ["input_ids", *(GIVEN_IDS,) * given, *([match] if match else [])]
     for rows in micro_batches:
-        how = (tuple(rows), align, layout.cp, cp_rank, share_prefixes)
+        how = (tuple(rows), align, cp, cp_rank, share_prefixes)
         packed = batch.packed.get(how) if alike else None
         if packed is None:
             padded = batch.padded(rows, names=names)
             # packed on the host: the index arithmetic would stall a GPU at every boolean mask
-            pack_rows: Callable[..., Packed] = partial(pack, cp=layout.cp, cp_rank=cp_rank)
+            pack_rows: Callable[..., Packed] = partial(pack, cp=cp, cp_rank=cp_rank)
             if share_prefixes:
                 pack_rows = partial(pack_trie, beside=padded[match] if match else None)
             packed = pack_rows(
@@ -213,59 +132,6 @@ def build(
             batch.packed[how] = packed
         out.append(MicroBatch(rows, batch, packed))
     return out
-
-
-def plan(
-    state: EngineState, batch: Batch, *, whole_groups: bool = False, backward: bool
-) -> list[list[int]]:
-    """Returns the rows of this rank's micro-batches, as many as on every data-parallel index, and
-    under the interleaved schedule a multiple of pp. The batch has been placed. Collective where
-    prefixes are shared."""
-    spec, layout = state.config.mb_spec, state.layout
-    larger = None if backward else spec.forward_max_tokens_per_mb
-    max_tokens = larger or spec.max_tokens_per_mb  # of a device
-    groups = group_ids(batch, whole_groups=True) if whole_groups else None
-    multiple_of = layout.pp if layout.vpp > 1 else 1
-    if not spec.share_prefixes:
-        plan_of_all = plan_micro_batches(
-            batch.lengths.tolist(),
-            dp=layout.dp,
-            max_tokens=max_tokens * layout.cp,
-            align=alignment(layout, state.unit),
-            multiple_of=multiple_of,
-            cost=state.cost,
-            groups=None if groups is None else units_of(groups),
-            index=batch.home.of_row.tolist(),
-        )
-        return plan_of_all[state.groups.coords.dp]
-    rows = batch.rows
-    needs = plan_tries(
-        _row_bytes(batch, match_field(state, batch)),
-        max_tokens=max_tokens,
-        align=alignment(layout),
-        cost=state.cost,
-        units=None if groups is None else units_of(groups[rows]),
-    )
-    count = torch.tensor(needs.count, device=mcore.device())
-    if layout.world_size > 1:
-        dist.all_reduce(count, dist.ReduceOp.MAX)
-    filled = needs.micro_batches(-(-int(count) // multiple_of) * multiple_of)
-    return [sorted(rows[mb].tolist()) for mb in filled]
-
-
-def match_field(state: EngineState, batch: Batch) -> str | None:
-    """Returns the field that tokens must have equal to be one beside their ids: the routes that a
-    pass over the batch replays."""
-    replays = state.config.mb_spec.share_prefixes and state.replays
-    return ROUTED if replays and ROUTED in batch else None
-
-
-def _row_bytes(batch: Batch, field: str | None) -> list[Bytes]:
-    """Returns token_bytes [n,w] of each row that this rank holds."""
-    ids = batch["input_ids"]
-    whole = token_bytes(ids.values, None if field is None else batch[field].values)
-    ends = ids.lengths.cumsum(0)
-    return [whole[e - n : e] for n, e in zip(ids.lengths.tolist(), ends.tolist(), strict=True)]
 
 
 def prefix_ratios(micro_batches: Iterable[MicroBatch]) -> Iterator[dict[str, tuple[float, float]]]:
@@ -288,9 +154,7 @@ class ResultRows:
     """Knows where per-token results of a batch's held rows go: flat, [T,...] of T tokens."""
 
     def __init__(self, batch: Batch, groups: ProcessGroups) -> None:
-        self.groups = groups
-        self._rows = batch.rows
-        self._lengths = batch.lengths[self._rows]
+        self.groups, self._lengths = groups, batch.lengths[batch.rows]
 
     def collect(self, inner: Sequence[int], dtype: torch.dtype, writes: Writes) -> Tokens:
         """Returns [T,*inner] on the host of every rank of a data-parallel index. Each number is
@@ -340,8 +204,7 @@ class ResultRows:
 
     def _starts(self, mb: MicroBatch) -> Tensor:
         """Returns where each row of a micro-batch begins among the T tokens, [b]."""
-        places = torch.searchsorted(self._rows, torch.as_tensor(mb.rows, dtype=torch.long))
-        return (self._lengths.cumsum(0) - self._lengths)[places]
+        return (self._lengths.cumsum(0) - self._lengths)[mb.places]
 
 
 def _tokens_of(mb: MicroBatch) -> tuple[Tensor, Tensor]:

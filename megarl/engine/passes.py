@@ -24,17 +24,23 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from megarl.api.batch import Batch, Padded
-from megarl.api.engine import GIVEN, OUTPUTS, LossFn, LossWeightFn, Metrics, NoGradient
+from megarl.api.engine import OUTPUTS, LossFn, LossWeightFn, Metrics, NoGradient
 from megarl.api.failures import attempt
-from megarl.engine import micro_batch
-from megarl.engine.input_check import Request, check_input
-from megarl.engine.micro_batch import GIVEN_IDS, MicroBatch, Result, ResultRows, Writes
+from megarl.engine import inputs
+from megarl.engine.inputs import Request
+from megarl.engine.micro_batch import (
+    GIVEN_IDS,
+    MicroBatch,
+    Result,
+    ResultRows,
+    Writes,
+    prefix_ratios,
+)
 from megarl.engine.probe import Probe
 from megarl.engine.routing import ROUTED
 from megarl.engine.setup import EngineState
 from megarl.observability import stats_tracker
 from megarl.parallel import exchange, mcore
-from megarl.parallel.groups import ProcessGroups
 from megarl.parallel.mcore import known_shapes
 from megarl.parallel.packing import unpack
 from megarl.parallel.ranks import Ranks
@@ -58,25 +64,15 @@ def run(state: EngineState, given: Batch, ask: Request, probe: Probe | None = No
     Raises ValueError for what check_input refuses and where the weights of the whole batch do not
     sum to a positive number, NoGradient where a loss that goes backward has no gradient on any
     rank, and an error on every rank where one of the functions raises on one."""
-    check_input(state, given, ask)
+    inputs.check_input(state, given, ask)
     reads = ("input_ids", ROUTED) if ask.loss is None else None
-    batch = micro_batch.place(state, given, reads, whole_groups=ask.whole_groups)
-    rows = micro_batch.plan(state, batch, whole_groups=ask.whole_groups, backward=ask.backward)
-    micro_batches = micro_batch.build(
-        batch,
-        rows,
-        state.layout,
-        cp_rank=state.groups.coords.cp,
-        token_unit=state.unit,
-        given=not set(GIVEN).isdisjoint(ask.outputs),
-        share_prefixes=state.config.mb_spec.share_prefixes,
-        match=micro_batch.match_field(state, batch),
-    )
+    batch = inputs.place(state, given, reads, whole_groups=ask.whole_groups)
+    micro_batches = inputs.micro_batches(state, batch, ask)
     weight = _whole_weight(batch, ask.weight) if ask.weight is not None else 1.0
     job = Job(state=state, ask=ask, loss_scale=len(micro_batches) * state.layout.dp / weight)
     record = ROUTED in ask.keep
     tapes = state.routing.of_pass(record=record) if state.routing else nullcontext()
-    with tapes, stats_tracker.muted(not _speaks(state.groups)):
+    with tapes, stats_tracker.muted(not state.groups.speaks):
         _run_schedule(state, micro_batches, job)
         metrics = Metrics({}, {}) if ask.loss is None else _metrics(job, micro_batches, weight)
         sources: list[Any] = [
@@ -108,7 +104,7 @@ def _whole_weight(batch: Batch, loss_weight_fn: LossWeightFn) -> float:
 
 def _metrics(job: Job, micro_batches: Sequence[MicroBatch], weight: float) -> Metrics:
     """Returns the loss and the means of its stats, and how experts were loaded. Collective."""
-    job.sums.extend(micro_batch.prefix_ratios(micro_batches))
+    job.sums.extend(prefix_ratios(micro_batches))
     sums = _reduce_sums(job)
     loss_sum, with_gradient = sums.pop("loss")
     routing = job.state.routing.metrics(len(micro_batches)) if job.state.routing else {}
@@ -203,7 +199,7 @@ class Job:
             yield name, inner, dtype, self._writes(name, micro_batches, at)
 
     def _writes(self, name: str, micro_batches: Sequence[MicroBatch], at: ResultRows) -> Writes:
-        if not _speaks(self.state.groups):
+        if not self.state.groups.speaks:
             return
         with_rows = [mb for mb in micro_batches if mb.rows]
         for mb, outputs in zip(with_rows, self.kept, strict=True):
@@ -260,19 +256,12 @@ def _reduce_sums(job: Job) -> dict[str, tuple[float, float]]:
     Numbers are added in rank order, in fp64.
     """
     errors, job.error = [job.error] if job.error else [], None  # it holds frames that hold the job
-    ranks, parts = Ranks.of(), job.sums if _speaks(job.state.groups) else []
+    ranks, parts = Ranks.of(), job.sums if job.state.groups.speaks else []
     total: dict[str, tuple[float, float]] = {}
     own = ranks.together(_add_up, parts, errors, what="loss_fn")
     for sums in ranks.gather(own, "loss_fn"):
         _accumulate(total, sums)
     return total
-
-
-def _speaks(groups: ProcessGroups) -> bool:
-    """Returns whether this rank reports for its data-parallel replica: the last stage's first
-    tensor- and context-parallel rank does."""
-    c = groups.coords
-    return groups.is_last_stage and c.tp == 0 and c.cp == 0
 
 
 def _add_up(parts: Sequence[Sums], errors: list[Exception]) -> dict[str, tuple[float, float]]:

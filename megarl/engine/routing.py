@@ -16,13 +16,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megarl.config.engine import TrainEngineConfig
+from megarl.engine.micro_batch import MicroBatch, Result, ResultRows, Writes
 from megarl.models.hf_config import ModelConfig
 from megarl.models.options import EngineOptions
 from megarl.parallel import mcore
@@ -30,9 +31,6 @@ from megarl.parallel.groups import ProcessGroups
 
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
-
-if TYPE_CHECKING:
-    from megarl.engine.micro_batch import MicroBatch, Result, ResultRows, Writes
 
 ROUTED = "routed_experts"  # output and batch key: [B,S,L,k], expert numbers, 0 in dense layers
 
@@ -171,20 +169,23 @@ class Routing:
         """Gives the tapes the choices for `mb` before `chunk` meets it: with router_replay, the
         batch says who is routed where, as far as it knows. Raises ValueError for a batch of other
         layers or experts than the model's."""
-        if not self.replays or ROUTED not in mb.source:
+        tapes = self._tapes[chunk]
+        if not self.replays or ROUTED not in mb.source or not tapes:
             return
-        given = mb.padded([ROUTED])[ROUTED].flatten(0, 1)  # [b*S,L,k]
-        if given.shape[1:] != (self.model.num_layers, self.shape.top_k):
+        layers, top_k = mb.source[ROUTED].values.shape[1:]
+        if (layers, top_k) != (self.model.num_layers, self.shape.top_k):
             raise ValueError(
-                f"batch[{ROUTED!r}] has {given.shape[1]} layers of {given.shape[2]} experts, the "
+                f"batch[{ROUTED!r}] has {layers} layers of {top_k} experts, the "
                 f"model {self.model.num_layers} of {self.shape.top_k}"
             )
+        first = tapes[0].layer
+        given = mb.inner(ROUTED, slice(first, tapes[-1].layer + 1)).flatten(0, 1)  # [b*S,l,k]
         given = torch.cat([given, given.new_zeros(1, *given.shape[1:])])  # filling's, token -1
         given = given.to(mcore.device(), non_blocking=True)
         token = mb.tokens(self.groups.layout, self.groups.coords.tp)
         filling = (token < 0)[:, None]  # it goes where its router sends it
-        for tape in self._tapes[chunk]:
-            tape.given = given[token, tape.layer].long().masked_fill(filling, -1)
+        for tape in tapes:
+            tape.given = given[token, tape.layer - first].long().masked_fill(filling, -1)
 
     def results(self, micro_batches: Sequence[MicroBatch], at: ResultRows) -> Iterator[Result]:
         """Yields what was chosen, [T,L,k] in the smallest integers that hold an expert's number.

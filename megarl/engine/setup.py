@@ -23,6 +23,7 @@ from megarl.config.errors import raise_if_any
 from megarl.config.rules import ENGINE, rule_problems
 from megarl.engine import optimizer
 from megarl.engine.lm_head import LMHead
+from megarl.engine.micro_batch import alignment
 from megarl.engine.routing import Routing
 from megarl.models.adapters import Adapters, base_params
 from megarl.models.build import (
@@ -43,7 +44,7 @@ from megarl.models.trie_params import check_share_prefixes
 from megarl.parallel import mcore
 from megarl.parallel.groups import ProcessGroups, model_scope
 from megarl.parallel.layout import Layout
-from megarl.parallel.packing import Cost
+from megarl.parallel.packing import Alignment, Cost
 from megarl.utils.env import attention_problems
 
 from megatron.core.models.common.embeddings.rotary_pos_embedding import (
@@ -86,7 +87,7 @@ class EngineState:
     average:  of a model that is a moving average of another, its weights in fp32 by the names of
               the parameters that are of another dtype (see copying.py); else empty.
     cost:     work of a sequence by its length.
-    unit:     every rank's tokens of a micro-batch are a multiple of it.
+    align:    the multiples that sequences and micro-batches are filled up to.
     replays:  whether updates repeat the routes of a batch.
     """
 
@@ -105,7 +106,7 @@ class EngineState:
     optimizer: Any
     schedule: Any
     cost: Cost
-    unit: int
+    align: Alignment
     replays: bool
     average: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -180,7 +181,9 @@ def build(
     if what.dtype != torch.float32:
         chunks = [Float16Module(built.config, chunk) for chunk in chunks]
     if not cfg.init_from_scratch:
-        load_base(cfg.path, built.table, groups, named_params(chunks), head_seed(cfg, seed))
+        weights = base_params(named_params(chunks))
+        seeded = head_seed(cfg, seed)
+        load_hf(cfg.path, built.table, what.layout, groups.rank, weights, head_seed=seeded)
     adapters = _adapters(built, cfg, what, seed)
     params = named_params(chunks)
     trainer, schedule = None, None
@@ -207,7 +210,7 @@ def build(
         optimizer=trainer,
         schedule=schedule,
         cost=sequence_cost(what.model),
-        unit=token_unit(cfg.fp8),
+        align=alignment(what.layout, token_unit(cfg.fp8)),
         replays=cfg.replays,
     )
 
@@ -263,17 +266,6 @@ def _adapters(
     if cfg.lora.adapter_path:
         load_peft(cfg.lora.adapter_path, adapters)
     return adapters
-
-
-def load_base(
-    path: str,
-    table: PieceTable,
-    groups: ProcessGroups,
-    params: Mapping[str, torch.Tensor],
-    seed: int | None,
-) -> None:
-    """Loads a Hugging Face directory into the weights below any adapters. seed: see `head_seed`."""
-    load_hf(path, table, groups.layout, groups.rank, base_params(params), head_seed=seed)
 
 
 def head_seed(cfg: TrainEngineConfig, seed: int) -> int | None:

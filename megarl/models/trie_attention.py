@@ -41,7 +41,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from megarl.models.attention_batching import SHORT
-from megarl.parallel.trie import Segment
+from megarl.parallel.packing import Segment
 
 TILE = 192
 

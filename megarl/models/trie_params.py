@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megarl.config.engine import ParallelConfig
 from megarl.models.shapes import ModelConfig
 from megarl.parallel.mcore import place_tokens
-from megarl.parallel.trie import Trie
+from megarl.parallel.packing import Trie
 
 from megatron.core.packed_seq_params import PackedSeqParams
 

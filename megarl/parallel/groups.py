@@ -27,42 +27,33 @@ from megarl.utils.env import collective_timeout
 from megatron.core import parallel_state as ps
 from megatron.core.tensor_parallel import random as mcore_random
 
-_RNG_GLOBALS = ("_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED")
+_Globals = dict[tuple[Any, str], Any]  # by module and name
 
 
-def _is_state(name: str) -> bool:
-    """Returns whether the name is part of parallel_state's state, which is in _UPPERCASE names and
-    one list of all groups."""
-    return (name.startswith("_") and name.isupper()) or name == "_global_process_group_list"
+def _read() -> _Globals:
+    """Returns the state of megatron-core's modules, which is in _UPPERCASE names and one list of
+    all groups."""
+    return {
+        (module, name): value.copy() if isinstance(value, dict | list) else value
+        for module in (ps, mcore_random)
+        for name, value in vars(module).items()
+        if (name.startswith("_") and name.isupper()) or name == "_global_process_group_list"
+    }
 
 
-def _copy(value: Any) -> Any:
-    return value.copy() if isinstance(value, dict | list) else value
+def _write(values: _Globals) -> None:
+    for (module, name), value in values.items():
+        setattr(module, name, value.copy() if isinstance(value, dict | list) else value)
 
 
-def _read_parallel_state() -> dict[str, Any]:
-    return {k: _copy(v) for k, v in vars(ps).items() if _is_state(k)}
-
-
-def _write(module: Any, values: dict[str, Any]) -> None:
-    for name, value in values.items():
-        setattr(module, name, _copy(value))
-
-
-def _read_rng() -> dict[str, Any]:
-    return {k: getattr(mcore_random, k) for k in _RNG_GLOBALS}
-
-
-# what the globals are while no engine is in scope
-_BLANK_STATE = _read_parallel_state()
-_BLANK_RNG = _read_rng()
+_BLANK = _read()  # while no engine is in scope
 
 
 @dataclass
 class _Groups:
     """Holds the groups of one layout, shared by all engines that use it."""
 
-    state: dict[str, Any]
+    state: _Globals
     owned: list[Any]
     users: int = 0
 
@@ -72,8 +63,8 @@ _groups_by_layout = PerWorld(dict[Layout, _Groups])
 
 def _create(layout: Layout) -> _Groups:
     """Makes megatron-core's groups for `layout`. Collective over the world."""
-    outer = _read_parallel_state()
-    _write(ps, _BLANK_STATE)
+    outer = _read()
+    _write(_BLANK)
     on_gloo = comm_backend() == "gloo"
     try:
         ps.initialize_model_parallel(
@@ -89,12 +80,12 @@ def _create(layout: Layout) -> _Groups:
         if on_gloo:  # the host-side twins would be the same groups a second time
             for name in [n for n in vars(ps) if n.endswith("_GLOO")]:
                 setattr(ps, name, getattr(ps, name.removesuffix("_GLOO")))
-        state = _read_parallel_state()
+        state = _read()
     finally:
-        _write(ps, outer)
+        _write(outer)
     if not on_gloo:  # makes NCCL's communicator of the world, so that messages of some ranks can
         barrier()  # go over it (see BucketGatherer)
-    owned = [g for g in state.get("_global_process_group_list") or [] if g is not None]
+    owned = [g for g in state.get((ps, "_global_process_group_list")) or [] if g is not None]
     for group in owned:  # to the second
         c10d._set_pg_timeout(timedelta(seconds=collective_timeout()), group)
     return _Groups(state, owned)
@@ -115,14 +106,16 @@ class ProcessGroups:
         self.layout = layout
         self.rank = dist.get_rank()
         self.coords: Coords = layout.coords(self.rank)
+        c = self.coords
+        # whether it reports for its data-parallel replica: the first rank of the last stage does
+        self.speaks = c.pp == layout.pp - 1 and c.tp == 0 and c.cp == 0
         self.world: Any = dist.group.WORLD
         of_layout = _groups_by_layout.get()
         if layout not in of_layout:
             of_layout[layout] = _create(layout)
         self._shared: _Groups | None = of_layout[layout]
         self._shared.users += 1
-        self._state = dict(self._shared.state)
-        self._rng = dict(_BLANK_RNG)
+        self._globals = dict(self._shared.state)
         with model_scope(self):
             self.tp = ps.get_tensor_model_parallel_group()
             self.pp = ps.get_pipeline_model_parallel_group()
@@ -130,11 +123,6 @@ class ProcessGroups:
             self.dp = ps.get_data_parallel_group()
             self.dp_cp = ps.get_data_parallel_group(with_context_parallel=True)
             self.ep = ps.get_expert_model_parallel_group()
-
-    @property
-    def is_last_stage(self) -> bool:
-        """Returns whether this rank is on the last pipeline stage, which has the output layer."""
-        return self.coords.pp == self.layout.pp - 1
 
     def barrier(self) -> None:
         """Waits for all ranks of the world. Collective."""
@@ -167,14 +155,12 @@ def model_scope(groups: ProcessGroups) -> Iterator[None]:
         if _in_scope and _in_scope[-1] is groups:
             yield
             return
-        outer_state, outer_rng = _read_parallel_state(), _read_rng()
-        _write(ps, groups._state)
-        _write(mcore_random, groups._rng)
+        outer = _read()
+        _write(groups._globals)
         _in_scope.append(groups)
         try:
             yield
         finally:
             _in_scope.pop()
-            groups._state, groups._rng = _read_parallel_state(), _read_rng()
-            _write(ps, outer_state)
-            _write(mcore_random, outer_rng)
+            groups._globals = _read()
+            _write(outer)

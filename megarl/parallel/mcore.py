@@ -25,7 +25,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -171,15 +170,8 @@ Shape = list[int]
 _NONE: Shape = [0, 0, 0]
 
 
-@dataclass
-class _Coming:
-    """Yields the shapes of tensors to come from the stage before, and from the stage after."""
-
-    forward: Iterator[Shape]
-    backward: Iterator[Shape]
-
-
-_coming: list[_Coming] = []  # of the pass under way
+# of the pass under way: the shapes to come from the stage before, and from the stage after
+_coming: list[tuple[Iterator[Shape], Iterator[Shape]]] = []
 
 
 def telling(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -189,11 +181,8 @@ def telling(original: Callable[..., Any]) -> Callable[..., Any]:
     def shapes(self: Any, send_next: Any, send_prev: Any, recv_prev: bool, recv_next: bool) -> Any:
         if not _coming:
             return original(self, send_next, send_prev, recv_prev, recv_next)
-        coming = _coming[-1]
-        return (
-            next(coming.forward) if recv_prev else _NONE,
-            next(coming.backward) if recv_next else _NONE,
-        )
+        forward, backward = _coming[-1]
+        return next(forward) if recv_prev else _NONE, next(backward) if recv_next else _NONE
 
     return shapes
 
@@ -202,7 +191,7 @@ def telling(original: Callable[..., Any]) -> Callable[..., Any]:
 def known_shapes(forward: Iterable[Shape], backward: Iterable[Shape]) -> Iterator[None]:
     """Has a pass of megatron-core's schedules send no shapes inside. forward: those that come from
     the stage before, in order; backward: those from the stage after."""
-    _coming.append(_Coming(iter(forward), iter(backward)))
+    _coming.append((iter(forward), iter(backward)))
     try:
         yield
     finally:

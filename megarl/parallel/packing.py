@@ -1,7 +1,10 @@
-"""Plans which sequence goes into which micro-batch, and packs and unpacks the sequences: each by
-itself, or as a trie of those that share prefixes. Pure.
+"""Decides where each row of a batch is worked on: by which data-parallel index, and in which of its
+micro-batches; and packs and unpacks sequences, each by itself (tries: trie.py). Pure.
 
-B sequences of the batch, b of a micro-batch, S positions (right-padded), T packed tokens, N
+Mini-batches come first, over all samples; within each, units go to indices by work. A unit (a pair,
+a rollout with its branches) is never split by mini-batch or index.
+
+B rows (sequences) of the batch, b of a micro-batch, S positions (right-padded), T packed tokens, N
 questions to the output layer.
 """
 
@@ -12,10 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-
-from megarl.parallel.trie import Bytes, Trie, build_trie, common_prefixes, sort_rows
+from torch import Tensor
 
 MicroBatchPlan = list[list[list[int]]]  # [dp rank][micro-batch] -> rows of the batch
 
@@ -47,6 +48,7 @@ class Alignment:
 
 
 TOKENS, UNALIGNED = Cost(), Alignment()
+UNEVEN = 1.1  # what a data-parallel index may have of the mean work, so that bunches stay whole
 
 
 def padded_length(length: int, align: int) -> int:
@@ -79,38 +81,119 @@ def spread(costs: Sequence[int], bins: int) -> list[list[int]]:
     return out
 
 
-def _spread_within(
-    items: Sequence[int], costs: Sequence[int], sizes: Sequence[int], room: int, count: int
-) -> list[list[int]] | None:
-    """Puts items into `count` bins of `room` tokens by LPT over their cost; a sequence that is too
-    long has a bin of its own. Returns None where a sequence finds no bin."""
+def _spread_within(items: Sequence[Item], room: int, count: int) -> list[list[int]] | None:
+    """Puts items, by their numbers, into `count` bins of `room` tokens by LPT over their work; one
+    that is too long has a bin of its own. Returns None where an item finds no bin."""
     bins: list[list[int]] = [[] for _ in range(count)]
     load, left = [0] * count, [room] * count
-    for i in sorted(items, key=lambda i: (-costs[i], i)):
-        fits = [k for k in range(len(bins)) if sizes[i] <= left[k] or not bins[k]]
+    for i, item in sorted(enumerate(items), key=lambda each: -each[1].work):
+        fits = [k for k in range(count) if item.size <= left[k] or not bins[k]]
         if not fits:
             return None
         k = min(fits, key=lambda k: (load[k], len(bins[k]), k))
         bins[k].append(i)
-        load[k] += costs[i]
-        left[k] -= sizes[i]
+        load[k] += item.work
+        left[k] -= item.size
     return bins
 
 
-def first_fit(items: Sequence[int], sizes: Sequence[int], budget: int) -> list[list[int]]:
+def first_fit(sizes: Sequence[int], budget: int) -> list[list[int]]:
     """Puts items into bins, longest first, into the first with room; above the budget, alone."""
     out: list[list[int]] = []
-    load: list[int] = []
-    for i in sorted(items, key=lambda i: (-sizes[i], i)):
-        for k in range(len(out)):
-            if load[k] + sizes[i] <= budget:
-                out[k].append(i)
-                load[k] += sizes[i]
-                break
-        else:
-            out.append([i])
-            load.append(sizes[i])
+    left: list[int] = []
+    for i, size in sorted(enumerate(sizes), key=lambda each: -each[1]):
+        k = next((k for k in range(len(out)) if size <= left[k]), len(out))
+        if k == len(out):
+            out.append([])
+            left.append(budget)
+        out[k].append(i)
+        left[k] -= size
     return out
+
+
+# ---- which data-parallel index works on which row -----------------------------------------------
+
+
+def units_of(ids: Tensor) -> list[list[int]]:
+    """Returns the rows of every unit, in the order of their first rows. `ids` [B]: rows' units."""
+    units: dict[int, list[int]] = {}
+    for row, unit in enumerate(ids.tolist()):
+        units.setdefault(unit, []).append(row)
+    return list(units.values())
+
+
+def split_minibatches(unit_ids: Tensor, n: int, *, seed: int) -> list[list[int]]:
+    """Splits rows 0..B-1 into n parts, shuffled by `seed`: their numbers of units differ by at most
+    one.
+
+    One part keeps the order of the batch. Within a part rows stay ascending, so that neighbours of
+    equal prompt stay neighbours. Raises ValueError for more parts than units.
+    """
+    units = units_of(unit_ids)
+    if n > len(units):
+        what = "sequences" if len(units) == len(unit_ids) else "units"
+        raise ValueError(
+            f"ppo_n_minibatches={n} exceeds the {len(units)} {what} of the batch: lower it, or "
+            "raise train_dataset.batch_size or gconfig.n_samples"
+        )
+    if n == 1:
+        return [list(range(len(unit_ids)))]
+    # torch uses the low 32 bits of a seed only
+    order = torch.randperm(len(units), generator=torch.Generator().manual_seed(seed % 2**32))
+    return [sorted(r for u in part.tolist() for r in units[u]) for part in order.tensor_split(n)]
+
+
+def place_rows(
+    lengths: Sequence[int],
+    unit_ids: Tensor,
+    minibatches: Sequence[Sequence[int]] | None,
+    *,
+    dp: int,
+    cost: Cost = TOKENS,
+    slot: int = 1,
+    together: Tensor | None = None,
+) -> Tensor:
+    """Returns the data-parallel index of every row, [B] int64.
+
+    Within each mini-batch (None: one of all rows; rows of none make another) no index has more work
+    than the mean plus one unit. `slot`: lengths count as multiples of it, as they are packed.
+    together [B]: rows of equal numbers go to one index as far as the work stays within UNEVEN.
+    """
+    out = torch.zeros(len(lengths), dtype=torch.long)
+    parts = [list(part) for part in minibatches or ()]
+    placed = {row for part in parts for row in part}
+    parts.append([row for row in range(len(lengths)) if row not in placed])
+    for part in parts:
+        units = [[part[i] for i in unit] for unit in units_of(unit_ids[part])]
+        costs = [sum(cost(padded_length(lengths[r], slot)) for r in unit) for unit in units]
+        if together is None:
+            ranks = spread(costs, dp)
+        else:
+            ranks = _bunched(costs, units_of(together[[unit[0] for unit in units]]), dp)
+        for index, items in enumerate(ranks):
+            rows = [row for i in items for row in units[i]]
+            out[rows] = index
+    return out
+
+
+def _bunched(costs: Sequence[int], bunches: Sequence[Sequence[int]], dp: int) -> list[list[int]]:
+    """Returns the units on each dp index. Bunches stay whole where no index then has more than
+    UNEVEN times the mean work; else they stand in a line, which is cut into equal parts: all but
+    dp - 1 of them stay whole."""
+    ranks = spread([sum(costs[i] for i in bunch) for bunch in bunches], dp)
+    whole = [[i for bunch in rank for i in bunches[bunch]] for rank in ranks]
+    total = sum(costs)
+    if max(sum(costs[i] for i in rank) for rank in whole) * dp <= UNEVEN * total:
+        return whole
+    cut: list[list[int]] = [[] for _ in range(dp)]
+    before = 0
+    for i in (i for bunch in bunches for i in bunch):  # goes where its middle lies
+        cut[min((2 * before + costs[i]) * dp // (2 * total), dp - 1)].append(i)
+        before += costs[i]
+    return cut
+
+
+# ---- which row goes into which micro-batch ------------------------------------------------------
 
 
 def plan_micro_batches(
@@ -137,46 +220,61 @@ def plan_micro_batches(
 
     index: the dp rank of every sequence, where they have been placed already (a group has one).
     """
+    budget = token_budget(max_tokens, align)
+    slots = [padded_length(n, align.slot) for n in seqlens]
+    items = [
+        Item(list(unit), sum(slots[i] for i in unit), sum(cost(slots[i]) for i in unit))
+        for unit in groups or [[i] for i in range(len(seqlens))]
+    ]
+    if index is None:
+        ranks = [sorted(rank) for rank in spread([item.work for item in items], dp)]
+    else:
+        ranks = [[i for i, x in enumerate(items) if index[x.rows[0]] == r] for r in range(dp)]
+    needs = [Needs([items[i] for i in rank], budget) for rank in ranks]
+    count = max(each.count for each in needs)
+    count = -(-count // multiple_of) * multiple_of
+    return [each.micro_batches(count) for each in needs]
+
+
+def token_budget(max_tokens: int, align: Alignment) -> int:
+    """Returns how many tokens fit a micro-batch whose row is filled up. Raises ValueError for
+    `max_tokens` below 1."""
     if max_tokens < 1:
         raise ValueError(f"mb_spec.max_tokens_per_mb={max_tokens}: a micro-batch needs a token")
-    budget = max_tokens // align.row * align.row  # filling up the row stays within
-    units = groups if groups is not None else [[i] for i in range(len(seqlens))]
-    slots = [padded_length(n, align.slot) for n in seqlens]
-    sizes = [sum(slots[i] for i in unit) for unit in units]
-    costs = [sum(cost(slots[i]) for i in unit) for unit in units]
-    ranks = spread(costs, dp) if index is None else _placed(units, index, dp)
-    fitted = [first_fit(items, sizes, budget) for items in ranks]
-    count = max(1, *(len(f) for f in fitted))
-    count = -(-count // multiple_of) * multiple_of
-    plan: MicroBatchPlan = []
-    for items, fallback in zip(ranks, fitted, strict=True):
-        mbs = fill(items, costs, sizes, budget, count, fallback)
-        plan.append([sorted(i for unit in mb for i in units[unit]) for mb in mbs])
-    return plan
+    return max_tokens // align.row * align.row
 
 
-def fill(
-    items: Sequence[int],
-    costs: Sequence[int],
-    sizes: Sequence[int],
-    room: int,
-    count: int,
-    fallback: list[list[int]],
-) -> list[list[int]]:
-    """Puts items into `count` bins of `room` tokens, balanced by cost, from heavy to light; into
-    those of `fallback`, at most `count`, where that does not succeed."""
-    bins = _spread_within(items, costs, sizes, room, count)
-    if bins is None:
-        bins = fallback + [[] for _ in range(count - len(fallback))]
-    return sorted(bins, key=lambda bin: (-sum(costs[i] for i in bin), sorted(bin)))
+class Item(NamedTuple):
+    """Describes rows that share a micro-batch: the tokens they take there (at most), and their
+    work."""
+
+    rows: list[int]
+    size: int
+    work: int
 
 
-def _placed(units: Sequence[Sequence[int]], index: Sequence[int], dp: int) -> list[list[int]]:
-    """Returns the numbers of the units on each dp rank; `index` has the rank of every sequence."""
-    ranks: list[list[int]] = [[] for _ in range(dp)]
-    for number, unit in enumerate(units):
-        ranks[index[unit[0]]].append(number)
-    return ranks
+class Needs:
+    """Says what a data-parallel rank's `items` need: at least `count` micro-batches of `budget`
+    tokens. An item that is longer is alone in its micro-batch."""
+
+    def __init__(self, items: Sequence[Item], budget: int) -> None:
+        self.items, self.budget = items, budget
+        self._fitted = first_fit([item.size for item in items], budget)
+        self.count = max(1, len(self._fitted))
+
+    def micro_batches(self, count: int) -> list[list[int]]:
+        """Returns the rows of `count` micro-batches, balanced by work, from heavy to light; those
+        of first fit, and empty ones, where balance does not find room. `count` is at least
+        `self.count`."""
+        bins = _spread_within(self.items, self.budget, count)
+        if bins is None:
+            bins = self._fitted + [[] for _ in range(count - len(self._fitted))]
+        work = [sum(self.items[i].work for i in bin) for bin in bins]
+        heavy_first = sorted(range(count), key=lambda k: (-work[k], sorted(bins[k])))
+        return [sorted(r for i in bins[k] for r in self.items[i].rows) for k in heavy_first]
+
+
+# ---- packing ------------------------------------------------------------------------------------
 
 
 def zigzag_index(lengths: Sequence[int], cp: int, rank: int) -> torch.Tensor:
@@ -190,6 +288,29 @@ def zigzag_index(lengths: Sequence[int], cp: int, rank: int) -> torch.Tensor:
             out.append(torch.arange(base + chunk * c, base + (chunk + 1) * c))
         base += n
     return torch.cat(out)
+
+
+class Segment(NamedTuple):
+    """Describes tokens [start, end), each the parent of the next; the first one's parent is the
+    last token of segment `parent`, or None where a sequence begins."""
+
+    start: int
+    end: int
+    parent: int | None
+
+
+@dataclass(frozen=True)
+class Trie:
+    """Holds the distinct prefixes of b sequences as T packed tokens. `segments` stand depth-first:
+    parents come before children, one segment right after another. Filling at the end is a segment
+    of its own, which begins a sequence."""
+
+    input_ids: Tensor  # [T] int64, 0 in filling
+    depth: Tensor  # [T] int64: how many tokens come before it in its sequences, its position
+    parent: Tensor  # [T] int64: the token before it, itself where a sequence begins
+    segments: tuple[Segment, ...]
+    place: Tensor  # [b,S] int64: the packed token of position t of a row, 0 in padding
+    tokens: int  # T without the filling
 
 
 @dataclass(frozen=True)
@@ -279,159 +400,3 @@ def unpack(values: torch.Tensor, packed: Packed) -> torch.Tensor:
     out = values[packed.index]
     mask = packed.valid.reshape(*packed.valid.shape, *[1] * (values.ndim - 1))
     return torch.where(mask, out, torch.zeros((), dtype=out.dtype, device=out.device))
-
-
-def pack_trie(
-    input_ids: torch.Tensor,
-    lengths: Sequence[int],
-    *,
-    align: Alignment = UNALIGNED,
-    given: torch.Tensor | None = None,
-    beside: torch.Tensor | None = None,
-) -> Packed:
-    """Packs right-padded rows [b,S] on the host as their trie, filled up to a multiple of
-    `align.row` tokens.
-
-    The output layer is asked once for every node, about the node's token at the token before it.
-    With `given` [b,S,n], ids that rows may have each for itself, it is asked for every token of
-    every row. `beside`: see build_trie.
-    """
-    trie = build_trie(input_ids, lengths, beside=beside, multiple_of=align.row)
-    lens = torch.as_tensor(list(lengths), dtype=torch.long)[:, None]
-    t = torch.arange(input_ids.shape[1])[None]
-    real = t < lens
-    valid = real & (t >= 1)
-    token = torch.full_like(trie.input_ids, -1)
-    token[trie.place[real]] = torch.arange(input_ids.numel()).view(input_ids.shape)[real]
-    packed = Packed(
-        input_ids=trie.input_ids,
-        labels=trie.input_ids,
-        position_ids=trie.depth,
-        token=token,
-        cu_seqlens=torch.tensor([0, len(trie.input_ids)], dtype=torch.int32),
-        index=trie.place,
-        valid=valid,
-        max_slot=int(trie.depth.max()) + 1,
-        at=trie.parent,
-        trie=trie,
-    )
-    return packed if given is None else _asked_by_row(packed, trie, input_ids.long(), given)
-
-
-def _asked_by_row(
-    packed: Packed, trie: Trie, input_ids: torch.Tensor, given: torch.Tensor
-) -> Packed:
-    """Returns the packed trie with a question for every token of every row [b,S], about its own
-    given ids [b,S,n]."""
-    at, labels = trie.parent[trie.place[packed.valid]], input_ids[packed.valid]
-    index = torch.zeros_like(trie.place)
-    index[packed.valid] = torch.arange(len(at))
-    given = given[packed.valid]
-    if not len(at):  # the output layer wants a question
-        at, labels = at.new_zeros(1), at.new_zeros(1)
-        given = given.new_full((1, given.shape[1]), -1)
-    return replace(packed, at=at, labels=labels, index=index, given=given)
-
-
-class Item(NamedTuple):
-    """Describes units that stand side by side in sorted order and share a micro-batch: their rows,
-    the tokens of their trie (at most), and its work."""
-
-    rows: list[int]
-    size: int
-    work: int
-
-
-@dataclass(frozen=True)
-class Needs:
-    """Says what a data-parallel rank's rows need: `items`, none too long for a micro-batch unless
-    it is a single unit, and at least `count` micro-batches."""
-
-    items: list[Item]
-    fitted: list[list[int]]
-    budget: int
-
-    @property
-    def count(self) -> int:
-        """Returns the least number of micro-batches that was found."""
-        return max(1, len(self.fitted))
-
-    def micro_batches(self, count: int) -> list[list[int]]:
-        """Returns the rows of `count` micro-batches, from heavy to light; `count` is at least
-        `self.count`."""
-        sizes, work = [i.size for i in self.items], [i.work for i in self.items]
-        filled = fill(range(len(self.items)), work, sizes, self.budget, count, self.fitted)
-        return [sorted(r for i in mb for r in self.items[i].rows) for mb in filled]
-
-
-def plan_tries(
-    rows: Sequence[Bytes],
-    *,
-    max_tokens: int,
-    align: Alignment = UNALIGNED,
-    cost: Cost = TOKENS,
-    units: Sequence[Sequence[int]] | None = None,
-) -> Needs:
-    """Finds which of `rows` (token_bytes [n,w] of each) share a micro-batch of at most `max_tokens`
-    tokens.
-
-    Units (a partition of the rows; None takes every row by itself) are sorted, so that what shares
-    prefixes stands together, and cut where least is shared, until every part's trie fits. A token
-    counts once in a part's size and work. Raises ValueError for `max_tokens` below 1.
-    """
-    if max_tokens < 1:
-        raise ValueError(f"mb_spec.max_tokens_per_mb={max_tokens}: a micro-batch needs a token")
-    budget = max_tokens // align.row * align.row
-    place = np.empty(len(rows), dtype=np.int64)
-    place[sort_rows(rows).order] = np.arange(len(rows))
-    each = [sorted(u, key=place.__getitem__) for u in units or [[i] for i in range(len(rows))]]
-    each.sort(key=lambda unit: int(place[unit[0]]))
-    order = [row for unit in each for row in unit]
-    common = common_prefixes([rows[i] for i in order]).tolist()
-    lengths = [len(rows[i]) for i in order]
-    starts = np.cumsum([0, *map(len, each)]).tolist()
-    parts = _cut(lengths, common, starts, budget)
-    items = [
-        Item(
-            order[a:b],
-            max(1, _size(lengths, common, a, b)),
-            sum(cost(n) for n in lengths[a:b]) - sum(cost(c) for c in common[a + 1 : b]),
-        )
-        for a, b in parts
-    ]
-    return Needs(items, first_fit(range(len(items)), [i.size for i in items], budget), budget)
-
-
-def _size(lengths: Sequence[int], common: Sequence[int], a: int, b: int) -> int:
-    """Returns the tokens of the trie of rows [a, b), each counted but for what it shares with the
-    one before."""
-    return sum(lengths[a:b]) - sum(common[a + 1 : b])
-
-
-def _cut(
-    lengths: Sequence[int], common: Sequence[int], starts: Sequence[int], budget: int
-) -> list[tuple[int, int]]:
-    """Returns ranges of rows whose tries fit `budget`, or that are one unit. `starts`: where units
-    begin, and the number of rows. What does not fit is cut where the least is shared, there next to
-    the end of the first of equal parts that fit."""
-    own = np.asarray(lengths) - np.asarray(common)
-    until = np.concatenate([[0], np.cumsum(own)])  # tokens of rows before i, less what is shared
-    out, stack = [], [(0, len(starts) - 1)]
-    while stack:
-        i, j = stack.pop()
-        if i == j:
-            continue
-        a, b = starts[i], starts[j]
-        size = int(until[b] - until[a]) + common[a]
-        if size <= budget or j - i == 1:
-            out.append((a, b))
-            continue
-        where = np.asarray(starts[i + 1 : j])
-        shared = np.asarray(common)[where]
-        weakest = where[shared == shared.min()]
-        lost = int(shared.min())  # stands in every part
-        parts = max(2, -(-(size - lost) // max(1, budget - lost)))
-        goal = until[a] - common[a] + lost + (size - lost) / parts
-        cut = i + 1 + int(np.searchsorted(where, weakest[np.abs(until[weakest] - goal).argmin()]))
-        stack += [(cut, j), (i, cut)]
-    return out

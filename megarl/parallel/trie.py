@@ -1,4 +1,5 @@
-"""Finds the prefixes that sequences share and lays out their tokens, each of them once. Pure.
+"""Finds the prefixes that sequences share, plans micro-batches by them, and packs each token
+once. Pure.
 
 A trie has one node for every distinct prefix: two tokens are one node where they and all tokens
 before them are equal, with what stands beside them (the experts that a router is told to choose).
@@ -12,7 +13,7 @@ b sequences, S positions (right-padded), T packed tokens (nodes and filling).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -21,31 +22,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megarl.parallel.packing import (
+    TOKENS,
+    UNALIGNED,
+    Alignment,
+    Cost,
+    Item,
+    Needs,
+    Packed,
+    Segment,
+    Trie,
+    token_budget,
+)
+
 Ints = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
-
-
-class Segment(NamedTuple):
-    """Describes tokens [start, end), each the parent of the next; the first one's parent is the
-    last token of segment `parent`, or None where a sequence begins."""
-
-    start: int
-    end: int
-    parent: int | None
-
-
-@dataclass(frozen=True)
-class Trie:
-    """Holds the distinct prefixes of b sequences as T packed tokens. `segments` stand depth-first:
-    parents come before children, one segment right after another. Filling at the end is a segment
-    of its own, which begins a sequence."""
-
-    input_ids: Tensor  # [T] int64, 0 in filling
-    depth: Tensor  # [T] int64: how many tokens come before it in its sequences, its position
-    parent: Tensor  # [T] int64: the token before it, itself where a sequence begins
-    segments: tuple[Segment, ...]
-    place: Tensor  # [b,S] int64: the packed token of position t of a row, 0 in padding
-    tokens: int  # T without the filling
 
 
 class Sorted(NamedTuple):
@@ -179,3 +170,130 @@ def _packed(
     parent[where[:, 1:][later]] = where[:, :-1][later]
     parent[tokens + 1 :] -= 1
     return Trie(ids, depth, parent, tuple(segments), where, tokens)
+
+
+# ---- packing ------------------------------------------------------------------------------------
+
+
+def pack_trie(
+    input_ids: Tensor,
+    lengths: Sequence[int],
+    *,
+    align: Alignment = UNALIGNED,
+    given: Tensor | None = None,
+    beside: Tensor | None = None,
+) -> Packed:
+    """Packs right-padded rows [b,S] on the host as their trie, filled up to a multiple of
+    `align.row` tokens.
+
+    The output layer is asked once for every node, about the node's token at the token before it.
+    With `given` [b,S,n], ids that rows may have each for itself, it is asked for every token of
+    every row. `beside`: see build_trie.
+    """
+    trie = build_trie(input_ids, lengths, beside=beside, multiple_of=align.row)
+    lens = torch.as_tensor(list(lengths), dtype=torch.long)[:, None]
+    t = torch.arange(input_ids.shape[1])[None]
+    real = t < lens
+    valid = real & (t >= 1)
+    token = torch.full_like(trie.input_ids, -1)
+    token[trie.place[real]] = torch.arange(input_ids.numel()).view(input_ids.shape)[real]
+    packed = Packed(
+        input_ids=trie.input_ids,
+        labels=trie.input_ids,
+        position_ids=trie.depth,
+        token=token,
+        cu_seqlens=torch.tensor([0, len(trie.input_ids)], dtype=torch.int32),
+        index=trie.place,
+        valid=valid,
+        max_slot=int(trie.depth.max()) + 1,
+        at=trie.parent,
+        trie=trie,
+    )
+    return packed if given is None else _asked_by_row(packed, trie, input_ids.long(), given)
+
+
+def _asked_by_row(packed: Packed, trie: Trie, input_ids: Tensor, given: Tensor) -> Packed:
+    """Returns the packed trie with a question for every token of every row [b,S], about its own
+    given ids [b,S,n]."""
+    at, labels = trie.parent[trie.place[packed.valid]], input_ids[packed.valid]
+    index = torch.zeros_like(trie.place)
+    index[packed.valid] = torch.arange(len(at))
+    given = given[packed.valid]
+    if not len(at):  # the output layer wants a question
+        at, labels = at.new_zeros(1), at.new_zeros(1)
+        given = given.new_full((1, given.shape[1]), -1)
+    return replace(packed, at=at, labels=labels, index=index, given=given)
+
+
+# ---- which row goes into which micro-batch ------------------------------------------------------
+
+
+def plan_tries(
+    rows: Sequence[Bytes],
+    *,
+    max_tokens: int,
+    align: Alignment = UNALIGNED,
+    cost: Cost = TOKENS,
+    units: Sequence[Sequence[int]] | None = None,
+) -> Needs:
+    """Finds which of `rows` (token_bytes [n,w] of each) share a micro-batch of at most `max_tokens`
+    tokens.
+
+    Units (a partition of the rows; None takes every row by itself) are sorted, so that what shares
+    prefixes stands together, and cut where least is shared, until every part's trie fits. A token
+    counts once in a part's size and work. Raises ValueError for `max_tokens` below 1.
+    """
+    budget = token_budget(max_tokens, align)
+    place = np.empty(len(rows), dtype=np.int64)
+    place[sort_rows(rows).order] = np.arange(len(rows))
+    each = [sorted(u, key=place.__getitem__) for u in units or [[i] for i in range(len(rows))]]
+    each.sort(key=lambda unit: int(place[unit[0]]))
+    order = [row for unit in each for row in unit]
+    common = common_prefixes([rows[i] for i in order]).tolist()
+    lengths = [len(rows[i]) for i in order]
+    starts = np.cumsum([0, *map(len, each)]).tolist()
+    parts = _cut(lengths, common, starts, budget)
+    items = [
+        Item(
+            order[a:b],
+            max(1, _size(lengths, common, a, b)),
+            sum(cost(n) for n in lengths[a:b]) - sum(cost(c) for c in common[a + 1 : b]),
+        )
+        for a, b in parts
+    ]
+    return Needs(items, budget)
+
+
+def _size(lengths: Sequence[int], common: Sequence[int], a: int, b: int) -> int:
+    """Returns the tokens of the trie of rows [a, b), each counted but for what it shares with the
+    one before."""
+    return sum(lengths[a:b]) - sum(common[a + 1 : b])
+
+
+def _cut(
+    lengths: Sequence[int], common: Sequence[int], starts: Sequence[int], budget: int
+) -> list[tuple[int, int]]:
+    """Returns ranges of rows whose tries fit `budget`, or that are one unit. `starts`: where units
+    begin, and the number of rows. What does not fit is cut where the least is shared, there next to
+    the end of the first of equal parts that fit."""
+    own = np.asarray(lengths) - np.asarray(common)
+    until = np.concatenate([[0], np.cumsum(own)])  # tokens of rows before i, less what is shared
+    out, stack = [], [(0, len(starts) - 1)]
+    while stack:
+        i, j = stack.pop()
+        if i == j:
+            continue
+        a, b = starts[i], starts[j]
+        size = int(until[b] - until[a]) + common[a]
+        if size <= budget or j - i == 1:
+            out.append((a, b))
+            continue
+        where = np.asarray(starts[i + 1 : j])
+        shared = np.asarray(common)[where]
+        weakest = where[shared == shared.min()]
+        lost = int(shared.min())  # stands in every part
+        parts = max(2, -(-(size - lost) // max(1, budget - lost)))
+        goal = until[a] - common[a] + lost + (size - lost) / parts
+        cut = i + 1 + int(np.searchsorted(where, weakest[np.abs(until[weakest] - goal).argmin()]))
+        stack += [(cut, j), (i, cut)]
+    return out

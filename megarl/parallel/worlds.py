@@ -20,20 +20,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from megarl.api.failures import OtherRankFailed
+from megarl.parallel.layout import Coords
 from megarl.utils.env import CONTROLS, collective_timeout, set_collective_timeout, set_nccl_default
 from megarl.utils.http import split_address
 from megarl.utils.rendezvous import meet
 from megarl.wire.process_group import join_group
-
-if TYPE_CHECKING:
-    from megarl.parallel.groups import ProcessGroups
 
 T = TypeVar("T")
 
@@ -336,9 +334,9 @@ _LOST_PEER = re.compile(r"\[\S*gloo\S*\]|Application timeout caused pair closure
 
 
 @contextmanager
-def waiting_for(groups: ProcessGroups | None, what: str) -> Iterator[None]:
-    """Names the rank and what it was doing when a collective inside times out or loses a peer, in a
-    RuntimeError.
+def waiting_for(place: Coords | None, what: str) -> Iterator[None]:
+    """Names the rank, its place in a layout, and what it was doing, in a RuntimeError where a
+    collective inside times out or loses a peer.
 
     gloo raises in the waiting thread. NCCL's watchdog ends the process with its own dump instead.
     """
@@ -347,7 +345,7 @@ def waiting_for(groups: ProcessGroups | None, what: str) -> Iterator[None]:
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and not _LOST_PEER.match(str(error)):
             raise
-        where = f" ({groups.coords})" if groups else ""
+        where = f" ({place})" if place else ""
         raise OtherRankFailed(
             f"rank {this_rank()}{where} gave up waiting for other ranks in {what}: one of them "
             f"ended, or did not come within collective_timeout={collective_timeout():g} s; look at "

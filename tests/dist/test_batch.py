@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megarl.api.batch import Batch, Home, Tokens
 from megarl.api.tokens import select
 from megarl.parallel import exchange
-from megarl.parallel.placement import split_minibatches
+from megarl.parallel.packing import split_minibatches
 from tests.dist.engine_jobs import Tensors, batch, loss_fn, make_engine, save_model, state
 from tests.dist.invariance import FIGURES
 from tests.tiny import VOCAB

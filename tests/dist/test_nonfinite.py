@@ -19,7 +19,7 @@ from megarl.api.records import FinetuneSpec
 from megarl.config.algo import PPOActorConfig
 from megarl.config.engine import MicroBatchSpec, OptimizerConfig, ParallelConfig, TrainEngineConfig
 from megarl.config.recipes import GRPOConfig
-from megarl.parallel.placement import split_minibatches
+from megarl.parallel.packing import split_minibatches
 from tests.dist.engine_jobs import save_model
 from tests.tiny import random_batch
 from tests.tiny_tokenizer import save_tokenizer

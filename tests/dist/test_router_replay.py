@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from megarl.algos.kl import kl_estimate
+from megarl.api.batch import Tokens
 from tests.dist import engine_jobs
 from tests.dist.engine_jobs import RECOMPUTE, SP, TEMPERATURE, Parallel, Tensors, make_engine
 from tests.dist.invariance import OUTPUTS
@@ -30,13 +32,29 @@ def run_replay(path: str, parallel: Parallel, b: Tensors, over: dict[str, Any]) 
     names = ("logprobs", "routed_experts")
     found = engine.forward(b, outputs=names, temperature=TEMPERATURE)
     grads, stats = [], []
+    padded, layers = Tokens.padded, set()
+
+    def seen(self: Tokens, *args: Any, **kw: Any) -> torch.Tensor:
+        out = padded(self, *args, **kw)
+        layers.update([out.shape[2]] if out.ndim == 4 else [])
+        return out
+
     for routes in (b["routed_experts"], found["routed_experts"]):
         given = {**b, "routed_experts": routes}
         kw = dict(outputs=("logprobs", "entropy"), temperature=TEMPERATURE)
-        stats.append(engine.backward_batch(given, engine_jobs.loss_fn, engine_jobs.weight_fn, **kw))
+        with mock.patch.object(Tokens, "padded", seen):
+            stats.append(
+                engine.backward_batch(given, engine_jobs.loss_fn, engine_jobs.weight_fn, **kw)
+            )
         grads.append(engine_jobs.state(engine, grads=True))
+    chunk_of = engine.state.layout.chunk_of(engine.model_config.num_layers)
+    own: dict[Any, list[int]] = {}
+    for tape in engine.state.routing.tapes:
+        own.setdefault(chunk_of[tape.layer], []).append(tape.layer)
+    spans = {max(of_chunk) - min(of_chunk) + 1 for of_chunk in own.values()}
     engine.destroy()
-    return {"without": without, **found, "grads": grads, "stats": stats}
+    both = {"layers": layers, "spans": spans}
+    return {"without": without, **found, "grads": grads, "stats": stats, **both}
 
 
 def served(kind: str) -> tuple[Tensors, Tensors, float]:
@@ -104,6 +122,7 @@ def check(case: Any, worlds: Any, models: Path) -> None:
     # and chooses again in the update, also where it computes activations twice
     for name, grad in got["grads"][0].items():
         torch.testing.assert_close(grad, got["grads"][1][name], rtol=0, atol=1e-7, msg=name)
+    assert got["layers"] == got["spans"]  # of the routes a chunk pads its own layers' alone
     assert 0.05 < flips < 0.95
     assert got["stats"][0]["moe/replay_flips"] == pytest.approx(flips, abs=1e-9)
 

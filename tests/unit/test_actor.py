@@ -16,7 +16,7 @@ from megarl.api.engine import Metrics
 from megarl.api.records import SaveLoadMeta, WeightUpdateMeta
 from megarl.config.algo import PPOActorConfig
 from megarl.config.engine import TrainEngineConfig
-from megarl.parallel.placement import split_minibatches
+from megarl.parallel.packing import split_minibatches
 from tests.unit.bigram import VOCAB, BigramEngine, prepared, rollout, whole
 
 

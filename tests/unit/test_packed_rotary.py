@@ -10,7 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from megarl.api.batch import Batch
-from megarl.engine.micro_batch import build
+from megarl.engine.micro_batch import alignment, build
 from megarl.parallel import mcore  # noqa: F401  before megatron
 from megarl.parallel.layout import Layout
 
@@ -46,8 +46,9 @@ def batch() -> Batch:
 def test_packed_tokens_are_rotated_by_their_positions_without_a_wait(
     cp: int, cp_rank: int, share_prefixes: bool
 ) -> None:
-    layout = Layout(cp=cp)
-    (mb,) = build(batch(), [[0, 1, 2]], layout, cp_rank=cp_rank, share_prefixes=share_prefixes)
+    align = alignment(Layout(cp=cp))
+    how = dict(cp=cp, cp_rank=cp_rank, share_prefixes=share_prefixes)
+    (mb,) = build(batch(), [[0, 1, 2]], align, **how)
     params, positions = mb.params(), mb.packed.position_ids
     table = torch.rand(params.max_seqlen_q, 1, 1, 4).repeat(1, 1, 1, 2)
     angles = table[positions] if share_prefixes else table

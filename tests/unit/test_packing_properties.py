@@ -259,7 +259,7 @@ def test_passes_over_the_same_rows_share_what_is_packed():
     batch = Batch.from_padded({"input_ids": ids, "attention_mask": torch.ones_like(ids).bool()})
 
     def packed(of: Batch, cut: list[list[int]]) -> list[Packed]:
-        return [mb.packed for mb in build(of, cut, Layout(), cp_rank=0)]
+        return [mb.packed for mb in build(of, cut, Alignment())]
 
     cut = [[0, 2], [1]]
     first, again = packed(batch, cut), packed(batch.select(range(3), ["input_ids"]), cut)

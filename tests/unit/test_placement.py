@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from megarl.api.batch import Home
 from megarl.parallel import exchange
-from megarl.parallel.packing import Cost
-from megarl.parallel.placement import place_rows, split_minibatches, units_of
+from megarl.parallel.packing import Cost, place_rows, split_minibatches, units_of
 
 ROWS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 5)), min_size=1, max_size=24)
 

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.parallel.packing import Alignment, Cost, pack_trie, plan_tries, unpack
-from megarl.parallel.trie import build_trie, sort_rows, token_bytes
+from megarl.parallel.packing import Alignment, Cost, unpack
+from megarl.parallel.trie import build_trie, pack_trie, plan_tries, sort_rows, token_bytes
 
 settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=100)
 settings.load_profile("repeatable")

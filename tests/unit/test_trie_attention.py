@@ -18,7 +18,7 @@ from megarl.models.trie_attention import (
     block_mask,
     make_trie_plan,
 )
-from megarl.parallel.trie import Segment
+from megarl.parallel.packing import Segment
 
 CPU = torch.device("cpu")
 

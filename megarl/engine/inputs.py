@@ -1,27 +1,38 @@
-"""Checks what a pass is given, before its first collective.
+"""Takes what a pass is given: checks it, places it on the ranks that work on it, and cuts it into
+micro-batches.
 
 A batch that only one rank refuses would leave the others waiting, and ranks with different batches
-would train on halves that do not belong together. So the ranks first compare what they were given,
-and tell each other whether the rows that only some of them hold are sound. B samples, S positions.
+would train on halves that do not belong together. So before its first collective the ranks of a
+pass compare what they were given, and tell each other whether the rows that only some of them hold
+are sound.
+
+A batch is placed for the step, or borrowed from where another engine has it. Where passes compute
+shared prefixes once (mb_spec.share_prefixes), what sequences share is known from their tokens,
+which only the ranks of their data-parallel index hold: each index plans by itself, and they agree
+on the number of micro-batches. B samples, b of them held by a rank, S positions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from megarl.api.batch import Batch, Padded, Tokens
+from megarl.api.batch import Batch, Home, Padded, Tokens
 from megarl.api.engine import GIVEN, LossFn, LossWeightFn
 from megarl.engine.lm_head import check_outputs
-from megarl.engine.micro_batch import GIVEN_IDS
+from megarl.engine.micro_batch import GIVEN_IDS, MicroBatch, build
 from megarl.engine.routing import ROUTED
 from megarl.engine.setup import EngineState
-from megarl.parallel import mcore
+from megarl.parallel import exchange, mcore
+from megarl.parallel.packing import place_rows, plan_micro_batches, units_of
+from megarl.parallel.ranks import Ranks, world_comm
+from megarl.parallel.trie import Bytes, plan_tries, token_bytes
 
 _ARGUMENTS = "the call's arguments"
 _HOME = "who holds which rows"
@@ -182,3 +193,141 @@ def _digest(tensor: Tensor) -> int:
     digest = xxhash.xxh3_64(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     digest.update(raw.numpy().data)
     return int(digest.intdigest())
+
+
+# ---- where a batch is ---------------------------------------------------------------------------
+
+
+def group_ids(batch: Batch, *, whole_groups: bool) -> Tensor | None:
+    """Returns ids [B] of rows that stay together on a rank, with `whole_groups` in a micro-batch
+    too; None if each is by itself. Raises ValueError where `whole_groups` has no field to go by."""
+    if "unit_ids" in batch or ("rollout_ids" in batch and not whole_groups):
+        return batch.unit_ids
+    if not whole_groups:
+        return None
+    if "group_ids" not in batch:
+        raise ValueError(
+            "whole_groups=True needs batch['group_ids'] [B]: which rows belong together"
+        )
+    ids: Tensor = batch["group_ids"]
+    return ids
+
+
+def home_of(state: EngineState, batch: Batch, *, whole_groups: bool = False) -> Home:
+    """Returns the batch's own home if this engine can work on it there, else the home that this
+    engine would give it; where prefixes are shared, rows of a group stay together in it as far as
+    the work stays even. Raises ValueError for a batch of other ranks than the engine's."""
+    _check_ranks(batch)
+    of_rank = tuple(c.dp for c in state.layout.all_coords)
+    units = group_ids(batch, whole_groups=whole_groups)
+    if batch.placed and batch.home.of_rank == of_rank and _whole(units, batch.home.of_row):
+        return batch.home
+    of_row = place_rows(
+        batch.lengths.tolist(),
+        torch.arange(len(batch)) if units is None else units,
+        batch.minibatches,
+        dp=state.layout.dp,
+        cost=state.cost,
+        slot=state.align.slot,
+        together=batch.get("group_ids") if state.config.mb_spec.share_prefixes else None,
+    )
+    return Home(of_rank, of_row)
+
+
+def _check_ranks(batch: Batch) -> None:
+    """Raises ValueError unless the batch is of the ranks of the world in scope."""
+    theirs, ours = batch.comm, world_comm()
+    if theirs is ours or not isinstance(theirs, Ranks | None):
+        return
+    named = [f"ranks {list(c.ranks)}" if c else "one rank alone" for c in (theirs, ours)]
+    raise ValueError(
+        f"this batch is of {named[0]}, the engine of {named[1]}: make the batch on the engine's "
+        "ranks, inside `with world.scope():`"
+    )
+
+
+def _whole(units: Tensor | None, of_row: Tensor) -> bool:
+    """Returns whether every unit stands at one data-parallel index."""
+    if units is None:
+        return True
+    index = of_row.tolist()
+    return all(len({index[r] for r in unit}) == 1 for unit in units_of(units))
+
+
+def place(
+    state: EngineState, batch: Batch, names: Iterable[str] | None = None, **how: Any
+) -> Batch:
+    """Returns the batch, or its fields `names`, where this engine works on it. A batch that has not
+    been placed in this step is placed for good; of one placed for another layout, a copy is made of
+    what is not at hand. how: of `home_of`. Collective."""
+    home = home_of(state, batch, **how)
+    if not batch.placed:
+        exchange.place(batch, home)
+    at_hand = home is batch.home
+    if names is not None:
+        batch = batch.select(torch.arange(len(batch)), [name for name in names if name in batch])
+    return batch if at_hand else exchange.placed(batch, home)
+
+
+# ---- which rows make a micro-batch ---------------------------------------------------------------
+
+
+def micro_batches(state: EngineState, batch: Batch, ask: Request) -> list[MicroBatch]:
+    """Packs this rank's rows of a batch that has been placed into micro-batches, as many as on
+    every data-parallel index, and under the interleaved schedule a multiple of pp. Collective where
+    prefixes are shared."""
+    spec, layout, match = state.config.mb_spec, state.layout, _match_field(state, batch)
+    larger = None if ask.backward else spec.forward_max_tokens_per_mb
+    max_tokens = larger or spec.max_tokens_per_mb  # of a device
+    groups = group_ids(batch, whole_groups=True) if ask.whole_groups else None
+    multiple_of = layout.pp if layout.vpp > 1 else 1
+    if spec.share_prefixes:
+        rows = batch.rows
+        needs = plan_tries(
+            _row_bytes(batch, match),
+            max_tokens=max_tokens,
+            align=state.align,
+            cost=state.cost,
+            units=None if groups is None else units_of(groups[rows]),
+        )
+        count = torch.tensor(needs.count, device=mcore.device())
+        if layout.world_size > 1:
+            dist.all_reduce(count, dist.ReduceOp.MAX)
+        filled = needs.micro_batches(-(-int(count) // multiple_of) * multiple_of)
+        plan = [sorted(rows[mb].tolist()) for mb in filled]
+    else:
+        plan = plan_micro_batches(
+            batch.lengths.tolist(),
+            dp=layout.dp,
+            max_tokens=max_tokens * layout.cp,
+            align=state.align,
+            multiple_of=multiple_of,
+            cost=state.cost,
+            groups=None if groups is None else units_of(groups),
+            index=batch.home.of_row.tolist(),
+        )[state.groups.coords.dp]
+    return build(
+        batch,
+        plan,
+        state.align,
+        cp=layout.cp,
+        cp_rank=state.groups.coords.cp,
+        given=not set(GIVEN).isdisjoint(ask.outputs),
+        share_prefixes=spec.share_prefixes,
+        match=match,
+    )
+
+
+def _match_field(state: EngineState, batch: Batch) -> str | None:
+    """Returns the field that tokens must have equal to be one beside their ids: the routes that a
+    pass over the batch replays."""
+    replays = state.config.mb_spec.share_prefixes and state.replays
+    return ROUTED if replays and ROUTED in batch else None
+
+
+def _row_bytes(batch: Batch, field: str | None) -> list[Bytes]:
+    """Returns token_bytes [n,w] of each row that this rank holds."""
+    ids = batch["input_ids"]
+    whole = token_bytes(ids.values, None if field is None else batch[field].values)
+    ends = ids.lengths.cumsum(0)
+    return [whole[e - n : e] for n, e in zip(ids.lengths.tolist(), ends.tolist(), strict=True)]
