@@ -161,9 +161,9 @@ def _same_everywhere(digests: dict[str, int], is_wrong: bool = False) -> bool:
         return bool(wrong_somewhere)
     of_rank: list[dict[str, int]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(of_rank, digests)
-    ranks = [rank for rank, theirs in enumerate(of_rank) if theirs != of_rank[0]]
-    keys = {name for theirs in of_rank for name in theirs}
-    differing = sorted(k for k in keys if len({theirs.get(k) for theirs in of_rank}) > 1)
+    ranks = [rank for rank, each in enumerate(of_rank) if each != of_rank[0]]
+    keys = {name for each in of_rank for name in each}
+    differing = sorted(k for k in keys if len({each.get(k) for each in of_rank}) > 1)
     raise ValueError(
         f"the ranks were given different batches: {', '.join(differing)} of ranks {ranks} differ "
         "from rank 0's; every rank passes the whole batch, the same on all"
@@ -236,10 +236,10 @@ def home_of(state: EngineState, batch: Batch, *, whole_groups: bool = False) -> 
 
 def _check_ranks(batch: Batch) -> None:
     """Raises ValueError unless the batch is of the ranks of the world in scope."""
-    theirs, ours = batch.comm, world_comm()
-    if theirs is ours or not isinstance(theirs, Ranks | None):
+    of_batch, of_engine = batch.comm, world_comm()
+    if of_batch is of_engine or not isinstance(of_batch, Ranks | None):
         return
-    named = [f"ranks {list(c.ranks)}" if c else "one rank alone" for c in (theirs, ours)]
+    named = [f"ranks {list(c.ranks)}" if c else "one rank alone" for c in (of_batch, of_engine)]
     raise ValueError(
         f"this batch is of {named[0]}, the engine of {named[1]}: make the batch on the engine's "
         "ranks, inside `with world.scope():`"

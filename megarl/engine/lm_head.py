@@ -150,10 +150,10 @@ def check_outputs(
         raise ValueError(f"outputs={names}: name at least one output, each once")
     for name in names:
         if name not in OUTPUTS or OUTPUTS[name].head != head:
-            known = "needs another head" if name in OUTPUTS else "does not exist"
+            problem = "needs another head" if name in OUTPUTS else "does not exist"
             has = tuple(o for o, output in OUTPUTS.items() if output.head == head)
             raise ValueError(
-                f"outputs={names}: {name!r} {known}; this engine (head={head}) has {has}"
+                f"outputs={names}: {name!r} {problem}; this engine (head={head}) has {has}"
             )
         if backward and not OUTPUTS[name].trains:
             raise ValueError(f"outputs={names}: {name!r} has no gradient; take it from forward()")

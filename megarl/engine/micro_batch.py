@@ -54,8 +54,8 @@ class MicroBatch:
 
     def inner(self, name: str, part: slice) -> Tensor:
         """Returns [b,S,n,...], `padded` of a field [b,S,N,...]: n of its N numbers, no others."""
-        held = self.source[name]
-        return Tokens(held.values[:, part], held.lengths).take(self.places).padded()
+        tokens = self.source[name]
+        return Tokens(tokens.values[:, part], tokens.lengths).take(self.places).padded()
 
     def tokens(self, layout: Layout, tp_rank: int) -> Tensor:
         """Returns [T/tp under sequence parallelism, else T]: the token of these rows, row * S + t,

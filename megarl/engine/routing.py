@@ -108,10 +108,10 @@ class RouterTape:
     def _or_own(self, given: Tensor, own: Tensor) -> Tensor:
         """Returns the choices [T,k] that were given, and the router's own where none was. Counts
         how the two differ, in whatever order they name a token's experts."""
-        known = given >= 0
-        differs = known & (given[:, :, None] != own[:, None]).all(2)
-        self.counts[-2:] += torch.stack([known.sum(), differs.sum()])
-        return torch.where(known, given, own)
+        is_given = given >= 0
+        differs = is_given & (given[:, :, None] != own[:, None]).all(2)
+        self.counts[-2:] += torch.stack([is_given.sum(), differs.sum()])
+        return torch.where(is_given, given, own)
 
     def _replayed(self, given: Tensor) -> Tensor:
         """Returns the choice of the micro-batch at hand. Under recomputation a micro-batch comes

@@ -59,10 +59,10 @@ def flows(before: Home, after: Home) -> list[Flow]:
 
 
 def _ranks(home: Home) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {}
+    by_index: dict[int, list[int]] = {}
     for rank, index in enumerate(home.of_rank):
-        found.setdefault(index, []).append(rank)
-    return found
+        by_index.setdefault(index, []).append(rank)
+    return by_index
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def hops(plan: Sequence[Flow], lengths: Tensor, token_bytes: int, rank: int) -> 
     """Returns the messages that concern `rank`, in an order that all ranks agree on: a rank that
     waits for the first message that is not yet through finds its peer waiting for it, too. lengths
     [B] are tokens of all rows, `token_bytes` the bytes of one token."""
-    mine = []
+    messages = []
     for number, flow in enumerate(plan):
         if rank not in flow.path:
             continue
@@ -88,8 +88,8 @@ def hops(plan: Sequence[Flow], lengths: Tensor, token_bytes: int, rank: int) -> 
             for hop in (place - 1, place):
                 if 0 <= hop < len(flow.path) - 1:
                     order = (flow.round, c + hop, number, hop)
-                    mine.append(_Hop(order, flow.path[hop], flow.path[hop + 1], rows))
-    return sorted(mine, key=lambda hop: hop.order)
+                    messages.append(_Hop(order, flow.path[hop], flow.path[hop + 1], rows))
+    return sorted(messages, key=lambda hop: hop.order)
 
 
 def _chunks(rows: Tensor, lengths: Tensor, token_bytes: int) -> Iterator[Tensor]:
@@ -157,17 +157,17 @@ def move(
         return tokens
     rank = comm.rank if comm else 0
     had, wanted = before.rows(rank), after.rows(rank)
-    mine = torch.isin(had, wanted)
-    result = kept = tokens.take(mine.nonzero().flatten())
+    stays = torch.isin(had, wanted)
+    result = staying = tokens.take(stays.nonzero().flatten())
     if comm is None:
-        return kept
+        return staying
     inner = tokens.values.shape[1:]
     token_bytes = max(1, tokens.values.element_size() * inner.numel())
     todo = hops(flows(before, after) if plan is None else plan, lengths, token_bytes, rank)
     if any(hop.dst == rank for hop in todo):
         out = tokens.values.new_empty((int(lengths[wanted].sum()), *inner))
         result = Tokens(out, lengths[wanted])
-        _put(result, torch.searchsorted(wanted, had[mine]), kept.values)
+        _put(result, torch.searchsorted(wanted, had[stays]), staying.values)
     with waiting_for(None, "Batch: moving tokens"):
         _Mover(tokens, had, result, wanted, comm, [] if buffers is None else buffers).run(todo)
     return result
@@ -236,25 +236,25 @@ class _Mover:
         origin = bool(torch.isin(hop.rows[:1], self.had))
         if not origin:
             self._settle(0)  # what is passed on has to be here
-        held, rows = (self.source, self.had) if origin else (self.target, self.wanted)
+        source, rows = (self.source, self.had) if origin else (self.target, self.wanted)
         while len(self._sends) >= IN_FLIGHT:
             self._sent()
-        values, buffer = self._packed(held, torch.searchsorted(rows, hop.rows))
+        values, buffer = self._packed(source, torch.searchsorted(rows, hop.rows))
         if values.numel():
             work = dist.isend(_bytes(values), hop.dst, group=self.comm.group)
             self._sends.append((work, values, buffer))
 
-    def _packed(self, held: Tokens, places: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _packed(self, source: Tokens, places: Tensor) -> tuple[Tensor, Tensor | None]:
         """Returns these rows one after the other, and the buffer where they had to be copied."""
         if _neighbours(places):
-            return held.take(places).values.contiguous(), None
-        shape = (int(held.lengths[places].sum()), *held.values.shape[1:])
-        count = math.prod(shape) * held.values.element_size()
+            return source.take(places).values.contiguous(), None
+        shape = (int(source.lengths[places].sum()), *source.values.shape[1:])
+        count = math.prod(shape) * source.values.element_size()
         buffer = self.buffers.pop() if self.buffers else torch.empty(CHUNK, dtype=torch.uint8)
         if len(buffer) < count:
             buffer = torch.empty(count, dtype=torch.uint8)
-        values = buffer[:count].view(held.values.dtype).view(shape)
-        return torch.cat(held.pieces(places), out=values), buffer
+        values = buffer[:count].view(source.values.dtype).view(shape)
+        return torch.cat(source.pieces(places), out=values), buffer
 
     def _sent(self) -> None:
         work, _, buffer = self._sends.popleft()

@@ -387,9 +387,9 @@ def pack(
         beside[index[valid]] = given[valid]
     if cp > 1:
         shares = [zigzag_index(slots, cp, r).to(device) for r in range(cp)]
-        mine = shares[cp_rank]
-        ids, labels, positions, token = ids[mine], labels[mine], positions[mine], token[mine]
-        beside = None if beside is None else beside[mine]
+        share = shares[cp_rank]
+        ids, labels, positions, token = ids[share], labels[share], positions[share], token[share]
+        beside = None if beside is None else beside[share]
         index = torch.argsort(torch.cat(shares))[index]
     return Packed(ids, labels, positions, token, cu.int(), index, valid, max(slots), beside)
 

@@ -243,15 +243,15 @@ def _reduce_chunk(
         values["topk_ids"] = top_ids.to(top.dtype)  # exact: below 2^24
     centred = logits.sub_(top[:, None])
     tails = {name: ids if name == "given_tail" else top_ids for name in _TAILS if name in outputs}
-    found = _summed(_parts(centred, labels, ids, tails, shard, outputs), shard)
-    total, *weighted = found["sums"]
+    summed = _summed(_parts(centred, labels, ids, tails, shard, outputs), shard)
+    total, *weighted = summed["sums"]
     log_total = total.log()
-    values["logprobs"] = found["target"][0] - log_total
+    values["logprobs"] = summed["target"][0] - log_total
     values["entropy"] = log_total - weighted[0] / total if weighted else torch.zeros_like(total)
     for name, beside in tails.items():
-        values[name] = tail_logprob(found[name][0], beside, log_total, shard)
+        values[name] = tail_logprob(summed[name][0], beside, log_total, shard)
     if "given_logprobs" in outputs:
-        values["given_logprobs"] = of_given(found["given_logprobs"], ids, log_total, shard)
+        values["given_logprobs"] = of_given(summed["given_logprobs"], ids, log_total, shard)
     centred.sub_(log_total[:, None])
     log_z = log_total + top
     if "topk_logprobs" in values:
@@ -361,17 +361,17 @@ class _TokenOutputs(torch.autograd.Function):
         g_weight = None
         if ctx.needs_input_grad[1]:
             g_weight = weight.new_zeros(weight.shape, dtype=about.log_z.dtype)
-        kept, ctx.kept = ctx.kept, []  # they are overwritten
+        logits, ctx.kept = ctx.kept, []  # they are overwritten
         for i, lo in enumerate(range(0, len(hidden), chunk)):
             s = slice(lo, lo + chunk)
             log_p = g = None  # the chunk before is freed before this one is made
-            if kept:
-                log_p, kept[i] = kept[i], None
+            if logits:
+                log_p, logits[i] = logits[i], None
             else:
                 log_p = _logits(hidden[s], real, temperature).sub_(about.log_z[s, None])
             of_chunk = Kept(*(numbers[s] for numbers in about))
-            said = labels[s], given[s], of_chunk
-            g = _grad_logits(log_p, *said, grad[s] / temperature, shard, at).to(hidden.dtype)
+            targets = labels[s], given[s], of_chunk
+            g = _grad_logits(log_p, *targets, grad[s] / temperature, shard, at).to(hidden.dtype)
             if g_hidden is not None:
                 g_hidden[s] = products.linear(g, real.t())
             if g_weight is not None:
@@ -439,8 +439,8 @@ def token_outputs(
     AssertionError for an unknown output, a weight of another number of rows, or a `topk` beyond the
     vocabulary.
     """
-    known = {name for name, output in OUTPUTS.items() if output.head == "lm"} - {"logits"}
-    assert outputs and set(outputs) <= known, outputs
+    allowed = {name for name, output in OUTPUTS.items() if output.head == "lm"} - {"logits"}
+    assert outputs and set(outputs) <= allowed, outputs
     assert weight.shape[0] == shard.rows, (weight.shape, shard)
     assert topk <= shard.vocab_size < 1 << 24, (topk, shard)
     assert given is not None or set(GIVEN).isdisjoint(outputs), outputs
