@@ -10,10 +10,12 @@ started it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import multiprocessing as mp
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,7 +24,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import IO, Any
 
 from megarl.utils import stopping
@@ -34,6 +36,13 @@ ORPHAN_GRACE = 1.0  # for what an ended process left running
 KILL_TIMEOUT = 10.0
 MOST_FILES = 8192  # that a process is taken to have open
 LOG_TAIL = 40  # lines of a log that are shown of a process that died
+# runs a command once its group is tied: who starts it may be killed just before that
+_TIED = """
+import os, signal, sys
+if os.read(0, 1):
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    os.execvp(sys.argv[1], sys.argv[1:])
+"""
 
 
 class Child:
@@ -50,20 +59,24 @@ class Child:
         private_log: bool = False,
     ) -> None:
         """Starts the command. log_path: gets its output, in place of this process's own.
-        private_log: nobody else may read the log."""
+        private_log: nobody else may read the log. Raises FileNotFoundError for no such program."""
         self.name, self.log_path = name, log_path and Path(log_path)
-        with _tether(self) as fds, _output(self.log_path, private_log) as out:
+        if shutil.which(command[0], path=env.get("PATH", os.defpath)) is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
+        with _tether(self) as fd, _output(self.log_path, private_log) as out:
             self._process = subprocess.Popen(
-                command,
+                [sys.executable, "-ISc", _TIED, *command],
                 env=dict(env),
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=out,
                 stderr=subprocess.STDOUT if out else None,
                 start_new_session=True,
-                pass_fds=fds,
+                pass_fds=(fd,),
             )
-            for fd in fds:
-                _tie(fd, self.pid)
+            _tie(fd, self.pid)
+            assert self._process.stdin is not None
+            with self._process.stdin as go:
+                go.write(b"\n")
 
     @property
     def pid(self) -> int:
@@ -124,12 +137,9 @@ os.register_at_fork(after_in_child=_let_go)
 
 
 @contextlib.contextmanager
-def _tether(child: Child) -> Iterator[tuple[int, ...]]:
-    """Yields the `pass_fds` of a process to start inside: a reading end, to be tied. This process
-    has it as long as it has `child`."""
-    if sys.platform != "linux":
-        yield ()
-        return
+def _tether(child: Child) -> Iterator[int]:
+    """Yields a reading end that a process to start inside gets, to be tied. This process has it as
+    long as it has `child`."""
     with _making:
         if not _pipe:
             reading, writing = os.pipe()
@@ -140,7 +150,7 @@ def _tether(child: Child) -> Iterator[tuple[int, ...]]:
     # opened anew: whom to signal is a property of the open file, and every group has its own
     fd = os.open(f"/proc/self/fd/{_pipe[0]}", os.O_RDONLY | os.O_NONBLOCK)
     try:
-        yield (fd,)
+        yield fd
     except BaseException:
         os.close(fd)
         raise
@@ -160,8 +170,7 @@ def end_with_parent() -> None:
     os.setpgid(0, 0)
     parent = mp.parent_process()
     assert parent is not None
-    if sys.platform == "linux":
-        _tie(parent.sentinel, os.getpid())
+    _tie(parent.sentinel, os.getpid())
     if not parent.is_alive():  # it was too early for the signal
         raise SystemExit(1)
 
@@ -238,12 +247,7 @@ class Signals:
         number = self.received[0]
         return 128 + (signal.SIGTERM if number == signal.SIGUSR1 else number)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

@@ -105,8 +105,7 @@ def set_threads_default(env: MutableMapping[str, str], *, processes: int) -> Non
 def cores(*, cgroups: Path = CGROUPS) -> int:
     """Returns how many CPU cores this process may run on, at least 1: those that its affinity and
     the quota of its container leave it."""
-    available = getattr(os, "sched_getaffinity", None)  # not on macOS
-    count = len(available(0)) if available else os.cpu_count() or 1
+    count = len(os.sched_getaffinity(0))
     quota, period = (_first(cgroups / "cpu.max") + ["max", "max"])[:2]
     if quota == "max":  # not of version 2
         quota = "".join(_first(cgroups / "cpu/cpu.cfs_quota_us"))

@@ -30,7 +30,6 @@ time.sleep(300)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux ends them")
 @pytest.mark.parametrize("files", [0, 600])
 def test_what_a_dead_leader_left_ends_with_its_starter(files: int) -> None:
     """Also of a starter that has more files open than half of what it may."""
@@ -51,6 +50,33 @@ def test_what_a_dead_leader_left_ends_with_its_starter(files: int) -> None:
     finally:
         mark.kill()
         starter.communicate(timeout=30)
+
+
+# killed by itself as soon as its child is there
+KILLED = """
+import os, signal, subprocess
+class Popen(subprocess.Popen):
+    def __init__(self, *args, **kw):
+        super().__init__(*args, **kw)
+        print(self.pid, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+subprocess.Popen = Popen
+from megarl.utils.child import Child
+Child("sleeper", ["sleep", "300"], env=os.environ)
+"""
+
+
+def test_a_child_ends_with_a_starter_that_is_killed_as_it_starts_it() -> None:
+    mark = Mark()
+    env = {**os.environ, **mark.env, "PYTHONPATH": str(ROOT)}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", KILLED], env=env, capture_output=True, text=True, timeout=20
+        )
+        assert done.returncode == -signal.SIGKILL and int(done.stdout)
+        mark.assert_none_left()
+    finally:
+        mark.kill()
 
 
 def test_a_child_that_cannot_start_leaves_no_file_open() -> None:
