@@ -104,8 +104,8 @@ def lora_problems(key: str, cfg: LoRAConfig) -> Iterator[str]:
 def optimizer_problems(key: str, cfg: OptimizerConfig) -> Iterator[str]:
     """Yields optimizer options that need another option, and options that megatron-core lacks."""
     yield from rule_problems(rules.OPTIMIZER, cfg, f"{key}.")
-    declared = _fields_of_megatron()
     for name, value in cfg.options.items():
+        declared = _fields_of_megatron()
         option = f"{key}.options.{name}={show(value)}"
         if name in _SET_BY_KEYS:
             yield f"{option}: a key of {key}, or the engine's dtype, sets it; leave it out"
@@ -137,9 +137,9 @@ def _fields_of_megatron() -> dict[str, str]:
     }
 
 
-def actor_problems(cfg: PPOActorConfig, key: str = "actor.") -> Iterator[str]:
-    """Yields a line for each contradiction in `cfg`; `key` is its section, with a dot."""
-    yield from rule_problems(rules.ACTOR, cfg, key)
+def actor_problems(cfg: PPOActorConfig) -> Iterator[str]:
+    """Yields a line for each contradiction in the section `actor`."""
+    yield from rule_problems(rules.ACTOR, cfg, "actor.")
 
 
 def check_actor(cfg: PPOActorConfig, temperature: float) -> None:

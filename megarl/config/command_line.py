@@ -67,12 +67,10 @@ def help_or_command_line(
     for flag in ("--help", "-h"):
         if flag in argv:
             after = argv[argv.index(flag) + 1 :]
-            print(_section(after[0]) if after and SECTION.fullmatch(after[0]) else text.strip())
+            if after and SECTION.fullmatch(after[0]):
+                from megarl.config.help import render_section  # here: most need no help
+
+                text = render_section(after[0])
+            print(text.strip())
             return None
     return parse_command_line(argv, options=options, switches=(*switches, "help"))
-
-
-def _section(name: str) -> str:
-    from megarl.config.help import render_section  # here, as most command lines need no help
-
-    return render_section(name)

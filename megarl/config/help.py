@@ -29,13 +29,11 @@ def render_help(recipes: Sequence[str] = tuple(RECIPES), *, width: int | None = 
     return "\n".join(lines)
 
 
-def render_section(
-    section: str, recipes: Sequence[str] = tuple(RECIPES), *, width: int | None = None
-) -> str:
+def render_section(section: str, recipes: Sequence[str] = tuple(RECIPES)) -> str:
     """Returns the keys of one section (or one key), such as `rollout` or `actor.optimizer`, as
     `render_help` shows them. Where recipes differ in it, each version names its recipes. Raises
     ConfigError, with the nearest name, for a section that no recipe has."""
-    width = width or _terminal_width()
+    width = _terminal_width()
     recipes_of: dict[str, list[str]] = {}  # by the text
     names: set[str] = set()
     for recipe in recipes:

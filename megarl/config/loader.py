@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -67,7 +66,6 @@ from megarl.config.secrets import (
 )
 from megarl.utils.files import write_whole
 
-_REFERENCE = re.compile(r"\$\{(\w+(?:\.\w+)*)\}")
 _REQUIRED = "???"  # OmegaConf's sign of a value that is still to be given
 _UNFIT = (ValueError, OverflowError)  # of a value that is not of its key's type
 _SET = "_set_keys"  # of a configuration, beside its keys
@@ -257,7 +255,7 @@ class _Reading:
         whole: Tree = self.section(self.root, tree)
         texts = dict(interpolations(whole))
         try:
-            whole = _referred(whole, texts) or _followed(whole, texts)
+            whole = _followed(whole) if texts else whole
         except ConfigError as e:
             self.problems += e.problems
             return whole
@@ -363,40 +361,18 @@ def _shown(value: Any) -> str:
     return show(value if isinstance(value, str) else untyped(value))
 
 
-def _referred(whole: Tree, texts: Mapping[Place, str]) -> Tree | None:
-    """Returns the tree without interpolations where each of them, `texts`, is the name of a key
-    or section that has none; else None."""
-    values: dict[Place, Any] = {}
-    for path, text in texts.items():
-        name = _REFERENCE.fullmatch(text)
-        try:
-            values[path] = at(whole, name[1].split(".")) if name else text
-        except (LookupError, TypeError):
-            return None
-        if any(interpolations(values[path])):
-            return None
-    for path, value in values.items():
-        at(whole, path[:-1])[path[-1]] = value
-    return whole
-
-
-def _followed(whole: Tree, texts: Mapping[Place, str]) -> Tree:
-    """Returns the tree without interpolations, which are `texts`. Raises ConfigError for one that
-    leads nowhere. OmegaConf gets the sections alone that they stand in or name, as it takes its
-    time for each value; all where a name is interpolated itself."""
-    from omegaconf import OmegaConf  # here: its import takes as long as half of a start's checks
+def _followed(whole: Tree) -> Tree:
+    """Returns the tree without interpolations. Raises ConfigError for one that leads nowhere."""
+    from omegaconf import OmegaConf  # here: a plain configuration needs none
     from omegaconf.errors import OmegaConfBaseException
 
-    words = " ".join(texts.values())
-    names = {path[0] for path in texts} | set(re.findall(r"\w+", words))
-    nested = re.search(r"\{[^}]*\$\{", words)
-    part = {name: value for name, value in whole.items() if nested or name in names}
     try:
-        values: Any = OmegaConf.to_container(OmegaConf.create(part), resolve=True)
+        tree = OmegaConf.create(whole, flags={"allow_objects": True})
+        followed: Any = OmegaConf.to_container(tree, resolve=True)
     except OmegaConfBaseException as e:
         first = str(e).splitlines()[0]
         raise ConfigError([f"{e.full_key}: {first}" if e.full_key else first]) from e
-    return whole | values
+    return followed
 
 
 def _scalar(value: Any, kind: type) -> Any:

@@ -278,9 +278,7 @@ def main_role(cls: type[BaseConfig]) -> str:
 
 def data_purpose(cfg: BaseConfig) -> str:
     """Returns what the recipe reads its data for (`purpose` of megarl.data.sources.load_rows)."""
-    if isinstance(cfg, RMConfig):
-        return "pairs"
-    if isinstance(cfg, DPOConfig):
+    if isinstance(cfg, DPOConfig | RMConfig):
         return "pairs"
     return "rl" if isinstance(cfg, GRPOConfig) else "sft"
 
