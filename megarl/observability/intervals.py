@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Scores = Sequence[float] | Sequence[bool]
+LEVEL = 0.95
 _CHUNK = 1 << 22  # drawn indices at a time: 32 MiB
 
 
@@ -34,7 +35,7 @@ class Estimate(NamedTuple):
 
 
 def proportion_ci(
-    right: Scores, *, groups: Sequence[Hashable] | None = None, level: float = 0.95
+    right: Scores, *, groups: Sequence[Hashable] | None = None
 ) -> tuple[float, float]:
     """Returns (low, high) of the share of True in `right` [n].
 
@@ -47,14 +48,14 @@ def proportion_ci(
     sums, counts = _by_group(right, groups, "proportion_ci")
     n, p = counts.sum(), sums.sum() / counts.sum()
     if p in (0.0, 1.0):
-        return wilson(p, len(counts), level=level)
+        return wilson(p, len(counts))
     variance = float(np.square(sums - p * counts).sum()) / n**2
-    return wilson(p, min(n, p * (1 - p) / variance) if variance else n, level=level)
+    return wilson(p, min(n, p * (1 - p) / variance) if variance else n)
 
 
-def wilson(p: float, n: float, *, level: float = 0.95) -> tuple[float, float]:
+def wilson(p: float, n: float) -> tuple[float, float]:
     """Returns the score interval of a share `p` of `n` independent samples."""
-    z2 = _normal_quantile(level) ** 2
+    z2 = NormalDist().inv_cdf(0.5 + LEVEL / 2) ** 2
     centre = (p + z2 / (2 * n)) / (1 + z2 / n)
     half = math.sqrt(z2 * (p * (1 - p) / n + z2 / (4 * n * n))) / (1 + z2 / n)
     low, high = max(0.0, centre - half), min(1.0, centre + half)
@@ -67,7 +68,6 @@ def bootstrap_ci(
     seed: int = 0,
     *,
     groups: Sequence[Hashable] | None = None,
-    level: float = 0.95,
 ) -> tuple[float, float]:
     """Returns (low, high) of the mean of `scores` [n], by the percentile bootstrap (B. Efron, 1979)
     over whole groups, deterministic in `seed`.
@@ -76,7 +76,7 @@ def bootstrap_ci(
     Raises ValueError for no scores, or groups of another number.
     """
     sums, counts = _by_group(scores, groups, "bootstrap_ci")
-    tail = 50.0 * (1.0 - _checked(level))
+    tail = 50.0 * (1.0 - LEVEL)
     rng = np.random.default_rng(seed)
     means = np.empty(n_boot)
     rows = max(1, _CHUNK // len(sums))
@@ -165,13 +165,3 @@ def _by_group(
     index = [names[g] for g in groups]
     sums = np.bincount(index, weights=values).astype(np.float64)
     return sums, np.bincount(index).astype(np.float64)
-
-
-def _checked(level: float) -> float:
-    if not 0.0 < level < 1.0:
-        raise ValueError(f"level={level} must lie between 0 and 1")
-    return level
-
-
-def _normal_quantile(level: float) -> float:
-    return NormalDist().inv_cdf(0.5 + _checked(level) / 2)

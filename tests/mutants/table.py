@@ -361,8 +361,8 @@ MUTANTS = (
     ),
     Mutant(
         "observability/intervals.py",
-        "z2 = _normal_quantile(level) ** 2",
-        "z2 = _normal_quantile(level)",
+        "z2 = NormalDist().inv_cdf(0.5 + LEVEL / 2) ** 2",
+        "z2 = NormalDist().inv_cdf(0.5 + LEVEL / 2)",
         ("tests/unit/test_intervals.py::test_all_right_is_not_certain",),
     ),
     Mutant(

@@ -40,6 +40,9 @@ from megarl.observability.stats_logger import duration, number
 __all__ = ["Run", "load_run", "write_report"]
 
 
+SAMPLES = 12  # prompts with their answers that a report shows
+
+
 @dataclass(frozen=True, kw_only=True)
 class Tile:
     """Holds one key figure: `value`, and what it was `before`. Below it stands `gain`, or `more`
@@ -54,38 +57,33 @@ class Tile:
 
 
 def write_report(
-    path: str | Path,
-    runs: Sequence[Run | str | Path],
-    *,
-    title: str | None = None,
-    subtitle: str = "",
-    max_samples: int = 12,
+    path: str | Path, runs: Sequence[Run | str | Path], *, title: str | None = None
 ) -> Path:
     """Writes the report of `runs` to `path` and returns it.
 
     runs: run directories (stats.jsonl, samples.jsonl, config.yaml), "label=directory", or `Run`s;
     the first is the one the report is about, the others stand beside it (a control, other seeds).
-    title: None is the first run's label. max_samples: prompts that it shows of the first run.
-    Secrets in the configuration are masked. Raises ValueError where no run is named.
+    title: None is the first run's label. Secrets in the configuration are masked. Raises ValueError
+    where no run is named.
     """
     if not runs:
         raise ValueError("write_report: name at least one run directory")
     loaded = [with_gap(run if isinstance(run, Run) else load_run(run)) for run in runs]
-    html = _render(loaded, title or loaded[0].label, subtitle, max_samples)
+    html = _render(loaded, title or loaded[0].label)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(html, encoding="utf-8")
     return path
 
 
-def _render(runs: list[Run], title: str, subtitle: str, max_samples: int) -> str:
+def _render(runs: list[Run], title: str) -> str:
     run = runs[0]
     measure = next(iter(measures(run)), ACCURACY)
-    pairs = pair_samples(run.samples)[:max_samples]
+    pairs = pair_samples(run.samples)[:SAMPLES]
     return fill(
         "page.html.jinja",
         title=title,
-        below=list(_below_title(run, title, subtitle)),
+        below=list(_below_title(run, title)),
         tiles=list(_tiles(run)),
         measure=measure.name.capitalize(),
         compared=[_compared(i, r, measure) for i, r in enumerate(runs)] if runs[1:] else [],
@@ -97,9 +95,7 @@ def _render(runs: list[Run], title: str, subtitle: str, max_samples: int) -> str
     )
 
 
-def _below_title(run: Run, title: str, subtitle: str) -> Iterator[str]:
-    if subtitle:
-        yield subtitle
+def _below_title(run: Run, title: str) -> Iterator[str]:
     if title != run.label:
         yield run.label
     ends = [row["time"] for row in run.rows if row.get("time")]
@@ -185,17 +181,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--out", default="report.html", help="the file to write (report.html)")
     parser.add_argument("--title", help="headline; the first run's label by default")
-    parser.add_argument("--subtitle", default="", help="one line below the headline")
-    parser.add_argument("--max-samples", type=int, default=12, help="rows of samples shown (12)")
     args = parser.parse_args(argv)
     try:
-        path = write_report(
-            args.out,
-            args.runs,
-            title=args.title,
-            subtitle=args.subtitle,
-            max_samples=args.max_samples,
-        )
+        path = write_report(args.out, args.runs, title=args.title)
     except (ValueError, FileNotFoundError) as e:
         parser.error(str(e))
     print(path)
