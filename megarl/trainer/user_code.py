@@ -198,17 +198,20 @@ def check_code(
     ConfigError naming each function or class that cannot be loaded or does not take what it is
     given. row_keys: by key of each source the names that a reward gets of its rows.
 
-    With `in_child` a process of its own imports it, with `path` in front of the import path.
+    With `in_child` a process of its own imports it, with `path` in front of the import path; what
+    takes the options of a section of megarl.config is here already.
     recipe: False for a script of the user's, which makes its workflow itself. makes: has rewards,
     losses, workflows and free sections of the user's be made, once and without a GPU."""
     named = [c for c in _named_code(cfg, row_keys) if recipe or c.key != "rollout.workflow"]
-    if not in_child:
-        return raise_if_any(code_problems(named))
-    named = [c for c in named if not c.target.startswith("__main__:")]  # a script finds its own
+    here = [c for c in named if not in_child or c.target.startswith("megarl.config.")]
+    problems = code_problems(here)
+    # a script finds its own
+    named = [c for c in named if c not in here and not c.target.startswith("__main__:")]
     if named:
         what = [f"{code.key}={code.target}" for code in named]
         longest = IMPORT_TIMEOUT + len(named) * (IMPORT_TIMEOUT + MAKE_TIMEOUT)
-        raise_if_any(isolated(_in_child, named, makes, path=path, what=what, timeout=longest))
+        problems += isolated(_in_child, named, makes, path=path, what=what, timeout=longest)
+    raise_if_any(problems)
 
 
 def _in_child(named: Sequence[Named], makes: bool) -> list[str]:
