@@ -34,10 +34,6 @@ TABLE = "table"
 FORMATS = (TABLE, "json")
 
 
-def _nothing(plan: Plan, job: Job) -> str:
-    return ""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Launcher:
     """Says what one launcher does its own way. help: the text of --help. plan: checks a command
@@ -48,7 +44,7 @@ class Launcher:
     help: str
     plan: Callable[[CommandLine], Plan]
     start: Callable[[Plan, Job, CommandLine], int]
-    asks: Callable[[Plan, Job], str] = _nothing
+    asks: Callable[[Plan, Job], str] | None = None
     cluster: bool = True
     options: tuple[str, ...] = ()
     switches: tuple[str, ...] = ()
@@ -79,7 +75,7 @@ def _run(launcher: Launcher, command: CommandLine) -> int:
     job = make_job(plan, os.environ, cluster=launcher.cluster)
     if "dry-run" in command.switches:
         format = command.options.get("format", TABLE)
-        asks = launcher.asks(plan, job) if format == TABLE else ""
+        asks = launcher.asks(plan, job) if launcher.asks and format == TABLE else ""
         print("\n\n".join(filter(None, (show(job, os.environ, format), asks))))
         return 0
     only = "check" in command.switches

@@ -11,7 +11,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import hmac
-import ipaddress
 import json
 import os
 import re
@@ -22,6 +21,7 @@ from pathlib import Path
 
 from megarl.config.errors import ConfigError
 from megarl.rpc.group import LOOPBACK
+from megarl.utils.env import address_towards, is_loopback
 from megarl.utils.files import write_whole
 
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
@@ -93,7 +93,8 @@ class FileNames(Names):
         assert _NAME.fullmatch(name), name
         if self._known.get(name) == value:
             return
-        write_whole(self._directory / name, self._signed(name, value))
+        signed = {"value": value, "mac": self._mac(name, value)}
+        write_whole(self._directory / name, json.dumps(signed))
         self._known[name] = value
 
     def peek(self, name: str) -> str | None:
@@ -139,9 +140,6 @@ class FileNames(Names):
         except FileNotFoundError:
             return None
 
-    def _signed(self, name: str, value: str) -> str:
-        return json.dumps({"value": value, "mac": self._mac(name, value)})
-
     def _verified(self, name: str, text: str) -> str:
         try:
             read = json.loads(text)
@@ -186,16 +184,14 @@ def node_address(interface: str = "") -> str:
         address = socket.gethostbyname(socket.gethostname())
     except OSError:
         address = LOOPBACK
-    if ipaddress.ip_address(address).is_loopback:  # as /etc/hosts often has it
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-            try:
-                s.connect(("192.0.2.1", 9))  # nothing is sent; the system chooses the interface
-            except OSError as e:
-                raise ConfigError(
-                    ["this node has no address that others reach: name its cluster.interface"]
-                ) from e
-            address = s.getsockname()[0]
-    return address
+    if not is_loopback(address):
+        return address
+    try:  # as /etc/hosts often has it
+        return address_towards("192.0.2.1")
+    except OSError as e:
+        raise ConfigError(
+            ["this node has no address that others reach: name its cluster.interface"]
+        ) from e
 
 
 def _interface_address(interface: str) -> str:

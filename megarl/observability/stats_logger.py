@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -46,16 +46,6 @@ FIRST_GROUPS = ("reward", "eval", UNGROUPED, "response_len", "timing")
 PROGRESS_INTERVAL = 1.0
 
 
-class Sink(Protocol):
-    """Defines a place where metrics go."""
-
-    def write(self, step: int, stats: Mapping[str, float], total_steps: int | None) -> None:
-        """Writes the metrics after `step` finished steps of `total_steps` (None: not known)."""
-
-    def close(self) -> None:
-        """Writes what is left and frees the place."""
-
-
 class StatsLogger:
     """Writes on rank 0; on other ranks every method does nothing."""
 
@@ -74,7 +64,7 @@ class StatsLogger:
         self._total_steps: int | None = None
         self._committed = False
         self._report = config.report and env_rank() == 0
-        self._sinks: list[Sink] = []
+        self._sinks: list[ConsoleSink | TensorBoardSink | WandbSink] = []
         self._wandb: WandbSink | None = None
         if env_rank() != 0:
             return
@@ -209,7 +199,8 @@ def throughput(stats: Mapping[str, float]) -> dict[str, float]:
 
 class ConsoleSink:
     """Prints a table of each step's metrics and one line of progress; without tables, fast steps
-    share a line."""
+    share a line. As every sink it is told of the metrics after `step` finished steps of
+    `total_steps` (None: not known)."""
 
     def __init__(
         self,

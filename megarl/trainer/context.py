@@ -212,14 +212,9 @@ class RunContext(ProcessContext):
         where there is no room for them."""
         if self._presence is not None:
             self._presence.total_steps = total_steps
-        self.ranks.from_zero(self._log_stats, step, stats, total_steps, completions)
 
-    def _log_stats(
-        self,
-        step: int,
-        stats: dict[str, float],
-        total_steps: int,
-        completions: Mapping[str, Sequence[dict[str, Any]]],
-    ) -> None:
-        if self._logger is not None:
-            self._logger.log(step, stats, total_steps=total_steps, completions=completions)
+        def log_step() -> None:
+            if self._logger is not None:
+                self._logger.log(step, stats, total_steps=total_steps, completions=completions)
+
+        self.ranks.from_zero(log_step)

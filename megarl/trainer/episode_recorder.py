@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ class EpisodeRecorder:
         self._step = version + 1
         count = len(self._ended)  # others may end meanwhile
         ended, self._ended[:count] = self._ended[:count], []
-        batch = sorted((e for e in ended if e.batch is not None), key=_number)
+        batch = sorted((e for e in ended if e.batch is not None), key=attrgetter("number"))
         self._rows = [(e.number, k) for e in batch for k in range(_count(e))]
         self._left = {}
         self._chosen = batch[: self._keep] + [e for e in ended if e.batch is None][: self._keep]
@@ -168,10 +169,6 @@ def computed_tokens(part: Batch, numbers: Tensor) -> list[tuple[Tensor, Padded]]
         widest = max(widest, n)
     rows = torch.arange(len(part)).tensor_split(ends[1:])
     return [(numbers[some], part.fetch(some)) for some in rows if len(some)]
-
-
-def _number(episode: Episode) -> int:
-    return episode.number
 
 
 def _count(episode: Episode) -> int:

@@ -104,7 +104,7 @@ class Trainer:
     def fit(self) -> None:
         """Trains, and evaluates, saves and checkpoints between steps. Collective."""
         total, step = self.spec.total_train_steps, self.steps_done
-        over = self._is_over(step)
+        over = step >= total or self._out_of_time() or self.good_enough()
         if self.recovery.ended_already(self.saver, total=total, over=over):
             return
         self.begin(step)
@@ -200,9 +200,6 @@ class Trainer:
         epoch = self.spec.where(step)["epoch"]
         saved = self.recovery.save_now(self.state_dict, step=step, epoch=epoch)
         self.ctx.stop(saved, step)
-
-    def _is_over(self, step: int) -> bool:
-        return step >= self.spec.total_train_steps or self._out_of_time() or self.good_enough()
 
     def _out_of_time(self) -> bool:
         bound = self.cfg.max_train_seconds

@@ -194,8 +194,7 @@ class SFTTrainer(OfflineTrainer):
     def by_loss(self, held_out: Padded) -> dict[str, float]:
         """Returns loss, ppl, token_accuracy and exact_match, which is the accuracy. Collective."""
         stats: dict[str, float] = self.model.evaluate(held_out)
-        low, high = wilson(stats["exact_match"], len(held_out["input_ids"]))
-        return stats | {"accuracy": stats["exact_match"], "accuracy_lo": low, "accuracy_hi": high}
+        return with_interval(stats | {"accuracy": stats["exact_match"]}, held_out)
 
     def evaluate(self, step: int, label: str) -> dict[str, float]:
         """Returns the metrics of the validation sets, whose exact_match may end the run, and of

@@ -16,10 +16,10 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
+from megarl.algos import Role
 from megarl.api.engine import PendingSave
 from megarl.api.records import SaveLoadMeta
 from megarl.config.earlier_run import (
@@ -53,22 +53,6 @@ from megarl.utils.files import (
 log = get_logger(__name__)
 
 
-class Recovers(Protocol):
-    """Saves and loads its state: a trained role or engine, or a reference that follows one."""
-
-    def begin_save(self, meta: SaveLoadMeta) -> PendingSave:
-        """Begins a save; nothing is at meta.path before the result's `finish`. Collective."""
-
-    def load(self, meta: SaveLoadMeta) -> None:
-        """Loads what was saved at meta.path. Collective."""
-
-    def get_version(self) -> int:
-        """Returns the version of the weights."""
-
-    def set_version(self, version: int) -> None:
-        """Sets the version of the weights."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Pending:
     """Holds a checkpoint whose files are being written; `info` is as of its step."""
@@ -87,7 +71,7 @@ class Recovery:
     keeps."""
 
     def __init__(
-        self, ctx: RunContext, models: Mapping[str, Recovers], clocks: dict[str, Frequency]
+        self, ctx: RunContext, models: Mapping[str, Role], clocks: dict[str, Frequency]
     ) -> None:
         assert tuple(models) == saved_engines(ctx.cfg), tuple(models)
         self._ctx, self._models, self._config = ctx, models, ctx.cfg.recover

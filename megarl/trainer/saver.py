@@ -151,8 +151,9 @@ class Saver:
         metric = c.metric.removeprefix("-")
         if not c.keep_best or not older:
             return []
-        metrics = _metrics(self.models[0].home / STATS_FILE, metric)
-        scores = {o: metrics.get(int(o.name.removeprefix("step_"))) for o in older}
+        rows = RunLog(self.models[0].home / STATS_FILE).read()
+        metrics = {f"step_{row['step']:06d}": row.get(metric) for row in rows}
+        scores = {o: metrics.get(o.name) for o in older}
         scored = {o: s for o, s in scores.items() if s is not None and not math.isnan(s)}
         if not scored:
             log.warning(
@@ -183,8 +184,3 @@ class Saver:
         with full_disk_named(f"saving {path}", path.parent):
             saved.model.save(meta)
         log.info("saved %s", path)
-
-
-def _metrics(path: Path, name: str) -> dict[int, float]:
-    """Returns metric `name` by step, of the rows of stats.jsonl that have it."""
-    return {row["step"]: row[name] for row in RunLog(path).read() if name in row}

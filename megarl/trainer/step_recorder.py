@@ -326,24 +326,20 @@ def as_tensors(batch: Batch) -> dict[str, Tensor]:
     return {name: values.contiguous() for name, values in tensors.items()}
 
 
-def write_batch(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, int]) -> None:
-    """Writes a file, whole or not at all. Raises DiskFull where there is no room."""
-    content = save(dict(tensors), {name: str(value) for name, value in about.items()})
-    with full_disk_named(f"recording {path.name}", path.parent, len(content)):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, content)
-
-
 def record_batch(
     run_dir: Path,
     tensors: Mapping[str, Tensor],
     about: Mapping[str, int],
     keep: int | None,
 ) -> None:
-    """Writes the batch of step about["step"]; then the newest `keep` (None: all) stay. Raises
-    DiskFull where there is no room."""
+    """Writes the batch of step about["step"], whole or not at all; then the newest `keep` (None:
+    all) stay. Raises DiskFull where there is no room."""
     step = about["step"]
-    write_batch(batch_path(run_dir, step), tensors, about)
+    path = batch_path(run_dir, step)
+    content = save(dict(tensors), {name: str(value) for name, value in about.items()})
+    with full_disk_named(f"recording {path.name}", path.parent, len(content)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, content)
     for old in recorded_steps(run_dir):
         if keep is not None and old <= step - keep:
             batch_path(run_dir, old).unlink(missing_ok=True)

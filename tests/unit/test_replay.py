@@ -21,7 +21,7 @@ from megarl.config.run import batch_path
 from megarl.observability.run_log import FingerprintFile
 from megarl.trainer.replay import RecordedSession, Replaying, replaying
 from megarl.trainer.rl import PPOTrainer, RLTrainer
-from megarl.trainer.step_recorder import as_tensors, write_batch
+from megarl.trainer.step_recorder import as_tensors, record_batch
 from megarl.utils.files import seal
 from tests.unit.bigram import BigramEngine, rollout
 
@@ -39,7 +39,8 @@ def run(tmp_path: Path) -> Path:
     FingerprintFile(directory).begin(0, {"world_size": 2})
     for step in (3, 4, 5):
         batch = Batch.from_padded(rollout(BigramEngine()))
-        write_batch(batch_path(directory, step), as_tensors(batch), {"dataset_size": 40})
+        about = {"step": step, "dataset_size": 40}
+        record_batch(directory, as_tensors(batch), about, None)
     return directory
 
 
