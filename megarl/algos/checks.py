@@ -20,7 +20,7 @@ from megarl.algos.kl import kl_estimate
 from megarl.algos.metrics import Decode, LogpGap, row_ids, show_gaps, spell_ids
 from megarl.algos.rows import Data, reduce_rows
 from megarl.api.batch import Batch, Padded, Tokens
-from megarl.api.engine import LossFn
+from megarl.api.engine import LossFn, LossWeightFn, TrainEngine
 from megarl.observability import stats_tracker
 
 ROW = "row"  # batch key [b]: which sequence of the mini-batch a row of a micro-batch is
@@ -115,12 +115,13 @@ def row_gaps(ours: Tensor, theirs: Tensor, loss_mask: Tensor) -> RowGaps:
     )
 
 
-def gaps_of(batch: Batch, ours: str, theirs: str) -> RowGaps:
-    """Returns the RowGaps [B] of two fields of the batch, on every rank. Collective."""
-    names = (ours, theirs, "loss_mask")
+def gaps_of(batch: Batch, ours: Tokens, theirs: Tokens) -> RowGaps:
+    """Returns the RowGaps [B] of two logprobs of the batch's tokens, on every rank. Collective."""
+    sides = {"ours": ours, "theirs": theirs, "loss_mask": batch["loss_mask"]}
+    both = Batch(batch.lengths, {}, sides, home=batch.home, comm=batch.comm)
     parts = [torch.empty(0, len(fields(RowGaps)), dtype=torch.float64)]
-    for _, padded in batch.chunks(names=names):
-        gaps = row_gaps(*(padded[name] for name in names))
+    for _, padded in both.chunks():
+        gaps = row_gaps(*(padded[name] for name in sides))
         parts.append(torch.stack([getattr(gaps, f.name) for f in fields(gaps)], 1))
     return RowGaps(*batch.gather(torch.cat(parts)).unbind(1))
 
@@ -163,73 +164,31 @@ def same_policy(
     )
 
 
-# ---- metrics of single sequences out of the engine's pass --------------------------------------
+# ---- the loss of single sequences ----------------------------------------------------------------
 
 
-def number_rows(data: Data) -> Data:
-    """Returns the batch with its rows numbered, for `watch_gaps` and `watch_losses`."""
-    if not isinstance(data, Batch):
-        return data | {ROW: torch.arange(len(data["input_ids"]))}
-    numbered = data.select(range(len(data)))
-    numbered[ROW] = torch.arange(len(data))
-    return numbered
+def row_losses(
+    engine: TrainEngine, data: Data, loss_fn: LossFn, weight_fn: LossWeightFn, **how: Any
+) -> Tensor:
+    """Returns the loss of every sequence by itself, [B], with `whole_groups` that of its group
+    (group_ids), from a pass without gradients. how: of eval_batch. Collective."""
+    rows = torch.arange(len(data) if isinstance(data, Batch) else len(data["input_ids"]))
+    numbered = data.select(rows) if isinstance(data, Batch) else dict(data)
+    numbered[ROW] = rows
 
-
-def watch_gaps(loss_fn: LossFn, old_logp: str) -> LossFn:
-    """Returns `loss_fn` with the RowGaps of the pass's logprobs and batch[old_logp] among its
-    stats; its batch comes from `number_rows`."""
-
-    def watched(outputs: Padded, batch: Padded) -> tuple[Tensor, dict[str, Any]]:
+    def with_single(outputs: Padded, batch: Padded) -> tuple[Tensor, dict[str, Any]]:
         loss, stats = loss_fn(outputs, batch)
-        gaps = row_gaps(outputs["logprobs"].detach(), batch[old_logp], batch["loss_mask"])
-        columns = {f.name: getattr(gaps, f.name).tolist() for f in fields(gaps)}
-        return loss, stats | _by_row(batch, columns)
-
-    return watched
-
-
-def watch_losses(loss_fn: LossFn, *, whole_groups: bool = False) -> LossFn:
-    """Returns `loss_fn` with the loss of every sequence by itself among its stats, or with
-    `whole_groups` that of its group (group_ids); its batch comes from `number_rows`."""
-
-    def part(values: Padded, batch: Padded, row: int) -> Padded:
-        if not whole_groups:
-            return {k: v[row : row + 1] for k, v in values.items()}
-        rows = batch["group_ids"] == batch["group_ids"][row]
-        return {k: v[rows] for k, v in values.items()}
-
-    def watched(outputs: Padded, batch: Padded) -> tuple[Tensor, dict[str, Any]]:
-        loss, stats = loss_fn(outputs, batch)
+        ids = batch["group_ids" if how.get("whole_groups") else ROW]
+        single = {}  # a sequence stands in one micro-batch: its sum over all is its own
         with stats_tracker.muted():
-            single = [
-                loss_fn(part(outputs, batch, i), part(batch, batch, i))[0]
-                for i in range(len(batch[ROW]))
-            ]
-        return loss, stats | _by_row(batch, {"loss": [float(x) for x in single]})
+            for i, row in enumerate(batch[ROW].tolist()):
+                alike = ids == ids[i]
+                own = ({k: v[alike] for k, v in part.items()} for part in (outputs, batch))
+                single[f"{ROW}/{row}"] = float(loss_fn(*own)[0]), 1.0
+        return loss, stats | single
 
-    return watched
-
-
-def _by_row(batch: Padded, columns: dict[str, list[float]]) -> dict[str, tuple[float, float]]:
-    """Returns the columns as (sum, weight): a sequence stands in one micro-batch, so its sum over
-    all is its own."""
-    return {
-        f"{ROW}/{row}/{name}": (column[i], 1.0)
-        for i, row in enumerate(batch[ROW].tolist())
-        for name, column in columns.items()
-    }
-
-
-def take_rows(stats: dict[str, float]) -> dict[str, Tensor]:
-    """Removes from `stats` what a watched loss added, and returns it: {name: [B] float64}."""
-    found: dict[str, dict[int, float]] = {}
-    for key in [k for k in stats if k.startswith(f"{ROW}/")]:
-        _, row, name = key.split("/")
-        found.setdefault(name, {})[int(row)] = stats.pop(key)
-    return {
-        name: torch.tensor([column[i] for i in range(len(column))], dtype=torch.float64)
-        for name, column in found.items()
-    }
+    stats = engine.eval_batch(numbered, with_single, weight_fn, **how)
+    return torch.tensor([stats[f"{ROW}/{row}"] for row in rows.tolist()], dtype=torch.float64)
 
 
 # ---- nothing to learn from ---------------------------------------------------------------------

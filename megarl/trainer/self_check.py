@@ -18,7 +18,7 @@ all of them stop, or none.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,8 +30,8 @@ from megarl.algos import Role, checks
 from megarl.algos.batches import CHECK, PROX
 from megarl.algos.checks import Finding
 from megarl.algos.rows import Data, as_batch, trained_tokens
-from megarl.api.batch import Batch
-from megarl.api.engine import LossFn, Metrics
+from megarl.api.batch import Batch, Tokens
+from megarl.api.engine import LossFn, LossWeightFn, Metrics
 from megarl.config.engine import TrainEngineConfig
 from megarl.config.recipes import BaseConfig, GRPOConfig
 from megarl.config.run import SelfCheckConfig
@@ -162,7 +162,7 @@ class SelfCheck:
             bounds = checks.SAME_SHAPES
         batch = as_batch(data)
         finding = checks.same_policy(
-            checks.gaps_of(batch, ours, "ref_logp"),
+            checks.gaps_of(batch, batch[ours], batch["ref_logp"]),
             bounds,
             batch,
             what=f"actor and reference disagree, though both hold {actor.config.path} as it was",
@@ -173,12 +173,10 @@ class SelfCheck:
         )
         self._conclude(finding, "actor and reference, of the same weights, agree")
 
-    def _check_ratio(
-        self, rows: dict[str, torch.Tensor], key: str, batch: Batch, dtype: torch.dtype
-    ) -> None:
+    def _check_ratio(self, of_pass: Tokens, key: str, batch: Batch, dtype: torch.dtype) -> None:
         self._unchecked = None
         finding = checks.same_policy(
-            checks.RowGaps(**rows),
+            checks.gaps_of(batch, of_pass, batch[key]),
             checks.ROUNDING[dtype],
             batch,
             what="the first update does not start from ratio 1: the training pass and "
@@ -202,7 +200,14 @@ class SelfCheck:
     # ---- every update --------------------------------------------------------------------------
 
     def train_batch(
-        self, engine: MegatronEngine, data: Data, loss_fn: LossFn, *args: Any, **kw: Any
+        self,
+        engine: MegatronEngine,
+        data: Data,
+        loss_fn: LossFn,
+        weight_fn: LossWeightFn,
+        *,
+        keep: Sequence[str] = (),
+        **how: Any,
     ) -> dict[str, float]:
         """Makes the optimizer step of engine.train_batch with the checks around it, and returns its
         metrics; those of a skipped update are update_successful = 0 alone, with what its pass kept.
@@ -212,22 +217,21 @@ class SelfCheck:
         if finding := checks.nonfinite_inputs(batch):
             return self._refuse(engine, batch, finding, {})
         names = (self._unchecked, CHECK) if self._unchecked is not None else ()
-        key = next((name for name in names if name in batch), None)
-        if key is None:
-            stats, rows = engine.train_batch(data, loss_fn, *args, **kw), {}
-        else:
-            watched = checks.watch_gaps(loss_fn, key)
-            stats = engine.train_batch(checks.number_rows(data), watched, *args, **kw)
-            rows = checks.take_rows(stats)
+        if key := next((name for name in names if name in batch), None):
+            keep = list(dict.fromkeys([*keep, "logprobs"]))
+        stats = engine.train_batch(data, loss_fn, weight_fn, keep=keep, **how)
         if finding := checks.nonfinite_update(stats):
-            by_row = partial(self._row_losses, engine, data, loss_fn, *args, **kw)
+            by_row = partial(checks.row_losses, engine, data, loss_fn, weight_fn, **how)
             spike = checks.is_spike(stats)
             return self._refuse(engine, batch, finding, stats, None if spike else by_row)
         updates = self._updates[id(engine)]
         updates.skipped, updates.made = 0, updates.made + int(stats["update_successful"])
         self._gradient_is_there(updates, stats)
-        if key is not None:
-            self._check_ratio(rows, key, batch, engine.dtype)
+        if key is not None and isinstance(stats, Metrics):
+            of_pass = stats.kept["logprobs"]
+            if not isinstance(data, Batch):
+                of_pass = Tokens.from_padded(of_pass, batch.lengths)
+            self._check_ratio(of_pass, key, batch, engine.dtype)
         return stats
 
     def _gradient_is_there(self, updates: _Updates, stats: dict[str, float]) -> None:
@@ -243,14 +247,6 @@ class SelfCheck:
                 updates.role,
             )
         updates.nothing = nothing
-
-    def _row_losses(
-        self, engine: MegatronEngine, data: Data, loss_fn: LossFn, *args: Any, **kw: Any
-    ) -> torch.Tensor:
-        """Returns every sequence's loss, [B], from a pass of its own (after a failure only)."""
-        numbered = checks.number_rows(data)
-        watched = checks.watch_losses(loss_fn, whole_groups=kw.get("whole_groups", False))
-        return checks.take_rows(engine.eval_batch(numbered, watched, *args, **kw))["loss"]
 
     def _refuse(
         self,

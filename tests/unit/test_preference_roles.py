@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from megarl.algos import Ref, RewardModel
-from megarl.algos.checks import number_rows, take_rows, watch_losses
+from megarl.algos.checks import row_losses
 from megarl.algos.preferences import (
     DPO,
     PreferencePolicy,
@@ -160,12 +160,11 @@ def test_the_added_token_is_behind_every_row() -> None:
 
 def test_a_failed_update_tells_the_loss_of_pairs() -> None:
     """A loss over pairs has no loss of one row: both rows of a pair get the pair's."""
-    rows = number_rows(collate_pairs(pairs(3, seed=1)))
-    assert isinstance(rows, dict)
+    rows = collate_pairs(pairs(3, seed=1))
     rows["ref_logp"] = torch.zeros(rows["input_ids"].shape)
-    logp = {"logprobs": torch.linspace(-2, 0, rows["input_ids"].numel()).view_as(rows["ref_logp"])}
-    loss, stats = watch_losses(DPO(), whole_groups=True)(logp, rows)
-    single = take_rows({k: s / w for k, (s, w) in stats.items()})["loss"]
+    engine, loss = BigramEngine(), DPO()
+    single = row_losses(engine, rows, loss, pair_weight, whole_groups=True)
     assert torch.equal(single[::2], single[1::2])
-    assert float(single.sum() / 2) == pytest.approx(float(loss), rel=1e-6)
+    total = engine.eval_batch(rows, loss, pair_weight)["loss"]
+    assert float(single.sum() / 2) == pytest.approx(float(total) * 3, rel=1e-6)
     assert pair_weight(rows) == 3

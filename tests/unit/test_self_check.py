@@ -191,9 +191,11 @@ def test_bounds_follow_the_engines_precision(tmp_path):
     class Coarse(BigramEngine):
         dtype = torch.bfloat16
 
-        def train_batch(self, batch, *args, **kw):
-            batch["prox_logp"] = batch["prox_logp"] + 0.005
-            return super().train_batch(batch, *args, **kw)
+        def _outputs(self, batch, outputs, temperature):
+            made = super()._outputs(batch, outputs, temperature)
+            if torch.is_grad_enabled():
+                made["logprobs"] = made["logprobs"] + 0.005
+            return made
 
     actor, batch = watched(a_check(tmp_path), Coarse())
     actor.ppo_update(batch)
@@ -286,6 +288,15 @@ def test_a_loss_that_is_not_finite_is_skipped_saved_and_traced_to_its_rows(tmp_p
     assert torch.equal(record["batch"]["input_ids"], batch["input_ids"])
     assert record["step"] == 12 and math.isnan(record["stats"]["loss"])
     assert record["config"]["recipe"] == "grpo" and "rows" in record["finding"]
+
+
+def test_a_refused_update_that_would_have_told_prox_logp_itself_is_traced_too(tmp_path, said):
+    actor: Any = Actor(PPOActorConfig(), Sick(), temperature=1.0)
+    a_check(tmp_path).watch(actor, first_ratio_to="prox_logp")
+    batch = rollout(BigramEngine(), 1.0)
+    actor.compute_advantages(batch)
+    assert actor.ppo_update(batch)["skipped_updates"] == 1
+    assert f"the loss is not finite in {len(rows_with_3(batch))} of 16" in said[0][1]
 
 
 def test_a_disk_that_is_full_costs_the_saved_mini_batch_alone(tmp_path, said):
