@@ -36,8 +36,16 @@ from megarl.algos.batches import (
 from megarl.algos.kl import KLController, kl_estimate, kl_of_rows, kl_to_go
 from megarl.algos.metrics import Decode, spell_ids, watched_gap
 from megarl.algos.roles import Role, among_its_ranks
-from megarl.algos.rollouts import Rollouts, refuse_branches, rollouts_of
-from megarl.algos.rows import Data, as_batch, map_rows, put, trained_tokens
+from megarl.algos.rows import (
+    Data,
+    Rollouts,
+    as_batch,
+    map_rows,
+    put,
+    refuse_branches,
+    rollouts_of,
+    trained_tokens,
+)
 from megarl.algos.specs import advantages_of, loss_of
 from megarl.api.batch import Batch, Padded, Tokens
 from megarl.api.engine import NoGradient, TrainEngine
@@ -92,6 +100,10 @@ class Actor(Role):
         self.also: tuple[str, ...] = ()  # further outputs of compute_prox_logp, such as entropy
         self.loss, self.advantages = loss_of(config), advantages_of(config)
         self.kl = KLController(config)
+        update_reads = ["input_ids", "attention_mask", "loss_mask", "logprobs", config.old_logp]
+        update_reads += ["routed_experts"] if config.replays else []
+        update_reads += ["ref_logp"] if config.kl_controller is not None else []
+        self._update_reads = dict.fromkeys([*update_reads, *self.loss.needs])
 
     def kl_state(self) -> dict[str, Any]:
         """Returns the state of the controller of the KL's weight."""
@@ -105,7 +117,8 @@ class Actor(Role):
         """Returns log-probabilities under the current weights, 0 at t=0: Tokens for a Batch, [B,S]
         for a plain dict. temperature: None is that of generation."""
         self._plan(batch)
-        return self.forward_logp(batch, self.temperature if temperature is None else temperature)
+        temperature = self.temperature if temperature is None else temperature
+        return self.forward(batch, ("logprobs",), temperature)
 
     def reason_for_pass(self, *, kl_ctl: float = 0.0) -> str:
         """Returns why compute_prox_logp has to come before the update, "" where the update's own
@@ -301,11 +314,8 @@ class Actor(Role):
             data.minibatches = self._minibatches(data)
 
     def _minibatches(self, batch: Batch) -> list[list[int]]:
-        n = self.config.ppo_n_minibatches
-        return split_minibatches(batch.unit_ids, n, seed=self._step_seed())
-
-    def _step_seed(self) -> int:
-        return self.seed * 1_000_003 + self.engine.get_version()
+        seed = self.seed * 1_000_003 + self.engine.get_version()
+        return split_minibatches(batch.unit_ids, self.config.ppo_n_minibatches, seed=seed)
 
     def _shaped_rewards(self, rewards: Tensor) -> Tensor:
         bad = (~rewards.isfinite()).nonzero().flatten().tolist()
@@ -374,13 +384,9 @@ class Actor(Role):
     def _update_keys(self, batch: Data, own: bool) -> list[str]:
         """Returns the fields that the update reads, with `own` not the PROX that its own pass
         tells. Raises ValueError for one that is missing."""
-        spec = self.loss
-        keys = ["input_ids", "attention_mask", "loss_mask", "logprobs", self.config.old_logp]
-        keys += ["routed_experts"] if self.config.replays else []
-        keys += ["ref_logp"] if self.config.kl_controller is not None else []
-        keys = [k for k in dict.fromkeys([*keys, *spec.needs]) if not (own and k == PROX)]
+        keys = [key for key in self._update_reads if not (own and key == PROX)]
         need(batch, [key for key in keys if key not in MADE])
-        return keys + [k for k in (*spec.uses, CHECK) if k in batch and k not in keys]
+        return keys + [k for k in (*self.loss.uses, CHECK) if k in batch and k not in keys]
 
     def _gap(self, batch: Batch) -> dict[str, float]:
         bound, version = self.config.logp_gap_warn, self.engine.get_version()

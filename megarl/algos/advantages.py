@@ -60,7 +60,12 @@ class Groups:
         return ((self.rewards - self.rewards.mean()).square().sum() / max(1, n)).sqrt()
 
 
-ADV_MODES = ("group", "group_mean", "group_batch", "none")
+ADV_MODES = {  # the levels of mean and std, see levels_advantages
+    "group": ("group", "group"),
+    "group_mean": ("group", "none"),
+    "group_batch": ("group", "batch"),
+    "none": ("none", "none"),
+}
 KINDS = ("sample", "population")  # of a std
 
 
@@ -106,15 +111,40 @@ def grpo_advantages(
     """
     if mode not in ADV_MODES:
         raise ValueError(f"adv_norm={mode!r}: use one of {', '.join(ADV_MODES)}")
+    mean, of = ADV_MODES[mode]
+    return levels_advantages(rewards, group_ids, mean, of, kind=std, eps=eps)
+
+
+MEANS, STDS = ("group", "leave_one_out", "batch", "none"), ("group", "batch", "none")
+
+
+def levels_advantages(
+    rewards: Tensor, group_ids: Tensor, mean: str, std: str, kind: str = "sample", eps: float = 1e-6
+) -> Tensor:
+    """Returns x / (std + eps), x = r_i less a mean, each of a level of its own (arXiv 2508.08221
+    compares them): mean by "group", of the group's others ("leave_one_out"), by "batch", or "none";
+    std of the rewards within the "group", of all of the "batch", or "none", which divides by
+    nothing. kind: of the std, "sample" (n - 1) or "population" (n). Where the std is the group's, a
+    group of equal rewards has 0.
+
+    >>> r, g = torch.tensor([2.0, 0.0, 1.0, 1.0]), torch.tensor([0, 0, 1, 1])
+    >>> levels_advantages(r, g, "leave_one_out", "none").tolist()
+    [2.0, -2.0, 0.0, 0.0]
+    >>> [round(a, 3) for a in levels_advantages(r, g, "batch", "batch", "population").tolist()]
+    [1.414, -1.414, 0.0, 0.0]
+    """
     groups = Groups(rewards, group_ids)
-    if mode == "none":
-        return rewards.float()
-    centred = groups.centred()
-    if mode == "group_mean":
-        return centred.float()
-    if mode == "group_batch":
-        return (centred / (groups.std_of_all(std) + eps)).float()
-    return (centred / (groups.std(std) + eps)).float()
+    if mean == "leave_one_out":
+        x = groups.centred() * groups.size / (groups.size - 1).clamp(min=1)
+    elif mean == "group":
+        x = groups.centred()
+    else:
+        x = groups.rewards - (groups.rewards.mean() if mean == "batch" else 0.0)
+    if std == "group":
+        return torch.where(groups.tied, 0.0, x / (groups.std(kind) + eps)).float()
+    if std == "batch":
+        x = x / (groups.std_of_all(kind) + eps)
+    return x.float()
 
 
 def group(config: PPOActorConfig, *, kind: str = "sample") -> AdvantageSpec:
@@ -128,6 +158,21 @@ def group(config: PPOActorConfig, *, kind: str = "sample") -> AdvantageSpec:
         per_sample=lambda b: grpo_advantages(b["rewards"], b["group_ids"], mode, std=kind),
         whiten=whitens,
         needs_groups=mode != "none",
+    )
+
+
+def levels(
+    config: PPOActorConfig, *, mean: str = "group", std: str = "batch", kind: str = "sample"
+) -> AdvantageSpec:
+    """Returns `levels_advantages`. Raises ValueError for a level or a kind that is not one."""
+    for name, value, choices in (("mean", mean, MEANS), ("std", std, STDS), ("kind", kind, KINDS)):
+        if value not in choices:
+            raise ValueError(
+                f"actor.advantages.options.{name}={value!r}: use one of {', '.join(choices)}"
+            )
+    return AdvantageSpec(
+        per_sample=lambda b: levels_advantages(b["rewards"], b["group_ids"], mean, std, kind),
+        needs_groups=True,
     )
 
 

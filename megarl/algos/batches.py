@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from megarl.algos.checks import some
-from megarl.algos.rollouts import rollouts_of
-from megarl.algos.rows import Data, as_batch, map_tokens, put, select_rows
+from megarl.algos.rows import Data, as_batch, map_tokens, put, rollouts_of, select_rows
 from megarl.algos.specs import AdvantageSpec, LossSpec
-from megarl.api.batch import Batch, Padded, Tokens
+from megarl.api.batch import Padded
 from megarl.api.engine import LossFn, Metrics
 from megarl.config.algo import PPOActorConfig
 
@@ -71,15 +70,11 @@ def mean_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
     stats = {}
     for name in dict.fromkeys(name for update in done for name in update):
         said = [u for u in done if name in u]  # a loss need not say it of every mini-batch
-        found = [(u[name], _weight(u, name)) for u in said]
+        found = [(u[name], getattr(u, "weights", {}).get(name, 1.0)) for u in said]
         total = sum(weight for _, weight in found)
         mean = sum(value * weight for value, weight in found if weight) / (total or math.nan)
         stats[name] = found[-1][0] if name == "lr" else mean
     return stats | counts
-
-
-def _weight(update: dict[str, float], name: str) -> float:
-    return update.weights.get(name, 1.0) if isinstance(update, Metrics) else 1.0
 
 
 PROX = "prox_logp"
@@ -138,11 +133,6 @@ def staleness_share(versions: Tensor, version: int) -> Tensor:
     versions from the token, and the proximal policy is the one at `version`."""
     staleness = torch.where(versions >= 0, version - versions, 0).clamp(min=0).float()
     return staleness / (staleness + 1.0)
-
-
-def shares_of_policy(batch: Batch, version: int) -> Tokens:
-    """Returns `staleness_share` of the batch's tokens, [T] of the held rows."""
-    return map_tokens(batch, lambda part: staleness_share(part["versions"], version), ["versions"])
 
 
 def need_routes(config: PPOActorConfig, batch: Data) -> None:
@@ -241,4 +231,5 @@ def add_made(
         batch["batch_share"] = batch_shares(parts, trained)
     if "prox_share" in keys:
         need(batch, ["versions"])
-        put(batch, "prox_share", shares_of_policy(whole, version))
+        shares = map_tokens(whole, lambda t: staleness_share(t["versions"], version), ["versions"])
+        put(batch, "prox_share", shares)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.algos.advantages import KINDS, Groups, grpo_advantages, shape_rewards
+from megarl.algos.advantages import Groups, grpo_advantages, levels_advantages, shape_rewards
 from megarl.algos.batches import need
 from megarl.algos.specs import AdvantageSpec
 from megarl.api.tokens import REWARD_PART
@@ -30,8 +30,7 @@ def rloo_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
     >>> rloo_advantages(r, g).tolist()
     [1.0, -0.5, -0.5, 0.0, 0.0, 0.0]
     """
-    groups = Groups(rewards, group_ids)
-    return (groups.centred() * groups.size / (groups.size - 1).clamp(min=1)).float()
+    return levels_advantages(rewards, group_ids, "leave_one_out", "none")
 
 
 def opo_advantages(rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tensor:
@@ -123,38 +122,6 @@ def asymre_advantages(rewards: Tensor, group_ids: Tensor, delta: float) -> Tenso
     return (groups.rewards - groups.of(groups.rewards, "mean") - delta).float()
 
 
-MEANS, STDS = ("group", "leave_one_out", "batch", "none"), ("group", "batch", "none")
-
-
-def levels_advantages(
-    rewards: Tensor, group_ids: Tensor, mean: str, std: str, kind: str = "sample", eps: float = 1e-6
-) -> Tensor:
-    """Returns x / (std + eps), x = r_i less a mean, each of a level of its own (arXiv 2508.08221
-    compares them): mean by "group", of the group's others ("leave_one_out"), by "batch", or "none";
-    std of the rewards within the "group", of all of the "batch", or "none", which divides by
-    nothing. kind: of the std, "sample" (n - 1) or "population" (n). Where the std is the group's, a
-    group of equal rewards has 0.
-
-    >>> r, g = torch.tensor([2.0, 0.0, 1.0, 1.0]), torch.tensor([0, 0, 1, 1])
-    >>> levels_advantages(r, g, "leave_one_out", "none").tolist()
-    [2.0, -2.0, 0.0, 0.0]
-    >>> [round(a, 3) for a in levels_advantages(r, g, "batch", "batch", "population").tolist()]
-    [1.414, -1.414, 0.0, 0.0]
-    """
-    groups = Groups(rewards, group_ids)
-    if mean == "leave_one_out":
-        x = groups.centred() * groups.size / (groups.size - 1).clamp(min=1)
-    elif mean == "group":
-        x = groups.centred()
-    else:
-        x = groups.rewards - (groups.rewards.mean() if mean == "batch" else 0.0)
-    if std == "group":
-        return torch.where(groups.tied, 0.0, x / (groups.std(kind) + eps)).float()
-    if std == "batch":
-        x = x / (groups.std_of_all(kind) + eps)
-    return x.float()
-
-
 def gdpo_advantages(
     parts: Tensor, weights: Sequence[float], group_ids: Tensor, batch: bool, eps: float = 1e-6
 ) -> Tensor:
@@ -186,18 +153,6 @@ def gdpo_advantages(
 def rloo(config: PPOActorConfig) -> AdvantageSpec:
     """Returns `rloo_advantages`."""
     return _by_group(rloo_advantages)
-
-
-def levels(
-    config: PPOActorConfig, *, mean: str = "group", std: str = "batch", kind: str = "sample"
-) -> AdvantageSpec:
-    """Returns `levels_advantages`. Raises ValueError for a level or a kind that is not one."""
-    for name, value, choices in (("mean", mean, MEANS), ("std", std, STDS), ("kind", kind, KINDS)):
-        if value not in choices:
-            raise ValueError(
-                f"actor.advantages.options.{name}={value!r}: use one of {', '.join(choices)}"
-            )
-    return _by_group(partial(levels_advantages, mean=mean, std=std, kind=kind))
 
 
 def opo(config: PPOActorConfig) -> AdvantageSpec:

@@ -16,8 +16,7 @@ from pydantic import Field
 from torch import Tensor
 
 from megarl.algos.advantages import discounted_sums
-from megarl.algos.rollouts import rollouts_of
-from megarl.algos.rows import reduce_rows, total, trained_tokens
+from megarl.algos.rows import reduce_rows, rollouts_of, total, trained_tokens
 from megarl.api.batch import Batch, Padded
 from megarl.config.algo import PPOActorConfig
 

@@ -174,7 +174,7 @@ def _largest_gap(batch: Batch, version: int | None) -> Tensor:
 def _masked_gap(tokens: Padded, version: int | None) -> Tensor:
     """Returns |prox_logp - logprobs| in fp64, infinite for NaN and -1 where it does not count."""
     mask = tokens["loss_mask"].bool()
-    if version is not None and "versions" in tokens:
+    if "versions" in tokens:
         mask = mask & (tokens["versions"] == version)
     gap = (tokens["prox_logp"].double() - tokens["logprobs"].double()).abs()
     return gap.nan_to_num(nan=math.inf).masked_fill(~mask, -1.0)

@@ -220,25 +220,31 @@ class _Learner(Role):
         self.loss = loss
         self._how: dict[str, Any] = {"outputs": loss.outputs, "whole_groups": True}
 
-    def _train(self, batch: Padded) -> dict[str, float]:
-        """Makes one optimizer step; see PreferencePolicy.train."""
-        stats = self.train_batch(batch, self.loss.fn, self.loss.weight, **self._how)
+    def train(self, batch: Padded) -> dict[str, float]:
+        """Makes one optimizer step; returns the engine's metrics (loss, grad_norm, lr), accuracy,
+        margin, the means by side, and skipped_updates (1 if the step was refused because something
+        was not finite), with skipped_sequences and skipped_tokens. Raises ValueError for a batch
+        that lacks a field of the loss, or whose groups are no pairs."""
+        inputs = self._inputs(batch, "train")
+        stats = self.train_batch(inputs, self.loss.fn, self.loss.weight, **self._how)
         done = bool(stats["update_successful"])
         trained = batch["loss_mask"].sum(1).double()
         counts = {"skipped_updates": float(not done)}
         counts |= skipped_metrics(trained, torch.full((len(trained),), not done))
         return stats | counts
 
-    def _evaluate(self, batch: Padded) -> dict[str, float]:
-        """Returns the loss and its figures, without an update."""
-        return self.engine.eval_batch(batch, self.loss.fn, self.loss.weight, **self._how)
+    def evaluate(self, batch: Padded) -> dict[str, float]:
+        """Returns the loss, accuracy, margin and the means by side of held-out answers."""
+        inputs = self._inputs(batch, "evaluate")
+        return self.engine.eval_batch(inputs, self.loss.fn, self.loss.weight, **self._how)
 
-    def _needed(self, batch: Padded, needs: tuple[str, ...], verb: str) -> Padded:
+    def _inputs(self, batch: Padded, verb: str) -> Padded:
         """Returns the fields of the batch that the loss reads. Raises ValueError for a missing
         one."""
-        if missing := [name for name in (*INPUTS, *needs) if name not in batch]:
+        needs = (*INPUTS, *self.loss.needs)
+        if missing := [name for name in needs if name not in batch]:
             raise ValueError(f"{verb}: the batch has no {missing[0]!r}; it has {sorted(batch)}")
-        return {name: batch[name] for name in (*INPUTS, *needs, *self.loss.uses) if name in batch}
+        return {name: batch[name] for name in (*needs, *self.loss.uses) if name in batch}
 
 
 class PreferencePolicy(_Learner):
@@ -247,6 +253,10 @@ class PreferencePolicy(_Learner):
     policy.compare(batch, ref)     # for a loss that measures against a reference
     stats = policy.train(batch)
     policy.step_lr_scheduler()
+
+    `train` makes one optimizer step and returns loss, grad_norm, lr, accuracy, margin, the means by
+    side, and whether the step was refused (skipped_updates, skipped_sequences, skipped_tokens);
+    `evaluate` returns the loss's figures of held-out answers.
     """
 
     temperature = 1.0  # of all logprobs here
@@ -263,21 +273,11 @@ class PreferencePolicy(_Learner):
         if "ref_logp" not in batch:
             batch["ref_logp"] = ref.compute_logp(batch)
 
-    def train(self, batch: Padded) -> dict[str, float]:
-        """Makes one optimizer step; returns the engine's metrics (loss, grad_norm, lr), accuracy,
-        margin, the means by side, and skipped_updates (1 if the step was refused because something
-        was not finite), with skipped_sequences and skipped_tokens. Raises ValueError for a batch
-        that lacks a field of the loss, or whose groups are no pairs."""
-        return self._train(self._needed(batch, self.loss.needs, "train"))
-
-    def evaluate(self, batch: Padded) -> dict[str, float]:
-        """Returns the loss, accuracy, margin and the means by side of held-out answers."""
-        return self._evaluate(self._needed(batch, self.loss.needs, "evaluate"))
-
 
 class RewardLearner(_Learner):
     """Trains a reward model on pairs (BradleyTerry): a score of the state after the last token, as
-    RewardModel and HF's ForSequenceClassification give it."""
+    RewardModel and HF's ForSequenceClassification give it. `train` and `evaluate` are those of
+    PreferencePolicy, with scores as the means by side."""
 
     def __init__(
         self, config: ValueModelConfig, engine: TrainEngine, *, center: float = 0.0
@@ -287,19 +287,14 @@ class RewardLearner(_Learner):
             fn=BradleyTerry(center=center),
             weight=pair_weight,
             outputs=("values",),
-            needs=("group_ids", "unit_ids", "chosen"),
+            needs=_PAIR,
             uses=("margin",),
         )
         super().__init__(engine, loss)
         self.config = config
 
-    def train(self, batch: Padded) -> dict[str, float]:
-        """Makes one optimizer step; returns metrics as PreferencePolicy.train does."""
-        return self._train(one_token_longer(self._needed(batch, self.loss.needs, "train")))
-
-    def evaluate(self, batch: Padded) -> dict[str, float]:
-        """Returns the loss, accuracy, margin and the mean scores by side of held-out pairs."""
-        return self._evaluate(one_token_longer(self._needed(batch, self.loss.needs, "evaluate")))
+    def _inputs(self, batch: Padded, verb: str) -> Padded:
+        return one_token_longer(super()._inputs(batch, verb))
 
 
 def one_token_longer(batch: Padded) -> Padded:

@@ -11,18 +11,18 @@ from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.algos.batches import mean_metrics, minibatches, skipped_metrics
 from megarl.algos.checks import no_trained_token
 from megarl.algos.losses import LOSS_WEIGHTS, critic_loss, sft_loss, token_weight
 from megarl.algos.metrics import explained_variance
-from megarl.algos.rollouts import refuse_branches
-from megarl.algos.rows import Data, as_batch, only, put, trained_tokens
+from megarl.algos.rows import Data, as_batch, only, put, refuse_branches, trained_tokens
 from megarl.api.batch import Batch, Tokens
 from megarl.api.engine import PARTS, LossFn, LossWeightFn, PendingSave, TrainEngine
 from megarl.api.records import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
-from megarl.config.algo import PPOCriticConfig, RefConfig
+from megarl.config.algo import PPOCriticConfig, RefConfig, ValueModelConfig
 from megarl.config.check_parts import check_critic
 from megarl.config.engine import TrainEngineConfig
 from megarl.observability.logging import get_logger, warn_on_rank_zero
@@ -68,11 +68,6 @@ class Role:
         if self.update_check is None:
             return self.engine.train_batch(data, loss_fn, weight_fn, **kw)
         return self.update_check.train_batch(self.engine, data, loss_fn, weight_fn, **kw)
-
-    def forward_logp(self, data: Data, temperature: float) -> Tokens | Tensor:
-        """Returns log-probabilities of the batch's tokens, 0 at t=0: Tokens, or [B,S] of a plain
-        dict."""
-        return self.forward(data, ("logprobs",), temperature)
 
     def forward(
         self,
@@ -171,11 +166,8 @@ class Role:
 def _one_token_longer(batch: Batch) -> Batch:
     """Returns the ids of the batch with a token 0 more after every row, held by the same ranks."""
     ids = batch["input_ids"]
-    ends = (ids.lengths + 1).cumsum(0) - 1
-    longer = torch.zeros(len(ids.values) + len(ids.lengths), dtype=ids.values.dtype)
-    inside = torch.ones(len(longer), dtype=torch.bool)
-    inside[ends] = False
-    longer[inside] = ids.values
+    rows = ids.pieces(torch.arange(len(ids.lengths)))
+    longer = torch.cat([ids.values[:0], *(F.pad(row, (0, 1)) for row in rows)])
     tokens = {"input_ids": Tokens(longer, ids.lengths + 1)}
     out = Batch(batch.lengths + 1, {}, tokens, home=batch.home, comm=batch.comm)
     out.placed = batch.placed
@@ -220,7 +212,8 @@ class Ref(Role):
     def compute_logp(self, batch: Data, temperature: float | None = None) -> Any:
         """Returns log-probabilities, 0 at t=0: Tokens for a Batch, [B,S] for a plain dict.
         temperature: None is the actor's sampling temperature."""
-        return self.forward_logp(batch, self.temperature if temperature is None else temperature)
+        temperature = self.temperature if temperature is None else temperature
+        return self.forward(batch, ("logprobs",), temperature)
 
 
 class LoRARef(Ref):
@@ -263,6 +256,11 @@ class Teacher(Ref):
 class RewardModel(Role):
     """Scores answers by a value model whose score at the last token is the reward, as in HF's
     ForSequenceClassification."""
+
+    def __init__(self, config: ValueModelConfig, engine: TrainEngine) -> None:
+        """Takes the model's section and its engine."""
+        super().__init__(engine)
+        self.config = config
 
     def compute_rewards(self, batch: Data) -> Tensor:
         """Returns the scores of the sequences, [B]."""

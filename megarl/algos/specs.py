@@ -47,11 +47,11 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "advantages": {
         "group": "megarl.algos.advantages:group",
+        "levels": "megarl.algos.advantages:levels",
         "teacher": "megarl.algos.distillation:toward_teacher",
         **{
             name: f"megarl.algos.estimators:{name}"
             for name in (
-                "levels",
                 "gdpo",
                 "rloo",
                 "opo",
@@ -120,25 +120,24 @@ class AdvantageSpec:
     needs_groups: bool = False
 
 
-_KINDS: dict[str, type] = {"loss": LossSpec, "advantages": AdvantageSpec}
-
-
 def loss_of(config: PPOActorConfig) -> LossSpec:
     """Returns the loss that config.loss names, or raises ValueError."""
-    spec: LossSpec = _make("loss", config)
+    spec: LossSpec = _made("loss", config, LossSpec, "a megarl.algos.LossSpec")
     return spec
 
 
 def advantages_of(config: PPOActorConfig) -> AdvantageSpec:
     """Returns the advantages that config.advantages names, or raises ValueError."""
-    spec: AdvantageSpec = _make("advantages", config)
+    what = "a megarl.algos.AdvantageSpec"
+    spec: AdvantageSpec = _made("advantages", config, AdvantageSpec, what)
     return spec
 
 
 def surrogate_of(config: PPOActorConfig) -> SurrogateFn:
     """Returns the surrogate objective that config.surrogate names, or raises ValueError."""
-    made: SurrogateFn = _make("surrogate", config)
-    return made
+    what = "a function (log_ratio, advantages, logp, mask) -> megarl.algos.Surrogate"
+    surrogate: SurrogateFn = _made("surrogate", config, Callable, what)
+    return surrogate
 
 
 def maker(kind: str, name: str) -> Callable[..., Any]:
@@ -152,17 +151,12 @@ def maker(kind: str, name: str) -> Callable[..., Any]:
     return fn
 
 
-def _make(kind: str, config: PPOActorConfig) -> Any:
+def _made(kind: str, config: PPOActorConfig, expected: Any, what: str) -> Any:
+    """Returns what the function that the section `kind` names makes. Raises ValueError where it is
+    not `expected`, in words `what`."""
     seam: SeamConfig = getattr(config, kind)
-    made, expected = maker(kind, seam.type)(config, **seam.options), _KINDS.get(kind)
-    if expected is not None and not isinstance(made, expected):
-        raise ValueError(
-            f"actor.{kind}={seam.type}: it returned a {type(made).__name__}, not a "
-            f"megarl.algos.{expected.__name__}"
-        )
-    if expected is None and not callable(made):
-        raise ValueError(
-            f"actor.{kind}={seam.type}: it returned a {type(made).__name__}, not a function "
-            "(log_ratio, advantages, logp, mask) -> megarl.algos.Surrogate"
-        )
+    made = maker(kind, seam.type)(config, **seam.options)
+    if not isinstance(made, expected):
+        returned = type(made).__name__
+        raise ValueError(f"actor.{kind}={seam.type}: it returned a {returned}, not {what}")
     return made

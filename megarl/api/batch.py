@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,6 +33,8 @@ from megarl.api.tokens import (
     register_comm,
     row_lengths,
 )
+
+T = TypeVar("T")
 
 # fields [B] that say which rows stay together, the first that is there
 UNITS = ("unit_ids", "rollout_ids")
@@ -151,10 +153,7 @@ class Batch:
 
     def get(self, name: str, default: Any = None) -> Any:
         """Returns the field, or `default` where there is none of this name."""
-        try:
-            return self[name]
-        except KeyError:
-            return default
+        return self.per_token.get(name, self.per_sample.get(name, default))
 
     def pop(self, name: str) -> Any:
         """Removes the field and returns it."""
@@ -248,10 +247,8 @@ class Batch:
         places = torch.searchsorted(mine, index)
         if len(index) and (len(mine) == 0 or not torch.equal(mine[places % len(mine)], index)):
             raise ValueError(f"rows {index.tolist()[:8]} ...: this rank does not hold all of them")
-        return self._pad(index, {k: t.take(places) for k, t in self._tokens(names)}, names)
-
-    def _tokens(self, names: Sequence[str] | None) -> Iterator[tuple[str, Tokens]]:
-        return ((k, t) for k, t in self.per_token.items() if names is None or k in names)
+        tokens = {k: t.take(places) for k, t in _named(self.per_token, names).items()}
+        return self._pad(index, tokens, names)
 
     def _pad(
         self, rows: Tensor, tokens: Mapping[str, Tokens], names: Sequence[str] | None
@@ -260,8 +257,7 @@ class Batch:
         width = int(lengths.max()) if len(rows) else 0
         out = {k: t.padded(PAD.get(k, 0)) for k, t in tokens.items()}
         out[MASK] = torch.arange(width) < lengths[:, None]
-        some = self.per_sample.items()
-        return out | {k: v[rows] for k, v in some if names is None or k in names}
+        return out | {k: v[rows] for k, v in _named(self.per_sample, names).items()}
 
     def chunks(
         self,
@@ -314,25 +310,20 @@ class Batch:
         fn: Callable[[Padded], Any],
         names: Sequence[str] | None = None,
         *,
-        width: int = 0,
         what: str = "row_sums",
     ) -> Tensor:
-        """Returns the numbers of `fn` for every row, [B] float64 (or [B, width]), on every rank.
-        `fn` gets one row at a time, as padded [1, n] tensors, and returns one number (or `width` of
-        them). Collective. Where `fn` raises on one rank, all raise an error that names the rank
-        and `what` failed there.
+        """Returns the number of `fn` for every row, [B] float64, on every rank. `fn` gets one row
+        at a time, as padded [1, n] tensors. Collective. Where `fn` raises on one rank, all raise an
+        error that names the rank and `what` failed there.
 
         A row's number depends on the row alone: not on its neighbours, the layout or the number of
         threads. Combine the numbers by math.fsum.
         """
-        shape = (1, width) if width else (1,)
 
         def of_held_rows() -> Tensor:
-            parts = [torch.empty((0, *shape[1:]), dtype=torch.float64)]
             with _one_thread():
-                for row in self._single_rows(names):
-                    parts.append(torch.as_tensor(fn(row), dtype=torch.float64).reshape(shape))
-            return torch.cat(parts)
+                numbers = [float(fn(row)) for row in self._single_rows(names)]
+            return torch.tensor(numbers, dtype=torch.float64)
 
         return self.gather(on_every_rank(what, of_held_rows, self.comm))
 
@@ -342,11 +333,10 @@ class Batch:
         lengths = self.lengths[rows]
         ends = lengths.cumsum(0)
         real = torch.ones(1, int(lengths.max()) if len(rows) else 0, dtype=torch.bool)
-        tokens = dict(self._tokens(names))
-        some = {k: v for k, v in self.per_sample.items() if names is None or k in names}
+        tokens, samples = _named(self.per_token, names), _named(self.per_sample, names)
         for row, n, end in zip(rows.tolist(), lengths.tolist(), ends.tolist()):
             out = {k: t.values[end - n : end][None] for k, t in tokens.items()}
-            out |= {k: v[row : row + 1] for k, v in some.items()}
+            out |= {k: v[row : row + 1] for k, v in samples.items()}
             yield out | {MASK: real[:, :n]}
 
     def fetch(self, rows: Sequence[int] | Tensor, names: Sequence[str] | None = None) -> Padded:
@@ -362,6 +352,11 @@ class Batch:
             values = part._of_speakers(part.per_token[name].values, counts)
             tokens[name] = Tokens(values, part.lengths[order]).take(order.argsort())
         return part._pad(torch.arange(len(part)), tokens, None)
+
+
+def _named(fields: Mapping[str, T], names: Sequence[str] | None) -> dict[str, T]:
+    """Returns the fields `names`; None is all."""
+    return {k: v for k, v in fields.items() if names is None or k in names}
 
 
 @contextmanager

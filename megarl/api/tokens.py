@@ -256,11 +256,7 @@ def trim(batch: Padded) -> Padded:
     """Drops columns beyond the last real token of any sequence."""
     mask = batch["attention_mask"]
     width = int(mask.bool().sum(1).max()) if len(mask) else 0
-    return {
-        k: v[:, :width] if is_per_token(k, v, batch) and k != "attention_mask" else v
-        for k, v in batch.items()
-        if k != "attention_mask"
-    } | {"attention_mask": mask[:, :width]}
+    return {k: v[:, :width] if is_per_token(k, v, batch) else v for k, v in batch.items()}
 
 
 def seqlens(batch: Padded) -> list[int]:

@@ -232,12 +232,11 @@ class RemoteBatch(Batch):
         fn: Callable[[Padded], Any],
         names: Sequence[str] | None = None,
         *,
-        width: int = 0,
         what: str = "row_sums",
     ) -> Tensor:
-        """Returns the numbers of `fn` for every row, [B] float64 (or [B, width]), which workers
-        compute (Batch.row_sums)."""
-        sums: Tensor = self.group.call(Batch.row_sums, self, fn, names, width=width, what=what)
+        """Returns the number of `fn` for every row, [B] float64, which workers compute
+        (Batch.row_sums)."""
+        sums: Tensor = self.group.call(Batch.row_sums, self, fn, names, what=what)
         return sums
 
     def fetch(self, rows: Sequence[int] | Tensor, names: Sequence[str] | None = None) -> Padded:

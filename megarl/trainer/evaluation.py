@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megarl.algos.rollouts import rollouts_of
+from megarl.algos.rows import rollouts_of
 from megarl.api.batch import Padded
 from megarl.api.inference import RolloutWorkflow
 from megarl.config.dataset import DatasetConfig, PartConfig, SourceConfig

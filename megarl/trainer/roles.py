@@ -8,10 +8,7 @@ from typing import Any, ClassVar, TypeVar
 from megarl.algos.actor import Actor
 from megarl.algos.preferences import PreferencePolicy, RewardLearner
 from megarl.algos.roles import SFT, Critic, LoRARef, Policy, Ref, RewardModel, Role, Teacher
-from megarl.config.algo import (
-    PPOActorConfig,
-    ValueModelConfig,
-)
+from megarl.config.algo import PPOActorConfig
 from megarl.config.engine import TrainEngineConfig
 from megarl.config.recipe_engines import engines, model_override, model_path, ref_is_below_adapters
 from megarl.config.recipes import BaseConfig, DistillConfig, GRPOConfig, PPOConfig
@@ -66,15 +63,9 @@ class MegatronCritic(OnMegatron, Critic):
     seeded = True
 
 
-class MegatronRewardModel(RewardModel):
-    """Scores answers with a frozen model on a MegatronEngine: `compute_rewards`."""
-
-    engine: MegatronEngine
-
-    def __init__(
-        self, config: ValueModelConfig, *, seed: int = 1, world: World | None = None
-    ) -> None:
-        super().__init__(MegatronEngine(config, seed=seed, world=world))
+class MegatronRewardModel(OnMegatron, RewardModel):
+    """Scores answers with a frozen model on a MegatronEngine, by `compute_rewards`:
+    MegatronRewardModel(config.reward_model, seed=1)."""
 
 
 class MegatronRef(OnMegatron, Ref):

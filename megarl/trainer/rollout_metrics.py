@@ -12,8 +12,15 @@ import torch
 import torch.distributed as dist
 
 from megarl.algos.metrics import advantage_spread, gap_by_age, staleness
-from megarl.algos.rollouts import rollouts_of
-from megarl.algos.rows import Data, as_batch, reduce_rows, total, trained_tokens, where_it_lies
+from megarl.algos.rows import (
+    Data,
+    as_batch,
+    reduce_rows,
+    rollouts_of,
+    total,
+    trained_tokens,
+    where_it_lies,
+)
 from megarl.api.batch import Batch, Padded
 from megarl.api.tokens import REWARD_PART, seqlens
 from megarl.models.flops import train_flops

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megarl.algos.rollouts import rollouts_of
+from megarl.algos.rows import rollouts_of
 from megarl.api.batch import Batch, Padded
 from megarl.config.dataset import DatasetConfig
 from megarl.config.earlier_run import RECOVER_DIR

@@ -64,7 +64,7 @@ def run_roles(path: str, parallel: dict[str, Any]) -> Tensors:
     engine = make_engine(path, parallel)
     b = {k: batch()[k] for k in ("input_ids", "attention_mask")}
     Critic(engine.config, engine).compute_values(b)
-    scores = RewardModel(engine).compute_rewards(batch())
+    scores = RewardModel(ValueModelConfig(), engine).compute_rewards(batch())
     engine.destroy()
     return {"values": b["values"], "last_value": b["last_value"], "scores": scores}
 

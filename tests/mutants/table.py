@@ -501,8 +501,8 @@ MUTANTS = (
     ),
     Mutant(
         "algos/advantages.py",
-        "return (centred / (groups.std(std) + eps)).float()",
-        "return (centred * (groups.std(std) + eps)).float()",
+        "return torch.where(groups.tied, 0.0, x / (groups.std(kind) + eps)).float()",
+        "return torch.where(groups.tied, 0.0, x * (groups.std(kind) + eps)).float()",
         ("tests/unit/test_advantages.py::test_group_mean_and_std_by_hand",),
     ),
     Mutant(

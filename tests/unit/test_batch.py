@@ -102,9 +102,6 @@ def test_a_row_sum_depends_on_the_row_alone(rows):
     alone = [batch.select([i]).row_sums(total) for i in range(len(rows))]
     assert torch.equal(sums, torch.cat(alone))
     assert sums.tolist() == pytest.approx([math.fsum(map(float, r)) for r in rows], abs=1e-6)
-    two = batch.row_sums(lambda row: torch.stack([total(row), row["x"].numel() + 0 * total(row)]),
-                         width=2)  # fmt: skip
-    assert torch.equal(two[:, 0], sums) and two[:, 1].tolist() == lengths.tolist()
 
 
 def test_rows_that_are_dropped_leave_no_trace_in_mini_batches_or_placement():

@@ -19,10 +19,10 @@ import pytest
 import torch
 
 from megarl.algos import PolicyLoss, critic_loss, gae, grpo_advantages, kl_estimate
+from megarl.algos.advantages import levels_advantages
 from megarl.algos.estimators import (
     gdpo_advantages,
     gpg_advantages,
-    levels_advantages,
     max_at_k_advantages,
     opo_advantages,
     rloo_advantages,

@@ -201,7 +201,7 @@ def test_values_stand_before_their_token_and_the_last_after_all():
         assert b["values"][i, 0] == 0 and not b["values"][i, n:].any()
         assert b["last_value"][i] == table[ids[n - 1]]
     assert b["values"].shape == b["input_ids"].shape
-    scores = RewardModel(engine).compute_rewards(b)
+    scores = RewardModel(PPOCriticConfig(), engine).compute_rewards(b)
     assert torch.equal(scores, b["last_value"])
 
 

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.algos import grpo_advantages
+from megarl.algos.advantages import levels_advantages
 from megarl.algos.estimators import (
     asymre_advantages,
     gdpo_advantages,
     gpg_advantages,
-    levels_advantages,
     max_at_k_advantages,
     opo_advantages,
     pass_at_k_advantages,

@@ -126,7 +126,9 @@ def test_a_reward_model_learns_to_score_the_last_token() -> None:
     assert found["accuracy"] == 1.0 and found["margin"] > 0.5 and stats["grad_norm"] > 0
     # what a run with a reward model asks of the same engine
     plain = {k: held_out[k] for k in ("input_ids", "attention_mask")}
-    scores = RewardModel(learner.engine).compute_rewards(Batch.from_padded(plain))
+    scores = RewardModel(RewardModelConfig(), learner.engine).compute_rewards(
+        Batch.from_padded(plain)
+    )
     assert scores.tolist() == pytest.approx(
         [float(learner.engine.table[ids[-1]]) for row in rows for ids in sides(row)]
     )

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.algos import Actor, AdvantageSpec
-from megarl.algos.rollouts import rollouts_of
+from megarl.algos.rows import rollouts_of
 from megarl.api.batch import Batch
 from megarl.config.algo import PPOActorConfig
 from megarl.config.base import SeamConfig
