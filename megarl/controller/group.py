@@ -26,13 +26,12 @@ from megarl.controller.messages import (
     Ref,
     Reply,
     Rows,
-    pack,
-    seal,
-    unpack,
+    pack_body,
+    unpack_body,
 )
 from megarl.parallel.worlds import World, init_distributed
 from megarl.rpc.errors import RemoteError
-from megarl.rpc.link import Link, Packed
+from megarl.rpc.link import Link, pack
 from megarl.rpc.worker import Worker
 
 # seconds in which other workers' errors follow the first: they may be its reason, or the same
@@ -285,7 +284,7 @@ class WorkerGroup:
         """
         self._check_usable()
         found: dict[str, RemoteBatch] = {}
-        body = pack((fn, tuple(args), kwargs), lambda value: self._refer(value, found))
+        body = pack_body((fn, tuple(args), kwargs), lambda value: self._refer(value, found))
         for batch in found.values():
             batch.wait_for(self, fields)
         with self._order.lock:
@@ -302,8 +301,8 @@ class WorkerGroup:
                 keep=keep,
                 each=each,
             )
-            packed = Packed((seal(call),))
-            replies = [client.call_async(CALL, packed) for client in self.clients]
+            message = pack(call)
+            replies = [client.call_async(CALL, message) for client in self.clients]
             sent = {id: (found[id], handles) for id, (_, handles) in states.items()}
             what = getattr(fn, "__name__", repr(fn))
             pending = Pending(what, self.workers, replies, partial(self._take, call, sent))
@@ -353,7 +352,7 @@ class WorkerGroup:
 
     def _take(self, call: Call, sent: Sent, answers: list[Any]) -> Any:
         """Returns the result of a call; notes what it has made of the batches that were sent."""
-        replies = [Reply(*answer) for answer in answers if answer is not None]
+        replies: list[Reply] = [answer for answer in answers if answer is not None]
         changes = replies[0].batches
         for id, (batch, handles) in sent.items():
             batch.learn(self, changes[id], call.number, handles)
@@ -363,7 +362,7 @@ class WorkerGroup:
     def _result(self, reply: Reply, changes: dict[str, BatchChange]) -> Any:
         if not reply.packed:
             return reply.result
-        result = unpack(reply.result, lambda ref: self._handle(ref, changes))
+        result = unpack_body(reply.result, lambda ref: self._handle(ref, changes))
         if isinstance(result, Raised):
             raise result.error
         return result

@@ -9,7 +9,6 @@ B rows of a batch.
 
 from __future__ import annotations
 
-import copyreg
 import io
 import math
 import pickle
@@ -17,11 +16,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import cloudpickle
 import torch
 from torch import Tensor
 
-from megarl.api.tokens import Home, as_bytes, from_bytes
+from megarl.api.tokens import Home
+from megarl.rpc.link import Pickler
 
 # verbs of a worker: a call, rows of tokens as bytes, the number of a signal that came, what is held
 CALL, READ, STOP, SIZES = "call", "read", "stop", "sizes"
@@ -152,7 +151,7 @@ class Ref:
     about: Any = None
 
 
-class _Pickler(cloudpickle.Pickler):
+class _Pickler(Pickler):
     """Pickles data as it is, and what `refer` knows as references."""
 
     def __init__(self, file: io.BytesIO, refer: Callable[[Any], Ref | None]) -> None:
@@ -162,18 +161,6 @@ class _Pickler(cloudpickle.Pickler):
     def persistent_id(self, obj: Any) -> Ref | None:
         """Returns the reference that stands for `obj`, None to pickle it."""
         return self._refer(obj)
-
-    def reducer_override(self, obj: Any) -> Any:
-        """Has tensors travel as the bytes of their values."""
-        return _reduced(obj) if type(obj) is Tensor else super().reducer_override(obj)
-
-
-def _reduced(values: Tensor) -> Any:
-    """Returns how a tensor is pickled: its values alone, as they are in host memory."""
-    if values.layout != torch.strided or values.is_quantized:
-        return values.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-    raw = bytearray(as_bytes(values.detach().cpu()).numpy())
-    return tensor, (raw, values.dtype, tuple(values.shape))
 
 
 class _Unpickler(pickle.Unpickler):
@@ -185,14 +172,7 @@ class _Unpickler(pickle.Unpickler):
         return self._resolve(pid)
 
 
-def tensor(raw: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Returns the tensor whose values are these bytes, without a copy."""
-    if not raw:
-        return torch.empty(shape, dtype=dtype)
-    return from_bytes(torch.frombuffer(raw, dtype=torch.uint8), dtype, ()).reshape(shape)
-
-
-def pack(value: Any, refer: Callable[[Any], Ref | None]) -> bytes:
+def pack_body(value: Any, refer: Callable[[Any], Ref | None]) -> bytes:
     """Returns `value` pickled; `refer` returns the reference for what is not to be pickled, None
     for everything else."""
     out = io.BytesIO()
@@ -200,19 +180,7 @@ def pack(value: Any, refer: Callable[[Any], Ref | None]) -> bytes:
     return out.getvalue()
 
 
-def seal(message: Call | Reply | None) -> bytes:
-    """Returns the fields of a message pickled; it has no code and no references beside what is
-    packed."""
-    if message is None or not message.batches:
-        return pickle.dumps(message and (*message,), pickle.HIGHEST_PROTOCOL)
-    out = io.BytesIO()
-    pickler = pickle.Pickler(out, pickle.HIGHEST_PROTOCOL)
-    pickler.dispatch_table = {**copyreg.dispatch_table, Tensor: _reduced}
-    pickler.dump((*message,))
-    return out.getvalue()
-
-
-def unpack(body: bytes, resolve: Callable[[Ref], Any]) -> Any:
-    """Returns what `pack` pickled, with `resolve(reference)` in place of each reference. The body
-    must come from this job: unpickling runs what it says."""
+def unpack_body(body: bytes, resolve: Callable[[Ref], Any]) -> Any:
+    """Returns what `pack_body` pickled, with `resolve(reference)` in place of each reference. The
+    body must come from this job: unpickling runs what it says."""
     return _Unpickler(io.BytesIO(body), resolve).load()

@@ -32,15 +32,14 @@ from megarl.controller.messages import (
     Ref,
     Reply,
     Rows,
-    pack,
-    seal,
-    unpack,
+    pack_body,
+    unpack_body,
 )
 from megarl.controller.store import Fetch, Store
 from megarl.observability.timeline import phase
 from megarl.parallel import exchange  # noqa: F401  a Batch of several ranks travels by it
 from megarl.parallel.worlds import waiting_for
-from megarl.rpc.link import Link, Packed, connect
+from megarl.rpc.link import Link, connect
 from megarl.rpc.worker import on_main_thread
 from megarl.utils import stopping
 from megarl.utils.files import DiskFull
@@ -99,11 +98,7 @@ class ControlledWorker:
             return PickleBuffer(self._calls.store.read(payload))
         if verb == STOP:
             return stopping.note(payload)
-        return on_main_thread(self._answer, verb, payload)
-
-    def _answer(self, verb: str, payload: Any) -> Any:
-        answer = self._calls.handle(verb, payload)
-        return Packed((seal(answer),)) if verb == CALL else answer
+        return on_main_thread(self._calls.handle, verb, payload)
 
     def close(self) -> None:
         """Closes the links to other workers."""
@@ -123,7 +118,7 @@ class Calls:
         """Returns the answer to a request. Raises what the call raises, ValueError for a verb that
         there is none of."""
         if verb == CALL:
-            return self.call(Call(*payload))
+            return self.call(payload)
         if verb == SIZES:
             return self.store.sizes()
         raise ValueError(f"a worker of the controller knows no {verb!r}")
@@ -139,7 +134,7 @@ class Calls:
             for id, state in call.batches.items():
                 store.receive(group, id, state, rank, len(call.members))
             try:
-                fn, args, kwargs = unpack(call.body, lambda ref: store.resolve(group, ref))
+                fn, args, kwargs = unpack_body(call.body, lambda ref: store.resolve(group, ref))
                 with phase(name := _named(fn, args)), waiting_for(None, name):
                     result = fn(*args, **kwargs)
             except RAISED as e:
@@ -166,7 +161,7 @@ class _Answer:
         # first, so that tokens which stand in a batch now are known by their keys there
         group, store = self._call.group, self._store
         changes = {id: store.changes(group, id, self._new) for id in self._ids}
-        body = pack(result, self._refer) if packed else result
+        body = pack_body(result, self._refer) if packed else result
         new_ids = self._ids[len(changes) :]
         changes |= {id: store.changes(group, id, self._new) for id in new_ids}
         return Reply(body, packed, changes)

@@ -7,16 +7,12 @@ of all clients; it *hears* of episodes that have ended, and how far the others' 
 from __future__ import annotations
 
 import asyncio
-import io
-import pickle
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
-import torch
-from torch import Tensor
 
 from megarl.api.inference import RolloutWorkflow
 from megarl.observability.logging import get_logger
@@ -97,8 +93,8 @@ class EpisodeWorker:
 
     def handle(self, verb: str, payload: Any) -> Any:
         """Does what the coordinator asks; calls that arrive in order begin in order. begin: opens
-        the client that came, pickled; tell: takes a list of things to do; hear: returns the pack
-        of {reports, lag, lost_answers, stuck_threads, counts}. Raises ValueError for another
+        the client that came, pickled; tell: takes a list of things to do; hear: returns
+        {reports, lag, lost_answers, stuck_threads, counts}. Raises ValueError for another
         verb."""
         if verb == BEGIN:
             return self._begin(payload)
@@ -181,7 +177,7 @@ class EpisodeWorker:
 
     # what it hears
 
-    async def _hear(self) -> bytes:
+    async def _hear(self) -> dict[str, Any]:
         try:
             async with asyncio.timeout(HEAR_TIMEOUT):
                 await self._any.wait()
@@ -192,15 +188,13 @@ class EpisodeWorker:
         if not self._reports:
             self._any.clear()
         client = self._opened()
-        return packed(
-            {
-                "reports": reports,
-                "lag": client.opened().loop.take_lag(),
-                "lost_answers": client.lost_answers,
-                "stuck_threads": stuck_threads(),
-                "counts": take_counts(),
-            }
-        )
+        return {
+            "reports": reports,
+            "lag": client.opened().loop.take_lag(),
+            "lost_answers": client.lost_answers,
+            "stuck_threads": stuck_threads(),
+            "counts": take_counts(),
+        }
 
     async def _run(self, ticket: int, episode: Episode) -> None:
         try:
@@ -285,29 +279,3 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"[{i}]", part) for i, part in enumerate(value))
     else:
         yield from ((f".{key}", part) for key, part in getattr(value, "__dict__", {}).items())
-
-
-class _Pickler(pickle.Pickler):
-    """Writes tensors as arrays, whose bytes are copied as they are."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is not Tensor:
-            return NotImplemented
-        raw = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        return _tensor, (raw, obj.dtype, tuple(obj.shape))
-
-
-def _tensor(raw: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    return torch.from_numpy(raw).view(dtype).view(shape)
-
-
-def packed(value: Any) -> bytes:
-    """Returns plain data, with tensors of any dtype and shape inside, as bytes."""
-    file = io.BytesIO()
-    _Pickler(file, protocol=5).dump(value)
-    return file.getvalue()
-
-
-def unpacked(pack: bytes) -> Any:
-    """Returns what was packed."""
-    return pickle.loads(pack)

@@ -30,7 +30,6 @@ from megarl.rollout.worker import (
     ClientState,
     pickled_workflow,
     state_of,
-    unpacked,
 )
 from megarl.rpc.errors import RemoteError, RpcError
 from megarl.rpc.group import GroupSpec, LocalScheduler, WorkerSpec
@@ -174,14 +173,13 @@ class Link:
         while True:
             try:
                 async with asyncio.timeout(HEAR_TIMEOUT + STANDSTILL):
-                    frame = await self.process.call(HEAR)
+                    heard = await self.process.call(HEAR)
             except TimeoutError:
                 raise RpcError(
                     f"worker {self.index} of rollout.workers stands still: its event loop has not "
                     f"turned for {STANDSTILL:g} s (its warning in the log shows the line it is "
                     "at); a workflow must await, or use asyncio.to_thread"
                 ) from None
-            heard = unpacked(frame)
             self.lag = max(self.lag, heard["lag"])
             self.lost_answers = heard["lost_answers"]
             self.stuck_threads = heard["stuck_threads"]

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import pickle
 import socket
+import sys
 import threading
 import time
 import traceback
@@ -31,6 +33,7 @@ Handle = Callable[[str, Any, "Link"], Any]
 
 CALL, ANSWER, ERROR = range(3)  # kinds of frames
 CONNECT_TIMEOUT = 30.0
+APART = 1 << 12  # bytes from which on a buffer is sent beside the body
 NEWCOMERS = 64  # that may prove at the same time who they are
 FULL = 0.1  # seconds after which a listener looks again whether the process may open a file
 
@@ -56,12 +59,44 @@ class Packed:
     parts: tuple[Part, ...]
 
 
+class Pickler(cloudpickle.Pickler):
+    """Pickles a script's own functions and classes by their code, and tensors by their values
+    alone, which it brings to host memory."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Says how an object is pickled."""
+        torch = sys.modules.get("torch")  # without it there are no tensors
+        if torch is None or type(obj) is not torch.Tensor:
+            return super().reducer_override(obj)
+        if obj.layout != torch.strided or obj.is_quantized:
+            return obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        raw = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return tensor, (pickle.PickleBuffer(raw), obj.dtype, tuple(obj.shape))
+
+
+def tensor(raw: bytearray, dtype: Any, shape: tuple[int, ...]) -> Any:
+    """Returns the tensor whose values are these bytes, without a copy."""
+    import torch  # here: not all that is sent has tensors
+
+    return (
+        torch.frombuffer(raw, dtype=dtype).view(shape) if raw else torch.empty(shape, dtype=dtype)
+    )
+
+
 def pack(payload: Any) -> Packed:
-    """Returns `payload` pickled; of a script's own functions and classes it has the code. Buffers
-    that are pickled as such (PickleBuffer, bytearray, arrays) are sent as they lie in memory."""
-    raw: list[pickle.PickleBuffer] = []
-    body = cloudpickle.dumps(payload, protocol=5, buffer_callback=raw.append)
-    return Packed((body, *(buffer.raw() for buffer in raw)))
+    """Returns `payload` pickled. Large buffers that are pickled as such (PickleBuffer, arrays,
+    tensors) are sent as they lie in memory."""
+    raw: list[memoryview] = []
+
+    def stays_inside(buffer: pickle.PickleBuffer) -> bool:
+        if small := (view := buffer.raw()).nbytes < APART:
+            return small
+        raw.append(view)
+        return False
+
+    body = io.BytesIO()
+    Pickler(body, protocol=5, buffer_callback=stays_inside).dump(payload)
+    return Packed((body.getbuffer(), *raw))
 
 
 class Link:

@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megarl.rpc import frames
 from megarl.rpc import link as links
 from megarl.rpc.errors import Refused, RemoteError, RpcError, WorkerDied
 from megarl.rpc.frames import LARGEST, introduce
-from megarl.rpc.link import CALL, Link, Listener, connect, pack
+from megarl.rpc.link import APART, CALL, Link, Listener, connect, pack
 from megarl.utils import env
 from megarl.utils.child import wait_until
 from megarl.utils.env import JOB_TOKEN, ensure_job_token
@@ -128,6 +129,31 @@ def test_calls_go_both_ways(link: Link) -> None:
     raw = link.call("raw", bytearray(b"abc"))
     raw[0] = 0  # a buffer of its own
     assert raw == b"\0bc"
+
+
+def test_tensors_keep_every_bit_and_nothing_else_of_theirs(link: Link) -> None:
+    whole = torch.arange(6 * APART, dtype=torch.float64).reshape(APART, 6)
+    data = {
+        "strided": whole.t(),
+        "part": whole[:, 1:3],
+        "small": whole[:2],
+        "scalar": torch.tensor(float("nan")),
+        "none": torch.empty(0, 3, dtype=torch.int16),
+        "mask": torch.tensor([True, False]),
+        "half": torch.tensor([1.5, -0.0]).bfloat16(),
+        "plain": [1, "two", (None, {"k": b"raw"})],
+    }
+    back = link.call("echo", data)
+    assert sum(map(len, pack(whole[:2]).parts)) < APART  # without the rest of its storage
+    for name, value in data.items():
+        if isinstance(value, torch.Tensor):
+            assert back[name].dtype == value.dtype and back[name].shape == value.shape
+            raw = [
+                v.contiguous().reshape(-1).view(torch.uint8).tolist() for v in (back[name], value)
+            ]
+            assert raw[0] == raw[1]
+    assert back["plain"] == data["plain"]
+    back["mask"][0] = back["strided"][0, 0] = 1  # they can be written to
 
 
 def test_a_link_over_ipv6(service: Service) -> None:
