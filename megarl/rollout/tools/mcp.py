@@ -62,12 +62,13 @@ class MCPToolingEnv(ToolingEnv):
         self._tools: list[dict[str, Any]] = []
         self._client: Any = None
         self._task: asyncio.Task[None] | None = None
-        self._ended = asyncio.Event()
+        self._ended = asyncio.Event()  # of the connection, or that it has to
 
     async def ainitialize(self) -> None:
         """Connects and asks for the tools. Raises ToolFailure where that does not succeed within
         CONNECT_TIMEOUT."""
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._ended = asyncio.Event()
         # a connection has to end in the task in which it began
         self._task = asyncio.create_task(self._connection(ready))
         try:
@@ -92,7 +93,8 @@ class MCPToolingEnv(ToolingEnv):
                     ToolFailure(f"MCP server {self._shown} cannot be used: {_words(e)}")
                 )
         finally:
-            self._client = None
+            if self._task is asyncio.current_task():  # else there is a later connection
+                self._client = None
 
     @property
     def connected(self) -> bool:
@@ -106,19 +108,20 @@ class MCPToolingEnv(ToolingEnv):
     async def aexecute(self, tool_name: str, tool_args: dict[str, Any]) -> str:
         """Returns the result's text. What the server calls an error is a text that begins with
         "Error"; so is an overrun. Raises ToolFailure where the server is gone."""
-        if self._client is None:
+        client, ended = self._client, self._ended  # there may be a later connection at the end
+        if client is None:
             raise ToolFailure(f"MCP server {self._shown} is not connected")
         try:
             async with asyncio.timeout(self.config.timeout):
-                result = await self._client.call_tool(tool_name, tool_args)
+                result = await client.call_tool(tool_name, tool_args)
         except TimeoutError:
             return f"Error: {tool_name} took longer than {self.config.timeout:g} s"
         except _package().MCPError as e:
             if _lost(e):
-                raise self._gone(e) from e
+                raise self._gone(e, ended) from e
             return f"Error: {tool_name}: {_words(e)}"
         except Exception as e:
-            raise self._gone(e) from e
+            raise self._gone(e, ended) from e
         text = "\n".join(_content(part) for part in result.content)
         return f"Error: {tool_name}: {text}" if result.is_error else text
 
@@ -135,8 +138,8 @@ class MCPToolingEnv(ToolingEnv):
             self._task.cancel()
             raise
 
-    def _gone(self, error: Exception) -> ToolFailure:
-        self._ended.set()  # it serves nobody any more
+    def _gone(self, error: Exception, ended: asyncio.Event) -> ToolFailure:
+        ended.set()  # it serves nobody any more
         return ToolFailure(f"MCP server {self._shown} is gone: {_words(error)}")
 
     @property
@@ -144,48 +147,26 @@ class MCPToolingEnv(ToolingEnv):
         return self.config.url or " ".join(self.config.command)
 
 
-class SharedServer:
-    """Holds the one connection of all samples to a server. A server that has gone is started again
-    by the next sample; the last one ends with the event loop."""
+class SharedMCPToolingEnv(MCPToolingEnv):
+    """Has the tools of a server that all samples use over one connection, which ends with the event
+    loop. One that is gone is made again by the next sample."""
 
     def __init__(self, config: MCPToolingEnvConfig) -> None:
-        self._config = config
-        self._env: MCPToolingEnv | None = None
+        super().__init__(config)
         self._connecting = asyncio.Lock()
 
-    async def connected(self) -> MCPToolingEnv:
-        """Returns the connection, made where there is none. Raises ToolFailure."""
-        async with self._connecting:
-            if self._env is None or not self._env.connected:
-                env = self._env = MCPToolingEnv(self._config)
-                try:
-                    await env.ainitialize()
-                except BaseException:
-                    await env.aclose()
-                    raise
-            return self._env
-
-
-class SharedMCPToolingEnv(ToolingEnv):
-    """Has the tools of a server that other samples use, too."""
-
-    def __init__(self, server: SharedServer) -> None:
-        self._server = server
-        self._env: MCPToolingEnv | None = None
-
     async def ainitialize(self) -> None:
-        """Connects, where no sample has before. Raises ToolFailure."""
-        self._env = await self._server.connected()
+        """Connects, where there is no connection. Raises ToolFailure."""
+        async with self._connecting:
+            if not self.connected:
+                try:
+                    await super().ainitialize()
+                except BaseException:
+                    await super().aclose()
+                    raise
 
-    def list_tools(self) -> list[dict[str, Any]]:
-        """Returns the server's tools."""
-        assert self._env is not None, "ainitialize comes first"
-        return self._env.list_tools()
-
-    async def aexecute(self, tool_name: str, tool_args: dict[str, Any]) -> str:
-        """Returns the result's text, see MCPToolingEnv.aexecute."""
-        assert self._env is not None, "ainitialize comes first"
-        return await self._env.aexecute(tool_name, tool_args)
+    async def aclose(self) -> None:
+        """Leaves the connection to other samples."""
 
 
 def mcp_maker(section: Any, *, timeout: float) -> Callable[[], ToolingEnv]:
@@ -193,7 +174,8 @@ def mcp_maker(section: Any, *, timeout: float) -> Callable[[], ToolingEnv]:
     MCPToolingEnvConfig.of."""
     config = MCPToolingEnvConfig.of(section, timeout=timeout)
     if config.shared:
-        return partial(SharedMCPToolingEnv, SharedServer(config))
+        shared = SharedMCPToolingEnv(config)
+        return lambda: shared
     return partial(MCPToolingEnv, config)
 
 
