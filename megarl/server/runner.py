@@ -13,19 +13,18 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megarl.models.hf_config import transformers_config
 from megarl.parallel import cpu_kernels as products
 from megarl.server.args import ServerArgs
-from megarl.server.kv_cache import ATTENTION, Decode, KVCache, Prefill, join_layers, kv_shape
+from megarl.server.kv_cache import ATTENTION, Decode, KVCache, Prefill, kv_shape
 from megarl.server.sequence import PromptLogprobs, ServedSequence
 
 logger = logging.getLogger(__name__)
 _MAX_PREFILL_TOKENS = 16384  # padded prompt tokens in one prefill batch
-_SHAPES = 512  # of products that stay known: five for each number of sequences decoded at once
+_SHAPES = 512  # of products that stay known: six for each number of sequences decoded at once
 _LONGEST_PROMPT_RATIO = 2  # the most that prompts in one prefill batch differ in length
 _LOGITS = 512  # positions of a prompt whose logits [_LOGITS,V] are in memory at once
 
@@ -49,7 +48,6 @@ class ModelRunner:
         )
         self.model: Any = model.to(self.device).eval().requires_grad_(False)
         _use_fitting_experts(self.model)
-        _use_torch_norms(self.model)
         _use_fast_products(self.model)
         self.config: Any = self.model.config
         self.dtype: torch.dtype = self.model.dtype
@@ -103,8 +101,6 @@ class ModelRunner:
         ids = torch.arange(5, device=self.device)[None] % self.vocab_size
         want = self.model(ids, use_cache=False).logits[0, 3:].float()
         self.model.set_attn_implementation(ATTENTION)
-        if _joins(self.model):
-            join_layers(self.model)
         self.cache.reserve(1, 5, used=0)
         first = self._head(self._forward(ids[:, :4], 0, Prefill(self.cache, 0))[:, -1])
         plan = Decode(self.cache, 0, [4], exact=self.deterministic)
@@ -237,24 +233,6 @@ def _use_fitting_experts(model: Any) -> None:
     rows = (p.shape[-1] * p.element_size() for p in model.parameters() if p.ndim == 3)
     if any(size % 16 for size in rows):
         model.set_experts_implementation("eager")
-
-
-def _use_torch_norms(model: torch.nn.Module) -> None:
-    """Puts torch's RMSNorm in the place of transformers', whose six calls take a tenth of a small
-    decode step. In float32 they give the same bits; in other dtypes transformers rounds once more.
-    """
-    norm: Any
-    for norm in model.modules():
-        plain = type(norm).__name__ in ("LlamaRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
-        if plain and norm.weight.dtype == torch.float32:
-            shape, eps = norm.weight.shape, norm.variance_epsilon
-            norm.forward = partial(F.rms_norm, normalized_shape=shape, weight=norm.weight, eps=eps)
-
-
-def _joins(model: Any) -> bool:
-    """Returns whether layers are joined: in float32 and float64, where the order of operations
-    shows in the last bits alone. In narrower dtypes transformers' own rounding is kept."""
-    return model.dtype in (torch.float32, torch.float64)
 
 
 def _use_fast_products(model: torch.nn.Module) -> None:
