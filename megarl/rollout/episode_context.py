@@ -274,20 +274,14 @@ class _Request:
         return whole | parts | {"stop_reason": stop_reason}
 
 
-class KeptAnswers:
-    """Hands the answers of earlier episodes to those that begin again, by the row's id; episodes of
-    one row in their order."""
-
-    def __init__(self, kept: Iterable[tuple[Any, list[Answer]]] = ()) -> None:
-        self._kept = list(kept)
-
-    def log_for(self, row: dict[str, Any]) -> AnswerLog:
-        """Returns the log of an episode of `row` that begins, with what is kept for it."""
-        for i, (row_id, answers) in enumerate(self._kept):
-            if row_id == row.get("row_id"):
-                del self._kept[i]
-                return AnswerLog(answers)
-        return AnswerLog()
+def take_log(kept: Kept, row: dict[str, Any]) -> AnswerLog:
+    """Returns the log of an episode of `row` that begins, with the answers that are `kept` for it,
+    and takes them out. Episodes of one row come in their order."""
+    for i, (row_id, answers) in enumerate(kept):
+        if row_id == row.get("row_id"):
+            del kept[i]
+            return AnswerLog(answers)
+    return AnswerLog()
 
 
 def _digest(sample: Sample) -> str:

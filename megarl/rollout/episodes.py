@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from megarl.api.batch import Padded
 from megarl.api.inference import RolloutWorkflow
-from megarl.rollout.episode_context import AnswerLog, Kept, KeptAnswers
+from megarl.rollout.episode_context import AnswerLog, Kept, take_log
 
 MAX_DROPS = 8  # of one row in a row, as too stale: more is a workflow that returns old tokens
 LATEST = 256  # rollouts that a rate of failures is measured on
@@ -179,7 +179,7 @@ class Episodes:
         self.counts: Counter[State] = Counter()
         self.reserved: deque[int] = deque()
         self.keeps_answers = False
-        self._kept = KeptAnswers()  # by episodes of before a resume
+        self._kept: Kept = []  # of before a resume
         self._ended: list[Episode] = []  # with answers, under these weights
         self._next_number = 0
         self._places = itertools.count()
@@ -196,7 +196,7 @@ class Episodes:
         episode.number = self.reserved.popleft() if again else self._next_number
         self._next_number = max(self._next_number, episode.number + 1)
         if episode.drawn and self.keeps_answers:
-            episode.answers = AnswerLog() if episode.drops else self._kept.log_for(episode.row)
+            episode.answers = AnswerLog() if episode.drops else take_log(self._kept, episode.row)
             episode.began = episode.answers.oldest_kept()
             episode.admitted = episode.answers.admitted
         self.live[episode.number] = episode
@@ -342,7 +342,7 @@ class Episodes:
         self._trained = {key: state["accounting"][name] for key, name in _TRAINED.items()}
         self._next_number = state["next_number"]
         self.reserved = deque(state["numbers"][: len(state["rows"])])  # no rows of other data
-        self._kept = KeptAnswers(state["answers"])
+        self._kept = list(state["answers"])
         # they are told first; episodes that are made again take numbers that these had, too
         earlier = state.get("outcomes", ())
         self._outcomes = {i - len(earlier): Outcome(*one) for i, one in enumerate(earlier)}

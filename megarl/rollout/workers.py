@@ -49,13 +49,15 @@ MARGIN = 5.0  # seconds beyond its own time limit in which a worker must say how
 
 
 class RpcProcess:
-    """Starts and holds worker number `index`, a process beside this one that serves an
-    EpisodeWorker."""
+    """Starts worker number `index`, a process beside this one that serves an EpisodeWorker.
+
+    call: calls it, see rpc.link.Link.acall. stop: ends it, and may be called twice.
+    """
 
     def __init__(self, index: int) -> None:
         """Raises what LocalScheduler.start does."""
-        self._scheduler = LocalScheduler()
-        self._group = self._scheduler.start(
+        scheduler = LocalScheduler()
+        group = scheduler.start(
             GroupSpec(
                 name=f"rollout_worker_{index}",
                 count=1,
@@ -64,15 +66,7 @@ class RpcProcess:
                 start_timeout=START_TIMEOUT,
             )
         )
-
-    async def call(self, verb: str, payload: Any = None) -> Any:
-        """Returns the worker's answer. Raises RemoteError where it raised, RpcError where it has
-        ended."""
-        return await self._group.clients[0].acall(verb, payload)
-
-    def stop(self) -> None:
-        """Ends the process. May be called twice."""
-        self._scheduler.close()
+        self.call, self.stop = group.clients[0].acall, scheduler.close
 
 
 @dataclass(eq=False)

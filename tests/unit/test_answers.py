@@ -10,7 +10,7 @@ from megarl.api.records import ModelRequest
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig, WeightSyncConfig
 from megarl.rollout.chat import ChatWorkflow
 from megarl.rollout.client import RemoteSGLangEngine
-from megarl.rollout.episode_context import AnswerLog, KeptAnswers
+from megarl.rollout.episode_context import AnswerLog, take_log
 from megarl.rollout.generation import Sample, routes_from
 from megarl.rollout.trajectory import to_batch
 from megarl.trainer.recover import AnswersFile
@@ -127,8 +127,8 @@ def test_routes_are_kept_as_far_as_the_cut():
 
 
 def test_rows_that_are_in_flight_twice_get_their_answers_in_order():
-    kept = KeptAnswers([(row, [{"request": r}]) for row, r in ((7, "a"), (8, "b"), (7, "c"))])
-    found = [kept.log_for({"row_id": row}).state() for row in (7, 7, 7, 8)]
+    kept = [(row, [{"request": r}]) for row, r in ((7, "a"), (8, "b"), (7, "c"))]
+    found = [take_log(kept, {"row_id": row}).state() for row in (7, 7, 7, 8)]
     assert [[a["request"] for a in answers] for answers in found] == [["a"], ["c"], [], ["b"]]
 
 
