@@ -22,7 +22,6 @@ from megarl.models.families.deepseek import Latent
 from megarl.models.hf_config import ModelConfig
 from megarl.models.ops import Op
 from megarl.models.piece_table import padded_vocab_size
-from megarl.models.shapes import Attention
 from megarl.parallel.layout import Layout
 
 BF16, FP32 = 2, 4
@@ -188,21 +187,15 @@ def _attention(m: ModelConfig, layout: Layout) -> float:
     shards the tensors that tensor parallelism leaves whole."""
     tp, whole = layout.tp, layout.tp if layout.sequence_parallel else 1
     a, heads = m.attention, m.attention.heads / tp
-    shared, own = _kept_numbers(a, tp)
-    shared += 3 * m.hidden_size  # inputs of two norms and of the projection
+    shared = 3 * m.hidden_size  # inputs of two norms and of the projection
+    if isinstance(a, Latent):  # latents before and after their norms, keys and values as projected
+        shared += 2 * (a.q_rank or 0) + 2 * a.kv_rank + a.rotary_dim
+        own = heads * (2 * a.head_dim + a.nope_dim + a.v_head_dim)
+    else:  # queries and keys are rotated into memory of their own; the values are a view of the
+        # projection's output, which stays for it
+        own = (2 * heads + 3 * max(1.0, a.kv_heads / tp)) * a.head_dim
     log_sums = FP32 * heads
     return BF16 * (shared / whole + own + heads * a.v_head_dim) + log_sums
-
-
-def _kept_numbers(a: Attention, tp: int) -> tuple[int, float]:
-    """Returns what backward needs of a token and layer before the attention itself, beside hidden
-    states: (numbers that every rank has, numbers of the rank's own heads)."""
-    if isinstance(a, Latent):  # latents before and after their norms, keys and values as projected
-        latents = 2 * (a.q_rank or 0) + 2 * a.kv_rank + a.rotary_dim
-        return latents, a.heads / tp * (2 * a.head_dim + a.nope_dim + a.v_head_dim)
-    # queries and keys are rotated into memory of their own; the values are a view of the
-    # projection's output, which stays for it
-    return 0, (2 * a.heads / tp + 3 * max(1.0, a.kv_heads / tp)) * a.head_dim
 
 
 def _mlp(m: ModelConfig, layout: Layout, layer: int) -> float:
