@@ -26,7 +26,6 @@ from megarl.algos.batches import (
     minibatches,
     need,
     need_routes,
-    put_kept,
     reason_for_pass,
     shaped,
     skipped_metrics,
@@ -355,7 +354,9 @@ class Actor(Role):
             skipped[rows] = not updates[-1]["update_successful"]
         batch["skipped"] = skipped
         if own:
-            put_kept(batch, updates[0])
+            # an update that was refused before its pass kept nothing
+            for name, values in getattr(updates[0], "kept", {}).items():
+                batch[PROX if name == "logprobs" else name] = values
             gap = self._gap(as_batch(batch))
         stats = mean_metrics(updates)
         if stats["n_updates"]:

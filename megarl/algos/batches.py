@@ -19,7 +19,7 @@ from megarl.algos.checks import some
 from megarl.algos.rows import Data, as_batch, map_tokens, put, rollouts_of, select_rows
 from megarl.algos.specs import AdvantageSpec, LossSpec
 from megarl.api.batch import Padded
-from megarl.api.engine import LossFn, Metrics
+from megarl.api.engine import LossFn
 from megarl.config.algo import PPOActorConfig
 
 
@@ -53,6 +53,14 @@ def skipped_metrics(trained: Tensor, skipped: Tensor) -> dict[str, float]:
         "skipped_sequences": float(skipped.sum()),
         "skipped_tokens": float(trained[skipped].sum()),
     }
+
+
+def counts_of_one(stats: dict[str, float], trained: Tensor) -> dict[str, float]:
+    """Returns skipped_updates and skipped_metrics of the one update of a step, made on rows of so
+    many `trained` tokens [B]; stats: its metrics."""
+    skipped = not stats["update_successful"]
+    counts = {"skipped_updates": float(skipped)}
+    return counts | skipped_metrics(trained, torch.full((len(trained),), skipped))
 
 
 def mean_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
@@ -164,14 +172,6 @@ def with_own_prox(loss_fn: LossFn) -> LossFn:
         return loss_fn(outputs, {**batch, PROX: outputs["logprobs"].detach()})
 
     return own
-
-
-def put_kept(batch: Data, update: dict[str, float]) -> None:
-    """Adds to the batch what its only update kept, the logprobs as prox_logp. An update that was
-    refused before its pass kept nothing."""
-    kept = update.kept if isinstance(update, Metrics) else {}
-    for name, values in kept.items():
-        batch[PROX if name == "logprobs" else name] = values
 
 
 # what an update adds for a loss that needs it: rollout_tokens [B], the trained tokens of each row's

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from megarl.algos.batches import skipped_metrics
+from megarl.algos.batches import counts_of_one
 from megarl.algos.losses import Stats
 from megarl.algos.roles import Ref, Role
 from megarl.algos.specs import LossSpec
@@ -227,11 +227,7 @@ class _Learner(Role):
         that lacks a field of the loss, or whose groups are no pairs."""
         inputs = self._inputs(batch, "train")
         stats = self.train_batch(inputs, self.loss.fn, self.loss.weight, **self._how)
-        done = bool(stats["update_successful"])
-        trained = batch["loss_mask"].sum(1).double()
-        counts = {"skipped_updates": float(not done)}
-        counts |= skipped_metrics(trained, torch.full((len(trained),), not done))
-        return stats | counts
+        return stats | counts_of_one(stats, batch["loss_mask"].sum(1).double())
 
     def evaluate(self, batch: Padded) -> dict[str, float]:
         """Returns the loss, accuracy, margin and the means by side of held-out answers."""

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megarl.algos.batches import mean_metrics, minibatches, skipped_metrics
+from megarl.algos.batches import counts_of_one, mean_metrics, minibatches
 from megarl.algos.checks import no_trained_token
 from megarl.algos.losses import LOSS_WEIGHTS, critic_loss, sft_loss, token_weight
 from megarl.algos.metrics import explained_variance
@@ -340,10 +340,8 @@ class SFT(Role):
         trained token."""
         inputs, trained = self._inputs(batch)
         stats = self.train_batch(inputs, sft_loss, token_weight)
-        done = bool(stats["update_successful"])
-        skipped = torch.full((len(trained),), not done)
-        counts = {"skipped_updates": float(not done)} | skipped_metrics(trained, skipped)
-        return (_with_ppl(stats) if done else stats) | counts
+        figures = _with_ppl(stats) if stats["update_successful"] else stats
+        return figures | counts_of_one(stats, trained)
 
     def evaluate(self, batch: Data) -> dict[str, float]:
         """Returns loss, ppl, token_accuracy and exact_match: the share of sequences whose every
