@@ -18,16 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.ckpt.files import staged
-from megarl.ckpt.safetensors import SafetensorsDir, main_dtype, plan_files, write_files, write_index
+from megarl.ckpt.safetensors import SafetensorsDir, main_dtype, save_tensors, write_index
 from megarl.models.families.params import EMBEDDING, OUTPUT
 from megarl.models.params import draw, load_params
 from megarl.models.piece_table import HfTensor, PieceTable
 from megarl.observability.logging import get_logger
 from megarl.parallel.layout import Layout
-from megarl.parallel.ranks import together
-from megarl.transfer.gather import BucketGatherer, Dtypes
-from megarl.utils.files import put_in_place
+from megarl.transfer.gather import Dtypes
+from megarl.wire.buckets import Member
 
 log = get_logger(__name__)
 
@@ -192,48 +190,29 @@ def save_hf(
                      config.json is always the one the model was built from.
     tokenizer:       its save_pretrained() replaces the copied tokenizer files.
 
-    Files are cut by `max_shard_bytes` alone, so their bytes do not depend on the layout. Ranks that
-    see the directory share them out; on storage of rank 0's own it writes all. A writer holds at
-    most two buckets, one of which is being written, and the messages of one.
-
-    The directory is written beside `path` and renamed into place when it is whole, so a failed save
-    leaves an older model as it was. A failure on any rank is raised on every rank.
+    Files are cut by `max_shard_bytes` alone, so their bytes do not depend on the layout (see
+    `save_tensors`). A failed save leaves an older model as it was.
     """
-    target, what = Path(path), f"saving {path}"
-    first = next(iter(params.values()))
-    dtype = dtype or first.dtype
-    with staged(target, "model", "config.json", group) as staging:
-        plan = plan_files(
-            table,
-            layout,
-            dtype,
-            writers=_writers(staging, group),
-            bucket_bytes=bucket_bytes,
-            max_shard_bytes=max_shard_bytes,
-        )
-        gatherer = BucketGatherer(
-            table, rank, params, plan.buckets, plan.writers, group, first.device
-        )
-        together(what, lambda: write_files(staging, plan, gatherer, rank), group)
 
-        def finish() -> None:
-            if rank != 0:
-                return
-            if len(plan.files) > 1:
-                write_index(staging, plan.files)
-            write_sidecars(staging, base_model_path, tokenizer)
-            members = chain.from_iterable(plan.files.values())
-            write_config(staging, table.model.raw, main_dtype(members))
-            put_in_place(staging, target)
+    def finish(staging: Path, files: dict[str, list[Member]]) -> None:
+        if len(files) > 1:
+            write_index(staging, files)
+        write_sidecars(staging, base_model_path, tokenizer)
+        members = chain.from_iterable(files.values())
+        write_config(staging, table.model.raw, main_dtype(members))
 
-        together(what, finish, group)
-
-
-def _writers(staging: Path, group: dist.ProcessGroup | None) -> list[int]:
-    """Returns the ranks of `group` that see the directory."""
-    sees: list[bool] = [False] * dist.get_world_size(group)
-    dist.all_gather_object(sees, staging.is_dir(), group=group)
-    return [rank for rank, there in enumerate(sees) if there]
+    save_tensors(
+        path,
+        table,
+        rank,
+        params,
+        finish,
+        marker="config.json",
+        dtype=dtype or next(iter(params.values())).dtype,
+        group=group,
+        max_shard_bytes=max_shard_bytes,
+        bucket_bytes=bucket_bytes,
+    )
 
 
 def write_sidecars(staging: Path, base_model_path: str | Path | None, tokenizer: Any) -> None:

@@ -11,16 +11,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.ckpt.files import staged
-from megarl.ckpt.safetensors import SINGLE, SafetensorsDir, plan_files, write_files
+from megarl.ckpt.safetensors import SINGLE, SafetensorsDir, save_tensors
 from megarl.models.adapters import Adapters
 from megarl.models.lora import adapter_config, check_adapter_config
 from megarl.models.params import load_params
 from megarl.models.piece_table import HfTensor, PieceTable
-from megarl.parallel import mcore
-from megarl.parallel.ranks import together
-from megarl.transfer.gather import BucketGatherer
-from megarl.utils.files import put_in_place
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _BUCKET_BYTES = 64 << 20
@@ -36,41 +31,29 @@ def save_peft(
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """Writes a directory that PeftModel.from_pretrained loads, with the tokenizer where there is
-    one. Collective; all or nothing, as save_hf. Rank 0 writes."""
-    target, what = Path(path), f"saving {path}"
-    with staged(target, "model", CONFIG, group) as staging:
-        plan = plan_files(
-            adapters.table,
-            adapters.table.layout,
-            adapters.dtype,
-            writers=[0],
-            max_shard_bytes=sys.maxsize,
-            bucket_bytes=_BUCKET_BYTES,
-        )
-        gatherer = BucketGatherer(
-            adapters.table,
-            rank,
-            adapters.params,
-            plan.buckets,
-            plan.writers,
-            group,
-            mcore.device(),
-        )
-        together(what, lambda: write_files(staging, plan, gatherer, rank), group)
+    one. Collective; see `save_tensors`."""
 
-        def finish() -> None:
-            if rank != 0:
-                return
-            (staging / SINGLE).rename(staging / WEIGHTS)
-            base = Path(base_model_path)
-            named = str(base.absolute()) if base.is_dir() else base_model_path
-            config = adapter_config(adapters.table.model, adapters.config, named)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(staging)
-            (staging / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-            put_in_place(staging, target)
+    def finish(staging: Path, _files: object) -> None:
+        (staging / SINGLE).rename(staging / WEIGHTS)
+        base = Path(base_model_path)
+        named = str(base.absolute()) if base.is_dir() else base_model_path
+        config = adapter_config(adapters.table.model, adapters.config, named)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(staging)
+        (staging / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
-        together(what, finish, group)
+    save_tensors(
+        path,
+        adapters.table,
+        rank,
+        adapters.params,
+        finish,
+        marker=CONFIG,
+        dtype=adapters.dtype,
+        group=group,
+        max_shard_bytes=sys.maxsize,
+        bucket_bytes=_BUCKET_BYTES,
+    )
 
 
 def load_peft(path: str | Path, adapters: Adapters) -> None:

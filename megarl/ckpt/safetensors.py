@@ -13,7 +13,7 @@ import math
 import os
 import struct
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -21,13 +21,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megarl.ckpt.files import staged
 from megarl.models.hf_config import adapter_given
 from megarl.models.piece_table import PieceTable
-from megarl.parallel.layout import Layout
+from megarl.parallel import mcore
+from megarl.parallel.ranks import Ranks
 from megarl.transfer.gather import BucketGatherer, Dtypes, plan_buckets
+from megarl.utils.files import put_in_place
 from megarl.wire.buckets import Bucket, Member
 
 INDEX = "model.safetensors.index.json"
@@ -236,7 +240,6 @@ class FilePlan:
 
 def plan_files(
     table: PieceTable,
-    layout: Layout,
     dtype: Dtypes,
     *,
     writers: Sequence[int],
@@ -252,7 +255,7 @@ def plan_files(
     whole = (m for bucket in plan_buckets(table, dtype, bucket_bytes) for m in bucket.members)
     files = plan_shards(list(whole), max_shard_bytes)
     load = dict.fromkeys(writers, 0)
-    coords = {w: layout.coords(w) for w in writers}
+    coords = {w: table.layout.coords(w) for w in writers}
     writer_of: dict[str, int] = {}
     turns: list[tuple[int, int, str, Bucket]] = []  # (how many its writer has before, writer, ...)
     count = dict.fromkeys(writers, 0)
@@ -284,7 +287,54 @@ def _stage_of(members: Sequence[Member], table: PieceTable) -> int:
     return stages.most_common(1)[0][0]
 
 
-def write_files(staging: Path, plan: FilePlan, gatherer: BucketGatherer, rank: int) -> None:
+def save_tensors(
+    path: str | Path,
+    table: PieceTable,
+    rank: int,
+    params: Mapping[str, Tensor],
+    finish: Callable[[Path, dict[str, list[Member]]], None],
+    *,
+    marker: str,
+    dtype: Dtypes,
+    group: dist.ProcessGroup | None,
+    max_shard_bytes: int,
+    bucket_bytes: int,
+) -> None:
+    """Writes the table's tensors to a directory, which is renamed to `path` when it is whole.
+    Collective; all or nothing: a failure on any rank is raised on every rank.
+
+    finish: completes the directory, on rank 0; it is given the tensors of each file. marker: the
+    file without which a directory at `path` is not replaced. Ranks that see the directory share the
+    files out; on storage of rank 0's own it writes all. A writer holds at most two buckets, one of
+    which is being written, and the messages of one.
+    """
+    target, what, ranks = Path(path), f"saving {path}", Ranks.of(group)
+    with staged(target, "model", marker, group) as staging:
+        sees = ranks.gather(staging.is_dir())
+
+        def share_out() -> FilePlan:
+            return plan_files(
+                table,
+                dtype,
+                writers=[writer for writer, there in enumerate(sees) if there],
+                max_shard_bytes=max_shard_bytes,
+                bucket_bytes=bucket_bytes,
+            )
+
+        plan = ranks.together(share_out, what=what)
+        device = next((p.device for p in params.values()), mcore.device())
+        gatherer = BucketGatherer(table, rank, params, plan.buckets, plan.writers, group, device)
+        ranks.together(_write_files, staging, plan, gatherer, rank, what=what)
+
+        def put_whole() -> None:
+            if rank == 0:
+                finish(staging, plan.files)
+                put_in_place(staging, target)
+
+        ranks.together(put_whole, what=what)
+
+
+def _write_files(staging: Path, plan: FilePlan, gatherer: BucketGatherer, rank: int) -> None:
     """Writes this rank's files, by a thread while the next bucket is gathered. Collective.
 
     A failure to write is raised at the end: the other ranks go on gathering, and need this one.

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from megarl.models.families import family_of
@@ -22,7 +23,8 @@ from megarl.models.ops import FusedQKV, Op, Segment
 from megarl.models.piece_table import ShardMap, build_piece_table, padded_vocab_size, shard_map
 from megarl.parallel.layout import Layout
 from megarl.planning.advice import Cluster
-from megarl.planning.memory import BF16, FP32, parameters, server_weights, stage_numel
+from megarl.planning.memory import BF16, parameters, server_weights, stage_numel
+from megarl.transfer.gather import export_dtype
 from megarl.transfer.geometry import Geometry, Slice, Sources, TargetTable
 from megarl.transfer.plan import Receiver, TransferPlan, plan_transfer
 
@@ -145,13 +147,13 @@ def plan_sharded(
     Raises ValueError where the model does not divide over a server."""
     tables = server_tables(m, receivers.tp, server_ep)
     pieces = build_piece_table(m, layout)
-    itemsizes = {t.name: FP32 if t.buffer else BF16 for t in pieces.tensors}
+    dtypes = {t.name: export_dtype(t, torch.bfloat16) for t in pieces.tensors}
     targets = {
         Receiver(server, rank): table
         for server in range(receivers.servers)
         for rank, table in enumerate(tables)
     }
-    return plan_transfer(Sources(pieces), targets, itemsizes=itemsizes, round_bytes=round_bytes)
+    return plan_transfer(Sources(pieces), targets, dtypes=dtypes, round_bytes=round_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,9 +20,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.models.piece_table import HfTensor, PieceTable, View
+from megarl.parallel.ranks import Ranks
 from megarl.transfer.geometry import Slice, Sources, TargetTable
 from megarl.transfer.moves import Copying, Mover
-from megarl.transfer.plan import Receiver, Step, nearest, plan_transfer
+from megarl.transfer.plan import (
+    Receiver,
+    Step,
+    TransferPlan,
+    nearest,
+    plan_together,
+    plan_transfer,
+)
 from megarl.wire.buckets import Bucket, Member
 
 UNBOUNDED = 1 << 62  # bytes
@@ -83,7 +91,8 @@ def _members(tensors: Iterable[HfTensor], dtype: Dtypes, start: int) -> list[Mem
 
 
 class BucketGatherer:
-    """Gathers buckets of one layout; every rank of the layout constructs it alike.
+    """Gathers buckets of one layout; every rank of the layout constructs it alike. Collective, as
+    `plan_together`: it raises on all ranks where one has another plan.
 
     params: canonical name -> local tensor (parameters or gradients), read at each `gather`.
     root:   the rank buckets are gathered to, one for all or that of each bucket.
@@ -91,6 +100,7 @@ class BucketGatherer:
             the layout's, which are ranks of this group.
     device: where messages and the flat bucket live (that of the parameters, and of the backend).
     staging: bytes of messages that a root has room for; None is as much as a bucket takes.
+    ranks: of the group, which plan together; by default those that the group has.
 
     Memory: a root holds one bucket and `staging`, a source its own message; `message_bytes` is the
     most bytes that messages have taken.
@@ -106,21 +116,26 @@ class BucketGatherer:
         group: dist.ProcessGroup | None = None,
         device: torch.device | str = "cpu",
         staging: int | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.rank, self.params = rank, params
-        dtypes = {m.name: m.dtype for b in buckets for m in b.members}
-        self._move = Mover(dtypes.__getitem__, group, device)
-        roots = [root] * len(buckets) if isinstance(root, int) else root
         self._ranks = range(table.layout.world_size)
+        roots = [root] * len(buckets) if isinstance(root, int) else root
         own = nearest(self._ranks)
-        # of replicas the first sends: on GPUs each pair of ranks has a connection for the whole run
-        self.plan = plan_transfer(
-            Sources(table),
-            {Receiver(b.index, r): _kept(b) for b, r in zip(buckets, roots, strict=True)},
-            itemsizes={name: dtype.itemsize for name, dtype in dtypes.items()},
-            round_bytes=UNBOUNDED if staging is None else max(1, staging),
-            prefer=lambda to, ranks: own(to.rank, ranks)[:1],
-        )
+
+        def plan() -> TransferPlan:
+            return plan_transfer(
+                Sources(table),
+                {Receiver(b.index, r): _kept(b) for b, r in zip(buckets, roots, strict=True)},
+                dtypes={m.name: m.dtype for b in buckets for m in b.members},
+                round_bytes=UNBOUNDED if staging is None else max(1, staging),
+                # of replicas the first sends: on GPUs each pair of ranks has a connection for the
+                # whole run
+                prefer=lambda to, ranks: own(to.rank, ranks)[:1],
+            )
+
+        self.plan = plan_together("planning buckets", plan, ranks or Ranks.of(group))
+        self._move = Mover(self.plan.dtypes, self._ranks, group, device)
         self._numbers = {b.index: number for number, b in enumerate(buckets)}
         self._steps: dict[int, list[Step]] = {}
 
@@ -153,7 +168,7 @@ class BucketGatherer:
             limit = self.plan.round_bytes
             self._steps[number] = self.plan.steps(self.rank, self._ranks, limit, [number])
         for step in self._steps[number]:
-            self._move(step, self._ranks, self.params, target, copying=packing)
+            self._move(step, self.params, target, copying=packing)
         return out[: bucket.nbytes] if is_root and out is not None else None
 
 

@@ -22,6 +22,7 @@ from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from megarl.models.ops import Shape
@@ -224,17 +225,17 @@ class Geometry:
 
 
 def cut_table(
-    table: TargetTable, sources: Sources, itemsizes: Mapping[str, int], round_bytes: int
+    table: TargetTable, sources: Sources, dtypes: Mapping[str, torch.dtype], round_bytes: int
 ) -> Geometry:
     """Cuts a table into slices and rounds: no slice or round exceeds `round_bytes`, unless one
-    number does. itemsizes: bytes of a number by HF tensor, as it is sent. Raises ValueError naming
-    the tensor as `Sources.parts` does."""
+    number does. dtypes: that each HF tensor is sent in. Raises ValueError naming the tensor as
+    `Sources.parts` does."""
     order, last = sources.order, len(sources.order)
     entries = table.entries
     boxes: list[Box] = []
     rows: list[tuple[int, int, int]] = []
     for i in sorted(range(len(entries)), key=lambda i: order.get(entries[i].tensor, last)):
-        itemsize = itemsizes.get(entries[i].tensor, 1)
+        itemsize = dtypes.get(entries[i].tensor, torch.uint8).itemsize
         for source, box, n in sources.parts(entries[i], max(1, round_bytes // itemsize)):
             boxes.append(box)
             rows.append((i, source, n * itemsize))

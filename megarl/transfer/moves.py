@@ -31,7 +31,7 @@ FP8 = torch.float8_e4m3fn
 
 Params = Mapping[str, Tensor]
 Copying = Callable[[], AbstractContextManager[None]]
-DtypeOf = Callable[[str], torch.dtype]  # that an HF tensor is sent in
+Dtypes = Mapping[str, torch.dtype]  # that each HF tensor is sent in
 # writes a box of an HF tensor into a flat tensor in FP8; `read` copies its numbers into another
 Quantize = Callable[[str, Box, Callable[[Tensor], None], Tensor], None]
 
@@ -58,10 +58,10 @@ class Parts:
         return [(s.dtype.itemsize, s.stop - s.start) for s in self.slots]
 
 
-def lay_out(slices: Sequence[Slice], dtype_of: DtypeOf) -> Parts:
+def lay_out(slices: Sequence[Slice], dtypes: Dtypes) -> Parts:
     """Returns where slices are in a message (on servers: `megarl_receiver.messages.laid_out`)."""
     slots, end = [], 0
-    typed = [(part, dtype_of(part.tensor)) for part in slices]
+    typed = [(part, dtypes[part.tensor]) for part in slices]
     for part, dtype in sorted(typed, key=lambda p: -p[1].itemsize):
         start, end = end, end + part.numel * dtype.itemsize
         slots.append(Slot(part, dtype, start, end))
@@ -135,6 +135,7 @@ def _refines(fine: Sequence[int], coarse: Sequence[int]) -> bool:
 class Mover:
     """Takes the steps of plans on one rank of a process group; None is the default group.
 
+    ends: the group's ranks that those of the source are.
     device: where messages live, that of the parameters and of the backend. Memory: one slice that
     stays on its rank, and the messages of a step; on hosts, where fresh pages cost more than the
     copy, their room is kept for the next step. `message_bytes` is the most that it has been. The
@@ -142,9 +143,14 @@ class Mover:
     """
 
     def __init__(
-        self, dtype_of: DtypeOf, group: dist.ProcessGroup | None, device: torch.device | str
+        self,
+        dtypes: Dtypes,
+        ends: Sequence[int],
+        group: dist.ProcessGroup | None,
+        device: torch.device | str,
     ) -> None:
-        self.dtype_of, self.group, self.device = dtype_of, group, torch.device(device)
+        self._dtypes, self._ends = dtypes, ends
+        self.group, self.device = group, torch.device(device)
         self.message_bytes = 0
         self._room: Tensor | None = None
 
@@ -152,18 +158,17 @@ class Mover:
     def __call__(
         self,
         step: Step,
-        ends: Sequence[int],
         source: Params,
         target: Params,
         *,
         keep: float = 0.0,
         copying: Copying = nullcontext,
     ) -> tuple[int, int]:
-        """Takes a step. ends: the group's ranks that those of the source are. copying: entered
-        while this rank copies. Returns the bytes sent, and those of all messages. Collective over
-        the ranks that have a part in it."""
-        outgoing = [(m.receiver.rank, lay_out(m.slices, self.dtype_of)) for m in step.sends]
-        incoming = [(ends[m.sender], lay_out(m.slices, self.dtype_of)) for m in step.receives]
+        """Takes a step. copying: entered while this rank copies. Returns the bytes sent, and
+        those of all messages. Collective over the ranks that have a part in it."""
+        dtypes, ends = self._dtypes, self._ends
+        outgoing = [(m.receiver.rank, lay_out(m.slices, dtypes)) for m in step.sends]
+        incoming = [(ends[m.sender], lay_out(m.slices, dtypes)) for m in step.receives]
         room = self._take([parts.nbytes for _, parts in (*outgoing, *incoming)])
         packed, into = room[: len(outgoing)], room[len(outgoing) :]
         with copying():
@@ -188,15 +193,15 @@ class Mover:
 
     def _copy(self, source: Tensor, here: Slice, target: Tensor, there: Slice, keep: float) -> None:
         """Copies what stays on the rank, with the bits that it would have after a message."""
-        dtype = self.dtype_of(here.tensor)
+        dtype = self._dtypes[here.tensor]
         if len(here.views) == len(there.views) == 1 and dtype in (source.dtype, target.dtype):
             local = local_view(source, here.views[0])
             to = local_view(target, there.views[0])
             if _refines(local.shape, to.shape):  # no copy between
                 _blend(to.view(local.shape), local, keep)
                 return
-        message = pack({here.param: source}, lay_out([here], self.dtype_of), self.device)
-        land({there.param: target}, lay_out([there], self.dtype_of), message, keep)
+        message = pack({here.param: source}, lay_out([here], self._dtypes), self.device)
+        land({there.param: target}, lay_out([there], self._dtypes), message, keep)
 
     def _take(self, sizes: Sequence[int]) -> list[Tensor]:
         """Returns memory for messages of these bytes."""

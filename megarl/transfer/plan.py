@@ -1,22 +1,28 @@
 """Plans which rank sends which numbers of a model to whom, and when.
 
-Pure: what a source has and what receivers keep give the plan, alike on every rank, so no message
-announces another. A receiver takes what it keeps in rounds of bounded size, each with a share of
-every source, in HF order: so all of them send at any time, and not the first pipeline stage alone.
+Pure but for `plan_together`: what a source has and what receivers keep give the plan, alike on
+every rank, so no message announces another. A receiver takes what it keeps in rounds of bounded
+size, each with a share of every source, in HF order: so all of them send at any time, and not the
+first pipeline stage alone.
 """
 
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from megarl.models.piece_table import PieceTable
+from megarl.parallel import ranks
 from megarl.transfer.boxes import Box, cut
 from megarl.transfer.geometry import Geometry, Ints, Ranks, Slice, Sources, TargetTable, cut_table
 
@@ -61,29 +67,48 @@ def nearest(nodes: Sequence[Hashable]) -> Callable[[Hashable, Ranks], Ranks]:
     return near
 
 
+class _Planned(NamedTuple):
+    """Holds a message by numbers: slices of receiver number `to`."""
+
+    round: int
+    to: int
+    sender: int
+    slices: Sequence[int]
+
+
 @dataclass(frozen=True)
 class TransferPlan:
     """Holds a plan, of which every rank asks for its own part.
 
     geometries: of each receiver, one for all whose tables are equal. senders: the rank that sends
-    to a receiver what a source has, -1 for nothing, [receivers, sources].
+    to a receiver what a source has, -1 for nothing, [receivers, sources]. dtypes: that each HF
+    tensor is sent in.
     """
 
     sources: Sources
     receivers: tuple[Receiver, ...]
     geometries: tuple[Geometry, ...]
     senders: Ints
+    dtypes: Mapping[str, torch.dtype]
     round_bytes: int
 
     @cached_property
-    def digest(self) -> str:
-        """Returns a hash of who sends what to whom in which round, to compare between ranks."""
-        facts = self.receivers, self.sources.ranks, self.round_bytes, len(self.sources.order)
-        digest = hashlib.sha256(repr(facts).encode() + self.senders.tobytes())
+    def digests(self) -> Mapping[str, str]:
+        """Returns hashes of what a plan is made of, by their names, and of who sends what to whom
+        in which round, to compare between ranks."""
+        table, slices = self.sources.table, list[Any]()
         for g in {id(g): g for g in self.geometries}.values():
-            for numbers in (g.entry, g.source, g.nbytes, g.round):
-                digest.update(numbers.tobytes())
-        return digest.hexdigest()
+            arrays = (g.entry, g.source, g.nbytes, g.round)
+            # Python hashes numbers alike in all processes
+            slices += [hash(tuple(g.boxes)), *(zlib.crc32(a.tobytes()) for a in arrays)]
+        facts = {
+            "model": [(t.name, t.shape) for t in table.tensors],
+            "layout": (table.layout, self.sources.ranks),
+            "dtype": [self.dtypes.get(t.name) for t in table.tensors],
+            "bucket_bytes": (self.round_bytes, self.receivers),
+            "plan": (slices, zlib.crc32(self.senders.tobytes())),
+        }
+        return {k: hashlib.sha256(repr(fact).encode()).hexdigest() for k, fact in facts.items()}
 
     def sends(self, rank: int) -> Iterator[list[Message]]:
         """Yields what a rank that receives nothing sends, by groups of messages that go at once:
@@ -94,24 +119,11 @@ class TransferPlan:
         messages of a round at once: of the messages that are not done, both ends have got to one of
         the earliest round. No round is a barrier.
         """
-        rounds: dict[int, dict[int, list[int]]] = defaultdict(partial(defaultdict, list))
-        for r, source in np.argwhere(self.senders == rank).tolist():
-            for number in self.geometries[r].rounds_of[source]:
-                rounds[number][r] += self.geometries[r].parts[number, source].tolist()
         local = _RankSlices(self.sources.table, rank)
-        for number in sorted(rounds):
-            group: list[Message] = []
-            load = 0
-            for r, slices in rounds[number].items():
-                geometry = self.geometries[r]
-                nbytes = int(geometry.nbytes[slices].sum())
-                if group and load + nbytes > self.round_bytes:
-                    yield group
-                    group, load = [], 0
-                parts = [local.slice(geometry, i) for i in slices]
-                group.append(Message(number, rank, self.receivers[r], parts))
-                load += nbytes
-            yield group
+        planned = self._messages(range(len(self.receivers)), rank)
+        for _, of_round in groupby(planned, key=attrgetter("round")):
+            for group in self._at_once(of_round, lambda m: {rank}, self.round_bytes):
+                yield [self._message(m, partial(local.slice, self.geometries[m.to])) for m in group]
 
     def receives(self, receiver: Receiver) -> list[list[Any]]:
         """Returns what a receiver gets, as JSON-able data. A round is a list of messages [sender,
@@ -121,8 +133,8 @@ class TransferPlan:
         r = self.receivers.index(receiver)
         rows = self.geometries[r].rows
         return [
-            [[sender, [rows[i] for i in slices]] for sender, slices in messages.items()]
-            for messages in self._rounds(r)
+            [[m.sender, [rows[i] for i in m.slices]] for m in of_round]
+            for _, of_round in groupby(self._messages([r]), key=attrgetter("round"))
         ]
 
     def steps(
@@ -143,50 +155,52 @@ class TransferPlan:
             if local is not None and self.receivers[r].rank == rank
             for i in np.flatnonzero(self.senders[r][self.geometries[r].source] == sender).tolist()
         ]
+
+        def pair(m: _Planned) -> set[int]:
+            return {ends[m.sender], self.receivers[m.to].rank}
+
         steps: list[Step] = []
-        for wave in self._waves(numbers, ends, limit):
+        moving = (m for m in self._messages(numbers) if len(pair(m)) == 2)
+        for wave in self._at_once(moving, pair, limit):
             sends, receives = [], []
-            for number, end, r, slices in wave:
-                receiver, geometry = self.receivers[r], self.geometries[r]
-                if end == sender and local is not None:
-                    parts = [local.slice(geometry, i) for i in slices]
-                    sends.append(Message(number, end, receiver, parts))
-                elif receiver.rank == rank:
-                    places = [geometry.kept(i) for i in slices]
-                    receives.append(Message(number, end, receiver, places))
+            for m in wave:
+                if m.sender == sender and local is not None:
+                    sends.append(self._message(m, partial(local.slice, self.geometries[m.to])))
+                elif self.receivers[m.to].rank == rank:
+                    receives.append(self._message(m, self.geometries[m.to].kept))
             if sends or receives:
                 steps.append(Step(sends, receives, [] if steps else stays))
         return steps or ([Step([], [], stays)] if stays else [])
 
-    def _waves(
-        self, numbers: Sequence[int], ends: Sequence[int], limit: int
-    ) -> Iterator[list[tuple[int, int, int, list[int]]]]:
-        """Yields messages that go at once, each (round, sender, receiver's number, slices)."""
-        wave: list[tuple[int, int, int, list[int]]] = []
-        load = Counter[int]()
-        rounds = {r: list(self._rounds(r)) for r in numbers}
-        for number in range(max(map(len, rounds.values()), default=0)):
-            for r in numbers:
-                for sender, slices in rounds[r][number].items() if number < len(rounds[r]) else ():
-                    pair = {ends[sender], self.receivers[r].rank}
-                    if len(pair) == 1:
-                        continue
-                    nbytes = int(self.geometries[r].nbytes[slices].sum())
-                    if wave and any(load[end] + nbytes > limit for end in pair):
-                        yield wave
-                        wave, load = [], Counter()
-                    wave.append((number, sender, r, slices))
-                    load.update(dict.fromkeys(pair, nbytes))
-        if wave:
-            yield wave
+    def _messages(self, numbers: Sequence[int], sender: int | None = None) -> list[_Planned]:
+        """Returns the messages to these receivers, of one sender or of all, by rounds: an order
+        that is the same on every rank."""
+        senders, slices = self.senders[list(numbers)], defaultdict[Any, list[int]](list)
+        chosen = senders >= 0 if sender is None else senders == sender
+        for i, source in np.argwhere(chosen).tolist():
+            geometry, end = self.geometries[numbers[i]], int(senders[i, source])
+            for number in geometry.rounds_of[source]:
+                slices[number, numbers[i], end] += geometry.parts[number, source].tolist()
+        return [_Planned(*message, slices[message]) for message in sorted(slices)]
 
-    def _rounds(self, r: int) -> Iterator[dict[int, list[int]]]:
-        """Yields, for each round, the slices that receiver number r gets, by sender."""
-        senders, geometry = self.senders[r].tolist(), self.geometries[r]
-        by_round: list[dict[int, list[int]]] = [{} for _ in range(geometry.rounds)]
-        for (number, source), slices in geometry.parts.items():
-            by_round[number].setdefault(senders[source], []).extend(slices.tolist())
-        return iter(by_round)
+    def _at_once(
+        self, planned: Iterable[_Planned], ends: Callable[[_Planned], set[int]], limit: int
+    ) -> Iterator[list[_Planned]]:
+        """Groups messages so that no end has more than `limit` bytes of a group, unless one message
+        is larger."""
+        group, load = list[_Planned](), Counter[int]()
+        for m in planned:
+            nbytes = int(self.geometries[m.to].nbytes[m.slices].sum())
+            if group and any(load[end] + nbytes > limit for end in ends(m)):
+                yield group
+                group, load = [], Counter()
+            group.append(m)
+            load.update(dict.fromkeys(ends(m), nbytes))
+        if group:
+            yield group
+
+    def _message(self, m: _Planned, where: Callable[[int], Slice]) -> Message:
+        return Message(m.round, m.sender, self.receivers[m.to], [where(i) for i in m.slices])
 
 
 class _RankSlices:
@@ -215,14 +229,13 @@ def plan_transfer(
     sources: Sources,
     targets: Mapping[Receiver, TargetTable],
     *,
-    itemsizes: Mapping[str, int],
+    dtypes: Mapping[str, torch.dtype],
     round_bytes: int,
     prefer: Preference = lambda receiver, ranks: ranks,
 ) -> TransferPlan:
     """Plans a transfer of what `sources` have to receivers with these tables.
 
-    itemsizes: bytes of a number by HF tensor, as it is sent. round_bytes: the most that a receiver
-    takes at once.
+    dtypes: that each HF tensor is sent in. round_bytes: the most that a receiver takes at once.
 
     The cost is that of the distinct tables: receivers with equal ones differ in their senders
     alone. Raises ValueError naming the tensor where an entry would not be filled exactly once, and
@@ -233,7 +246,7 @@ def plan_transfer(
     distinct: dict[str, tuple[TargetTable, Geometry]] = {}
     for receiver, table in targets.items():
         if table.digest not in distinct:
-            cut_to = cut_table(table, sources, itemsizes, round_bytes)
+            cut_to = cut_table(table, sources, dtypes, round_bytes)
             distinct[table.digest] = table, cut_to
         first = distinct[table.digest][0]
         if table.entries is not first.entries and table.entries != first.entries:
@@ -243,7 +256,23 @@ def plan_transfer(
             )
     geometries = tuple(distinct[table.digest][1] for table in targets.values())
     senders = _choose(sources.ranks, tuple(targets), geometries, prefer)
-    return TransferPlan(sources, tuple(targets), geometries, senders, round_bytes)
+    return TransferPlan(sources, tuple(targets), geometries, senders, dtypes, round_bytes)
+
+
+def plan_together(what: str, plan: Callable[[], TransferPlan], among: ranks.Ranks) -> TransferPlan:
+    """Returns what `plan` returns, before the first byte moves. Collective over `among`, which all
+    plan alike: an error of one is an error on all, and so is a ValueError that names the first rank
+    with another plan than rank 0's, and what it is made of otherwise."""
+    planned = among.together(plan, what=what)
+    digests = among.gather(planned.digests, name=what)
+    for rank, others in enumerate(digests):
+        for name, digest in others.items():
+            if digest != digests[0][name]:
+                raise ValueError(
+                    f"{what}: rank {rank} has another {name} than rank 0; give every rank the same "
+                    "model, layout, dtype and bucket_bytes"
+                )
+    return planned
 
 
 def _choose(

@@ -7,7 +7,6 @@ plan takes a collective over both models, and it posts all messages of the model
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -15,10 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.models.piece_table import PieceTable
-from megarl.parallel.ranks import together
-from megarl.transfer.geometry import Ranks, Sources, layout_targets
+from megarl.parallel.ranks import Ranks
+from megarl.transfer.gather import export_dtype
+from megarl.transfer.geometry import Sources, layout_targets
 from megarl.transfer.moves import Mover
-from megarl.transfer.plan import Receiver, Step, TransferPlan, nearest, plan_transfer
+from megarl.transfer.plan import Receiver, TransferPlan, nearest, plan_together, plan_transfer
 
 BUCKET_BYTES = 512 << 20
 NODE = 8  # ranks that follow each other on one host
@@ -30,25 +30,25 @@ def plan_reallocation(
     source_ranks: Sequence[int],
     target_ranks: Sequence[int],
     *,
-    itemsize: int,
+    dtype: torch.dtype,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> TransferPlan:
     """Plans the way from one layout into another of the same model, padding aside.
 
     source_ranks, target_ranks: the ranks of a group that the layouts' ranks 0, 1, ... are. A rank
     takes from itself what it has, else from a rank of its node (NODE ranks) where there is one.
-    itemsize: bytes of a number; those of buffers have 4. Raises ValueError where the source does
-    not have what the target keeps.
+    dtype: of the messages; buffers travel in fp32. Raises ValueError where the source does not have
+    what the target keeps.
     """
     near, own = nearest([r // NODE for r in source_ranks]), nearest(source_ranks)
 
-    def prefer(to: Receiver, ranks: Ranks) -> Ranks:
+    def prefer(to: Receiver, ranks: tuple[int, ...]) -> tuple[int, ...]:
         return own(to.rank, near(to.rank // NODE, ranks))
 
     return plan_transfer(
         Sources(source),
         {Receiver(0, r): t for r, t in zip(target_ranks, layout_targets(target), strict=True)},
-        itemsizes={t.name: 4 if t.buffer else itemsize for t in source.tensors},
+        dtypes={t.name: export_dtype(t, dtype) for t in source.tensors},
         round_bytes=max(1, bucket_bytes // 2),  # a rank may send as much as it receives
         prefer=prefer,
     )
@@ -80,37 +80,18 @@ class Reallocator:
         device: torch.device | str = "cpu",
     ) -> None:
         self._target, self.rank, self.group, self.device = target, rank, group, torch.device(device)
-        self._dtypes = {t.name: torch.float32 if t.buffer else dtype for t in source.tensors}
 
-        def plan() -> tuple[int, list[Step]]:
+        def plan() -> TransferPlan:
             if bucket_bytes < 1:
                 raise ValueError(f"bucket_bytes={bucket_bytes}: use at least 1")
             self._from = _ranks("source_ranks", source_ranks, source)
             self._to = _ranks("target_ranks", target_ranks, target)
-            plan = plan_reallocation(
-                source,
-                target,
-                self._from,
-                self._to,
-                itemsize=dtype.itemsize,
-                bucket_bytes=bucket_bytes,
+            return plan_reallocation(
+                source, target, self._from, self._to, dtype=dtype, bucket_bytes=bucket_bytes
             )
-            digest = zlib.crc32(f"{plan.digest} {dtype}".encode())
-            return digest, plan.steps(rank, self._from, bucket_bytes)
 
-        digest, self._steps = together("planning a reallocation", plan, group)
-        self._check_alike(digest)
-
-    def _check_alike(self, digest: int) -> None:
-        """Raises ValueError where the ranks' plans differ. Collective over `group`, which for NCCL
-        has to come before messages of some of it."""
-        extremes = torch.tensor([digest, -digest], dtype=torch.int64, device=self.device)
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self.group)
-        if extremes[0] != -extremes[1]:
-            raise ValueError(
-                "the ranks of a reallocation do not agree: give all of them the same model, "
-                "layouts, ranks, dtype and bucket_bytes"
-            )
+        self._plan = plan_together("planning a reallocation", plan, Ranks.of(group))
+        self._steps = self._plan.steps(rank, self._from, 2 * self._plan.round_bytes)
 
     def __call__(
         self,
@@ -132,12 +113,13 @@ class Reallocator:
                 raise ValueError(
                     f"rank {self.rank}: give `{name}` on ranks {list(ranks)} and None elsewhere"
                 )
-        move = Mover(self._dtypes.__getitem__, self.group, self.device)
+        dtypes = self._plan.dtypes
+        move = Mover(dtypes, self._from, self.group, self.device)
         sent, kept, peak = 0, 0, 0
         for step in self._steps:
-            outgoing, messages = move(step, self._from, source or {}, target or {}, keep=keep)
+            outgoing, messages = move(step, source or {}, target or {}, keep=keep)
             sent, peak = sent + outgoing, max(peak, messages)
-            kept += sum(s.numel * self._dtypes[s.tensor].itemsize for s, _ in step.stays)
+            kept += sum(s.numel * dtypes[s.tensor].itemsize for s, _ in step.stays)
         if target is not None:
             coords = self._target.layout.coords(self._to.index(self.rank))
             for name, local in self._target.local_params(coords).items():

@@ -7,9 +7,11 @@ Then all ranks know all scales, and each quantises what it sends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections import ChainMap
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -66,10 +68,11 @@ class BlockFp8:
             dist.all_reduce(self._flat, op=dist.ReduceOp.MAX, group=self._source.group)
         self._flat.clamp_(min=1e-12).div_(LARGEST)
 
-    def params(self) -> dict[str, torch.Tensor]:
-        """Returns the source's parameters and, by the names of their tensors, the scales."""
+    def params(self) -> Mapping[str, torch.Tensor]:
+        """Returns the source's parameters, looked up as they are asked for, and, by the names of
+        their tensors, the scales."""
         scales = {t.name + SUFFIX: self._scales(t.name, t.shape) for t, _ in self._held}
-        return {**self._source.params, **scales}
+        return ChainMap(scales, cast(Any, self._source.params))
 
     def quantize(self, name: str, box: Box, read: Read, out: torch.Tensor) -> None:
         """Writes box `box` of a linear map into `out`, FP8 [numbers of the box]; read: copies its

@@ -1,4 +1,4 @@
-"""Plans what a sync sends, as data: buckets, request bodies, group ranks, a hash to compare.
+"""Plans what a sync sends, as data: buckets, request bodies, group ranks.
 
 Pure: nothing here communicates.
 """
@@ -6,12 +6,10 @@ Pure: nothing here communicates.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import accumulate, zip_longest
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -26,12 +24,9 @@ _FUSED = re.compile(r"\.(q_a_proj|kv_a_proj_with_mqa)\.")
 
 @dataclass(frozen=True)
 class SyncPlan:
-    """Holds the buckets in the order they are sent, and the rank that gathers and sends them. The
-    plan must be the same on every rank; `difference` finds where it is not."""
+    """Holds the buckets in the order they are sent."""
 
     buckets: tuple[Bucket, ...]
-    sender: int
-    table: PieceTable = field(repr=False, compare=False)
 
     @property
     def nbytes(self) -> int:
@@ -48,23 +43,8 @@ class SyncPlan:
         """Returns the HF names of all tensors, in the order they are sent."""
         return [m.name for b in self.buckets for m in b.members]
 
-    @cached_property
-    def entries(self) -> list[str]:
-        """Returns what goes where, a line for each tensor, to compare between ranks."""
-        return [
-            f"{m.name} {list(m.shape)} {m.dtype} at byte {m.offset} of bucket {b.index + 1}, sent "
-            f"by rank {self.sender}, cut as {_hash(repr(self.table.by_name[m.name].pieces))[:8]}"
-            for b in self.buckets
-            for m in b.members
-        ]
 
-    @cached_property
-    def digest(self) -> str:
-        """Returns a hash that is equal exactly where the plans are equal."""
-        return _hash("\n".join(self.entries))
-
-
-def plan_sync(table: PieceTable, dtype: Dtypes, bucket_bytes: int, sender: int = 0) -> SyncPlan:
+def plan_sync(table: PieceTable, dtype: Dtypes, bucket_bytes: int) -> SyncPlan:
     """Plans buckets of at most `bucket_bytes` (tensors that go together and are larger get their
     own), all without gaps.
 
@@ -86,16 +66,12 @@ def plan_sync(table: PieceTable, dtype: Dtypes, bucket_bytes: int, sender: int =
     buckets = plan_buckets(own, dtype, bucket_bytes, unit=load_unit)
     for b in buckets:
         assert sum(m.nbytes for m in b.members) == b.nbytes, f"bucket {b.index} has gaps"
-    return SyncPlan(buckets, sender, table)
+    return SyncPlan(buckets)
 
 
 def load_unit(name: str) -> str:
     """Returns a name that HF tensors share which a server has to get in one request."""
     return _FUSED.sub(".", name)
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def uniform_dtype(params: Mapping[str, torch.Tensor]) -> torch.dtype:
@@ -142,16 +118,3 @@ def rank_offsets(tp_sizes: Sequence[int]) -> tuple[list[int], int]:
     """Returns each server's first rank in the update group (the sender is 0), and its size."""
     ends = list(accumulate(tp_sizes, initial=1))
     return ends[:-1], ends[-1]
-
-
-def difference(entries: Sequence[Sequence[str]]) -> str | None:
-    """Returns the error that names the first entry in which a rank's plan is not rank 0's, None
-    where all are alike. entries: by rank."""
-    for rank, theirs in enumerate(entries):
-        for a, b in zip_longest(theirs, entries[0], fillvalue="nothing"):
-            if a != b:
-                return (
-                    f"weight sync plans differ: rank {rank} has {a} where rank 0 has {b}; give "
-                    "every rank the same model, layout, dtype and bucket_bytes"
-                )
-    return None

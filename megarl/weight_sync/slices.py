@@ -33,7 +33,7 @@ from megarl.models.piece_table import PieceTable
 from megarl.transfer.gather import export_dtype
 from megarl.transfer.geometry import Sources, TargetTable, read_entries
 from megarl.transfer.moves import lay_out, pack
-from megarl.transfer.plan import Receiver, TransferPlan, nearest, plan_transfer
+from megarl.transfer.plan import Receiver, TransferPlan, nearest, plan_together, plan_transfer
 from megarl.utils.env import is_here, is_loopback, machine
 from megarl.utils.http import in_thread, split_address
 from megarl.weight_sync.changes import Group, Names, Outgoing, SliceChanges
@@ -294,17 +294,14 @@ class SliceSync:
                 for server, ranks in enumerate(tables)
                 for rank, table in enumerate(ranks)
             },
-            itemsizes={t.name: self._dtype(t.name).itemsize for t in self._table.tensors},
+            dtypes={t.name: self._dtype(t.name) for t in self._table.tensors},
             round_bytes=round_bytes,
             prefer=lambda to, ranks: near(nodes[to.target], ranks),
         )
         try:
-            plan = self.source.ranks.together(plan_slices, what="planning slices")
+            return plan_together("planning slices", plan_slices, self.source.ranks)
         except RuntimeError as e:  # after which some ranks would go on with whole tensors
             raise ValueError(f"planning slices: {e}") from e
-        if len(set(self.source.ranks.gather(plan.digest))) > 1:
-            raise _Refused("the ranks plan otherwise than each other: give all the same model")
-        return plan
 
     def _put_plan(self, plan: TransferPlan, tables: _Tables) -> None:
         """Puts this rank's share of the receivers' parts of the plan into the store."""
@@ -318,10 +315,14 @@ class SliceSync:
         """Enters the group together with all others."""
         link = self._link
         assert link is not None
-        firsts, members, dtype = link.members.firsts, link.members, self._dtype
+        firsts, members = link.members.firsts, link.members
         self._groups = [
             [
-                (m.round, firsts[m.receiver.target] + m.receiver.rank, lay_out(m.slices, dtype))
+                (
+                    m.round,
+                    firsts[m.receiver.target] + m.receiver.rank,
+                    lay_out(m.slices, plan.dtypes),
+                )
                 for m in group
             ]
             for group in plan.sends(self.source.rank)

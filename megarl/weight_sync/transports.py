@@ -22,7 +22,7 @@ from megarl.parallel.layout import Layout
 from megarl.parallel.ranks import FAIL_GRACE, SLACK, Ranks
 from megarl.transfer.gather import BucketGatherer, Dtypes
 from megarl.weight_sync.phases import Phases
-from megarl.weight_sync.plan import SyncPlan, difference, plan_sync, uniform_dtype
+from megarl.weight_sync.plan import SyncPlan, plan_sync, uniform_dtype
 from megarl.weight_sync.servers import Deadline
 from megarl.wire.process_group import bounded
 
@@ -109,30 +109,24 @@ class Transport(ABC):
 
     def plan_buckets(self, bucket_bytes: int) -> tuple[SyncPlan, BucketGatherer]:
         """Returns the buckets that hold all weights, and what gathers them to `source.sender`, with
-        an eighth of a bucket for messages; made anew where `bucket_bytes` has changed. Collective.
-        Raises RuntimeError naming the first entry in which a rank's plan is not rank 0's."""
+        an eighth of a bucket for messages; made anew where `bucket_bytes` has changed. Collective:
+        raises on all ranks where one has another plan than rank 0."""
         s = self.source
-
-        def make() -> tuple[SyncPlan, BucketGatherer]:
-            if self._planned is None or self._planned[0] != bucket_bytes:
-                plan = plan_sync(s.table, s.dtype, bucket_bytes, s.sender)
-                gatherer = BucketGatherer(
-                    s.table,
-                    s.rank,
-                    s.params,
-                    plan.buckets,
-                    s.sender,
-                    group=s.group,
-                    device=s.device,
-                    staging=bucket_bytes // 8,
-                )
-                self._planned = bucket_bytes, plan, gatherer
-            return self._planned[1:]
-
-        plan, gatherer = s.ranks.together(make)
-        if len(set(s.ranks.gather(plan.digest))) > 1:
-            raise RuntimeError(difference(s.ranks.gather(plan.entries)))
-        return plan, gatherer
+        if self._planned is None or self._planned[0] != bucket_bytes:
+            plan = s.ranks.together(plan_sync, s.table, s.dtype, bucket_bytes)
+            gatherer = BucketGatherer(
+                s.table,
+                s.rank,
+                s.params,
+                plan.buckets,
+                s.sender,
+                group=s.group,
+                device=s.device,
+                staging=bucket_bytes // 8,
+                ranks=s.ranks,
+            )
+            self._planned = bucket_bytes, plan, gatherer
+        return self._planned[1:]
 
 
 class WeightSender:

@@ -22,6 +22,7 @@ from megarl.models.hf_config import read_hf_config
 from megarl.models.params import named_params
 from megarl.models.piece_table import build_piece_table
 from megarl.parallel.layout import Layout
+from megarl.transfer.gather import BucketGatherer, plan_buckets
 from tests.dist.models_util import built_model
 from tests.dist.world import World
 from tests.files import read_all, same
@@ -260,6 +261,33 @@ def test_a_disk_that_fills_up_midway_stops_every_rank(world2: World, tmp_path: P
         assert [p.name for p in tmp_path.iterdir()] == ["a"]
     world2.run(run_round_trip, source, tmp_path / "b", dict(pp=2), torch.float32)
     same(source, tmp_path / "b")
+
+
+def run_another_table(source: Path, target: Path, verb: str) -> str:
+    """Gives rank 1 alone the table of another layout."""
+    with built_model(source, {}) as (model, groups):
+        params, table = named_params(model.chunks), model.table
+        if groups.rank == 1:
+            table = build_piece_table(read_hf_config(source), Layout(tp=2))
+        try:
+            if verb == "save":
+                save_hf(target, table, groups.layout, groups.rank, params)
+            else:
+                buckets = plan_buckets(table, torch.float32, 1 << 16)
+                BucketGatherer(table, groups.rank, params, buckets)
+        except ValueError as e:
+            return str(e)
+    return ""
+
+
+@pytest.mark.parametrize("verb", ("save", "gather"))
+def test_ranks_that_plan_differently_write_nothing(
+    world2: World, tmp_path: Path, verb: str
+) -> None:
+    source = save_tiny(tmp_path / "a", "llama")
+    for error in world2.run(run_another_table, source, tmp_path / "b", verb):
+        assert "rank 1 has another layout than rank 0" in error
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
 
 
 def test_a_save_does_not_replace_what_is_no_model(world2: World, tmp_path: Path) -> None:

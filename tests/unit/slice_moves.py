@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megarl.models.piece_table import PieceTable, View
 from megarl.transfer.boxes import Box
+from megarl.transfer.gather import export_dtype
 from megarl.transfer.geometry import TargetTable
 from megarl.transfer.plan import Receiver, TransferPlan
 
@@ -18,8 +19,8 @@ Memory = dict[str, Tensor]  # a rank's storages by parameter
 EMPTY = -1.0
 
 
-def itemsizes(table: PieceTable) -> dict[str, int]:
-    return {t.name: 4 if t.buffer else 2 for t in table.tensors}
+def dtypes(table: PieceTable) -> dict[str, torch.dtype]:
+    return {t.name: export_dtype(t, torch.bfloat16) for t in table.tensors}
 
 
 def storages(views: Iterable[tuple[str, View]]) -> Memory:

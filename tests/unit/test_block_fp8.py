@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections import UserDict
 from pathlib import Path
 
 import pytest
@@ -169,6 +170,16 @@ def test_fp8_without_its_scales_is_refused(scale: block_fp8.Spec | None) -> None
         block_fp8.plain_specs(specs)
 
 
+class Counted(UserDict[str, torch.Tensor]):
+    """Counts look-ups, each of which computes a weight where there are adapters."""
+
+    lookups = 0
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        self.lookups += 1
+        return super().__getitem__(name)
+
+
 def test_slices_are_parts_of_the_whole(tmp_path: Path) -> None:
     """Of one rank with fp32 weights that sends bf16, and more rows than go at a time."""
     path = save_tiny(tmp_path, "qwen3", layers=1, hidden_size=160, intermediate_size=2100)
@@ -192,3 +203,12 @@ def test_slices_are_parts_of_the_whole(tmp_path: Path) -> None:
             out = torch.empty(q[part].numel(), dtype=E4M3)
             made.quantize(name, box, lambda flat, x=t[part]: flat.copy_(x.flatten()), out)
             assert torch.equal(bits(out), bits(q[part]).flatten()), (name, box)
+
+
+def test_weights_are_looked_up_as_they_are_sent(saved: Path) -> None:
+    table = build_piece_table(read_hf_config(saved), Layout())
+    params = Counted({p.name: torch.zeros(p.shape) for p in table.params})
+    sent = BlockFp8(WeightSource(table, table.layout, 0, params, dtype=torch.bfloat16))
+    params.lookups = 0
+    assert sent.params()[table.params[0].name] is params.data[table.params[0].name]
+    assert params.lookups == 1

@@ -69,7 +69,7 @@ def test_a_rank_of_a_model_of_70b(tmp_path: Path) -> None:
     model, layout = parse_hf_config(LLAMA_70B), Layout(tp=8, pp=80)
     table = build_piece_table(model, layout)
     plan = plan_files(
-        table, layout, torch.bfloat16, writers=[0], max_shard_bytes=5 << 30, bucket_bytes=1 << 30
+        table, torch.bfloat16, writers=[0], max_shard_bytes=5 << 30, bucket_bytes=1 << 30
     )
     for name, members in plan.files.items():
         with (tmp_path / name).open("wb") as f:
@@ -91,7 +91,7 @@ def test_files_are_spread_over_the_ranks_that_hold_them() -> None:
 
     def plan(writers: list[int]) -> Any:
         return plan_files(
-            table, layout, torch.bfloat16, writers=writers, max_shard_bytes=5 << 30,
+            table, torch.bfloat16, writers=writers, max_shard_bytes=5 << 30,
             bucket_bytes=256 << 20,
         )  # fmt: skip
 

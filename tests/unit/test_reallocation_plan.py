@@ -98,7 +98,7 @@ class Way:
         self.sources: Any = options.pop("source_ranks", range(a.layout.world_size))
         self.targets: Any = options.pop("target_ranks", range(b.layout.world_size))
         plan = plan_reallocation(
-            a, b, self.sources, self.targets, itemsize=2, bucket_bytes=limit, **options
+            a, b, self.sources, self.targets, dtype=torch.bfloat16, bucket_bytes=limit, **options
         )
         self.steps = {
             rank: plan.steps(rank, self.sources, limit)
@@ -147,7 +147,7 @@ CPU = torch.device("cpu")
 
 
 def whole(slices: Sequence[Slice]) -> Parts:
-    return lay_out(slices, lambda name: torch.float32)
+    return lay_out(slices, {s.tensor: torch.float32 for s in slices})
 
 
 @settings(max_examples=40, deadline=None)

@@ -19,7 +19,7 @@ from megarl.transfer.boxes import Box, extents, uncovered
 from megarl.transfer.geometry import Slice, Sources, TargetTable
 from megarl.transfer.plan import Receiver, TransferPlan, nearest, plan_transfer
 from tests.unit.family_configs import FAMILIES, config
-from tests.unit.slice_moves import assert_delivered, itemsizes
+from tests.unit.slice_moves import assert_delivered, dtypes
 from tests.unit.test_reallocation_plan import layouts
 
 MOE = "Qwen3MoeForCausalLM"
@@ -30,7 +30,7 @@ def planned(
 ) -> TransferPlan:
     targets = {Receiver(s, r): t for s, ranks in enumerate(servers) for r, t in enumerate(ranks)}
     return plan_transfer(
-        Sources(table), targets, itemsizes=itemsizes(table), round_bytes=round_bytes, **options
+        Sources(table), targets, dtypes=dtypes(table), round_bytes=round_bytes, **options
     )
 
 
@@ -174,7 +174,7 @@ def test_every_rank_makes_the_same_plan_and_equal_servers_share_one() -> None:
     layout = Layout(tp=2, pp=2, dp=2, ep=2)
     servers = [server_tables(m, 2), *[server_tables(m, 4)] * 7]
     a, b = (planned(build_piece_table(m, layout), servers, 500) for _ in range(2))
-    assert len({id(g) for g in a.geometries}) == 2 + 4 and a.digest == b.digest
+    assert len({id(g) for g in a.geometries}) == 2 + 4 and a.digests == b.digests
     assert a.receivers == b.receivers and len(a.receivers) == 2 + 7 * 4
     assert [list(a.sends(r)) for r in range(8)] == [list(b.sends(r)) for r in range(8)]
     assert [a.receives(r) for r in a.receivers] == [b.receives(r) for r in b.receivers]

@@ -1,8 +1,11 @@
-"""The pure half of weight sync: buckets, bodies, ranks, hashes, what a verification says."""
+"""The pure half of weight sync: buckets, bodies, ranks, digests, what a verification says."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +14,8 @@ from megarl.api.records import WeightUpdateMeta
 from megarl.models.hf_config import read_hf_config
 from megarl.models.piece_table import PieceTable, build_piece_table
 from megarl.parallel.layout import Layout
+from megarl.transfer.gather import BucketGatherer
 from megarl.weight_sync.plan import (
-    difference,
     plan_sync,
     rank_offsets,
     uniform_dtype,
@@ -56,31 +59,40 @@ def test_mixed_dtypes_leave_no_gaps(table: PieceTable, bound: int) -> None:
         assert end == b.nbytes
 
 
-def test_digest_sees_whatever_changes_the_plan(table: PieceTable) -> None:
-    plans = [
-        plan_sync(table, torch.bfloat16, 50_000),
-        plan_sync(table, torch.bfloat16, 50_000, 1),
-        plan_sync(table, torch.bfloat16, 70_000),
-        plan_sync(table, torch.float32, 50_000),
-        plan_sync(build_piece_table(table.model, Layout(pp=2)), torch.bfloat16, 50_000),
-    ]
-    assert len({p.digest for p in plans}) == len(plans)
-    assert plan_sync(table, torch.bfloat16, 50_000).digest == plans[0].digest
+def test_ranks_see_whatever_changes_the_plan(table: PieceTable) -> None:
+    def digests(
+        table: PieceTable, dtype: Any, bucket_bytes: int, sender: int = 0
+    ) -> Mapping[str, str]:
+        buckets = plan_sync(table, dtype, bucket_bytes).buckets
+        return BucketGatherer(table, 0, {}, buckets, sender).plan.digests
+
+    ours = digests(table, torch.bfloat16, 50_000)
+    assert digests(table, torch.bfloat16, 50_000) == ours
+    half = {t.name: torch.bfloat16 for t in table.tensors} | {NORM: torch.float16}
+    piped = build_piece_table(table.model, Layout(pp=2))
+    for name, others in (
+        ("bucket_bytes", digests(table, torch.bfloat16, 50_000, 1)),
+        ("bucket_bytes", digests(table, torch.bfloat16, 1 << 30)),
+        ("dtype", digests(table, half, 50_000)),
+        ("layout", digests(piped, torch.bfloat16, 50_000)),
+        ("model", digests(replace(table, tensors=table.tensors[1:]), torch.bfloat16, 50_000)),
+        ("plan", digests(swapped(table), torch.bfloat16, 50_000)),
+    ):
+        assert next(k for k in ours if ours[k] != others[k]) == name
 
 
-def test_the_first_entry_that_differs_is_named(table: PieceTable) -> None:
-    ours = plan_sync(table, torch.bfloat16, 50_000)
-    dtype = {t.name: torch.bfloat16 for t in table.tensors} | {NORM: torch.float16}
-    theirs = plan_sync(table, dtype, 50_000)
-    assert difference([ours.entries, ours.entries]) is None
-    said = difference([ours.entries, ours.entries, theirs.entries])
-    (home,) = (b.index for b in ours.buckets if NORM in [m.name for m in b.members])
-    assert said is not None and f"rank 2 has {NORM} [64] torch.float16 at byte" in said
-    assert f"where rank 0 has {NORM} [64] torch.bfloat16 at byte" in said
-    assert f"of bucket {home + 1}, sent by rank 0" in said
-    fewer = plan_sync(table, torch.bfloat16, 1 << 30)
-    assert "of bucket 1, " in (difference([ours.entries, fewer.entries]) or "")
-    assert "rank 1 has nothing where" in (difference([ours.entries, ours.entries[:-1]]) or "")
+def swapped(table: PieceTable) -> PieceTable:
+    """The table with a matrix cut by columns where it was cut by rows, into as many numbers."""
+    i, t = next(
+        (i, t)
+        for i, t in enumerate(table.tensors)
+        if len(t.pieces) == 2 and len(t.shape) == 2 and t.pieces[0].stop[0] < t.shape[0]
+    )
+    rows, columns = t.shape
+    cuts = (((0, 0), (rows, columns // 2)), ((0, columns // 2), (rows, columns)))
+    pieces = tuple(replace(p, start=a, stop=b) for p, (a, b) in zip(t.pieces, cuts, strict=True))
+    tensors = (*table.tensors[:i], replace(t, pieces=pieces), *table.tensors[i + 1 :])
+    return replace(table, tensors=tensors)
 
 
 def test_only_the_last_bucket_flushes_and_bumps_the_version(table: PieceTable) -> None:
