@@ -2,7 +2,7 @@
 
 Data to write is copied to host memory first (`to_host`); a step waits for that copy alone. Then the
 threads of all ranks write together, over gloo process groups of their own; the main threads learn
-the outcome when they call `Background.is_done` or `wait`. Jobs run one after the other, in the
+the outcome when they call `PendingSave.is_done` or `finish`. Saves run one after the other, in the
 order they came in, which is the same on every rank.
 
 megarl/ckpt/dist.py says why this is a thread and not megatron-core's forked process.
@@ -12,17 +12,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from datetime import timedelta
+from pathlib import Path
+from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.ckpt.files import removed_on_failure
 from megarl.parallel import mcore
 from megarl.parallel.ranks import together
-from megarl.parallel.worlds import PerWorld, thread_inside
+from megarl.parallel.worlds import PerWorld, inside, thread_inside
 from megarl.utils.env import collective_timeout
 
+T = TypeVar("T")
 _newest: threading.Thread | None = None
 
 
@@ -51,48 +56,55 @@ def to_host(tensors: Iterable[Tensor]) -> list[Tensor]:
     return copies
 
 
-class Background:
-    """Runs a job in a thread; every rank of the world in scope starts the same jobs in the same
-    order. The job is in that world, whichever the main thread goes on to.
+class PendingSave(Generic[T]):
+    """Writes in a thread; every rank of the world in scope starts the same saves in the same order.
+    The save is in that world, whichever the main thread goes on to.
+
+    what: its name in errors. write: what the thread does. complete: puts what is written in place,
+    on the main thread, given what `write` returned. staging: the directory that a failure deletes.
 
     The thread does not keep the process alive: after an error elsewhere nobody waits for it, and
     what it has written is what a killed process leaves behind.
     """
 
-    def __init__(self, what: str, job: Callable[[], None]) -> None:
+    def __init__(
+        self, what: str, staging: Path, write: Callable[[], T], complete: Callable[[T], None]
+    ) -> None:
         global _newest
-        self.what, self.world = what, dist.group.WORLD
-        self._error: Exception | None = None
+        self._what, self._staging, self._complete = what, staging, complete
+        self._world = dist.group.WORLD
+        self._outcome: Future[T] = Future()
         before = _newest
 
         def run() -> None:
             try:
                 if before is not None:
                     _join(before)
-                with thread_inside(self.world):
-                    job()
+                with thread_inside(self._world):
+                    self._outcome.set_result(write())
             except Exception as e:  # for the main thread to raise
-                self._error = e
+                self._outcome.set_exception(e)
 
         self._thread = _newest = threading.Thread(target=run, name=f"megarl {what}", daemon=True)
         self._thread.start()
 
     def is_done(self) -> bool:
-        """Tells whether the job has ended, well or not, on every rank. Collective; does not
-        wait."""
+        """Tells whether the thread has ended, well or not, on every rank, so that `finish` need not
+        wait. Collective; does not wait."""
         running = torch.tensor([int(self._thread.is_alive())], device=mcore.device())
-        dist.all_reduce(running, group=self.world)
+        dist.all_reduce(running, group=self._world)
         return not running.item()
 
-    def wait(self) -> None:
-        """Waits until the job has ended on every rank. Collective: an error on one rank is raised
-        on all."""
-        together(self.what, self._result, self.world)
+    def finish(self) -> None:
+        """Waits until all ranks have written, and puts the directory in place. Collective: an error
+        on one rank is raised on all."""
+        with inside(self._world), removed_on_failure(self._staging):
+            written = together(self._what, self._result)
+            together(self._what, lambda: self._complete(written))
 
-    def _result(self) -> None:
+    def _result(self) -> T:
         _join(self._thread)
-        if self._error is not None:
-            raise self._error
+        return self._outcome.result()
 
 
 def _join(thread: threading.Thread) -> None:

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
 
-from megarl.ckpt.background import Background, to_host, writers_group
+from megarl.ckpt.background import PendingSave, to_host, writers_group
 from megarl.ckpt.files import (
     MARKER,
     Writer,
@@ -33,7 +33,6 @@ from megarl.ckpt.files import (
     failures_named,
     read_info,
     read_marker,
-    removed_on_failure,
     share_of_files,
     staged,
     write_marker,
@@ -42,9 +41,8 @@ from megarl.ckpt.restricted import check_common, restricted_reading
 from megarl.models.hf_config import ModelConfig
 from megarl.models.params import checkpoint_key, checkpoint_keys
 from megarl.models.piece_table import PieceTable
-from megarl.parallel import mcore
-from megarl.parallel.ranks import on_rank_zero, together
-from megarl.parallel.worlds import PerWorld, inside
+from megarl.parallel.ranks import Ranks, on_rank_zero, together
+from megarl.parallel.worlds import PerWorld
 from megarl.utils.files import check_room, full_disk_named, put_in_place
 
 from megatron.core import dist_checkpointing as mcore_ckpt
@@ -93,43 +91,21 @@ def save_sharded(path: str | Path, state: Sharded, info: Mapping[str, Any]) -> N
         together(f"saving {path}", lambda: _finish(staging, info, checksums, Path(path)))
 
 
-class PendingSave:
-    """Stands for a save that `begin_save` began: a thread writes the files, `finish` puts them in
-    place."""
-
-    def __init__(
-        self,
-        path: str | Path,
-        staging: Path,
-        info: Mapping[str, Any],
-        write: Callable[[], dict[str, str]],
-    ) -> None:
-        """A thread runs `write`, which returns the checksums for `_finish`."""
-        self.path, self._staging, self._info = Path(path), staging, info
-        self._checksums: dict[str, str] = {}
-        self._job = Background(f"saving {path}", lambda: self._checksums.update(write()))
-
-    def is_done(self) -> bool:
-        """Tells whether the files are written, so that `finish` need not wait. Collective."""
-        return self._job.is_done()
-
-    def finish(self) -> None:
-        """Waits for the files and puts the directory in place. Collective; a failure of any rank's
-        writer is raised here, on every rank."""
-        with inside(self._job.world), removed_on_failure(self._staging):
-            self._job.wait()
-            what = f"saving {self.path}"
-            together(what, lambda: _finish(self._staging, self._info, self._checksums, self.path))
-
-
-def begin_save(path: str | Path, state: Sharded, info: Mapping[str, Any]) -> PendingSave:
+def begin_save(
+    path: str | Path, state: Sharded, info: Mapping[str, Any]
+) -> PendingSave[dict[str, str]]:
     """Saves as `save_sharded`, but in a thread. Collective; returns when `state` is copied to host
     memory, where the copy stays until the files are written. Nothing is at `path` before
     `PendingSave.finish`."""
     with staged(Path(path), "checkpoint", MARKER) as staging:
         mine = _share_out(path, state, staging, copy=True)
         group = writers_group()
-    return PendingSave(path, staging, info, lambda: _write(path, staging, mine, group))
+    return PendingSave(
+        f"saving {path}",
+        staging,
+        lambda: _write(path, staging, mine, group),
+        lambda checksums: _finish(staging, info, checksums, Path(path)),
+    )
 
 
 def save_common(common: Any, staging: Path) -> None:
@@ -173,15 +149,8 @@ def _share_out(path: str | Path, state: Sharded, staging: Path, *, copy: bool = 
         return dict(mcore_torch.mcore_to_pyt_state_dict(mine)), nbytes
 
     mine, nbytes = together(what, plan)
-    total = torch.tensor([nbytes], device=mcore.device())
-    dist.all_reduce(total)
-    needed = int(total.item())
-
-    def look() -> None:
-        if dist.get_rank() == 0:
-            check_room(what, staging, needed)
-
-    together(what, look)
+    needed = sum(Ranks.of().gather(nbytes))
+    on_rank_zero(check_room, what, staging, needed)
     return _Share(mine, needed)
 
 
@@ -270,13 +239,8 @@ def open_checkpoint(path: str | Path, check: Callable[[dict[str, Any]], None]) -
         return marker
 
     marker = together(what, look)
-    wanted = on_rank_zero(lambda: marker["id"])
-
-    def compare() -> None:
-        if marker["id"] != wanted:
-            raise ValueError(f"{path} is another checkpoint on rank 0: give all ranks one storage")
-
-    together(what, compare)
+    if len(set(Ranks.of().gather(marker["id"]))) > 1:
+        raise ValueError(f"{path} is another checkpoint on some ranks: give all ranks one storage")
     sound = _sound.get()
     if marker["id"] not in sound and (damage := find_damage(path)):
         raise ValueError(damage)
@@ -303,8 +267,7 @@ def find_damage(path: str | Path) -> str | None:
             return str(e)
         return None
 
-    found: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, together(f"loading {path}", look))
+    found = Ranks.of().gather(together(f"loading {path}", look))
     if damages := [damage for damage in found if damage]:
         return damages[0]
     _sound.get().add(read_marker(path)["id"])
@@ -325,7 +288,6 @@ def load_sharded(path: str | Path, state: Sharded) -> tuple[dict[str, Any], dict
         reader = FullyParallelLoadStrategyWrapper(plain, state.replicas)
         shared: dict[str, Any] = mcore_ckpt.load(state.shared, str(path), reader)
         # reading is collective: a rank with nothing of its own takes part if any rank has something
-        some = torch.tensor([len(state.own)], device=mcore.device())
-        dist.all_reduce(some)
-        own: dict[Any, Any] = plain.load(state.own, Path(path)) if some.item() else {}
+        some = any(Ranks.of().gather(bool(state.own)))
+        own: dict[Any, Any] = plain.load(state.own, Path(path)) if some else {}
     return shared, own

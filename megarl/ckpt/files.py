@@ -69,7 +69,7 @@ def removed_on_failure(staging: Path, group: dist.ProcessGroup | None = None) ->
     try:
         yield
     except BaseException:
-        if dist.get_rank(group) == 0:
+        if Ranks.of(group).is_zero:
             shutil.rmtree(staging, ignore_errors=True)
         raise
 

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from megarl.api.records import SaveLoadMeta
+from megarl.ckpt.background import PendingSave
 from megarl.ckpt.dist import (
-    PendingSave,
     Sharded,
     describe_model,
     load_sharded,
@@ -139,7 +139,7 @@ def load(state: EngineState, meta: SaveLoadMeta) -> int | None:
 # ---- training checkpoints ----------------------------------------------------------------------
 
 
-def begin_save(state: EngineState, path: str, with_optim: bool, version: int) -> PendingSave:
+def begin_save(state: EngineState, path: str, with_optim: bool, version: int) -> PendingSave[Any]:
     """Begins a save of the "dist" format; a thread writes the files. Collective."""
     opt.gather_params(state.chunks)
     with average_in_place(state):
@@ -351,10 +351,13 @@ def hf_state(
         trained = {n: p for n, p in state.params.items() if p.requires_grad}
         values = {n: p.main_grad for n, p in trained.items()}  # type: ignore[attr-defined]
     buckets = plan_buckets(table, dtype, _STATE_BUCKET_BYTES)
-    gatherer = BucketGatherer(table, state.groups.rank, values, buckets, device=mcore.device())
+    gatherer: BucketGatherer | None = None
     for bucket in buckets:
         with scope():
             opt.gather_params(state.chunks)
+            gatherer = gatherer or BucketGatherer(
+                table, state.groups.rank, values, buckets, device=mcore.device()
+            )
             flat = gatherer.gather(bucket)
         if flat is not None:
             yield from bucket.views(flat)

@@ -10,7 +10,6 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from megarl.ckpt.dist import describe_model
 from megarl.engine import optimizer
@@ -19,7 +18,7 @@ from megarl.models.hf_config import ModelConfig
 from megarl.models.piece_table import PieceTable, build_piece_table
 from megarl.parallel import mcore
 from megarl.parallel.groups import model_scope
-from megarl.parallel.ranks import together
+from megarl.parallel.ranks import Ranks, together
 from megarl.parallel.worlds import everyone, union_group, waiting_for
 from megarl.transfer.reallocate import Reallocator
 
@@ -60,7 +59,8 @@ def copy_weights(
         else:  # what fails on the ranks of one engine, those of the other hear of
             what = "copy_weights from ranks {} to ranks {}".format(*map(list, ranks))
             together(what, require_weights, move.group)
-            version = _version_of_source(move, given, version)
+            known = Ranks.of(move.group).gather(-1 if given is None else version)
+            version = max(known)
         return _move(move, given, taken, keep), version
 
 
@@ -118,13 +118,6 @@ def _move(
         round_off(target)
         optimizer.reload_main_params(target.optimizer)
     return stats
-
-
-def _version_of_source(move: Reallocator, source: EngineState | None, version: int) -> int:
-    """Returns the source's version on all ranks of both engines. Collective over those."""
-    known = torch.tensor([-1 if source is None else version], device=mcore.device())
-    dist.all_reduce(known, dist.ReduceOp.MAX, move.group)
-    return int(known.item())
 
 
 # ---- a moving average in fp32 ------------------------------------------------------------------

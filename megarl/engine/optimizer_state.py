@@ -16,11 +16,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megarl.engine.optimizer import decoupled, kind, parts
 from megarl.parallel import mcore  # noqa: F401  before megatron
+from megarl.parallel.ranks import Ranks
 
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -71,9 +71,7 @@ def _steps_of_all_ranks(optimizer: Any) -> set[int]:
         for group in part.optimizer.param_groups
         if group["params"] and group.get("step") is not None
     }
-    of_rank: list[set[int]] = [set() for _ in range(dist.get_world_size())]
-    dist.all_gather_object(of_rank, steps)
-    return set().union(*of_rank)
+    return set().union(*Ranks.of().gather(steps))
 
 
 def _give_step(shared: dict[Any, Any], steps: Iterable[int]) -> None:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from megarl.api.batch import Batch
 from megarl.api.records import FinetuneSpec, SaveLoadMeta
 from megarl.ckpt import dist as ckpt
-from megarl.ckpt.background import Background
+from megarl.ckpt.background import PendingSave
 from megarl.config.algo import PPOActorConfig
 from megarl.config.engine import LoRAConfig, MicroBatchSpec, OptimizerConfig
 from megarl.parallel.worlds import World
@@ -232,13 +232,13 @@ def run_saves(path: str, root: str) -> tuple[Any, Any]:
     saver, other = make_engine(path, PAIR, world=a), make_engine(path, PAIR, world=b)
     go = threading.Event()
 
-    def late(what: str, job: Any) -> Background:
-        return Background(what, lambda: go.wait(60) and job())
+    def late(what: str, staging: Path, write: Any, complete: Any) -> PendingSave[Any]:
+        return PendingSave(what, staging, lambda: go.wait(60) and write(), complete)
 
     next_step = None
     if saver.is_member:
         step(saver)
-        with mock.patch.object(ckpt, "Background", late):
+        with mock.patch.object(ckpt, "PendingSave", late):
             pending = saver.begin_save(meta(f"{root}/state", "dist", with_optim=True))
     if other.is_member:
         step(other)

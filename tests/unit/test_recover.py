@@ -659,20 +659,24 @@ def ended(what: str) -> None:
             thread.join(60)
 
 
-def test_a_writer_that_hangs_is_an_error_and_no_wait_without_end(monkeypatch):
+def test_a_writer_that_hangs_is_an_error_and_no_wait_without_end(monkeypatch, tmp_path):
     monkeypatch.setattr(background, "collective_timeout", lambda: 0.1)
-    monkeypatch.setattr(background, "together", lambda what, fn, world: fn())  # of one rank
     storage_answers = threading.Event()
     jobs = [
-        background.Background(f"saving {i}", lambda: bool(storage_answers.wait(60)))
+        background.PendingSave(
+            f"saving {i}",
+            tmp_path / "staging",
+            lambda: storage_answers.wait(60),
+            lambda written: None,
+        )
         for i in range(2)
     ]
     try:
         with pytest.raises(TimeoutError, match="saving 0 has not ended within"):
-            jobs[0].wait()
+            jobs[0].finish()
         with pytest.raises(TimeoutError, match="saving 0 has not ended"):  # it waits for that one
             ended("saving 1")
-            jobs[1].wait()
+            jobs[1].finish()
     finally:
         storage_answers.set()
         ended("saving 0")
