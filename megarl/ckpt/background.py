@@ -37,11 +37,9 @@ def writers_group() -> dist.ProcessGroup:
     return _groups.get()
 
 
-def _make_group() -> dist.ProcessGroup:
-    return dist.new_group(backend="gloo", timeout=timedelta(seconds=collective_timeout()))
-
-
-_groups = PerWorld(_make_group)
+_groups = PerWorld(
+    lambda: dist.new_group(backend="gloo", timeout=timedelta(seconds=collective_timeout()))
+)
 
 
 def to_host(tensors: Iterable[Tensor]) -> list[Tensor]:

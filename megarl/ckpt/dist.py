@@ -33,7 +33,6 @@ from megarl.ckpt.files import (
     failures_named,
     read_info,
     read_marker,
-    share_of_files,
     staged,
     write_marker,
 )
@@ -262,7 +261,7 @@ def find_damage(path: str | Path) -> str | None:
 
     def look() -> str | None:
         try:
-            check_contents(path, share_of_files(path, dist.get_rank(), dist.get_world_size()))
+            check_contents(path, dist.get_rank(), dist.get_world_size())
         except ValueError as e:
             return str(e)
         return None

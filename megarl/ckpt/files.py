@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -147,25 +147,19 @@ def read_info(path: str | Path) -> dict[str, Any]:
     return info
 
 
-def check_contents(path: Path, names: Iterable[str] | None = None) -> None:
-    """Reads files of the checkpoint at `path` (None: all). Raises ValueError for bytes that are not
-    those that were written."""
-    known = read_marker(path)["xxh3_128"]
-    wanted = list(known if names is None else names)
+def check_contents(path: Path, rank: int = 0, ranks: int = 1) -> None:
+    """Reads the files of the checkpoint at `path` that `rank` of `ranks` is to check: every file is
+    one rank's. Raises ValueError for bytes that are not those that were written."""
+    marker = read_marker(path)
+    sizes, known = marker["files"], marker["xxh3_128"]
+    names = sorted(sizes, key=lambda name: (-sizes[name], name))[rank::ranks]
     with ThreadPoolExecutor(_READERS) as pool:
-        for name, found in zip(wanted, pool.map(lambda n: file_digest(path / n), wanted)):
+        for name, found in zip(names, pool.map(lambda n: file_digest(path / n), names)):
             if found != known[name]:
                 raise ValueError(
                     f"{path / name} is damaged: its checksum is {found}, {MARKER} says "
                     f"{known[name]}; load another checkpoint"
                 )
-
-
-def share_of_files(path: Path, rank: int, ranks: int) -> list[str]:
-    """Returns the files of the checkpoint that `rank` of `ranks` is to check: every file is one
-    rank's."""
-    files = read_marker(path)["files"]
-    return sorted(files, key=lambda name: (-files[name], name))[rank::ranks]
 
 
 class Writer(dcp.FileSystemWriter):

@@ -13,7 +13,7 @@ import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -52,23 +52,11 @@ def read_metadata(path: Path) -> Metadata:
     ValueError for anything else."""
     try:
         with (path / METADATA).open("rb") as f:
-            found = load_metadata(f)
-    except (OSError, pickle.UnpicklingError) as e:
-        raise ValueError(f"{path}: no readable .metadata ({e}); it is no whole checkpoint") from e
-    return found
-
-
-def load_metadata(file: IO[bytes]) -> Metadata:
-    """Reads metadata from a file. Raises UnpicklingError for what is damaged or names anything but
-    metadata."""
-    try:
-        found = _MetadataUnpickler(file).load()
-    except pickle.UnpicklingError:
-        raise
+            found = _MetadataUnpickler(f).load()
+        if not isinstance(found, Metadata):
+            raise pickle.UnpicklingError(f"it holds a {type(found).__name__}")
     except Exception as e:  # damaged opcodes raise whatever their arguments lead to
-        raise pickle.UnpicklingError(f"{type(e).__name__}: {e}") from e
-    if not isinstance(found, Metadata):
-        raise pickle.UnpicklingError(f"it holds a {type(found).__name__}")
+        raise ValueError(f"{path}: no readable .metadata ({e}); it is no whole checkpoint") from e
     return found
 
 

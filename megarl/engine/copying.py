@@ -18,7 +18,7 @@ from megarl.models.hf_config import ModelConfig
 from megarl.models.piece_table import PieceTable, build_piece_table
 from megarl.parallel import mcore
 from megarl.parallel.groups import model_scope
-from megarl.parallel.ranks import Ranks, together
+from megarl.parallel.ranks import Ranks
 from megarl.parallel.worlds import everyone, union_group, waiting_for
 from megarl.transfer.reallocate import Reallocator
 
@@ -54,13 +54,10 @@ def copy_weights(
         move = target.copy_plan[1]
         given = source.state if source.is_member else None
         taken = target.state if target.is_member else None
-        if ranks[0] == ranks[1]:
-            require_weights()
-        else:  # what fails on the ranks of one engine, those of the other hear of
-            what = "copy_weights from ranks {} to ranks {}".format(*map(list, ranks))
-            together(what, require_weights, move.group)
-            known = Ranks.of(move.group).gather(-1 if given is None else version)
-            version = max(known)
+        what = "copy_weights from ranks {} to ranks {}".format(*map(list, ranks))
+        everyone_in = Ranks.of(move.group)
+        everyone_in.together(require_weights, what=what)
+        version = max(everyone_in.gather(-1 if given is None else version))
         return _move(move, given, taken, keep), version
 
 
@@ -130,7 +127,9 @@ def begin_average(state: EngineState) -> None:
         return
     for name, param in state.params.items():
         if param.dtype != torch.float32:
-            state.average[name] = _at_rest(state, param.detach().float())
+            state.average[name] = param.detach().to(
+                "cpu" if state.config.offload else None, torch.float32
+            )
 
 
 @torch.no_grad()
@@ -153,7 +152,3 @@ def average_in_place(state: EngineState) -> Iterator[None]:
         for name, data in rounded.items():
             state.average[name].copy_(state.params[name].data)
             state.params[name].data = data
-
-
-def _at_rest(state: EngineState, values: torch.Tensor) -> torch.Tensor:
-    return values.cpu() if state.config.offload else values

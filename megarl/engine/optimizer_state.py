@@ -49,7 +49,8 @@ def sharded_state(
     if loading:  # makes what is not there yet
         for part in chained:
             part.load_state_dict(part.state_dict())
-    common = {i: _common(part) for i, part in enumerate(chained)}
+    form = {"param_state_sharding_type": "fully_reshardable"}  # counts of steps, the loss scale
+    common = {i: part.state_dict() | form for i, part in enumerate(chained)}
     shared = common if len(chained) > 1 else common[0]
     if not loading:
         _give_step(shared, _steps_of_all_ranks(optimizer))
@@ -130,12 +131,6 @@ def _restore_empty(part: dict[str, Any]) -> None:
         part.setdefault("fp32_from_fp16_params", [])
         part = part["optimizer"]
     part.setdefault("state", {})
-
-
-def _common(part: Any) -> dict[str, Any]:
-    """Returns a part's state without its tensors: counts of steps, the loss scale."""
-    state: dict[str, Any] = part.state_dict()
-    return state | {"param_state_sharding_type": "fully_reshardable"}
 
 
 def _places(model_state: dict[str, Any]) -> dict[Tensor, list[ShardedTensor]]:

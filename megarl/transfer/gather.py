@@ -118,7 +118,7 @@ class BucketGatherer:
         staging: int | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        self.rank, self.params = rank, params
+        self.rank, self.params, self.device = rank, params, torch.device(device)
         self._ranks = range(table.layout.world_size)
         roots = [root] * len(buckets) if isinstance(root, int) else root
         own = nearest(self._ranks)
@@ -138,11 +138,6 @@ class BucketGatherer:
         self._move = Mover(self.plan.dtypes, self._ranks, group, device)
         self._numbers = {b.index: number for number, b in enumerate(buckets)}
         self._steps: dict[int, list[Step]] = {}
-
-    @property
-    def device(self) -> torch.device:
-        """Returns where messages and the flat bucket live."""
-        return self._move.device
 
     @property
     def message_bytes(self) -> int:

@@ -186,26 +186,17 @@ class Geometry:
         return int(self.round.max(initial=-1)) + 1
 
     @cached_property
-    def parts(self) -> Mapping[tuple[int, int], Ints]:
-        """Returns the numbers of the slices of each (round, source) that has any, in HF order."""
-        order = np.lexsort((self.source, self.round))
-        keys = np.stack((self.round, self.source), 1)[order]
-        groups = np.split(order, np.flatnonzero((keys[1:] != keys[:-1]).any(1)) + 1)
-        return {(int(self.round[g[0]]), int(self.source[g[0]])): g for g in groups if len(g)}
-
-    @cached_property
-    def rounds_of(self) -> Mapping[int, list[int]]:
-        """Returns the numbers of the rounds in which there is a slice of a source."""
-        rounds: dict[int, list[int]] = defaultdict(list)
-        for number, source in self.parts:
-            rounds[source].append(number)
-        return rounds
-
-    def bytes_of_sources(self, sources: int) -> Ints:
-        """Returns the bytes of the slices of each of `sources` sources, [sources]."""
-        sums = np.zeros(sources, dtype=np.int64)
-        np.add.at(sums, self.source, self.nbytes)
-        return sums
+    def parts(self) -> Mapping[int, list[tuple[int, list[int]]]]:
+        """Returns, for each source, (round, numbers of its slices in HF order) of the rounds in
+        which it has any."""
+        order = np.lexsort((self.round, self.source))
+        keys = np.stack((self.source, self.round), 1)[order]
+        starts = np.flatnonzero((keys[1:] != keys[:-1]).any(1)) + 1
+        parts: dict[int, list[tuple[int, list[int]]]] = defaultdict(list)
+        for group in np.split(order, starts) if len(order) else ():
+            source, number = int(self.source[group[0]]), int(self.round[group[0]])
+            parts[source].append((number, group.tolist()))
+        return parts
 
     @cached_property
     def rows(self) -> Sequence[Any]:
@@ -217,6 +208,10 @@ class Geometry:
             parts = [[v.offset, list(v.shape), list(v.strides)] for v in views]
             rows.append([number, parts] if parts else number)
         return rows
+
+    def part(self, i: int) -> tuple[str, Box]:
+        """Returns which box of which HF tensor slice i is."""
+        return self.entries[self.entry[i]].tensor, self.boxes[i]
 
     def kept(self, i: int) -> Slice:
         """Returns where slice i goes."""

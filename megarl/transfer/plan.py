@@ -13,7 +13,7 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from itertools import groupby
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ import torch
 
 from megarl.models.piece_table import PieceTable
 from megarl.parallel import ranks
-from megarl.transfer.boxes import Box, cut
+from megarl.transfer.boxes import Box, cut, intersection
 from megarl.transfer.geometry import Geometry, Ints, Ranks, Slice, Sources, TargetTable, cut_table
 
 
@@ -119,11 +119,11 @@ class TransferPlan:
         messages of a round at once: of the messages that are not done, both ends have got to one of
         the earliest round. No round is a barrier.
         """
-        local = _RankSlices(self.sources.table, rank)
+        find = _found_on(self.sources.table, rank)
         planned = self._messages(range(len(self.receivers)), rank)
         for _, of_round in groupby(planned, key=attrgetter("round")):
             for group in self._at_once(of_round, lambda m: {rank}, self.round_bytes):
-                yield [self._message(m, partial(local.slice, self.geometries[m.to])) for m in group]
+                yield [self._message(m, find) for m in group]
 
     def receives(self, receiver: Receiver) -> list[list[Any]]:
         """Returns what a receiver gets, as JSON-able data. A round is a list of messages [sender,
@@ -148,11 +148,11 @@ class TransferPlan:
         """
         numbers = range(len(self.receivers)) if only is None else tuple(only)
         sender = ends.index(rank) if rank in ends else -1
-        local = _RankSlices(self.sources.table, sender) if sender >= 0 else None
+        find = _found_on(self.sources.table, max(sender, 0))
         stays = [
-            (local.slice(self.geometries[r], i), self.geometries[r].kept(i))
+            (find(*self.geometries[r].part(i)), self.geometries[r].kept(i))
             for r in numbers
-            if local is not None and self.receivers[r].rank == rank
+            if sender >= 0 and self.receivers[r].rank == rank
             for i in np.flatnonzero(self.senders[r][self.geometries[r].source] == sender).tolist()
         ]
 
@@ -164,10 +164,10 @@ class TransferPlan:
         for wave in self._at_once(moving, pair, limit):
             sends, receives = [], []
             for m in wave:
-                if m.sender == sender and local is not None:
-                    sends.append(self._message(m, partial(local.slice, self.geometries[m.to])))
+                if m.sender == sender:
+                    sends.append(self._message(m, find))
                 elif self.receivers[m.to].rank == rank:
-                    receives.append(self._message(m, self.geometries[m.to].kept))
+                    receives.append(self._message(m))
             if sends or receives:
                 steps.append(Step(sends, receives, [] if steps else stays))
         return steps or ([Step([], [], stays)] if stays else [])
@@ -179,8 +179,8 @@ class TransferPlan:
         chosen = senders >= 0 if sender is None else senders == sender
         for i, source in np.argwhere(chosen).tolist():
             geometry, end = self.geometries[numbers[i]], int(senders[i, source])
-            for number in geometry.rounds_of[source]:
-                slices[number, numbers[i], end] += geometry.parts[number, source].tolist()
+            for number, part in geometry.parts[source]:
+                slices[number, numbers[i], end] += part
         return [_Planned(*message, slices[message]) for message in sorted(slices)]
 
     def _at_once(
@@ -199,30 +199,25 @@ class TransferPlan:
         if group:
             yield group
 
-    def _message(self, m: _Planned, where: Callable[[int], Slice]) -> Message:
-        return Message(m.round, m.sender, self.receivers[m.to], [where(i) for i in m.slices])
+    def _message(self, m: _Planned, find: Callable[[str, Box], Slice] | None = None) -> Message:
+        """Returns the message as its sender has it, which finds its slices, or its receiver."""
+        g = self.geometries[m.to]
+        slices = [find(*g.part(i)) if find else g.kept(i) for i in m.slices]
+        return Message(m.round, m.sender, self.receivers[m.to], slices)
 
 
-class _RankSlices:
-    """Finds slices in the parameters of a rank of the source."""
+def _found_on(table: PieceTable, rank: int) -> Callable[[str, Box], Slice]:
+    """Returns what finds where a rank of the source has a box of an HF tensor."""
+    coords = table.layout.coords(rank)
 
-    def __init__(self, table: PieceTable, rank: int) -> None:
-        self._tensors, self._coords = table.by_name, table.layout.coords(rank)
-        self._slices: dict[tuple[str, Box], Slice] = {}
+    @cache
+    def find(tensor: str, box: Box) -> Slice:
+        for p in table.by_name[tensor].held_by(coords):
+            if intersection((p.start, p.stop), box) == box:
+                return Slice(tensor, *box, p.param, cut(p.view, (p.start, p.stop), box))
+        raise AssertionError(f"{tensor}: {box} is not on {coords}")
 
-    def slice(self, geometry: Geometry, i: int) -> Slice:
-        """Returns where slice i of a geometry is on the rank."""
-        tensor, box = geometry.entries[geometry.entry[i]].tensor, geometry.boxes[i]
-        if (piece := self._slices.get((tensor, box))) is None:
-            for p in self._tensors[tensor].held_by(self._coords):
-                inside = zip(p.start, box[0], box[1], p.stop, strict=True)
-                if all(a <= b and c <= d for a, b, c, d in inside):
-                    break
-            else:
-                raise AssertionError(f"{tensor}: {box} is not on {self._coords}")
-            views = cut(p.view, (p.start, p.stop), box)
-            piece = self._slices[tensor, box] = Slice(tensor, *box, p.param, views)
-        return piece
+    return find
 
 
 def plan_transfer(
@@ -290,7 +285,7 @@ def _choose(
     """
     load = Counter[int]()
     senders = np.full((len(receivers), len(sources)), -1, dtype=np.int64)
-    shares = {id(g): g.bytes_of_sources(len(sources)).tolist() for g in geometries}
+    shares = {id(g): np.bincount(g.source, g.nbytes).astype(int).tolist() for g in geometries}
     tasks = [
         (-nbytes, source, r)
         for r, g in enumerate(geometries)

@@ -107,15 +107,14 @@ class ColocatedTransport(Transport):
     def upload(self, meta: WeightUpdateMeta, deadline: Deadline, phases: Phases) -> None:
         """Shares every bucket with the servers. Collective. Raises RuntimeError where a server is
         not on a trainer's machine or fails; the next upload then takes new buffers."""
-        together, rank, sender = self.source.ranks.together, self.source.rank, self.lead
+        source, sender, servers = self.source, self.lead, Servers(meta.addresses)
         plan, gatherer = self.plan_buckets(meta.bucket_bytes)
         with phases.time("connect"):
             info, sources = self._meet(meta, deadline)
         feeding = {sender, *(rank for ranks in sources for rank in ranks)}
-        together(self._allocate, plan.largest, rank in feeding)
-        speaks = rank == sender
+        source.ranks.together(self._allocate, plan.largest, source.rank in feeding)
         session = ColocatedSession(
-            source=self.source,
+            source=source,
             plan=plan,
             gatherer=gatherer,
             meta=meta,
@@ -124,21 +123,24 @@ class ColocatedTransport(Transport):
             sources=sources,
             pair=self._pair,
             spread=len(feeding) > 1,
-            servers=Servers(meta.addresses) if speaks else None,
+            servers=servers,
         )
         try:
-            together(session.begin)
-            fingerprints = Fingerprints(self.source, sender, meta, deadline, phases)
+            source.from_rank(sender, servers.begin_update, deadline)
+            fingerprints = Fingerprints(source, sender, meta, deadline, phases)
             fingerprints.record(info)
             session.run()
             fingerprints.compare()
-            together(session.end)
+            source.from_rank(sender, servers.end_update, deadline)
             session.account()
         except BaseException:
-            session.abandon()
+            calls = servers.abandon_update(GRACE)
+            cf.wait(calls.values(), GRACE)
+            for objection in failures(calls):
+                log.warning("ending a failed weight update: %s", objection)
             self.close()  # a server may still read from the buffers: the next upload takes others
             raise
-        if self.source.device.type == "cuda":
+        if source.device.type == "cuda":
             self.close()  # training needs the memory
         phases.metrics["readers"] = float(sum(len(ranks) for ranks in sources))
 
@@ -177,34 +179,16 @@ class ColocatedTransport(Transport):
 class ColocatedSession(BucketStream):
     """Brings buckets to the servers by telling where they lie.
 
-    servers: on the sender, None elsewhere. sources: for each server, the ranks its workers read
+    servers: the sender alone speaks to them. sources: for each server, the ranks its workers read
     from. spread: there are such ranks beside the sender. pair: the buffers of ranks that are read.
     """
 
-    servers: Servers | None
+    servers: Servers
     sources: Sequence[tuple[int, ...]]
     spread: bool
     pair: Sequence[torch.Tensor]
     # (server, worker) -> where it finds the last bucket
     _places: dict[tuple[int, int], str] = field(default_factory=dict)
-
-    def begin(self) -> None:
-        """Opens an update session on the servers, from the sender."""
-        if self.servers is not None:
-            self.servers.begin_update(self.deadline)
-
-    def end(self) -> None:
-        """Returns when the servers hold the whole version."""
-        if self.servers is not None:
-            self.servers.end_update(self.deadline)
-
-    def abandon(self) -> None:
-        """Ends the session of an upload that failed, and logs what the servers object."""
-        if self.servers is not None:
-            calls = self.servers.abandon_update(GRACE)
-            cf.wait(calls.values(), GRACE)
-            for objection in failures(calls):
-                log.warning("ending a failed weight update: %s", objection)
 
     def gather(self, bucket: Bucket) -> Gathered | None:
         """Gathers a bucket to the sender, broadcasts it to ranks that are read from, and notes
@@ -236,7 +220,6 @@ class ColocatedSession(BucketStream):
 
     def deliver(self, gathered: Gathered, what: str) -> BucketTransfer:
         """Tells every server where its workers find the bucket. Called on the sender."""
-        assert self.servers is not None, "the sender speaks to the servers"
         body: dict[str, Any] = {"load_format": "flattened_bucket"} | load_body(
             version=self.meta.number,
             last=self.is_last(gathered[0]),

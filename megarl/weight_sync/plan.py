@@ -38,11 +38,6 @@ class SyncPlan:
         """Returns the bytes of the largest bucket."""
         return max(b.nbytes for b in self.buckets)
 
-    @property
-    def names(self) -> list[str]:
-        """Returns the HF names of all tensors, in the order they are sent."""
-        return [m.name for b in self.buckets for m in b.members]
-
 
 def plan_sync(table: PieceTable, dtype: Dtypes, bucket_bytes: int) -> SyncPlan:
     """Plans buckets of at most `bucket_bytes` (tensors that go together and are larger get their

@@ -483,7 +483,7 @@ MUTANTS = (
     ),
     Mutant(
         "transfer/plan.py",
-        "if group and load + nbytes > self.round_bytes:",
+        "if group and any(load[end] + nbytes > limit for end in ends(m)):",
         "if False:",
         ("tests/unit/test_slice_plan.py::test_messages_rounds_and_senders_are_bounded",),
     ),
