@@ -28,8 +28,8 @@ from torch import Tensor
 from megarl.ckpt.files import staged
 from megarl.models.hf_config import adapter_given
 from megarl.models.piece_table import PieceTable
-from megarl.parallel import mcore
 from megarl.parallel.ranks import Ranks
+from megarl.parallel.worlds import device
 from megarl.transfer.gather import BucketGatherer, Dtypes, plan_buckets
 from megarl.utils.files import put_in_place
 from megarl.wire.buckets import Bucket, Member
@@ -322,8 +322,8 @@ def save_tensors(
             )
 
         plan = ranks.together(share_out, what=what)
-        device = next((p.device for p in params.values()), mcore.device())
-        gatherer = BucketGatherer(table, rank, params, plan.buckets, plan.writers, group, device)
+        where = next((p.device for p in params.values()), device())
+        gatherer = BucketGatherer(table, rank, params, plan.buckets, plan.writers, group, where)
         ranks.together(_write_files, staging, plan, gatherer, rank, what=what)
 
         def put_whole() -> None:

@@ -55,9 +55,9 @@ def copy_weights(
         given = source.state if source.is_member else None
         taken = target.state if target.is_member else None
         what = "copy_weights from ranks {} to ranks {}".format(*map(list, ranks))
-        everyone_in = Ranks.of(move.group)
-        everyone_in.together(require_weights, what=what)
-        version = max(everyone_in.gather(-1 if given is None else version))
+        both = Ranks.of(move.group)
+        both.together(require_weights, what=what)
+        version = max(both.gather(-1 if given is None else version))
         return _move(move, given, taken, keep), version
 
 
