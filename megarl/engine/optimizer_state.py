@@ -197,27 +197,22 @@ def flat_boxes(shape: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Sha
     """Yields (offsets, sizes) of the boxes that are elements [start, stop) of a row-major array of
     `shape`, in their order. There are at most 2 * ndim - 1: the end of a row, whole rows, the
     beginning of a row."""
-    if start >= stop:
-        return
     if len(shape) <= 1:
-        yield (start,), (stop - start,)
+        if start < stop:
+            yield (start,), (stop - start,)
         return
-    width = math.prod(shape[1:])
-    first, last = -(-start // width), stop // width  # whole rows
-    if first > last:  # within one row
-        yield from _in_row(shape, last, start, stop)
-        return
-    yield from _in_row(shape, first - 1, start, first * width)
-    if first < last:
-        rest = shape[1:]
-        yield (first, *(0 for _ in rest)), (last - first, *rest)
-    yield from _in_row(shape, last, last * width, stop)
-
-
-def _in_row(shape: Shape, row: int, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
-    skipped = row * math.prod(shape[1:])
-    for offsets, sizes in flat_boxes(shape[1:], start - skipped, stop - skipped):
-        yield (row, *offsets), (1, *sizes)
+    rest, width = shape[1:], math.prod(shape[1:])
+    while start < stop:
+        row, skipped = divmod(start, width)
+        if skipped or stop - start < width:  # within a row
+            end = min(stop, start - skipped + width)
+            for offsets, sizes in flat_boxes(rest, skipped, skipped + end - start):
+                yield (row, *offsets), (1, *sizes)
+        else:
+            rows = (stop - start) // width
+            yield (row, *(0 for _ in rest)), (rows, *rest)
+            end = start + rows * width
+        start = end
 
 
 def cut(whole: ShardedTensor, key: str, start: int, stop: int, data: Tensor) -> list[ShardedTensor]:
