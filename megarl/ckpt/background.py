@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megarl.ckpt.files import removed_on_failure
 from megarl.parallel import mcore
-from megarl.parallel.ranks import together
+from megarl.parallel.ranks import Ranks, together
 from megarl.parallel.worlds import PerWorld, inside, thread_inside
 from megarl.utils.env import collective_timeout
 
@@ -89,9 +89,7 @@ class PendingSave(Generic[T]):
     def is_done(self) -> bool:
         """Tells whether the thread has ended, well or not, on every rank, so that `finish` need not
         wait. Collective; does not wait."""
-        running = torch.tensor([int(self._thread.is_alive())], device=mcore.device())
-        dist.all_reduce(running, group=self._world)
-        return not running.item()
+        return not any(Ranks.of(self._world).gather(self._thread.is_alive()))
 
     def finish(self) -> None:
         """Waits until all ranks have written, and puts the directory in place. Collective: an error
