@@ -107,8 +107,8 @@ class ColocatedTransport(Transport):
     def upload(self, meta: WeightUpdateMeta, deadline: Deadline, phases: Phases) -> None:
         """Shares every bucket with the servers. Collective. Raises RuntimeError where a server is
         not on a trainer's machine or fails; the next upload then takes new buffers."""
-        source, sender, servers = self.source, self.lead, Servers(meta.addresses)
         plan, gatherer = self.plan_buckets(meta.bucket_bytes)
+        source, sender, servers = self.source, self.lead, Servers(meta.addresses)
         with phases.time("connect"):
             info, sources = self._meet(meta, deadline)
         feeding = {sender, *(rank for ranks in sources for rank in ranks)}

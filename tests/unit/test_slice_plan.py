@@ -139,7 +139,7 @@ def sent_bytes(plan: TransferPlan) -> Any:
     load = np.zeros(plan.sources.table.layout.world_size, dtype=np.int64)
     largest = 0
     for g, row in zip(plan.geometries, plan.senders, strict=True):
-        share = g.bytes_of_sources(len(row))
+        share = np.bincount(g.source, g.nbytes, len(row)).astype(int)
         np.add.at(load, row[row >= 0], share[row >= 0])
         largest = max(largest, share.max())
     return load, largest
