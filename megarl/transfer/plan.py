@@ -175,7 +175,8 @@ class TransferPlan:
     def _messages(self, numbers: Sequence[int], sender: int | None = None) -> list[_Planned]:
         """Returns the messages to these receivers, of one sender or of all, by rounds: an order
         that is the same on every rank."""
-        senders, slices = self.senders[list(numbers)], defaultdict[Any, list[int]](list)
+        senders = self.senders[list(numbers)]
+        slices = defaultdict[tuple[int, int, int], list[int]](list)
         chosen = senders >= 0 if sender is None else senders == sender
         for i, source in np.argwhere(chosen).tolist():
             geometry, end = self.geometries[numbers[i]], int(senders[i, source])
