@@ -610,6 +610,7 @@ def test_sigterm_ends_it_whatever_it_does(dirs, tmp_path):
             "dtypes": ["float32"],
             "shapes": [[64]],
             "group_name": "stuck",
+            "load_format": "flattened_bucket",
         }
         stuck = threading.Thread(
             target=lambda: server.post("/update_weights_from_distributed", body), daemon=True
