@@ -56,13 +56,15 @@ class WeightUpdates:
         error."""
         check()
         self.adapters.forget()
-        self._session, self._room = True, None
+        self._session = True
 
     def end(self) -> None:
         """Closes a session. Raises ControlError where none is open."""
         if not self._session:
             raise ControlError("end_weight_update() without begin_weight_update()")
-        self._session, self._room = False, None
+        self._session = False
+        if self.device.type == "cuda":
+            self._room = None  # generation needs the memory
 
     def init_group(self, body: dict[str, Any]) -> None:
         """Joins the group as rank `rank_offset`; waits for the others (not the model's thread)."""
