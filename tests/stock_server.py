@@ -12,6 +12,7 @@ import multiprocessing as mp
 import pickle
 import sys
 import threading
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -124,11 +125,11 @@ def _rank(spec: Spec, rank: int, tp: int, how: str, dtype: torch.dtype, pipe: Co
 
 @dataclass
 class StockServer:
-    """busy: so many requests to update weights are answered with 503. loader, info: of
-    /server_info. how: "fails", "computes" or "doubles q_norm" as it loads.
-    whole: takes whole tensors, too. corrupts: (rank, HF tensor) that is altered whenever
-    fingerprints are asked for. paths, commands: what it was asked, of its endpoints and its
-    loader."""
+    """busy: so many requests to update weights are answered with 503. slow: seconds that each
+    command of slices takes. loader, info: of /server_info. how: "fails", "computes" or "doubles
+    q_norm" as it loads. whole: takes whole tensors, too. corrupts: (rank, HF tensor) that is
+    altered whenever fingerprints are asked for. paths, commands: what it was asked, of its
+    endpoints and its loader."""
 
     spec: Spec
     tp: int = 1
@@ -139,6 +140,7 @@ class StockServer:
     whole: bool = False
     corrupts: tuple[int, str] | None = None
     busy: int = 0
+    slow: float = 0.0
     version: str = "default"
     session: bool = False
     paths: list[str] = field(default_factory=list)
@@ -243,6 +245,7 @@ class StockServer:
             assert len(texts) == self.tp and body["selector"] == "target"
             name = pickle.load(io.BytesIO(base64.b64decode(texts[0])))[0][0]
             self.commands.append(json.loads(name)["do"])
+            time.sleep(self.slow)
             if self.corrupts and self.commands[-1] == "hash":
                 self.ask(("corrupt", self.corrupts))
             self.ask(texts[0])
@@ -255,6 +258,7 @@ class StockServer:
         elif path == "/weights_checker":
             return 200, {"ranks": [{"checksums": {"all": "1"}}] * self.tp}
         elif path == "/restart":
+            self.loader = tuple(body.get("loader", self.loader))
             self.restart()
         else:
             return 404, {"message": "no such path"}

@@ -61,7 +61,7 @@ class BuiltIn:
 _PACKAGE = "megarl.weight_sync"
 TRANSPORTS: Mapping[str, BuiltIn] = {
     "distributed": BuiltIn(
-        target=f"{_PACKAGE}.distributed:DistributedTransport",
+        target=f"{_PACKAGE}.broadcast:DistributedTransport",
         requirements=Requirements(process_group=True, less=True),
     ),
     "disk": BuiltIn(

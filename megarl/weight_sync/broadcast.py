@@ -1,4 +1,5 @@
-"""Brings buckets of HF tensors to all servers: one rank gathers each and broadcasts it.
+"""Sends weights by slices where the servers can take them, else buckets of HF tensors: one rank
+gathers each and broadcasts it.
 
 The sender joins a group with all servers' workers as its rank 0, as SGLang wants it. Bucket k+1 is
 sent when every server has answered for bucket k, and gathered meanwhile.
@@ -25,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.api.records import WeightUpdateMeta
+from megarl.config.rollout import TRANSPORTS
 from megarl.transfer.gather import BucketGatherer
 from megarl.utils.http import in_thread
 from megarl.utils.rendezvous import listen
@@ -39,7 +41,8 @@ from megarl.weight_sync.servers import (
     address_for,
     failures,
 )
-from megarl.weight_sync.transports import WeightSource
+from megarl.weight_sync.slices import SliceSync
+from megarl.weight_sync.transports import Transport, WeightSource
 from megarl.weight_sync.verify import Fingerprints
 from megarl.wire import block_fp8
 from megarl.wire.buckets import Bucket, Member
@@ -84,16 +87,11 @@ class BucketStream(ABC):
     def memory(self) -> int:
         """Returns the most bytes that this rank has allocated for the sync so far."""
 
-    def exchange(self) -> None:  # noqa: B027 (most need none)
-        """Tells other ranks what they need to know of the bucket just gathered. Collective."""
-
     def run(self) -> None:
         """Returns when all servers hold all buckets. Collective."""
         together = self.source.ranks.together
         for bucket in self.plan.buckets:
-            gathered = together(self.gather, bucket)
-            self.exchange()
-            together(self._follow, gathered)
+            together(self._step, bucket)
         together(self._settle)
 
     def is_last(self, bucket: Bucket) -> bool:
@@ -110,8 +108,9 @@ class BucketStream(ABC):
         }
         self.phases.metrics |= {name: float(value) for name, value in metrics.items()}
 
-    def _follow(self, gathered: Gathered | None) -> None:
-        """Sends the bucket when the servers have answered for the one before it."""
+    def _step(self, bucket: Bucket) -> None:
+        """Gathers a bucket, and sends it when the servers have answered for the one before it."""
+        gathered = self.gather(bucket)
         self._settle()
         if gathered is None:
             return
@@ -135,84 +134,94 @@ class BucketStream(ABC):
         self.phases.add("load_wait", max(0.0, transfer.answered() - left))
 
 
-class Broadcast:
-    """Broadcasts to servers, through a group that is kept from one upload to the next. Every rank
-    of the source makes one; the sender alone is in the group, and has the buffers."""
+class DistributedTransport(Transport):
+    """Sends slices where the servers can take them, else whole tensors by broadcasts. Their group
+    is kept from one upload to the next; the sender alone is in it, and has the buffers."""
+
+    requirements = TRANSPORTS["distributed"].requirements
 
     def __init__(self, source: WeightSource) -> None:
-        self.source = source
+        super().__init__(source)
+        self._slices = SliceSync(source)
         self._channel: UpdateChannel | None = None
         self._pair: list[torch.Tensor] = []
 
-    def upload(
-        self,
-        plan: SyncPlan,
-        gatherer: BucketGatherer,
-        meta: WeightUpdateMeta,
-        deadline: Deadline,
-        phases: Phases,
-    ) -> bool:
-        """Sends all buckets. Returns whether the servers had to be connected
-        again. Collective. Raises RuntimeError where a rank or server fails, ServersLost where some
-        are lost; the next upload then connects anew."""
-        together = self.source.ranks.together
+    def upload(self, meta: WeightUpdateMeta, deadline: Deadline, phases: Phases) -> None:
+        """Sends slices, or whole tensors, to the servers. Collective. Raises RuntimeError where a
+        rank or server fails, ServersLost where some are lost; the next upload then connects
+        anew."""
+        sharded = meta.sharded != "off" and self._slices.upload(meta, deadline, phases)
+        phases.metrics["sharded"] = float(sharded)
+        if sharded:
+            return
+        reconnected = True  # as the next upload will be after a failure
         try:
-            together(self._allocate, plan.largest)
-            with phases.time("connect"):
-                again = self.source.from_rank(self.source.sender, self._connect, meta, deadline)
-            with phases.time("session"):
-                together(self._open_session, deadline)
-            stream = GroupStream(
-                source=self.source,
-                plan=plan,
-                gatherer=gatherer,
-                meta=meta,
-                deadline=deadline,
-                phases=phases,
-                channel=self._channel,
-                pair=self._pair,
-            )
-            info = self._channel.info if self._channel else {}
-            fingerprints = Fingerprints(self.source, self.source.sender, meta, deadline, phases)
-            fingerprints.record(info)
-            stream.run()
-            fingerprints.compare()
-            with phases.time("session"):
-                together(self._close_session, deadline)
-            stream.account()
+            reconnected = self._broadcast(meta, deadline, phases)
         except BaseException:  # the next upload takes buffers that no broadcast still reads
-            self.close(abort=True)
+            self._leave(abort=True)
             raise
+        finally:
+            if reconnected:  # to servers that may take slices by now
+                self._slices.ask_again()
         if self.source.device.type == "cuda":
             self._pair = []  # training needs the memory
+
+    def close(self) -> None:
+        """Drops copies and buffers, and leaves the groups. Servers may object, which is logged."""
+        self._slices.close()
+        self._leave()
+
+    def _broadcast(self, meta: WeightUpdateMeta, deadline: Deadline, phases: Phases) -> bool:
+        """Sends all buckets. Returns whether the servers had to be connected again. Collective."""
+        source, together = self.source, self.source.ranks.together
+        plan, gatherer = self.plan_buckets(meta.bucket_bytes)
+        again = source.from_rank(source.sender, self._open, plan.largest, meta, deadline, phases)
+        stream = GroupStream(
+            source=source,
+            plan=plan,
+            gatherer=gatherer,
+            meta=meta,
+            deadline=deadline,
+            phases=phases,
+            channel=self._channel,
+            pair=self._pair,
+        )
+        fingerprints = Fingerprints(source, source.sender, meta, deadline, phases)
+        fingerprints.record(self._channel.info if self._channel else {})
+        stream.run()
+        fingerprints.compare()
+        with phases.time("session"):
+            together(self._close_session, deadline)
+        stream.account()
         return bool(again)
 
-    def close(self, *, abort: bool = False) -> None:
-        """Drops the buffers, and leaves the group. abort: of something that failed. Servers may
-        object, which is logged."""
-        self._pair = []
-        self._leave(abort=abort)
+    # ---- on the sender
 
-    def _allocate(self, nbytes: int) -> None:
-        """Makes room for two buckets on the sender. Hosts keep it: the kernel takes longer to hand
-        out fresh pages than a gather takes to fill them."""
-        if self.source.rank == self.source.sender and (
-            not self._pair or self._pair[0].numel() < nbytes
-        ):
+    def _open(
+        self, nbytes: int, meta: WeightUpdateMeta, deadline: Deadline, phases: Phases
+    ) -> bool:
+        """Opens a session on the servers, and makes room for two buckets. Returns whether their
+        group replaces one. Hosts keep the room: the kernel takes longer to hand out fresh pages
+        than a gather takes to fill them."""
+        with phases.time("connect"):
+            channel, again = self._connect(meta, deadline)
+        with phases.time("session"):
+            channel.servers.begin_update(deadline)
+        if not self._pair or self._pair[0].numel() < nbytes:
             self._pair = []  # freed before their successors are allocated
-            self._pair = [
-                torch.empty(nbytes, dtype=torch.uint8, device=self.source.device) for _ in range(2)
-            ]
+            room = partial(torch.empty, nbytes, dtype=torch.uint8, device=self.source.device)
+            self._pair = [room(), room()]
+        return again
 
-    def _connect(self, meta: WeightUpdateMeta, deadline: Deadline) -> bool:
+    def _connect(self, meta: WeightUpdateMeta, deadline: Deadline) -> tuple[UpdateChannel, bool]:
         """Joins a group with the servers where there is none: at first, after a failure, and when
-        servers are others or started anew. Returns whether it replaces one."""
+        servers are others or started anew. Returns it, and whether it replaces one."""
         backend = meta.comm_backend or ("nccl" if self.source.device.type == "cuda" else "gloo")
         channel = self._channel
         if channel and (channel.servers.addresses, channel.backend) == (meta.addresses, backend):
             again = channel.servers.started_again(deadline)
             if not again:
-                return False
+                return channel, False
             log.info("connecting to all servers again: %s started anew", ", ".join(again))
         self._leave(abort=True)  # some in the group may be dead
         self._channel = UpdateChannel(
@@ -221,21 +230,17 @@ class Broadcast:
             device=self.source.device,
             deadline=deadline,
         )
-        return channel is not None
-
-    def _open_session(self, deadline: Deadline) -> None:
-        if self._channel is not None:
-            self._channel.servers.begin_update(deadline)
+        return self._channel, channel is not None
 
     def _close_session(self, deadline: Deadline) -> None:
         if self._channel is not None:
             self._channel.servers.end_update(deadline)
 
-    def _leave(self, *, abort: bool) -> None:
-        if self._channel is not None:
-            channel, self._channel = self._channel, None
-            for objection in channel.close(abort=abort):
-                log.warning("leaving the update group: %s", objection)
+    def _leave(self, *, abort: bool = False) -> None:
+        """Drops the buffers, and leaves the group. abort: of something that failed."""
+        channel, self._channel, self._pair = self._channel, None, []
+        for objection in channel.close(abort=abort) if channel is not None else ():
+            log.warning("leaving the update group: %s", objection)
 
 
 @dataclass(kw_only=True)
@@ -250,15 +255,15 @@ class GroupStream(BucketStream):
     def gather(self, bucket: Bucket) -> Gathered | None:
         """Gathers and encodes a bucket: on the sender, else None. Collective."""
         device = self.source.device
-        with self.phases.time_on(device, "gather"):
+        with self.phases.time("gather", device):
             flat = self.gatherer.gather(
                 bucket,
                 self.pair[bucket.index % 2] if self.pair else None,
-                packing=partial(self.phases.time_on, device, "pack"),
+                packing=partial(self.phases.time, "pack", device),
             )
         if flat is None or self.meta.quantization == "none":
             return None if flat is None else (bucket, flat)
-        with self.phases.time_on(device, "encode"):
+        with self.phases.time("encode", device):
             bucket, flat = quantize_bucket(bucket, flat)
         self._encoded = max(self._encoded, flat.nbytes)
         return bucket, flat

@@ -196,7 +196,7 @@ class ColocatedSession(BucketStream):
         source = self.source
         device, sends = source.device, source.rank == source.sender
         flat = self.pair[bucket.index % 2][: bucket.nbytes] if self.pair else None
-        with self.phases.time_on(device, "gather"):
+        with self.phases.time("gather", device):
             self.gatherer.gather(bucket, flat if sends else None)
             if self.spread:
                 # the engine's group wants all ranks; those that no worker reads from throw it away
@@ -205,18 +205,19 @@ class ColocatedSession(BucketStream):
                 dist.broadcast(flat, group=source.group, group_src=source.sender)
         if device.type == "cuda":
             torch.cuda.current_stream().synchronize()
-        self._places = {}
-        for s, ranks in enumerate(self.sources):
-            for w, rank in enumerate(ranks):
-                if rank == source.rank:
-                    assert flat is not None, "a rank that is read from has buffers"
-                    self._places[s, w] = handles.pack(bucket, flat)
+        places = source.ranks.gather(source.ranks.together(self._lend, bucket, flat))
+        self._places = {place: text for lent in places for place, text in lent.items()}
         return (bucket, flat) if sends and flat is not None else None
 
-    def exchange(self) -> None:
-        """Tells the sender where all ranks have the bucket."""
-        ranks = self.source.ranks.gather(self._places)
-        self._places = {place: text for places in ranks for place, text in places.items()}
+    def _lend(self, bucket: Bucket, flat: torch.Tensor | None) -> dict[tuple[int, int], str]:
+        """Returns where each worker that reads from this rank finds the bucket."""
+        places = {}
+        for s, ranks in enumerate(self.sources):
+            for w, rank in enumerate(ranks):
+                if rank == self.source.rank:
+                    assert flat is not None, "a rank that is read from has buffers"
+                    places[s, w] = handles.pack(bucket, flat)
+        return places
 
     def deliver(self, gathered: Gathered, what: str) -> BucketTransfer:
         """Tells every server where its workers find the bucket. Called on the sender."""

@@ -22,34 +22,21 @@ class Phases:
         self._start = time.monotonic()
 
     @contextmanager
-    def time(self, phase: str) -> Iterator[None]:
-        """Adds the host's seconds inside the `with` to the phase, also where it fails."""
+    def time(self, phase: str, device: torch.device | None = None) -> Iterator[None]:
+        """Adds the seconds inside the `with` to the phase: those that `device` takes for the calls
+        where it is a GPU, else the host's, also where it fails."""
+        if device is not None and device.type == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            yield
+            end.record()
+            self._on_device.append((phase, begin, end))
+            return
         start = time.monotonic()
         try:
             yield
         finally:
             self.add(phase, time.monotonic() - start)
-
-    @contextmanager
-    def time_on(self, device: torch.device, phase: str) -> Iterator[None]:
-        """Adds the seconds that `device` takes for the calls inside the `with`."""
-        if device.type != "cuda":
-            with self.time(phase):
-                yield
-            return
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        yield
-        end.record()
-        self._on_device.append((phase, begin, end))
-
-    def collect(self) -> dict[str, float]:
-        """Returns the seconds of all phases; waits for the device where some are measured there."""
-        for phase, begin, end in self._on_device:
-            end.synchronize()
-            self.add(phase, begin.elapsed_time(end) / 1e3)
-        self._on_device.clear()
-        return self.seconds
 
     def add(self, phase: str, seconds: float) -> None:
         """Adds seconds to a phase."""
@@ -58,9 +45,13 @@ class Phases:
     def stats(self) -> dict[str, float]:
         """Returns all metrics and phases so far under "weight_sync/", with `total_s` (s) and
         `gb_per_s` (1e9 bytes per second of the whole sync)."""
+        for phase, begin, end in self._on_device:
+            end.synchronize()
+            self.add(phase, begin.elapsed_time(end) / 1e3)
+        self._on_device.clear()
         total = time.monotonic() - self._start
         metrics = dict(self.metrics)
         if "bytes" in metrics:
             metrics["gb_per_s"] = metrics["bytes"] / total / 1e9
-        metrics |= {f"{phase}_s": s for phase, s in self.collect().items()} | {"total_s": total}
+        metrics |= {f"{phase}_s": s for phase, s in self.seconds.items()} | {"total_s": total}
         return {PREFIX + name: value for name, value in metrics.items()}

@@ -181,6 +181,8 @@ class SliceSync:
         if all(ranks.gather(ranks.together(self._still_met, target, deadline))):
             return logging.INFO, ""
         self.close(abort=True)
+        if meta.sharded == "auto":  # whole tensors need time, too
+            deadline = Deadline(deadline.left / 2, patience=deadline.patience)
         try:
             self._connect(target, meta, deadline)
         except ServersLost:

@@ -364,6 +364,32 @@ def test_a_failure_to_connect_is_tried_again_at_later_syncs(bench: Bench, world:
         bench.check(1, 4)
 
 
+def test_whole_tensors_have_time_left_where_slices_take_too_long(
+    bench: Bench, world: World
+) -> None:
+    """A server that stands still while it records."""
+    with StockServer(bench.one.spec, whole=True, slow=30.0) as server:
+        meta = bench.meta(1, server, sharded="auto", timeout=12.0)
+        for (figures,) in world.run(run_uploads, TP2, [Upload(bench.paths[0], None, meta)]):
+            assert figures["weight_sync/sharded"] == 0, figures
+        assert server.version == "1" and server.holds(bench.tensors[0])
+
+
+def test_slices_are_tried_again_after_whole_tensors_have_failed(bench: Bench, world: World) -> None:
+    """The servers may be others by then: here it starts again with what receives slices."""
+    with StockServer(bench.one.spec, loader=()) as server:  # nor does it take whole tensors
+        first, second = (bench.meta(n, server, sharded="auto", timeout=20.0) for n in (1, 2))
+        restart = server.address, "/restart", {"loader": bench.one.loader}
+        uploads = [
+            Upload(bench.paths[0], None, first),
+            Upload(bench.paths[0], None, second, restart),
+        ]
+        for error, figures in world.run(run_uploads, TP2, uploads):
+            assert "/init_weights_update_group" in error
+            assert figures["weight_sync/sharded"] == 1, figures
+        assert server.version == "2" and server.holds(bench.tensors[0])
+
+
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "slices from tp2": ("on", TP2),
     "slices from replicas": ("on", {}),

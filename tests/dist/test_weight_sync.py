@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -401,6 +403,59 @@ def test_a_server_lost_in_the_middle_is_named_on_every_rank(
             assert "version 501" in r.error
             assert r.recovered["weight_sync/verified"] == 1
     assert [version(s) for s in untied] == ["502"] * 2
+
+
+def run_until_a_server_dies(
+    source: Path, meta: WeightUpdateMeta, pid: int, last: bool
+) -> tuple[str, float]:
+    """The server dies while the first or the last bucket is sent. The error, and after how long."""
+    deliver = UpdateChannel.deliver
+
+    def kill(self: UpdateChannel, what: str, *rest: Any) -> Any:
+        transfer = deliver(self, what, *rest)
+        bucket = re.search(r"bucket (\d+) of (\d+)", what)
+        assert bucket is not None and int(bucket[2]) > 5
+        if bucket[1] == (bucket[2] if last else "1"):
+            os.kill(pid, signal.SIGKILL)
+        return transfer
+
+    sender, start = WeightSender(WeightSource(*sharded(source, dict(pp=2)))), time.monotonic()
+    try:
+        with mock.patch.object(UpdateChannel, "deliver", kill):
+            sender.upload(meta)
+        return "", 0.0
+    except RuntimeError as e:
+        return f"{type(e).__name__}: {e}", time.monotonic() - start
+    finally:
+        sender.close()
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("last", (False, True), ids=("first", "last"))
+def test_a_server_that_dies_in_a_round_leaves_the_others_whole(
+    world: World, untied: list[Server], home: Path, tmp_path: Path, last: bool
+) -> None:
+    """Every tensor is the old or the new one. A version is new where all tensors are."""
+    source, (left, _) = save_tiny(tmp_path / "new", "qwen2", seed=61), untied
+    load(left, source)
+    new = checksums(left)
+    load(left, home / "qwen2")
+    old, before = checksums(left), version(left)
+    with embedded_server(home / "qwen2", log=tmp_path / "victim.log") as victim:
+        (meta, _) = metas_for(
+            [victim, left], 521 + 2 * last, bucket_bytes=20_000, timeout=600.0, verify="off"
+        )
+        pid = victim.process.pid
+        for error, seconds in world.run(run_until_a_server_dies, source, meta, pid, last):
+            assert error.startswith("ServersLost") and address(victim) in error, error
+            assert address(left) not in error and seconds < 60
+    sums = checksums(left)
+    assert all(sums[name] in (old[name], new[name]) for name in sums)
+    assert version(left) == (before if sums != new else str(meta.version))
+    (good,) = metas_for([left], 522 + 2 * last)[:1]
+    stats = world.run(run_syncs, source, tmp_path / "saved", dict(pp=2), torch.float32, [good])
+    assert stats[0][0]["weight_sync/verified"] == 1 and checksums(left) == new
+    assert version(left) == str(good.version)
 
 
 def run_across_a_restart(
