@@ -378,7 +378,7 @@ def test_whole_tensors_have_time_left_where_slices_take_too_long(
 def test_slices_are_tried_again_after_whole_tensors_have_failed(bench: Bench, world: World) -> None:
     """The servers may be others by then: here it starts again with what receives slices."""
     with StockServer(bench.one.spec, loader=()) as server:  # nor does it take whole tensors
-        first, second = (bench.meta(n, server, sharded="auto", timeout=20.0) for n in (1, 2))
+        first, second = (bench.meta(n, server, sharded="auto") for n in (1, 2))
         restart = server.address, "/restart", {"loader": bench.one.loader}
         uploads = [
             Upload(bench.paths[0], None, first),
