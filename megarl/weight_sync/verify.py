@@ -47,7 +47,7 @@ _SHOWN = 3  # tensors or parameters of a server
 _LOGGED = set[tuple[int, str]]()  # (level, server) of the lines so far
 ON_GPU = "this has not been run on a GPU yet; weight_sync.verify=full compares it all the same"
 # other numbers are made of what was sent, not copied: FP8 has scales beside it
-PLAIN = ("float32", "bfloat16", "float16")
+PLAIN = ("float64", "float32", "bfloat16", "float16")
 
 
 class Part(NamedTuple):
@@ -111,6 +111,7 @@ class Fingerprints:
         self._deadline, self._phases = deadline, phases
         self._link: Link | None = None
         self._packed: PackedTables = {}
+        self._embedded = frozenset[str]()
         self._not_compared: dict[str, str] = {}  # by server, why
         names = [t.name for t in source.table.tensors]
         self._names = frozenset(names) if meta.compares_all else sample(names, meta.number)
@@ -129,7 +130,7 @@ class Fingerprints:
     def compare(self) -> bool:
         """Returns whether all servers were compared, and whole, which is the metric `verified`.
         Collective. Raises RuntimeError naming server, rank and tensors where they hold something
-        else than the trainers, ServersLost where some are lost."""
+        else than the trainers, or an embedded one more or less, ServersLost where some are lost."""
         if self.meta.verify == "off":
             return False
         with self._phases.time("verify"):
@@ -154,10 +155,11 @@ class Fingerprints:
             why_not = "it takes FP8, and trainers hold other numbers"
         elif self.meta.verify != "full" and self.source.device.type == "cuda":
             why_not = ON_GPU
+        self._embedded = frozenset(server for server, i in info.items() if i.embedded)
         for server, i in info.items():
             if i.refuses_slices:
                 self._not_compared[server] = f"it {i.refuses_slices}"
-            elif why_not and not i.embedded:
+            elif why_not and server not in self._embedded:
                 self._not_compared[server] = why_not
         able = {a: i.tp for a, i in info.items() if a not in self._not_compared}
         if not able:
@@ -248,11 +250,14 @@ class Fingerprints:
         return unclear
 
     def _tell(self, server: str, unclear: Mapping[str, str]) -> None:
-        """Logs that a server holds nothing wrong, and which tensors that does not prove."""
+        """Logs that a server holds nothing wrong, and which tensors that does not prove. Raises
+        RuntimeError for such of an embedded server: it copies everything, so the models differ."""
         proved = len(self._names.difference(unclear))
         line = f"fingerprints of {proved} tensors agree with all ranks of server {server}"
         if unclear:
             line += f"; not proved: {few([f'{name} ({why})' for name, why in unclear.items()])}"
+            if server in self._embedded:
+                raise RuntimeError(f"{line}. Start it with a checkpoint of the model in training")
         _log(logging.WARNING if unclear else logging.INFO, server, line)
 
     # ---- on every rank

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from megarl.server.updates import WeightUpdates
 from megarl.server.weights import WeightStore, cut
 from megarl.weight_sync.receiver import LOADER
 from megarl.weight_sync.receiver.megarl_receiver.mailbox import Mailbox
-from megarl.weight_sync.receiver.megarl_receiver.recording import record
+from megarl.weight_sync.receiver.megarl_receiver.recording import digest_of, record
 from megarl.wire import handles
 from tests.tiny import tiny_hf
 
@@ -82,20 +83,45 @@ def test_what_is_no_command_of_slices_is_refused() -> None:
 
 def test_slices_that_fail_before_they_come_leave_the_weights_whole() -> None:
     updates = WeightUpdates(WeightStore(untied()), torch.device("cpu"), timeout=60)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    plan = {"digest": "of other parameters", "rounds": []}
-    box = Mailbox(store, "s", os.environ.get("MEGARL_JOB_TOKEN", ""))
-    box.put("plan/0/0", zlib.compress(json.dumps(plan).encode()))
-    command = dict(
-        do="receive", id="1", server=0, address="s", host="127.0.0.1", port=store.port,
-        session="s", timeout=60.0, backend="gloo",
-    )  # fmt: skip
-    text = handles.pack_empty(json.dumps(command))
+    box, obey = commanding(updates)
+    box.put("plan/0/0", packed({"digest": "of other parameters", "rounds": []}))
     updates.begin(lambda: None)
     with pytest.raises(ControlError, match="not those that the table was recorded for"):
+        obey("receive")
+    assert not updates.store.torn and not updates.unfit()
+
+
+def test_slices_of_which_none_has_changed_mend_torn_weights() -> None:
+    """Another update may have failed before it wrote; then the trainers have nothing to send."""
+    updates = WeightUpdates(WeightStore(untied()), torch.device("cpu"), timeout=60)
+    model, tensors = updates.store.model, updates.store.tensors
+    box, obey = commanding(updates)
+    box.put("spec", packed([(n, tuple(t.shape), "float32") for n, t in tensors.items()]))
+    obey("record")
+    box.put("plan/0/0", packed({"digest": digest_of(model), "rounds": []}))
+    with pytest.raises(OSError), updates.store.writing(tensors):
+        raise OSError
+    assert updates.unfit()
+    obey("receive")
+    assert not updates.unfit()
+
+
+def packed(value: Any) -> bytes:
+    return zlib.compress(json.dumps(value).encode())
+
+
+def commanding(updates: WeightUpdates) -> tuple[Mailbox, Callable[[str], None]]:
+    """A trainer's mailbox, and what has the server obey a command."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    where = dict(host="127.0.0.1", port=store.port, session="s", address="s", server=0)
+
+    def obey(do: str) -> None:
+        command = where | dict(do=do, id=do, timeout=60.0, backend="gloo")
+        text = handles.pack_empty(json.dumps(command))
         body = {"load_format": LOADER, "serialized_named_tensors": [text]}
         updates.from_tensor(body, lambda: None)
-    assert not updates.store.torn and not updates.unfit()
+
+    return Mailbox(store, "s", os.environ.get("MEGARL_JOB_TOKEN", "")), obey
 
 
 def test_no_bucket_is_waited_for_in_a_group_that_is_being_left(

@@ -18,6 +18,7 @@ from megarl.api.records import WeightUpdateMeta
 from megarl.models.piece_table import HfTensor, Piece, PieceTable, Place, View
 from megarl.parallel.layout import Layout
 from megarl.parallel.ranks import Ranks
+from megarl.server.weights import WeightStore
 from megarl.utils.env import address_towards
 from megarl.utils.http import HttpError, call_json, in_thread, split_address
 from megarl.weight_sync.phases import Phases
@@ -27,6 +28,7 @@ from megarl.weight_sync.servers import Answer, BucketTransfer, Deadline, ServerI
 from megarl.weight_sync.transports import WeightSource
 from megarl.weight_sync.verify import Fingerprints, held_checksums, sample
 from megarl.wire import handles
+from tests.tiny import tiny_hf
 
 SILENCE = "silence"  # an answer that never comes
 
@@ -196,7 +198,11 @@ class Holder(torch.nn.Module):
 
 def obeying(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """The answers of a server that holds these and has our loader."""
-    model = Holder(tensors)
+    return obeying_with(Holder(tensors))
+
+
+def obeying_with(model: torch.nn.Module) -> dict[str, Any]:
+    """The answers of a server of this model that has our loader."""
 
     def obey(body: Any) -> tuple[int, Any]:
         load(model, handles.unpack(body["serialized_named_tensors"][0]))
@@ -211,10 +217,13 @@ def commands_of(fake: Fake) -> list[dict[str, Any]]:
     return [json.loads(handles.unpack(text)[0][0]) for text in texts]
 
 
+PLACE = Place(0, 0, tp=0)
+
+
 def source_of(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> WeightSource:
     """One rank that holds these and sends them in `dtype`."""
     pieces = {
-        n: Piece(Place(0, 0, tp=0), n, View(0, tuple(t.shape), t.stride()), (0,), tuple(t.shape))
+        n: Piece(PLACE, n, View(0, tuple(t.shape), t.stride()), (0,) * t.ndim, tuple(t.shape))
         for n, t in tensors.items()
     }
     table = PieceTable(
@@ -283,10 +292,24 @@ def test_what_no_tensor_fills_and_what_gives_no_hashes_is_not_verified(
 ) -> None:
     sent = {"w": torch.ones(2)}
     more, busy = fakes(**obeying(sent | {"bias": torch.ones(2)})), fakes()
-    assert compare(sent, {more.address: OURS}) is False
+    assert compare(sent, {more.address: STOCK}) is False
     assert "not proved: bias (" in caplog.text
     assert compare(sent, {busy.address: OURS}) is False
     assert f"weights on {busy.address} not verified: " in caplog.text
+
+
+@pytest.mark.parametrize("verify", ("full", "sample"))
+def test_an_embedded_server_of_another_model_is_an_error(fakes: Any, verify: str) -> None:
+    """One parameter that nothing fills, and a tied head that the trainers hold apart."""
+    more = fakes(**obeying({"w": torch.ones(2), "bias": torch.ones(2)}))
+    with pytest.raises(RuntimeError, match=rf"server {more.address}; not proved: bias \("):
+        compare({"w": torch.ones(2)}, {more.address: OURS}, verify=verify)
+    tied = WeightStore(tiny_hf("qwen3", layers=1, tie=True).eval())
+    fake = fakes(**obeying_with(tied.model))
+    assert compare(tied.tensors, {fake.address: OURS}, verify=verify)
+    sent = tied.tensors | {n: tied.tensors[e] + 1 for n, e in tied.tied.items()}
+    with pytest.raises(RuntimeError, match=r"not proved: lm_head.weight \(.* keeps 0 of"):
+        compare(sent, {fake.address: OURS})
 
 
 def test_servers_without_the_receiver_cannot_be_verified_and_that_is_said(

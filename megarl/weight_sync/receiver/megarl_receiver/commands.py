@@ -223,6 +223,7 @@ def _receive(order: Order) -> dict[str, Any]:
             while under_way:
                 _land(params, under_way.popleft(), order, until)
             _finish(order.model)
+            held.wrote = True  # all of it, also where nothing has changed
             if changes and held.table is not None:
                 held.weights.note(changes["id"], params, (e.param for e in held.table.entries))
     except BaseException as e:
