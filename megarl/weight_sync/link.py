@@ -18,7 +18,7 @@ import time
 import uuid
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -132,10 +132,16 @@ class Link:
     # ---- commands, on the rank that speaks
 
     def start(
-        self, do: str, deadline: Deadline, *, body: Mapping[str, Any] | None = None, **fields: Any
+        self,
+        do: str,
+        deadline: Deadline,
+        *,
+        body: Mapping[str, Any] | None = None,
+        but: Collection[str] = (),
+        **fields: Any,
     ) -> dict[str, Future[Answer]]:
         """Has every rank of every server do something. A call fails with what a rank replied.
-        body: of the request; fields: of the command."""
+        body: of the request; but: servers that are left out; fields: of the command."""
         command = {
             "do": do,
             "id": uuid.uuid4().hex[:12],
@@ -156,12 +162,16 @@ class Link:
                 deadline.left + LINGER,
             )
             for number, (server, tp) in enumerate(self.members.servers.items())
+            if server not in but
         }
 
-    def call(self, do: str, deadline: Deadline, **given: Any) -> dict[str, list[dict[str, Any]]]:
+    def call(
+        self, do: str, deadline: Deadline, *, failed: dict[str, str] | None = None, **given: Any
+    ) -> dict[str, list[dict[str, Any]]]:
         """Returns every server's replies by rank, once all have obeyed. Raises RuntimeError with
-        what those that failed have said, ServersLost where some are lost."""
-        return finish(do, self.start(do, deadline, **given), deadline)
+        what those that failed have said, ServersLost where some are lost. failed: servers to leave
+        out; takes those that fail, and why, instead of the error."""
+        return finish(do, self.start(do, deadline, but=failed or (), **given), deadline, failed)
 
     def _obey(
         self,
@@ -331,12 +341,14 @@ def spec_of(table: PieceTable, dtype_of: Callable[[str], torch.dtype]) -> Spec:
     return [(t.name, t.shape, str(dtype_of(t.name)).removeprefix("torch.")) for t in table.tensors]
 
 
-def record(link: Link, spec: Spec, deadline: Deadline) -> PackedTables:
+def record(
+    link: Link, spec: Spec, deadline: Deadline, failed: dict[str, str] | None = None
+) -> PackedTables:
     """Returns the tables of all ranks, packed; a server that still has them answers at once. On the
-    rank that speaks, in an update session, which undoes what is packed in place. Raises as
-    `Link.call` does."""
+    rank that speaks, in an update session, which undoes what is packed in place. Raises, and takes
+    `failed`, as `Link.call` does."""
     link.box.put("spec", zlib.compress(json.dumps(spec).encode()))
-    replies = link.call("record", deadline)
+    replies = link.call("record", deadline, failed=failed)
     distinct: dict[bytes, bytes] = {}  # equal tables become one object, which is pickled once
     tables: PackedTables = {}
     for server, ranks in replies.items():

@@ -238,15 +238,21 @@ def address_for(servers: Iterable[str]) -> str:
     return address_towards((far or hosts)[0])
 
 
-def finish(what: str, calls: Calls, deadline: Deadline) -> dict[str, Any]:
-    """Returns every server's answer. Raises one RuntimeError for all that failed or kept silent,
-    ServersLost where some are lost. what: the path or the command."""
+def finish(
+    what: str, calls: Calls, deadline: Deadline, failed: dict[str, str] | None = None
+) -> dict[str, Any]:
+    """Returns every server's answer. Raises one RuntimeError for all that failed or kept silent, or
+    notes why in `failed`; ServersLost where some are lost. what: the path or the command."""
     raise_if_lost(wait_for(calls, deadline), what)
     late = f"{what} gave no answer within weight_sync.timeout={deadline.timeout:g} s"
-    said = [*failures(calls), *(f"server {s}: {late}" for s, f in calls.items() if not f.done())]
-    if said:
-        raise RuntimeError("; ".join(said))
-    return {server: f.result().value for server, f in calls.items()}
+    ended = {s: f.exception() for s, f in calls.items() if f.done()}
+    said = {s: str(error) for s, error in ended.items() if error is not None}
+    said |= {s: f"server {s}: {late}" for s in calls if s not in ended}
+    if failed is not None:
+        failed.update(said)
+    elif said:
+        raise RuntimeError("; ".join(said.values()))
+    return {s: f.result().value for s, f in calls.items() if s not in said}
 
 
 def _finish_session(path: str, calls: Calls, deadline: Deadline) -> bool:

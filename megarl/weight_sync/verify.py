@@ -167,7 +167,7 @@ class Fingerprints:
         try:
             self._link = link or self._reach(able)
             spec = spec_of(self.source.table, self._dtype)
-            return record(self._link, spec, self._deadline)
+            return record(self._link, spec, self._deadline, self._not_compared)
         except ServersLost:
             raise
         except RuntimeError as e:
@@ -186,7 +186,8 @@ class Fingerprints:
         if self._link is None or not self._packed:
             return None
         names = None if self.meta.compares_all else sorted(self._names)
-        return in_thread(self._link.call, "hash", self._deadline, names=names)
+        fields = dict(names=names, failed=self._not_compared)
+        return in_thread(self._link.call, "hash", self._deadline, **fields)
 
     def _check(
         self,
@@ -195,14 +196,7 @@ class Fingerprints:
         expected: Mapping[Part, int],
     ) -> bool:
         """Returns whether all servers have proved that they hold what is expected."""
-        packed = self._packed
-        try:
-            replies = answer.result() if answer is not None else {}
-        except ServersLost:
-            raise
-        except RuntimeError as e:
-            self._not_compared |= dict.fromkeys(packed, str(e))
-            replies = {}
+        packed, replies = self._packed, answer.result() if answer is not None else {}
         wrong = [
             f"server {server}, rank {rank}: {few(other)}"
             for server, ranks in replies.items()

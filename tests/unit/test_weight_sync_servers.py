@@ -312,6 +312,18 @@ def test_an_embedded_server_of_another_model_is_an_error(fakes: Any, verify: str
         compare(sent, {fake.address: OURS})
 
 
+def test_a_server_that_cannot_say_hides_no_other(
+    fakes: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    sent = {"w": torch.ones(2)}
+    good, bad, busy = fakes(**obeying(sent)), fakes(**obeying({"w": torch.zeros(2)})), fakes()
+    assert compare(sent, {s.address: OURS for s in (busy, good)}) is False
+    assert f"weights on {busy.address} not verified: " in caplog.text
+    assert f"weights on {good.address} not" not in caplog.text and len(busy.asked) == 1
+    with pytest.raises(RuntimeError, match=rf"server {bad.address}, rank 0: w \["):
+        compare(sent, {s.address: OURS for s in (busy, good, bad)})
+
+
 def test_servers_without_the_receiver_cannot_be_verified_and_that_is_said(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
