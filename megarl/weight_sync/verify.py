@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 SAMPLE = 8  # tensors
 _SHOWN = 3  # tensors or parameters of a server
-_LOGGED = set[tuple[int, str]]()  # (level, server) of the lines so far
+_LOGGED = set[tuple[int, str]]()  # (level, what about) of the lines so far
 ON_GPU = "this has not been run on a GPU yet; weight_sync.verify=full compares it all the same"
 # other numbers are made of what was sent, not copied: FP8 has scales beside it
 PLAIN = ("float64", "float32", "bfloat16", "float16")
@@ -216,7 +216,8 @@ class Fingerprints:
         for server in replies:
             self._tell(server, unclear[tuple(packed[server])])
         for server, why in self._not_compared.items():
-            _log(logging.WARNING, server, f"weights on {server} not verified: {why}")
+            line = f"weights on {server} not verified: {why}"
+            _log(logging.WARNING, f"not verified: {server}", line)
         return not any(unclear.values()) and not self._not_compared
 
     def _differences(
@@ -370,10 +371,10 @@ def sample(names: Collection[str], seed: int, size: int = SAMPLE) -> frozenset[s
     return frozenset(random.Random(seed).sample(ordered, min(size, len(ordered))))
 
 
-def _log(level: int, server: str, line: str) -> None:
-    """Logs a line on a server, at `level` the first time and at DEBUG later."""
-    log.log(logging.DEBUG if (level, server) in _LOGGED else level, line)
-    _LOGGED.add((level, server))
+def _log(level: int, about: str, line: str) -> None:
+    """Logs a line about something, at `level` the first time and at DEBUG later."""
+    log.log(logging.DEBUG if (level, about) in _LOGGED else level, line)
+    _LOGGED.add((level, about))
 
 
 def _name(part: Part) -> str:

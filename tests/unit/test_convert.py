@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -243,6 +244,17 @@ def test_a_directory_is_for_one_conversion_at_a_time(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "out", "out2"]
     with pytest.raises(ValueError, match="is there already"):
         hf2dist(a, out, **SMALL)
+
+
+def test_file_systems_that_lock_otherwise(tmp_path: Path) -> None:
+    """One has no locks; SMB's word for a lock that another holds is EACCES."""
+    a = save_tiny(tmp_path / "a", "qwen3")
+    held = patch("fcntl.flock", side_effect=OSError(errno.EACCES, "held"))
+    with held, pytest.raises(ValueError, match="another conversion works there"):
+        hf2dist(a, tmp_path / "out", **SMALL)
+    with patch("fcntl.flock", side_effect=OSError(errno.ENOLCK, "no locks")):
+        hf2dist(a, tmp_path / "out", **SMALL)
+    assert verify(a, tmp_path / "out") == []
 
 
 @pytest.mark.parametrize("way", ["hf2dist", "dist2hf"])

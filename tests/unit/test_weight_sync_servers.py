@@ -294,6 +294,8 @@ def test_what_no_tensor_fills_and_what_gives_no_hashes_is_not_verified(
     more, busy = fakes(**obeying(sent | {"bias": torch.ones(2)})), fakes()
     assert compare(sent, {more.address: STOCK}) is False
     assert "not proved: bias (" in caplog.text
+    assert compare(sent, {more.address: BARE}) is False  # started again, without the receiver
+    assert f"weights on {more.address} not verified: " in caplog.text
     assert compare(sent, {busy.address: OURS}) is False
     assert f"weights on {busy.address} not verified: " in caplog.text
 

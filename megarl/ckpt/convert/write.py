@@ -162,7 +162,7 @@ def _locked(target: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             free = os.path.samefile(lock, file.fileno())  # one that just ended took it away
-        except (BlockingIOError, FileNotFoundError):
+        except (BlockingIOError, PermissionError, FileNotFoundError):  # the second from SMB
             free = False
         except OSError:  # a file system without locks
             free = True
