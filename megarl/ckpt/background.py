@@ -80,7 +80,7 @@ class PendingSave(Generic[T]):
                     _join(before)
                 with thread_inside(self._world):
                     self._outcome.set_result(write())
-            except Exception as e:  # for the main thread to raise
+            except BaseException as e:  # for the main thread, which waits for an outcome
                 self._outcome.set_exception(e)
 
         self._thread = _newest = threading.Thread(target=run, name=f"megarl {what}", daemon=True)

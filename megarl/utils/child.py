@@ -36,12 +36,16 @@ ORPHAN_GRACE = 1.0  # for what an ended process left running
 KILL_TIMEOUT = 10.0
 MOST_FILES = 8192  # that a process is taken to have open
 LOG_TAIL = 40  # lines of a log that are shown of a process that died
-# runs a command once its group is tied: who starts it may be killed just before that
+# runs a command once its group is tied: who starts it may be killed just before that; what Python
+# changes as it starts, signals and the environment's LC_CTYPE, the command has as it was
 _TIED = """
 import os, signal, sys
 if os.read(0, 1):
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    os.execvp(sys.argv[1], sys.argv[1:])
+    for number in signal.SIGPIPE, signal.SIGXFSZ:
+        signal.signal(number, signal.SIG_DFL)
+    with open("/proc/self/environ", "rb") as f:
+        given = f.read().split(b"\\0")[:-1]
+    os.execvpe(sys.argv[1], sys.argv[1:], dict(entry.split(b"=", 1) for entry in given))
 """
 
 

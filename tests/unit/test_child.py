@@ -89,6 +89,21 @@ def test_a_child_that_cannot_start_leaves_no_file_open() -> None:
     assert len(list(files.iterdir())) == before
 
 
+def test_a_command_starts_as_its_caller_says(tmp_path: Path) -> None:
+    """With that environment alone and without the signals that Python ignores, though a Python
+    starts it."""
+    log = tmp_path / "log"
+    env = {"B": "", "A": "x=y\nz"}
+    for command in (["env", "-0"], ["grep", "SigIgn", "/proc/self/status"]):
+        child = Child("command", command, env=env, log_path=log)
+        child.wait(30)
+        assert child.poll() == 0
+    *entries, ignored = log.read_bytes().split(b"\0")
+    assert entries == [b"B=", b"A=x=y\nz"]
+    of_python = sum(1 << number - 1 for number in (signal.SIGPIPE, signal.SIGXFSZ))
+    assert not int(ignored.split()[1], 16) & of_python
+
+
 TERM, INT, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
 
 

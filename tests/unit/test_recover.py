@@ -659,6 +659,25 @@ def ended(what: str) -> None:
             thread.join(60)
 
 
+def test_whatever_ends_a_writer_its_save_ends_too(tmp_path):
+    def write() -> None:
+        raise SystemExit("the writer's end")
+
+    pending = background.PendingSave("saving", tmp_path, write, lambda written: None)
+    ends: list[BaseException] = []
+
+    def finish() -> None:
+        try:
+            pending.finish()
+        except BaseException as e:
+            ends.append(e)
+
+    finishing = threading.Thread(target=finish, daemon=True)
+    finishing.start()
+    finishing.join(20)
+    assert list(map(str, ends)) == ["the writer's end"]
+
+
 def test_a_writer_that_hangs_is_an_error_and_no_wait_without_end(monkeypatch, tmp_path):
     monkeypatch.setattr(background, "collective_timeout", lambda: 0.1)
     storage_answers = threading.Event()
