@@ -65,8 +65,9 @@ class Pickler(cloudpickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         """Says how an object is pickled."""
-        torch = sys.modules.get("torch")  # without it there are no tensors
-        if torch is None or type(obj) is not torch.Tensor:
+        # without torch, and while another thread imports it, there are no tensors
+        torch = sys.modules.get("torch")
+        if torch is None or type(obj) is not getattr(torch, "Tensor", None):
             return super().reducer_override(obj)
         if obj.layout != torch.strided or obj.is_quantized:
             return obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)

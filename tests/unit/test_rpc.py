@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -154,6 +155,13 @@ def test_tensors_keep_every_bit_and_nothing_else_of_theirs(link: Link) -> None:
             assert raw[0] == raw[1]
     assert back["plain"] == data["plain"]
     back["mask"][0] = back["strided"][0, 0] = 1  # they can be written to
+
+
+def test_what_is_sent_while_torch_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another thread: then the module is there, and has nothing yet."""
+    sent = Path("a") / "b"
+    monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
+    assert pickle.loads(pack(sent).parts[0]) == sent
 
 
 def test_a_link_over_ipv6(service: Service) -> None:
