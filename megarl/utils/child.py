@@ -63,10 +63,12 @@ class Child:
         private_log: bool = False,
     ) -> None:
         """Starts the command. log_path: gets its output, in place of this process's own.
-        private_log: nobody else may read the log. Raises FileNotFoundError for no such program."""
+        private_log: nobody else may read the log. Raises FileNotFoundError for no such program,
+        PermissionError for a file that cannot be run."""
         self.name, self.log_path = name, log_path and Path(log_path)
         if shutil.which(command[0], path=env.get("PATH", os.defpath)) is None:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
+            why = errno.EACCES if os.path.exists(command[0]) else errno.ENOENT
+            raise OSError(why, os.strerror(why), command[0])
         with _tether(self) as fd, _output(self.log_path, private_log) as out:
             self._process = subprocess.Popen(
                 [sys.executable, "-ISc", _TIED, *command],
@@ -79,7 +81,8 @@ class Child:
             )
             _tie(fd, self.pid)
             assert self._process.stdin is not None
-            with self._process.stdin as go:
+            # of a process that has ended already, poll tells
+            with contextlib.suppress(BrokenPipeError), self._process.stdin as go:
                 go.write(b"\n")
 
     @property

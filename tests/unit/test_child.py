@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -102,6 +103,24 @@ def test_a_command_starts_as_its_caller_says(tmp_path: Path) -> None:
     assert entries == [b"B=", b"A=x=y\nz"]
     of_python = sum(1 << number - 1 for number in (signal.SIGPIPE, signal.SIGXFSZ))
     assert not int(ignored.split()[1], 16) & of_python
+
+
+def test_a_file_that_cannot_be_run_is_not_said_to_be_missing(tmp_path: Path) -> None:
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\n")
+    with pytest.raises(PermissionError, match=str(program)):
+        Child("program", [str(program)], env={})
+
+
+def test_a_child_that_ends_before_its_command_has_a_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Killed(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **kw: Any) -> None:
+            super().__init__(*args, **kw)
+            self.kill()
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+
+    monkeypatch.setattr(subprocess, "Popen", Killed)
+    assert Child("killed", ["true"], env={}).poll() == 128 + signal.SIGKILL
 
 
 TERM, INT, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
