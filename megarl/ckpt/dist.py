@@ -40,6 +40,7 @@ from megarl.ckpt.restricted import check_common, restricted_reading
 from megarl.models.hf_config import ModelConfig
 from megarl.models.params import checkpoint_key, checkpoint_keys
 from megarl.models.piece_table import PieceTable
+from megarl.parallel import mcore  # noqa: F401  before megatron
 from megarl.parallel.ranks import Ranks, on_rank_zero, together
 from megarl.parallel.worlds import PerWorld
 from megarl.utils.files import check_room, full_disk_named, put_in_place
@@ -216,9 +217,8 @@ def settle_keys(state: Mapping[str, Any], table: PieceTable) -> None:
 def describe_model(model: ModelConfig) -> dict[str, Any]:
     """Returns the model's part of `info`: "model", by which an engine tells whether the checkpoint
     is its own, and "hf_config", from which the model directory can be made again."""
-    fields = {"model": model.meaning()}
-    found: dict[str, Any] = json.loads(json.dumps(fields))  # lists for tuples
-    return found | {"hf_config": dict(model.raw)}
+    meaning = json.loads(json.dumps(model.meaning()))  # lists for tuples
+    return {"model": meaning, "hf_config": dict(model.raw)}
 
 
 def open_checkpoint(path: str | Path, check: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
