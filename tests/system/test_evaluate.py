@@ -175,7 +175,7 @@ def test_supervised_training_evaluates_by_generation(
         "16",
         "18",
     }
-    assert "tensors agree with server" in done.stdout + done.stderr
+    assert "tensors agree with all ranks of server" in done.stdout + done.stderr
     status = subprocess.run(
         [sys.executable, "-m", "megarl.cli", "status", str(run)],
         cwd=ROOT, capture_output=True, text=True, timeout=60,

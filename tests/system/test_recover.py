@@ -66,7 +66,7 @@ LAYOUTS = {
     "pp2": ["actor.parallel.pp=2"],
     "dp2": ["weight_sync.type=disk"],
 }
-VERIFIED = "tensors agree with server"
+VERIFIED = "tensors agree with all ranks of server"
 
 
 @dataclass

@@ -104,11 +104,11 @@ class OneServer:
         self.answer: Future[Answer] = Future()
 
     def receivers(self, deadline: Deadline) -> dict[str, ServerInfo]:
-        return {SERVER: ServerInfo(1, None, False)}
+        return {SERVER: ServerInfo(tp=1, embedded=False)}
 
     def start(self, path: str, *_: Any) -> dict[str, Future[Answer]]:
         done: Future[Answer] = Future()
-        done.set_result(Answer(SERVER, {}, 0.0))
+        done.set_result(Answer({}, 0.0))
         return {SERVER: self.answer if "update_weights" in path else done}
 
     def abandon_update(self, timeout: float) -> dict[str, Future[Answer]]:
@@ -126,7 +126,7 @@ def send(server: OneServer, timeout: float = 20.0) -> tuple[UpdateChannel, Any]:
 def test_broadcasts_leave_the_main_stream_alone(gpu: Device) -> None:
     server = OneServer()
     _, exchange = send(server)
-    server.answer.set_result(Answer(SERVER, {}, 0.0))
+    server.answer.set_result(Answer({}, 0.0))
     exchange.wait(Deadline(20))
     assert gpu.log == [("broadcast", "side"), ("wait", "side")]
     assert gpu.side.after == {"default"}  # of what it sends
@@ -152,7 +152,7 @@ def test_an_answer_does_not_free_the_memory_of_a_broadcast_under_way(gpu: Device
     """A bucket's memory is written again after `wait`: it returns after both have ended."""
     gpu.hangs, server = True, OneServer()
     _, exchange = send(server)
-    server.answer.set_result(Answer(SERVER, {}, 0.0))
+    server.answer.set_result(Answer({}, 0.0))
     with pytest.raises(RuntimeError, match="the collective, though every server answered"):
         exchange.wait(Deadline(0.1))
     gpu.ended.set()
