@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 import torch
@@ -19,8 +20,8 @@ from numpy.typing import NDArray
 
 from megarl.models.families import family_of
 from megarl.models.hf_config import ModelConfig
-from megarl.models.ops import FusedQKV, Op, Segment
-from megarl.models.piece_table import ShardMap, build_piece_table, padded_vocab_size, shard_map
+from megarl.models.ops import FusedQKV, Segment
+from megarl.models.piece_table import View, build_piece_table, padded_vocab_size, shard_map
 from megarl.parallel.layout import Layout
 from megarl.planning.advice import Cluster
 from megarl.planning.memory import BF16, parameters, server_weights, stage_numel
@@ -240,7 +241,7 @@ def server_tables(m: ModelConfig, tp: int, ep: int = 1) -> list[TargetTable]:
     _check(m, tp, ep)
     vocab = padded_vocab_size(m.vocab_size, tp, VOCAB_PADDING)
     entries: list[list[Slice]] = [[] for _ in range(tp)]
-    cuts: dict[tuple[Op, int], ShardMap] = {}  # layers and experts are cut alike
+    cut_alike = cache(lambda op, ranks: shard_map(m, op, ranks, vocab))  # layers, and experts
     for param, _ in family_of(m).params(m):
         ranks, first, below, name = tp, 0, 0, param.name
         if param.expert is not None:
@@ -248,13 +249,11 @@ def server_tables(m: ModelConfig, tp: int, ep: int = 1) -> list[TargetTable]:
             first, below = param.expert // own * ranks, param.expert % own
             name = name.replace(f".local_experts.{param.expert}.", ".")
         op = _ByHeads(param.op.bias) if isinstance(param.op, FusedQKV) else param.op
-        if (op, ranks) not in cuts:
-            cuts[op, ranks] = shard_map(m, op, ranks, vocab)
-        cut = cuts[op, ranks]
+        cut = cut_alike(op, ranks)
         offset = below * math.prod(cut.shape)
         for tensor, (_, boxes) in zip(param.hf, cut.sources, strict=True):
             for b in boxes:
-                view = replace(b.view, offset=offset + b.view.offset)
+                view = View(offset + b.view.offset, b.view.shape, b.view.strides)
                 entries[first + b.rank].append(Slice(tensor, b.start, b.stop, name, (view,)))
     model = f"{m.family}-{m.num_layers}x{m.hidden_size}-tp{tp}-ep{ep}"
     return [TargetTable(e, f"{model}-rank{rank}") for rank, e in enumerate(entries)]
