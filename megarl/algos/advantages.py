@@ -121,11 +121,10 @@ MEANS, STDS = ("group", "leave_one_out", "batch", "none"), ("group", "batch", "n
 def levels_advantages(
     rewards: Tensor, group_ids: Tensor, mean: str, std: str, kind: str = "sample", eps: float = 1e-6
 ) -> Tensor:
-    """Returns x / (std + eps), x = r_i less a mean, each of a level of its own (arXiv 2508.08221
-    compares them): mean by "group", of the group's others ("leave_one_out"), by "batch", or "none";
-    std of the rewards within the "group", of all of the "batch", or "none", which divides by
-    nothing. kind: of the std, "sample" (n - 1) or "population" (n). Where the std is the group's, a
-    group of equal rewards has 0.
+    """Returns (r_i - mean) / (std + eps). arXiv 2508.08221 compares the levels. mean: of the
+    "group", of the group's other rewards ("leave_one_out"), of the "batch", or "none". std: of the
+    "group", of the "batch", or "none", which divides by nothing. kind: of the std, "sample" (n - 1)
+    or "population" (n). With the std of the group, a group of equal rewards has 0.
 
     >>> r, g = torch.tensor([2.0, 0.0, 1.0, 1.0]), torch.tensor([0, 0, 1, 1])
     >>> levels_advantages(r, g, "leave_one_out", "none").tolist()

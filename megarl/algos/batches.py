@@ -77,11 +77,11 @@ def mean_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
         return counts
     stats = {}
     for name in dict.fromkeys(name for update in done for name in update):
-        said = [u for u in done if name in u]  # a loss need not say it of every mini-batch
-        found = [(u[name], getattr(u, "weights", {}).get(name, 1.0)) for u in said]
-        total = sum(weight for _, weight in found)
-        mean = sum(value * weight for value, weight in found if weight) / (total or math.nan)
-        stats[name] = found[-1][0] if name == "lr" else mean
+        having = [u for u in done if name in u]  # a loss may give it for some mini-batches alone
+        pairs = [(u[name], getattr(u, "weights", {}).get(name, 1.0)) for u in having]
+        total = sum(weight for _, weight in pairs)
+        mean = sum(value * weight for value, weight in pairs if weight) / (total or math.nan)
+        stats[name] = pairs[-1][0] if name == "lr" else mean
     return stats | counts
 
 

@@ -194,8 +194,8 @@ class Rollouts:
     def common(self, values: Tensor, name: str) -> Tensor:
         """Returns the rollouts' `values`: [B] -> [R]. Raises ValueError, with the field's `name`,
         where rows of one rollout differ."""
-        found = values[self.first]
-        other = found[self.of_row]
+        of_rollout = values[self.first]
+        other = of_rollout[self.of_row]
         same = (other == values) | (other.isnan() & values.isnan())
         differs = (~same).nonzero().flatten().tolist()
         if differs:
@@ -205,7 +205,7 @@ class Rollouts:
                 f"{values[row].item():g}, and they are branches of one rollout: what a rollout "
                 "earned stands on each of its rows; have the workflow score whole rollouts"
             )
-        return found
+        return of_rollout
 
     def sums(self, values: Tensor) -> Tensor:
         """Returns the sums over the rows of each rollout: [B] -> [R], of the dtype of `values`."""

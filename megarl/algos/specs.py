@@ -155,8 +155,8 @@ def _made(kind: str, config: PPOActorConfig, expected: Any, what: str) -> Any:
     """Returns what the function that the section `kind` names makes. Raises ValueError where it is
     not `expected`, in words `what`."""
     seam: SeamConfig = getattr(config, kind)
-    made = maker(kind, seam.type)(config, **seam.options)
-    if not isinstance(made, expected):
-        returned = type(made).__name__
+    spec = maker(kind, seam.type)(config, **seam.options)
+    if not isinstance(spec, expected):
+        returned = type(spec).__name__
         raise ValueError(f"actor.{kind}={seam.type}: it returned a {returned}, not {what}")
-    return made
+    return spec

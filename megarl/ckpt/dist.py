@@ -266,8 +266,8 @@ def find_damage(path: str | Path) -> str | None:
             return str(e)
         return None
 
-    found = Ranks.of().gather(together(f"loading {path}", look))
-    if damages := [damage for damage in found if damage]:
+    of_rank = Ranks.of().gather(together(f"loading {path}", look))
+    if damages := [damage for damage in of_rank if damage]:
         return damages[0]
     _sound.get().add(read_marker(path)["id"])
     return None

@@ -148,17 +148,17 @@ def read_info(path: str | Path) -> dict[str, Any]:
 
 
 def check_contents(path: Path, rank: int = 0, ranks: int = 1) -> None:
-    """Reads the files of the checkpoint at `path` that `rank` of `ranks` is to check: every file is
-    one rank's. Raises ValueError for bytes that are not those that were written."""
+    """Checks the share of `rank` of `ranks` in the files of the checkpoint at `path`; one rank
+    checks each file. Raises ValueError for a file whose checksum is another than at the save."""
     marker = read_marker(path)
-    sizes, known = marker["files"], marker["xxh3_128"]
+    sizes, checksums = marker["files"], marker["xxh3_128"]
     names = sorted(sizes, key=lambda name: (-sizes[name], name))[rank::ranks]
     with ThreadPoolExecutor(_READERS) as pool:
-        for name, found in zip(names, pool.map(lambda n: file_digest(path / n), names)):
-            if found != known[name]:
+        for name, digest in zip(names, pool.map(lambda n: file_digest(path / n), names)):
+            if digest != checksums[name]:
                 raise ValueError(
-                    f"{path / name} is damaged: its checksum is {found}, {MARKER} says "
-                    f"{known[name]}; load another checkpoint"
+                    f"{path / name} is damaged: its checksum is {digest}, {MARKER} says "
+                    f"{checksums[name]}; load another checkpoint"
                 )
 
 

@@ -52,12 +52,12 @@ def read_metadata(path: Path) -> Metadata:
     ValueError for anything else."""
     try:
         with (path / METADATA).open("rb") as f:
-            found = _MetadataUnpickler(f).load()
-        if not isinstance(found, Metadata):
-            raise pickle.UnpicklingError(f"it holds a {type(found).__name__}")
+            metadata = _MetadataUnpickler(f).load()
+        if not isinstance(metadata, Metadata):
+            raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
     except Exception as e:  # damaged opcodes raise whatever their arguments lead to
         raise ValueError(f"{path}: no readable .metadata ({e}); it is no whole checkpoint") from e
-    return found
+    return metadata
 
 
 def check_common(path: Path) -> None:

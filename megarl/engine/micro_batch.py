@@ -49,7 +49,7 @@ class MicroBatch:
 
     @property
     def places(self) -> Tensor:
-        """Returns where these rows stand among those that this rank holds, [b]."""
+        """Returns the positions [b] of these rows among the rows of this rank."""
         return torch.searchsorted(self.source.rows, torch.as_tensor(self.rows, dtype=torch.long))
 
     def inner(self, name: str, part: slice) -> Tensor:

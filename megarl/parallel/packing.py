@@ -82,8 +82,8 @@ def spread(costs: Sequence[int], bins: int) -> list[list[int]]:
 
 
 def _spread_within(items: Sequence[Item], room: int, count: int) -> list[list[int]] | None:
-    """Puts items, by their numbers, into `count` bins of `room` tokens by LPT over their work; one
-    that is too long has a bin of its own. Returns None where an item finds no bin."""
+    """Puts items, by their numbers, into `count` bins of `room` tokens by LPT over their work. An
+    item above `room` gets an empty bin. Returns None where an item fits no bin."""
     bins: list[list[int]] = [[] for _ in range(count)]
     load, left = [0] * count, [room] * count
     for i, item in sorted(enumerate(items), key=lambda each: -each[1].work):
@@ -302,8 +302,8 @@ class Segment(NamedTuple):
 @dataclass(frozen=True)
 class Trie:
     """Holds the distinct prefixes of b sequences as T packed tokens. `segments` stand depth-first:
-    parents come before children, one segment right after another. Filling at the end is a segment
-    of its own, which begins a sequence."""
+    parents come before children, one segment right after another. Filling at the end is the last
+    segment, a sequence by itself."""
 
     input_ids: Tensor  # [T] int64, 0 in filling
     depth: Tensor  # [T] int64: how many tokens come before it in its sequences, its position

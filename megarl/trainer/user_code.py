@@ -198,8 +198,8 @@ def check_code(
     ConfigError naming each function or class that cannot be loaded or does not take what it is
     given. row_keys: by key of each source the names that a reward gets of its rows.
 
-    With `in_child` a process of its own imports it, with `path` in front of the import path; what
-    takes the options of a section of megarl.config is here already.
+    With `in_child` a child process imports it, with `path` in front of the import path; classes of
+    megarl.config are checked in this process.
     recipe: False for a script of the user's, which makes its workflow itself. makes: has rewards,
     losses, workflows and free sections of the user's be made, once and without a GPU."""
     named = [c for c in _named_code(cfg, row_keys) if recipe or c.key != "rollout.workflow"]

@@ -100,7 +100,7 @@ class BucketGatherer:
             the layout's, which are ranks of this group.
     device: where messages and the flat bucket live (that of the parameters, and of the backend).
     staging: bytes of messages that a root has room for; None is as much as a bucket takes.
-    ranks: of the group, which plan together; by default those that the group has.
+    ranks: the group's Ranks, which plan together; made of the group by default.
 
     Memory: a root holds one bucket and `staging`, a source its own message; `message_bytes` is the
     most bytes that messages have taken.

@@ -37,6 +37,7 @@ from megarl.weight_sync.servers import (
     GRACE,
     BucketTransfer,
     Deadline,
+    ServerInfo,
     Servers,
     address_for,
     failures,
@@ -87,12 +88,16 @@ class BucketStream(ABC):
     def memory(self) -> int:
         """Returns the most bytes that this rank has allocated for the sync so far."""
 
-    def run(self) -> None:
-        """Returns when all servers hold all buckets. Collective."""
-        together = self.source.ranks.together
+    def run(self, info: Mapping[str, ServerInfo]) -> None:
+        """Sends all buckets, and compares what the servers then hold with the trainers' weights.
+        info: of each server, on the sender. Collective."""
+        source, together = self.source, self.source.ranks.together
+        fingerprints = Fingerprints(source, source.sender, self.meta, self.deadline, self.phases)
+        fingerprints.record(info)
         for bucket in self.plan.buckets:
             together(self._step, bucket)
         together(self._settle)
+        fingerprints.compare()
 
     def is_last(self, bucket: Bucket) -> bool:
         """Returns whether the version arrives with this bucket."""
@@ -173,7 +178,7 @@ class DistributedTransport(Transport):
 
     def _broadcast(self, meta: WeightUpdateMeta, deadline: Deadline, phases: Phases) -> bool:
         """Sends all buckets. Returns whether the servers had to be connected again. Collective."""
-        source, together = self.source, self.source.ranks.together
+        source = self.source
         plan, gatherer = self.plan_buckets(meta.bucket_bytes)
         again = source.from_rank(source.sender, self._open, plan.largest, meta, deadline, phases)
         stream = GroupStream(
@@ -186,12 +191,9 @@ class DistributedTransport(Transport):
             channel=self._channel,
             pair=self._pair,
         )
-        fingerprints = Fingerprints(source, source.sender, meta, deadline, phases)
-        fingerprints.record(self._channel.info if self._channel else {})
-        stream.run()
-        fingerprints.compare()
+        stream.run(self._channel.info if self._channel else {})
         with phases.time("session"):
-            together(self._close_session, deadline)
+            source.ranks.together(self._close_session, deadline)
         stream.account()
         return bool(again)
 

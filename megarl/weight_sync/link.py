@@ -169,8 +169,8 @@ class Link:
         self, do: str, deadline: Deadline, *, failed: dict[str, str] | None = None, **given: Any
     ) -> dict[str, list[dict[str, Any]]]:
         """Returns every server's replies by rank, once all have obeyed. Raises RuntimeError with
-        what those that failed have said, ServersLost where some are lost. failed: servers to leave
-        out; takes those that fail, and why, instead of the error."""
+        the errors of the servers that failed, ServersLost where some are lost. failed: servers that
+        are left out, with the reasons; a server that fails is added instead of the RuntimeError."""
         return finish(do, self.start(do, deadline, but=failed or (), **given), deadline, failed)
 
     def _obey(
@@ -306,7 +306,7 @@ class Link:
             said.append(f"rank {self.rank}: {type(error).__name__}: {error}")
         late = [s for s, f in calls.items() if not f.done()]
         late += [] if ours.done() else [f"rank {self.rank}"]
-        bound = f"not done within weight_sync.timeout={deadline.timeout:g} s: {', '.join(late)}"
+        bound = f"not done within {deadline.text}: {', '.join(late)}"
         return "; ".join(said) or bound
 
     def stop(self, why: str) -> None:

@@ -23,8 +23,8 @@ class Phases:
 
     @contextmanager
     def time(self, phase: str, device: torch.device | None = None) -> Iterator[None]:
-        """Adds the seconds inside the `with` to the phase: those that `device` takes for the calls
-        where it is a GPU, else the host's, also where it fails."""
+        """Adds the seconds inside the `with` to the phase. With a GPU as `device` these are the
+        seconds of its work; else the host's, also where the work fails."""
         if device is not None and device.type == "cuda":
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()

@@ -99,10 +99,12 @@ class ServerInfo:
 
 
 class Deadline:
-    """Ends `timeout` seconds from now. patience: seconds that a server may give no sign of life."""
+    """Ends `timeout` seconds from now. patience: seconds that a server may give no sign of life.
+    text: what errors say of the bound."""
 
     def __init__(self, timeout: float, *, patience: float = 30.0) -> None:
         self.timeout, self.patience = timeout, patience
+        self.text = f"weight_sync.timeout={timeout:g} s"
         self._end = time.monotonic() + timeout
 
     @property
@@ -244,15 +246,15 @@ def finish(
     """Returns every server's answer. Raises one RuntimeError for all that failed or kept silent, or
     notes why in `failed`; ServersLost where some are lost. what: the path or the command."""
     raise_if_lost(wait_for(calls, deadline), what)
-    late = f"{what} gave no answer within weight_sync.timeout={deadline.timeout:g} s"
+    late = f"{what} gave no answer within {deadline.text}"
     ended = {s: f.exception() for s, f in calls.items() if f.done()}
-    said = {s: str(error) for s, error in ended.items() if error is not None}
-    said |= {s: f"server {s}: {late}" for s in calls if s not in ended}
+    errors = {s: str(error) for s, error in ended.items() if error is not None}
+    errors |= {s: f"server {s}: {late}" for s in calls if s not in ended}
     if failed is not None:
-        failed.update(said)
-    elif said:
-        raise RuntimeError("; ".join(said.values()))
-    return {s: f.result().value for s, f in calls.items() if s not in said}
+        failed.update(errors)
+    elif errors:
+        raise RuntimeError("; ".join(errors.values()))
+    return {s: f.result().value for s, f in calls.items() if s not in errors}
 
 
 def _finish_session(path: str, calls: Calls, deadline: Deadline) -> bool:
@@ -318,7 +320,7 @@ class BucketTransfer:
         if error is not None:
             return f"{type(error).__name__}: {error}" + (f" (silent: {silent})" if silent else "")
         waiting = silent or "the collective, though every server answered"
-        return f"no answer within weight_sync.timeout={deadline.timeout:g} s from {waiting}"
+        return f"no answer within {deadline.text} from {waiting}"
 
 
 # ---- which servers are lost

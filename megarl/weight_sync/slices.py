@@ -183,6 +183,7 @@ class SliceSync:
         self.close(abort=True)
         if meta.sharded == "auto":  # whole tensors need time, too
             deadline = Deadline(deadline.left / 2, patience=deadline.patience)
+            deadline.text = f"half of the rest of weight_sync.timeout, {deadline.timeout:g} s"
         try:
             self._connect(target, meta, deadline)
         except ServersLost:

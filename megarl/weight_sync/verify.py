@@ -1,8 +1,8 @@
 """Compares what servers hold with what trainers hold, by HF name, without moving numbers.
 
 A server's ranks record once which box of an HF tensor lies where (see receiver/megarl_receiver),
-and answer the hash of each box. Each trainer rank hashes what it holds of the same boxes, and one
-sum over the ranks gives what every server should have answered.
+and answer the hash of each box. Each trainer rank hashes its part of the same boxes, and the sum
+over the ranks is the hash that a server should answer.
 """
 
 from __future__ import annotations
@@ -137,8 +137,8 @@ class Fingerprints:
             ranks = self.source.ranks
             distinct = dict.fromkeys(raw for tables in self._packed.values() for raw in tables)
             tables = {raw: RecordedTable.of(raw, self._names) for raw in distinct}
-            held = (part for table in tables.values() for part in table.parts)
-            parts = list(dict.fromkeys(part for part in held if part is not None))
+            boxes = (part for table in tables.values() for part in table.parts)
+            parts = list(dict.fromkeys(part for part in boxes if part is not None))
             answer = ranks.together(self._ask)
             sums = ranks.add_up(ranks.together(self._sums, parts)).tolist()
             expected = dict(zip(parts, sums, strict=True))

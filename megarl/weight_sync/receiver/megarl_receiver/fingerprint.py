@@ -82,8 +82,8 @@ class Holding:
         """Notes that the parameters `names`, and those in the same memory, hold the weights of this
         name."""
         homes = {params[n].untyped_storage().data_ptr() for n in names}
-        held = {n: p for n, p in params.items() if p.untyped_storage().data_ptr() in homes}
-        self.id, self.hashes = id_, {n: int(tensor_hash(p)) for n, p in held.items()}
+        filled = {n: p for n, p in params.items() if p.untyped_storage().data_ptr() in homes}
+        self.id, self.hashes = id_, {n: int(tensor_hash(p)) for n, p in filled.items()}
 
     def look(self, params: Mapping[str, Tensor]) -> str | None:
         """Returns the name of the weights that the parameters still hold, None for others."""
