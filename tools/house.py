@@ -33,6 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LONG = 40  # lines of a function
 CORE = (
     "api",
+    "kernels",
     "parallel",
     "models",
     "transfer",

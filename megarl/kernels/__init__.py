@@ -1,0 +1,1 @@
+"""Triton kernels, each beside its torch twin: plain tensors, no groups, no engine."""
