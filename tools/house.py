@@ -454,11 +454,8 @@ def check_limits(
         print(f"{name} {found[name]:,} of {limit:,}{' TOO MANY' if name in over else ''}")
     print(*(f"{name} {getattr(table[-1][1], name):,}" for name in KEPT), sep=", ")
     if over:
-        print(
-            f"{', '.join(over)}: take something out; a limit of [tool.house.limits] in "
-            "pyproject.toml is raised only where an issue says so",
-            file=sys.stderr,
-        )
+        names = ", ".join(over)
+        print(f"{names}: take something out; only an issue raises a limit", file=sys.stderr)
     return int(bool(over))
 
 
