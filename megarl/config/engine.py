@@ -177,7 +177,7 @@ class TrainEngineConfig:
     offload_activations, cp_comm_type (auto, p2p, all_gather, a2a), lm_head_chunk_tokens,
     lm_head_keep_mb, value_head_init (zero, random); of mixtures of experts moe_aux_loss_coeff,
     moe_z_loss_coeff, moe_router_bias_update_rate, moe_token_dispatcher_type (alltoall, flex),
-    load_per_layer"""
+    moe_shared_expert_overlap, load_per_layer"""
 
     @property
     def replays(self) -> bool:

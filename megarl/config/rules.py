@@ -173,8 +173,8 @@ optimizer.options.optimizer_cpu_offload | dtype=auto,bfloat16
 mb_spec.share_prefixes           | parallel.cp=1
 mb_spec.share_prefixes           | fp8=none
 options.moe_token_dispatcher_type=flex & parallel.etp=1 | parallel.ep>1 | take alltoall
-lora                             | !options.moe_router_bias_update_rate |
-    routers are frozen under lora
+options.moe_shared_expert_overlap & parallel.tp>1 | lora=null | adapters gather the tokens again
+lora                             | !options.moe_router_bias_update_rate | its routers are frozen
 """
 FROZEN = """
 optimizer                        | | a frozen model has none; leave it null

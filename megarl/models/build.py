@@ -294,6 +294,10 @@ def _experts(m: ModelConfig, options: EngineOptions, use_te: bool) -> dict[str, 
         return {}
     if options.moe_token_dispatcher_type == "flex" and (why := mcore.deep_ep_problem()):
         raise ValueError(f"moe_token_dispatcher_type='flex' needs DeepEP: {why}; use 'alltoall'")
+    if options.moe_shared_expert_overlap and not m.moe.shared_intermediate_size:
+        raise ValueError(
+            f"options.moe_shared_expert_overlap=True: {m.family} has no shared expert; leave it out"
+        )
     return dict(
         num_moe_experts=m.moe.num_experts,
         moe_router_topk=m.moe.top_k,

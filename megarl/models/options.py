@@ -34,6 +34,8 @@ class EngineOptions:
         0 leaves the bias as it is.
     moe_token_dispatcher_type: how tokens reach their experts; "flex" (DeepEP) needs a GPU and
         deep_ep.
+    moe_shared_expert_overlap: a shared expert works while tokens travel to the others and back, on
+        a stream of its own; with "flex" it needs megatron-core 0.19.
     load_per_layer: logs every layer's load of its busiest expert.
 
     The auxiliary losses are computed per micro-batch and data-parallel rank and averaged over them,
@@ -52,6 +54,7 @@ class EngineOptions:
     moe_z_loss_coeff: NotNegative | None = None
     moe_router_bias_update_rate: NotNegative = 0.0
     moe_token_dispatcher_type: Literal["alltoall", "flex"] = "alltoall"
+    moe_shared_expert_overlap: bool = False
     load_per_layer: bool = False
 
 

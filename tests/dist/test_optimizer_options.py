@@ -54,17 +54,41 @@ def assert_same(got: dict[str, Any], want: dict[str, Any], bound: float) -> None
     ("kind", "parallel", "overlap"),
     [
         ("qwen2", {}, OVERLAP_ALL),
+        ("llama", dict(pp=2), OVERLAP_ALL),
         ("qwen3", dict(pp=2, vpp=2), OVERLAP_ALL),
         ("qwen3_moe", dict(ep=2), OVERLAP_ALL),
         ("llama", dict(cp=2), OVERLAP | dict(distributed=False)),
     ],
-    ids=["zero", "vpp", "experts", "plain"],
+    ids=["dp", "pp", "vpp", "ep", "plain"],
 )
-def test_overlapped_communication_changes_nothing(world2, models, kind, parallel, overlap):
+def test_overlapped_communication_changes_no_bit(world2, models, kind, parallel, overlap):
     path = save_model(models, kind, kind == "qwen2")
     plain = {k: v for k, v in overlap.items() if not k.startswith("overlap")}
     want = world2.run(steps, path, parallel, optimizer=plain)[0]
     got = world2.run(steps, path, parallel, optimizer=overlap)[0]
+    assert_same(got, want, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "parallel", "over"),
+    [
+        ("qwen2_moe", {}, {}),
+        ("deepseek_v3", dict(pp=2), dict(recompute_granularity="full")),
+        ("qwen2_moe", dict(ep=2), {}),
+        ("deepseek_v3", dict(tp=2, sequence_parallel=True, ep=2), {}),
+    ],
+    ids=["dp", "pp", "ep", "tp"],
+)
+def test_shared_experts_beside_the_exchange_take_the_same_steps(
+    world2, models, kind, parallel, over
+):
+    """The gradients of router, experts and shared expert are added up in another order where the
+    three begin, which is rounding in fp32."""
+    path = save_model(models, kind, False)
+    beside = dict(options=dict(moe_shared_expert_overlap=True))
+    want = world2.run(steps, path, parallel, **over)[0]
+    got = world2.run(steps, path, parallel, **over, **beside)[0]
+    assert got["figures"][0]["loss"] == want["figures"][0]["loss"], "forward is the same to the bit"
     assert_same(got, want, 1e-6)
 
 

@@ -352,6 +352,12 @@ def test_problem_is_named(model: Path, overrides: list[str], names: list[str]) -
         assert name in problem
 
 
+def test_a_shared_expert_s_overlap_gathers_the_tokens_itself(model: Path) -> None:
+    on = "actor.options.moe_shared_expert_overlap=true"
+    (problem,) = problems(grpo(model, on, "actor.lora.r=4", "actor.parallel.tp=2"), 2)
+    assert problem.startswith("actor.options.moe_shared_expert_overlap") and "actor.lora" in problem
+
+
 def test_a_lora_actor_is_its_own_reference(model: Path) -> None:
     """So settings of an engine that is not built are refused, but where the actor has the same."""
     lora = ("actor.lora.r=4", "actor.kl_coef=0.1", "actor.parallel.tp=2")

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from megarl.config.engine import ParallelConfig
+from megarl.models.build import transformer_config
 from megarl.models.hf_config import ModelConfig, check_layout, parse_hf_config, read_hf_config
+from megarl.models.options import EngineOptions
 from megarl.models.params import load_params, local_view
 from megarl.models.piece_table import PieceTable, build_piece_table
 from megarl.parallel.layout import Layout
@@ -170,3 +172,12 @@ def test_layouts_that_do_not_fit_name_the_values(parallel: dict[str, Any], words
 def test_layouts_that_fit_pass() -> None:
     m = parse_hf_config({**QWEN, "intermediate_size": 9})  # no layer has it
     check_layout(m, ParallelConfig(tp=4, sequence_parallel=True, ep=8, etp=3, pp=2))
+
+
+def test_the_overlap_of_shared_experts_is_refused_where_there_is_none() -> None:
+    kw: dict[str, Any] = dict(dtype=torch.float32, device=torch.device("cpu"), use_te=False)
+    options = EngineOptions(moe_shared_expert_overlap=True)
+    model = parse_hf_config(SHARED)
+    assert transformer_config(model, Layout(), options=options, **kw).moe_shared_expert_overlap
+    with pytest.raises(ValueError, match="moe_shared_expert_overlap=True: qwen3_moe has no shared"):
+        transformer_config(parse_hf_config(QWEN), Layout(), options=options, **kw)
