@@ -26,7 +26,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.utils import get_model_config
+from megatron.core.utils import get_model_config, is_te_min_version
 
 # a constant schedule never looks at its end, but megatron-core asks for one
 _ENDLESS = 1 << 40
@@ -69,14 +69,27 @@ def wrap_chunks(
         DistributedDataParallel(config, ddp, chunk, disable_bucketing=i > 0)
         for i, chunk in enumerate(chunks)
     ]
-    if not mcore.on_cuda():  # linear layers add to the buffers themselves, which exist only now
-        for module in (m for chunk in wrapped for m in chunk.modules()):
-            if hasattr(module, "gradient_accumulation_fusion"):
-                module.gradient_accumulation_fusion = True  # type: ignore[assignment]
+    _accumulate_in_products(wrapped, cfg.overlap_grad_reduce)
     if cfg.overlap_grad_reduce:  # only the last micro-batch's backward pass reduces
         no_sync = [chunk.no_sync for chunk in wrapped]
         config.no_sync_func = no_sync if len(wrapped) > 1 else no_sync[0]
     return wrapped
+
+
+def _accumulate_in_products(wrapped: Iterable[torch.nn.Module], overlap: bool) -> None:
+    """Has the matrix products of linear layers add weight gradients to the wrappers' fp32 buffers,
+    which exist only now: those of Transformer Engine, and on a CPU megatron-core's own.
+
+    Before Transformer Engine 2.15 some layers then return no gradient at all (quantised experts,
+    weights that hooks of autograd unpacked), which an overlapping wrapper refuses."""
+    for module in (m for chunk in wrapped for m in chunk.modules()):
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            buffers = any(hasattr(p, "main_grad") for p in module.parameters(recurse=False))
+            module.fuse_wgrad_accumulation = buffers and (  # type: ignore[assignment]
+                not overlap or is_te_min_version("2.15")
+            )
+        elif hasattr(module, "gradient_accumulation_fusion") and not mcore.on_cuda():
+            module.gradient_accumulation_fusion = True  # type: ignore[assignment]
 
 
 def wrappers(chunks: Iterable[Any]) -> list[Any]:

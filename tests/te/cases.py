@@ -29,6 +29,7 @@ def _cases() -> dict[str, Case]:
 
 CASES = _cases()
 LORA_CASES = ("qwen3-tp", "qwen3_moe-tp", "deepseek_v3-tp")
+FUSED_CASES = ("qwen3-one", "qwen3_moe-tp", "deepseek_v3-last", "qwen3-value", "llama-vpp")
 # name in configs/models -> (layout, owners of a sync)
 BIG = {
     "qwen3-235b-a22b": Layout(**SP | dict(tp=4), pp=4, dp=16, ep=8, split=(24, 24, 23, 23)),

@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from tests.dist.self_keeping_adam import SelfKeepingAdam
-from tests.te.cases import CASES, LORA_CASES
+from tests.te.cases import CASES, FUSED_CASES, LORA_CASES
 from tests.te.conftest import HOME, ROOT, VERSIONS, Facts
 
 # read only with moe_permute_fusion or moe_router_fusion; megarl never sets the latter, and the
@@ -102,6 +102,44 @@ def test_checkpoints_have_one_set_of_keys(facts: Facts, version: str, case: str)
 def test_adapters_are_the_adapter_tables(facts: Facts, version: str, case: str) -> None:
     found = facts(version, "contract")["adapters"][case]
     assert found["params"] == found["table"] and found["params"]
+
+
+@pytest.mark.parametrize("case", FUSED_CASES)
+@each_version
+def test_products_of_trained_layers_add_weight_gradients_to_the_buffers(
+    facts: Facts, version: str, case: str
+) -> None:
+    """No kernel but the product's own touches a gradient. The LM head and the embedding, which are
+    not Transformer Engine's, add theirs elsewhere."""
+    found = facts(version, "contract")["fused"][case]
+    linear = {"TELayerNormColumnParallelLinear", "TERowParallelLinear"}
+    if "moe" in case or "deepseek" in case:
+        linear |= {"TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear"}
+    for facts_ in (found["plain"], *([found["overlap"]] if version == "newest" else [])):
+        assert linear <= set(facts_["fused"]) and not facts_["unfused"]
+        outside = {"VocabParallelEmbedding", "ColumnParallelLinear", "ValueHead", "TopKRouter"}
+        assert set(facts_["others"]) <= outside
+    if version == "oldest":  # its layers may return no gradient, which overlapping refuses
+        assert not found["overlap"]["fused"]
+
+
+@pytest.mark.parametrize("case", LORA_CASES)
+@each_version
+def test_frozen_layers_have_no_buffers_to_add_to(facts: Facts, version: str, case: str) -> None:
+    found = facts(version, "contract")["adapters"][case]["fused"]
+    assert not found["fused"] and found["unfused"] and found["others"] == ["Adapter"]
+
+
+@each_version
+def test_layers_read_when_they_run_whether_they_add_to_the_buffers(version: str) -> None:
+    """megarl sets the attribute after the layers are made. A buffer is found on the weight itself,
+    and what the wrapper marks is told that its gradient is in."""
+    module = HOME / version / "transformer_engine" / "pytorch" / "module"
+    for name in ("linear", "layernorm_linear", "grouped_linear"):
+        source = (module / f"{name}.py").read_text(encoding="utf-8")
+        read = "=self.fuse_wgrad_accumulation" if name == "linear" and version == "newest" else ""
+        assert (read or "                self.fuse_wgrad_accumulation,\n") in source, name
+        assert ".grad_added_to_main_grad = True" in source and ".main_grad" in source, name
 
 
 @each_version

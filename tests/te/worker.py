@@ -26,7 +26,7 @@ if HAVE_TE := find_spec("transformer_engine") is not None:
 
 import torch
 
-from tests.te.cases import BIG, BIG_RANKS, CASES, LORA_CASES
+from tests.te.cases import BIG, BIG_RANKS, CASES, FUSED_CASES, LORA_CASES
 from tests.te.ranks import built_model, describe, pretend_gpu, tiny
 
 Facts = dict[str, Any]
@@ -44,9 +44,11 @@ def contract() -> Facts:
     builds = {case: {s: facts_of(case, s) for s in ("te", "sdpa")} for case in CASES}
     adapters = {case: lora_facts(case) for case in LORA_CASES}
     tries = {case: trie_facts(case) for case in LORA_CASES}
+    fused = {case: fused_facts(case) for case in FUSED_CASES}
     return dict(
-        builds=builds, adapters=adapters, tries=tries, calls=call_all(), adam=adam_signatures()
-    )
+        builds=builds, adapters=adapters, tries=tries, fused=fused, calls=call_all(),
+        adam=adam_signatures(),
+    )  # fmt: skip
 
 
 def facts_of(case: str, spec: str) -> Facts:
@@ -69,7 +71,42 @@ def lora_facts(case: str) -> Facts:
         return dict(
             params={n: list(p.shape) for n, p in adapters.params.items()},
             table={n: list(p.shape) for n, p in table.items()},
+            fused=fused(made),
         )
+
+
+def fused_facts(case: str) -> Facts:
+    """Returns the layers whose products add weight gradients to the wrapper's buffers, without and
+    with reductions that overlap, and the trained matrices that no such layer has."""
+    kind, layout, rank, head = CASES[case]
+    found: Facts = {}
+    for overlap in (False, True):
+        with built_model(tiny(kind, head), layout, rank, "te") as (made, _):
+            found["overlap" if overlap else "plain"] = fused(made, overlap_grad_reduce=overlap)
+    return found
+
+
+def fused(made: Any, **settings: Any) -> Facts:
+    """Wraps a model for training. Returns the kinds of its layers that are fused, and of those of
+    Transformer Engine with weights that are not; and the trained matrices of no fused layer."""
+    from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+
+    from megarl.config.engine import OptimizerConfig
+    from megarl.engine.optimizer import wrap_chunks
+
+    kinds: dict[bool, set[str]] = {True: set(), False: set()}
+    others: set[str] = set()
+    for module in (
+        m
+        for chunk in wrap_chunks(made.config, made.chunks, OptimizerConfig(**settings))
+        for m in chunk.modules()
+    ):
+        matrices = [p for p in module.parameters(recurse=False) if p.ndim > 1]
+        if matrices and isinstance(module, TransformerEngineBaseModule):
+            kinds[module.fuse_wgrad_accumulation].add(type(module).__name__)
+        elif any(hasattr(p, "main_grad") for p in matrices):
+            others.add(type(module).__name__)
+    return dict(fused=sorted(kinds[True]), unfused=sorted(kinds[False]), others=sorted(others))
 
 
 def trie_facts(case: str) -> Facts:
