@@ -160,8 +160,8 @@ class TrainEngineConfig:
     optimizer: OptimizerConfig | None = None
     """optimizer; null builds a forward-only engine"""
     recompute_granularity: Annotated[str, Choices("none", "selective", "full")] = "none"
-    """backward recomputes activations instead of keeping them: selective: of the core attention;
-    full: of whole layers"""
+    """backward recomputes activations instead of keeping them: selective: of
+    options.recompute_modules; full: of whole layers"""
     lm_head_topk: Annotated[int, POSITIVE] = 8
     """tokens in the outputs topk_logprobs and topk_ids"""
     attention: Annotated[str, Choices("auto", "te", "sdpa")] = "auto"
@@ -174,6 +174,7 @@ class TrainEngineConfig:
     """train low-rank adapters on frozen weights; null trains the weights"""
     options: Annotated[Options, OptionsOf("megarl.models.options:EngineOptions")] = free()
     """more of the engine (docs/engine.md): recompute_method (uniform, block), recompute_num_layers,
+    recompute_modules (core_attn, layernorm, mlp, moe, moe_act, shared_experts, mla_up_proj),
     offload_activations, cp_comm_type (auto, p2p, all_gather, a2a), lm_head_chunk_tokens,
     lm_head_keep_mb, value_head_init (zero, random); of mixtures of experts moe_aux_loss_coeff,
     moe_z_loss_coeff, moe_router_bias_update_rate, moe_token_dispatcher_type (alltoall, flex),

@@ -168,6 +168,7 @@ type=chat,gsm8k,reasoning_gym    |
 ENGINE = """
 fp8!=none                        | dtype=auto,bfloat16
 fp8!=none                        | attention=auto,te | torch's layers have no FP8
+options.recompute_modules        | recompute_granularity=selective
 options.offload_activations      | recompute_granularity=full | else all of autograd's tensors move
 optimizer.options.optimizer_cpu_offload | dtype=auto,bfloat16
 mb_spec.share_prefixes           | parallel.cp=1

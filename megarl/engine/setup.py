@@ -146,7 +146,7 @@ def resolve(cfg: TrainEngineConfig, world_size: int) -> Resolved:
     dtype = _DTYPES[auto if cfg.dtype == "auto" else cfg.dtype]
     fields = {
         "cp_comm_type": cp_comm_type(options.cp_comm_type, model, cfg.parallel, attention),
-        **recompute_fields(cfg.recompute_granularity, options, layout, model.num_layers),
+        **recompute_fields(cfg.recompute_granularity, options, layout, model, attention=attention),
         **fp8_fields(cfg.fp8, model, layout, dtype=dtype, attention=attention),
         **lora_fields(model, cfg.lora),
     }

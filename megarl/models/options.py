@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
+from megarl.models.families.deepseek import Latent
+from megarl.models.shapes import ModelConfig
 from megarl.parallel.layout import Layout
 
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Module = Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"]
 
 
 @dataclass(kw_only=True)
@@ -20,6 +23,11 @@ class EngineOptions:
     recompute_method, recompute_num_layers: with recompute_granularity=full, "uniform" keeps the
         input of every recompute_num_layers layers, "block" recomputes only the first
         recompute_num_layers of a pipeline chunk.
+    recompute_modules: with recompute_granularity=selective, what backward computes again of every
+        layer: "core_attn" (fused attention keeps no scores: nothing is gained), "layernorm" (norms
+        that are not fused into a matrix product), "mlp" (of dense layers), "moe" (router, dispatch
+        and experts), "moe_act" (what is between the experts' products), "shared_experts",
+        "mla_up_proj" (latents up to queries, keys and values).
     offload_activations: the inputs of recomputed layers are in host memory until backward, which
         needs recompute_granularity=full.
     cp_comm_type: how keys and values reach the other context-parallel ranks; "auto" is "p2p" with
@@ -45,6 +53,9 @@ class EngineOptions:
 
     recompute_method: Literal["uniform", "block"] = "uniform"
     recompute_num_layers: PositiveInt = 1
+    recompute_modules: Annotated[list[Module], Field(min_length=1)] = field(
+        default_factory=lambda: ["core_attn"]
+    )
     offload_activations: bool = False
     cp_comm_type: Literal["auto", "p2p", "all_gather", "a2a"] = "auto"
     lm_head_chunk_tokens: PositiveInt = 4096
@@ -59,18 +70,30 @@ class EngineOptions:
 
 
 def recompute_fields(
-    granularity: str, options: EngineOptions, layout: Layout, num_layers: int
+    granularity: str,
+    options: EngineOptions,
+    layout: Layout,
+    model: ModelConfig,
+    *,
+    attention: str,
 ) -> dict[str, Any]:
     """Returns the TransformerConfig's fields. Granularity "full" recomputes whole layers, chosen by
-    a method; "selective" recomputes core attention in every layer.
+    a method; "selective" recomputes modules in every layer. attention: "te" or "sdpa".
 
-    Raises ValueError where "uniform" would reach beyond the end of a pipeline chunk.
+    Raises ValueError where "uniform" would reach beyond the end of a pipeline chunk, and for
+    modules that the model or its layers do not have.
     """
-    if granularity != "full":
-        return {"recompute_granularity": None if granularity == "none" else granularity}
+    if granularity == "none":
+        return {"recompute_granularity": None}
+    if granularity == "selective":
+        _check_modules(options.recompute_modules, model, attention)
+        return {
+            "recompute_granularity": granularity,
+            "recompute_modules": options.recompute_modules,
+        }
     method, n = options.recompute_method, options.recompute_num_layers
     chunks = {
-        len(layout.layers(num_layers, pp, vpp))
+        len(layout.layers(model.num_layers, pp, vpp))
         for pp in range(layout.pp)
         for vpp in range(layout.vpp)
     }
@@ -80,3 +103,21 @@ def recompute_fields(
             f"({', '.join(map(str, sorted(chunks)))}); use 1, or recompute_method='block'"
         )
     return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": n}
+
+
+def _check_modules(modules: list[Module], model: ModelConfig, attention: str) -> None:
+    moe = model.moe
+    needs = {
+        "mla_up_proj": (isinstance(model.attention, Latent), "latent attention"),
+        "mlp": (moe is None or moe.dense_layers, "dense layers"),
+        "moe": (moe, "experts"),
+        "moe_act": (moe and attention == "te", "experts in Transformer Engine's layers"),
+        "shared_experts": (moe and moe.shared_intermediate_size, "shared experts"),
+    }
+    for module in modules:
+        has, what = needs.get(module, (True, ""))
+        if not has:
+            raise ValueError(
+                f"options.recompute_modules={module!r} needs {what}, which {model.family} does not "
+                "have here; leave it out"
+            )

@@ -13,6 +13,7 @@ and nowhere else; one that only one version needs names it.
   P20  rotary embedding that is not fused     finds packed tokens' angles without asking the device
   P21  pipeline stages                        send no shapes where a pass knows them
   P22  DeepEP 2                               has the names that megatron-core imports
+  P23  outputs recomputed before their use    need no Transformer Engine
 """
 
 from __future__ import annotations
@@ -222,6 +223,15 @@ def p22_deep_ep() -> None:
         sys.modules["deep_ep"] = None  # type: ignore[assignment]
 
 
+def p23_recomputed_outputs() -> None:
+    """CheckpointWithoutOutput takes its default, fp8=False, for a precision, and then asks
+    Transformer Engine, which may not be there."""
+    from megatron.core.tensor_parallel import random
+
+    if not hasattr(random, "FP8GlobalStateManager"):
+        random.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
+
+
 def deep_ep_problem() -> str:
     """Returns why DeepEP cannot be used, "" where it can."""
     return _deep_ep_problem
@@ -269,3 +279,4 @@ with warnings.catch_warnings():
     p19_latent_attention()
     p20_packed_rotary()
     p21_pipeline_shapes()
+    p23_recomputed_outputs()

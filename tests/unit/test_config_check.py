@@ -191,6 +191,10 @@ def test_sound_configs_pass(model: Path) -> None:
             ["actor.options.offload_activations=true"],
             ["actor.options.offload_activations", "actor.recompute_granularity=full"],
         ),
+        (
+            ["actor.options.recompute_modules=[moe]", "actor.recompute_granularity=full"],
+            ["actor.options.recompute_modules", "needs actor.recompute_granularity=selective"],
+        ),
         (["+actor.optimizer.options.adam_eps=1e-6"], ["options.adam_eps=1e-06", "leave it out"]),
         (
             ["weight_sync.type=disk", "weight_sync.options.sharded='on'"],

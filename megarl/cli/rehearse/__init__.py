@@ -78,8 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan = make_plan(cfg, cards=args.config.parent / "models", ranks=args.ranks)
     if args.out is not None and args.out.exists():
         raise ConfigError([f"--out {args.out}: exists already; name a new directory"])
-    out = Path(tempfile.mkdtemp(prefix="megarl-rehearsal-")) if args.out is None else args.out
-    out = out.absolute()
+    out = (args.out or Path(tempfile.mkdtemp(prefix="megarl-rehearsal-"))).absolute()
     out.mkdir(parents=True, exist_ok=True)
     print(f"rehearsal of {args.config}", *describe(plan), sep="\n", flush=True)
     try:
@@ -251,8 +250,7 @@ def start(config: Path, run: Path, *, processes: int, steps: int, timeout: float
     log = config.with_name(f"to_step_{steps}.log")
     command = [sys.executable, "-m", "megarl.launcher.local", "--config", str(config)]
     command += ["--nproc", str(processes), f"total_train_steps={steps}"]
-    env = os.environ | {"MEGARL_DEVICE": "cpu", "TOKENIZERS_PARALLELISM": "false"}
-    env.setdefault("OMP_NUM_THREADS", "1")
+    env = {"OMP_NUM_THREADS": "1"} | os.environ | {"MEGARL_DEVICE": "cpu"}
     launcher = Child("launcher", command, env=env, log_path=log)
     try:
         launcher.wait(timeout)
