@@ -9,12 +9,14 @@ import io
 import json
 import math
 import multiprocessing as mp
+import os
 import pickle
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.connection import Connection, wait
 from types import SimpleNamespace
@@ -26,6 +28,10 @@ import torch.distributed as dist
 from megarl.wire.process_group import destroy_update_group, init_update_group
 
 Spec = dict[str, tuple[int, ...]]
+MEETS: dict[str, Callable[[], Any]] = {
+    "dies before its byte": partial(os._exit, 1),
+    "never gets its byte": partial(time.sleep, 600.0),
+}
 WHOLE = {
     "/init_weights_update_group": "join",
     "/update_weights_from_distributed": "load",
@@ -107,6 +113,9 @@ def _rank(spec: Spec, rank: int, tp: int, how: str, dtype: torch.dtype, pipe: Co
     sys.modules.update(sglang_as(rank=rank))
     model = Rows(spec, rank, tp, how, dtype)
     broadcasts = Broadcasts(model)
+    if how in MEETS and rank == tp - 1:
+        # of the first message with slices' senders; whole tensors need none
+        dist.batch_isend_irecv = lambda ops: MEETS[how]()  # type: ignore[assignment]
     while (request := pipe.recv()) is not None:
         if isinstance(request, tuple):
             pipe.send(getattr(broadcasts, request[0])(request[1]))
@@ -127,9 +136,9 @@ def _rank(spec: Spec, rank: int, tp: int, how: str, dtype: torch.dtype, pipe: Co
 class StockServer:
     """busy: so many requests to update weights are answered with 503. slow: seconds that each
     command of slices takes. loader, info: of /server_info. how: "fails", "computes" or "doubles
-    q_norm" as it loads. whole: takes whole tensors, too. corrupts: (rank, HF tensor) that is
-    altered whenever fingerprints are asked for. paths, commands: what it was asked, of its
-    endpoints and its loader."""
+    q_norm" as it loads, or one of MEETS as its last rank meets the senders. whole: takes whole
+    tensors, too. corrupts: (rank, HF tensor) that is altered whenever fingerprints are asked for.
+    paths, commands: what it was asked, of its endpoints and its loader."""
 
     spec: Spec
     tp: int = 1

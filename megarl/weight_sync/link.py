@@ -218,7 +218,12 @@ class Link:
         """Enters the group with all others, and makes sure that all are there: NCCL wants the first
         use of a communicator to be everybody's, and connects two ranks at their first message, in a
         call that never returns where one of them is gone. So each of this rank's `receivers`
-        (numbers in the group) gets a byte here. Blocks; call it through `alongside`."""
+        (numbers in the group) gets a byte here. Blocks; call it through `alongside`.
+
+        Each rank posts these bytes at once. NCCL then connects a pair in step (receiver - sender)
+        modulo the group's size, at both ends (src/transport.cc, ncclTransportP2pSetup): of the
+        pairs that are not done, both ends have got to one of the earliest step, so nothing waits in
+        a circle, whatever the plan."""
         m = self.meeting
         group = init_update_group(
             master_address=m.host,

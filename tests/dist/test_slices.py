@@ -18,6 +18,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from megarl.api.records import WeightUpdateMeta
@@ -388,6 +389,61 @@ def test_slices_are_tried_again_after_whole_tensors_have_failed(bench: Bench, wo
             assert "/init_weights_update_group" in error
             assert figures["weight_sync/sharded"] == 1, figures
         assert server.version == "2" and server.holds(bench.tensors[0])
+
+
+@pytest.mark.parametrize("how", ("dies before its byte", "never gets its byte"))
+def test_a_rank_that_is_gone_is_met_as_the_group_comes_together(
+    bench: Bench, world: World, how: str
+) -> None:
+    """Within the time, and servers keep their version; a rank that only waits goes on then."""
+    world.run(run_uploads, TP2, [Upload(bench.paths[0], None, bench.meta(1))])
+    with StockServer(bench.one.spec, tp=2, whole=True, how=how) as victim:
+        servers = bench.two, bench.one, victim
+        bad = bench.meta(2, *servers, timeout=10.0)
+        whole = bench.meta(3, *servers, sharded="off")
+        uploads = [Upload(bench.paths[1], None, meta) for meta in (bad, whole)]
+        began = time.monotonic()
+        for error, figures in world.run(run_uploads, TP2, uploads):
+            assert "connecting to 3 servers" in error or "join" in error, error
+            assert victim.address in error
+            assert bench.two.address not in error and bench.one.address not in error, error
+            assert isinstance(figures, dict) == (how == "never gets its byte"), figures
+        assert time.monotonic() - began < 40
+        assert victim.version == ("3" if how == "never gets its byte" else "default")
+    if how == "dies before its byte":
+        bench.check(0, 1)
+    again = Upload(bench.paths[1], None, bench.meta(4))
+    for (figures,) in world.run(run_uploads, TP2, [again]):
+        assert figures["weight_sync/sharded"] == 1, figures
+    bench.check(1, 4)
+
+
+def run_one_that_cannot_greet(
+    source: Path, bad: WeightUpdateMeta, good: WeightUpdateMeta
+) -> Outcome:
+    """Uploads `bad`, for which rank 1 alone sends no bytes, and then `good`."""
+    table, layout, rank, params = sharded(source, TP2)
+    sender = WeightSender(WeightSource(table, layout, rank, params))
+    began = time.monotonic()
+    failing = patch.object(dist, "batch_isend_irecv", side_effect=ValueError("no byte"))
+    try:
+        with failing if rank == 1 else nullcontext(), pytest.raises(RuntimeError) as e:
+            sender.upload(bad)
+        took = time.monotonic() - began
+        return Outcome(str(e.value), took, sender.upload(good))
+    finally:
+        sender.close()
+
+
+def test_a_trainer_that_sends_no_byte_is_an_error_on_all(bench: Bench, world: World) -> None:
+    world.run(run_uploads, TP2, [Upload(bench.paths[0], None, bench.meta(1))])
+    before = bench.one.commands.count("receive")
+    bad, good = bench.meta(2), bench.meta(3)
+    for outcome in world.run(run_one_that_cannot_greet, bench.paths[1], bad, good):
+        assert "rank 1" in outcome.error and "no byte" in outcome.error
+        assert outcome.seconds < 20
+    bench.check(1, 3)
+    assert bench.one.commands.count("receive") == before + 1, "the good one"
 
 
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -24,11 +24,13 @@ import contextlib
 import json
 import os
 import sys
+import threading
 import time
 import traceback
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -99,8 +101,7 @@ def load(
     order, reply, held.wrote = None, dict[str, Any](), False
     try:
         command = json.loads(named_tensors[0][0])
-        box = Mailbox(_store(command), command["session"], os.environ.get(TOKEN, ""))
-        order = Order(command, box, _rank(), model)
+        order = Order(command, _mailbox(command), _rank(), model)
         reply = {"ok": True, **COMMANDS[command["do"]](order)}
     except BaseException as e:
         traceback.print_exc()
@@ -114,10 +115,11 @@ def load(
     return reply
 
 
-def _store(command: Mapping[str, Any]) -> dist.Store:
+def _mailbox(command: Mapping[str, Any]) -> Mailbox:
     """Connects to the trainers' store, which says within seconds that it is not there."""
-    wait = timedelta(seconds=min(CONNECT_TIMEOUT, command["timeout"]))
-    return dist.TCPStore(command["host"], command["port"], is_master=False, timeout=wait)
+    most = timedelta(seconds=min(CONNECT_TIMEOUT, command["timeout"]))
+    store = dist.TCPStore(command["host"], command["port"], is_master=False, timeout=most)
+    return Mailbox(store, command["session"], os.environ.get(TOKEN, ""))
 
 
 def _rank() -> int:
@@ -155,36 +157,57 @@ def _record(order: Order) -> dict[str, Any]:
 
 
 def _join(order: Order) -> dict[str, Any]:
-    """Leaves the group of before and enters a new one, with one exchange among all ranks, and a
-    byte from each sender of the plan: NCCL wants the first use of a communicator to be everybody's,
-    and connects two ranks at their first message."""
+    """Leaves the group of before and enters a new one, in which this rank then meets the others.
+    NCCL's calls for that do not return where one of them is gone, so a thread makes them, and this
+    one waits no longer than the time or until the trainers give up."""
     _leave(order, abort=True)
-    c = order.command
+    c, held.plan = order.command, None
+    senders = sorted({sender for messages in _plan(order)["rounds"] for sender, _ in messages})
     with _loopback_gloo(c["host"]), _independent_of_default_group(c["backend"]):
         group, _ = c10d._new_process_group_helper(
             c["world"],
             c["first"] + order.rank,
             [],
             dist.Backend(c["backend"]),
-            order.box.within("group", c["timeout"]),
+            # by a connection of its own: a thread that waits for a value keeps it from others
+            _mailbox(c).within("group", c["timeout"]),
             group_name=order.box.name("group"),  # type: ignore[arg-type]
             timeout=timedelta(seconds=c["group_timeout"]),
         )
     c10d._world.pg_group_ranks[group] = {i: i for i in range(c["world"])}
-    held.group, held.plan = group, None
+    held.group = group
+    until, met = time.monotonic() + c["timeout"], Future[None]()
+
+    def meet() -> None:
+        try:
+            met.set_result(_meet(order, group, senders, until))
+        except BaseException as e:
+            met.set_exception(e)
+
     try:
-        work = dist.all_reduce(torch.zeros(1, device=order.device), group=group, async_op=True)
-        until = time.monotonic() + c["timeout"]
-        _wait(order, [work], until)
-        senders = sorted({sender for messages in _plan(order)["rounds"] for sender, _ in messages})
-        greetings = [torch.empty(1, dtype=torch.uint8, device=order.device) for _ in senders]
-        _wait(order, _listen(greetings, senders, 0), until)
+        threading.Thread(target=meet, daemon=True).start()
+        while not wait([met], LOOK_EVERY).done:
+            if time.monotonic() > until or order.box.stopped():
+                raise RuntimeError(order.box.stopped() or "not all ranks and senders were met")
+        met.result()
     except BaseException as e:
         _give_up(order, e)
         raise
+    return {}
+
+
+def _meet(order: Order, group: dist.ProcessGroup, senders: Sequence[int], until: float) -> None:
+    """Exchanges something with all ranks, and takes a byte from each sender of the plan: NCCL wants
+    the first use of a communicator to be everybody's, and connects two ranks at their first
+    message."""
+    if order.device.type == "cuda":
+        torch.cuda.set_device(order.device)  # threads begin with device 0
+    work = dist.all_reduce(torch.zeros(1, device=order.device), group=group, async_op=True)
+    _wait(order, [work], until)
+    greetings = [torch.empty(1, dtype=torch.uint8, device=order.device) for _ in senders]
+    _wait(order, _listen(group, greetings, senders, 0), until)
     if order.device.type == "cuda":
         torch.cuda.synchronize(order.device)
-    return {}
 
 
 def _holds(order: Order) -> dict[str, Any]:
@@ -247,7 +270,7 @@ def _heads(order: Order, messages: Sequence[Any], number: int, until: float) -> 
     kind = dict(dtype=torch.int64, device=order.device)
     heads = [torch.empty(HEAD, **kind) for _ in messages]  # type: ignore[call-overload]
     senders = [sender for sender, _ in messages]
-    _wait(order, _listen(heads, senders, HEADS + number), until)
+    _wait(order, _listen(held.group, heads, senders, HEADS + number), until)
     return [head.tolist() for head in heads]
 
 
@@ -264,15 +287,21 @@ def _post(
             raise ValueError(f"a message of {nbytes} bytes, which would be {n} whole")
         parts.append((views, chunks))
         buffers.append(torch.empty(nbytes, dtype=torch.uint8, device=order.device))
-    return parts, buffers, _listen(buffers, [sender for sender, _ in messages], number)
+    senders = [sender for sender, _ in messages]
+    return parts, buffers, _listen(held.group, buffers, senders, number)
 
 
-def _listen(buffers: Sequence[torch.Tensor], senders: Sequence[int], tag: int) -> list[Any]:
+def _listen(
+    group: dist.ProcessGroup | None,
+    buffers: Sequence[torch.Tensor],
+    senders: Sequence[int],
+    tag: int,
+) -> list[Any]:
     """Starts to receive a buffer of each sender, where something is to come."""
-    if held.group is None:
+    if group is None:
         raise RuntimeError("this server is in no group: connect again")
     ops = [
-        dist.P2POp(dist.irecv, b, group=held.group, tag=tag, group_peer=sender)
+        dist.P2POp(dist.irecv, b, group=group, tag=tag, group_peer=sender)
         for b, sender in zip(buffers, senders, strict=True)
         if b.numel()
     ]
