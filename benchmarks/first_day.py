@@ -9,6 +9,7 @@ head         the LM head's seconds and memory beside its matrix product
 connections  whether a stream that waits holds up the others
 offload      host memory: its pinning, its rate, and a frozen model that rests there
 tries        attention over shared prefixes beside attention over whole rows
+slices       weights to a server by slices over NCCL, from GPU to GPU: needs two
 
 Every probe runs in a process of its own with a time limit: an illegal access or a hang ends it
 alone. It prints a Markdown table; docs/gpu_first_day.md says what each decides. The exit status is
@@ -386,6 +387,16 @@ def tries(small: bool) -> None:
     row("of 8 whole rows", 8 * tokens, f"{first:.1f}", f"{ms(by_rows):.2f}")
 
 
+def slices(small: bool) -> None:
+    """Sends slices to a server, which is compared after each sync. What passed is noted for
+    `weight_sync.options.sharded=auto`."""
+    from first_slices import run
+
+    columns("slices", "s", "GB/s")
+    for cells in run(small):
+        row(*cells)
+
+
 def leaf(small: bool, *shape: int) -> torch.Tensor:
     device, dtype = place(small)
     return torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
@@ -400,6 +411,7 @@ PROBES: dict[str, tuple[Callable[[bool], None], float]] = {
     "connections": (connections, 120),
     "offload": (offload, 300),
     "tries": (tries, 300),
+    "slices": (slices, 600),
 }
 
 

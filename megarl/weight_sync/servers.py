@@ -44,13 +44,14 @@ class ServerInfo:
     """Holds the facts about a server that a sync depends on.
 
     tp: workers that receive, in each of `replicas`; stages: those of a pipeline.
-    embedded: whether it is megarl's own.
+    embedded: whether it is megarl's own. version: SGLang's or megarl's.
     loaders: its --custom-weight-loader; moves_experts, drafts (the algorithm) and shares_weights:
     what it does with weights by itself.
     """
 
     tp: int
     embedded: bool
+    version: str = ""
     replicas: int = 1
     stages: int = 1
     loaders: tuple[str, ...] = ()
@@ -65,9 +66,11 @@ class ServerInfo:
         sizes = {k: answer.get(f"{k}_size") or 1 for k in ("dp", "pp", "tp")}
         if wrong := [f"{k}_size={shown(n)}" for k, n in sizes.items() if type(n) is not int]:
             raise RuntimeError(f"server {server}: /server_info answered {wrong[0]}: {STRANGER}")
+        version = str(answer.get("version", ""))
         return cls(
             tp=sizes["tp"],
-            embedded=str(answer.get("version", "")).endswith("+megarl"),
+            embedded=version.endswith("+megarl"),
+            version=version,
             replicas=1 if answer.get("enable_dp_attention") else sizes["dp"],
             stages=sizes["pp"],
             loaders=tuple(answer.get("custom_weight_loader") or ()),

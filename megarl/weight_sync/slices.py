@@ -50,6 +50,7 @@ from megarl.weight_sync.link import (
 )
 from megarl.weight_sync.phases import Phases
 from megarl.weight_sync.plan import load_body
+from megarl.weight_sync.proof import why_unproved
 from megarl.weight_sync.servers import (
     CLOSE_TIMEOUT,
     GRACE,
@@ -171,8 +172,8 @@ class SliceSync:
         """Connects where that is needed. Returns why slices cannot be sent, "" where they can, and
         the level of a line that says so: a warning where it may pass."""
         backend = meta.comm_backend or ("nccl" if self.source.device.type == "cuda" else "gloo")
-        if why := refusal_of_meta(meta, backend):
-            return logging.INFO, why
+        if meta.bucket_bytes < 1:
+            return logging.INFO, f"bucket_bytes={meta.bucket_bytes}: use at least 1"
         ranks = self.source.ranks
         half = max(1, meta.bucket_bytes // 2)
         target = _Target(meta.addresses, backend, half, meta.quantization)
@@ -213,6 +214,8 @@ class SliceSync:
         """Connects all trainer ranks with all server ranks, in steps that each are collective.
         Raises _Refused where slices cannot be sent, RuntimeError for what may pass."""
         self._survey(target, deadline)
+        if target.backend == "nccl" and meta.sharded == "auto":
+            self._look_for_proof()
         spots = self._locate_ranks()
         self._open_link(target, deadline)
         tables = self._record(target, deadline)
@@ -234,6 +237,13 @@ class SliceSync:
             raise _Refused(f"megarl's own servers keep no FP8: {', '.join(own)}")
         if why := refusal_of_servers(self._info):
             raise _Refused(why)
+
+    def _look_for_proof(self) -> None:
+        """Looks whether slices have passed on every rank's machine with such servers."""
+        s, versions = self.source, {i.version for i in self._info.values()}
+        missing = s.ranks.gather(s.ranks.together(why_unproved, s.device, versions))
+        if why := next(filter(None, missing), ""):
+            raise _Refused(f"{why}, and sharded=true sends them untried")
 
     def _locate_ranks(self) -> list[_Spot]:
         """Returns where each trainer rank is."""
@@ -474,15 +484,6 @@ class SliceSync:
 
 
 # ---- why whole tensors are sent instead
-
-
-def refusal_of_meta(meta: WeightUpdateMeta, backend: str) -> str:
-    """Returns why an update is not sent by slices whatever the servers are, "" where it may be."""
-    if backend == "nccl" and meta.sharded == "auto":
-        return "slices have not been measured over NCCL yet; sharded=true sends them"
-    if meta.bucket_bytes < 1:
-        return f"bucket_bytes={meta.bucket_bytes}: use at least 1"
-    return ""
 
 
 def refusal_of_servers(info: Mapping[str, ServerInfo]) -> str:

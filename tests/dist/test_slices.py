@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from megarl.api.records import WeightUpdateMeta
 from megarl.utils.http import call_json
 from megarl.weight_sync import slices, verify
+from megarl.weight_sync.proof import write_proof
 from megarl.weight_sync.transports import WeightSender, WeightSource
 from megarl.wire import block_fp8
 from tests.dist.uploads import Upload, flipped, run_uploads, sharded
@@ -504,6 +505,29 @@ def test_a_run_that_sends_whole_tensors_instead_says_so_at_every_sync(
         for n in "12":
             line = f"weights of version {n} go to 1 server(s) as whole tensors: "
             assert said.count(line) == (n in said_at) and line not in other, said
+
+
+def run_over_nccl(cache: Path, proved: bool, upload: Upload) -> tuple[Any, str]:
+    """As `run_heard`, on machines of which one or all have passed."""
+    with patch.dict(os.environ, XDG_CACHE_HOME=str(cache / str(dist.get_rank()))):
+        if proved or dist.get_rank() == 0:
+            write_proof(torch.device("cpu"), "0")
+        return run_heard(TP2, upload)
+
+
+@pytest.mark.parametrize("proved", (False, True))
+def test_auto_goes_over_nccl_where_that_has_passed_on_all_machines(
+    bench: Bench, world: World, tmp_path: Path, proved: bool
+) -> None:
+    """Without a GPU nothing gets there: by what is tried, and by the words, one sees the choice."""
+    with StockServer(bench.one.spec) as server:
+        meta = bench.meta(1, server, sharded="auto", comm_backend="nccl")
+        upload = Upload(bench.paths[0], None, meta)
+        (error, said), _ = world.run(run_over_nccl, tmp_path, proved, upload)
+        assert isinstance(error, str) and "as whole tensors" in said
+        assert ("record" in server.commands) == proved
+        assert ("slices over NCCL have not passed" in said) != proved
+        assert ("connecting to 1 servers over nccl" in said) == proved, said
 
 
 def test_what_fingerprints_do_not_prove_is_named(bench: Bench, world: World) -> None:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PROBES = ("env", "adam", "syncs", "head", "connections", "offload", "tries")
+PROBES = ("env", "adam", "syncs", "head", "connections", "offload", "tries", "slices")
 
 
 def first_day(*args: str) -> subprocess.CompletedProcess[str]:

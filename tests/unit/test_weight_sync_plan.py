@@ -121,9 +121,9 @@ def test_mixed_parameters_need_a_dtype() -> None:
 
 def test_server_info_knows_who_receives() -> None:
     ours = ServerInfo.parse("s", {"dtype": "bfloat16", "version": "0.5.23+megarl"})
-    assert ours == ServerInfo(tp=1, embedded=True)
+    assert ours == ServerInfo(tp=1, embedded=True, version="0.5.23+megarl")
     stock = ServerInfo.parse("s", {"tp_size": 8, "dtype": "auto", "version": "0.5.23"})
-    assert stock == ServerInfo(tp=8, embedded=False)
+    assert stock == ServerInfo(tp=8, embedded=False, version="0.5.23")
     attention = {"tp_size": 8, "dp_size": 8, "enable_dp_attention": True}
     assert (ServerInfo.parse("s", attention).tp, ServerInfo.parse("s", attention).replicas) == (
         8,

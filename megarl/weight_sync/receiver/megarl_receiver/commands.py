@@ -180,7 +180,8 @@ def _join(order: Order) -> dict[str, Any]:
 
     def meet() -> None:
         try:
-            met.set_result(_meet(order, group, senders, until))
+            _meet(order, group, senders, until)
+            met.set_result(None)
         except BaseException as e:
             met.set_exception(e)
 
