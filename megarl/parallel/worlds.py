@@ -31,6 +31,7 @@ from megarl.parallel.layout import Coords
 from megarl.utils.env import CONTROLS, collective_timeout, set_collective_timeout, set_nccl_default
 from megarl.utils.http import split_address
 from megarl.utils.rendezvous import meet
+from megarl.wire.handles import expand_segments
 from megarl.wire.process_group import join_group
 
 T = TypeVar("T")
@@ -71,6 +72,7 @@ def init_distributed(addr: str | None = None, *, timeout: float | None = None) -
         # a scheduler may have each process see its own device alone
         seen = torch.cuda.device_count()
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) if seen > 1 else 0)
+        expand_segments(os.environ)
     if dist.is_initialized():
         return
     set_collective_timeout(timeout or collective_timeout())

@@ -3,7 +3,9 @@ ends."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from megarl.algos import Role
@@ -42,6 +44,23 @@ def run(cfg: BaseConfig, trainer_class: type[Any], context: type[RunContext] = R
             raise
         trainer.end_generation()
         trainer.destroy()  # collective, so only where every rank got here
+
+
+@contextmanager
+def collected_by_hand() -> Iterator[None]:
+    """Leaves garbage in cycles to the caller's gc.collect() inside. By itself Python would look for
+    it at other moments on each rank, while the others wait, and through all that was there
+    before."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if was_enabled:
+            gc.enable()
 
 
 class Trainer:
@@ -111,28 +130,30 @@ class Trainer:
         if not step and (stats := self._evaluate(step=0, epoch=0, epoch_ended=False)):
             self._log(0, stats)
         stopping.work_begins()
-        while not over:
-            try:
-                stats = self.whole_step(step)
-            except StopRequested:  # on every rank, while the batch was waited for
-                return self._stop(step)
-            step += 1
-            where = self.spec.where(step)
-            stop = self.ctx.wish_to_stop()
-            if not stop:
-                with record_timing("save"):
-                    self.saver.maybe_save(**where)
-                over = step >= total or self._out_of_time()
-                evaluated = self._evaluate(**where, last=over)
-                stats |= evaluated
-                over = over or (bool(evaluated) and self.good_enough())
-            self._log(step, stats | self.ctx.gathered())
-            if stop:
-                return self._stop(step)
-            if over:
-                self.check.end()
-            with record_timing("recover"):
-                self.recovery.maybe_save(self.state_dict, **where, last=over)
+        with collected_by_hand():
+            while not over:
+                try:
+                    stats = self.whole_step(step)
+                except StopRequested:  # on every rank, while the batch was waited for
+                    return self._stop(step)
+                step += 1
+                where = self.spec.where(step)
+                stop = self.ctx.wish_to_stop()
+                if not stop:
+                    with record_timing("save"):
+                        self.saver.maybe_save(**where)
+                    over = step >= total or self._out_of_time()
+                    evaluated = self._evaluate(**where, last=over)
+                    stats |= evaluated
+                    over = over or (bool(evaluated) and self.good_enough())
+                self._log(step, stats | self.ctx.gathered())
+                if stop:
+                    return self._stop(step)
+                if over:
+                    self.check.end()
+                with record_timing("recover"):
+                    self.recovery.maybe_save(self.state_dict, **where, last=over)
+                gc.collect()
         if total:
             self.saver.save_final()
 

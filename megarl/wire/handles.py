@@ -15,7 +15,7 @@ import contextlib
 import io
 import os
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +26,7 @@ from torch.multiprocessing import reductions
 from megarl.wire.buckets import Bucket
 
 _DEVICE = 6  # which argument of torch's rebuild_cuda_tensor is the device
+_HAS_SETTINGS = hasattr(torch._C, "_accelerator_getAllocatorSettings")
 _DTYPES = {
     str(d).removeprefix("torch.")
     for d in (torch.uint8, torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -48,7 +49,8 @@ def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
     """Returns uint8 [nbytes] that `pack` can hand to other processes. Host memory is freed with its
     last user, however that process ends."""
     if device.type == "cuda":
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        with _fixed_segments():
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
     with _without_stderr():  # the first call starts a process that keeps what it inherits
         storage = torch.UntypedStorage._new_using_filename_cpu(nbytes)
     return torch.empty(0, dtype=torch.uint8).set_(storage)
@@ -142,6 +144,30 @@ def uuid_of(device: torch.device) -> str:
 
 def _replaced(arguments: tuple[Any, ...], device: str | int) -> tuple[Any, ...]:
     return *arguments[:_DEVICE], device, *arguments[_DEVICE + 1 :]
+
+
+def expand_segments(env: Mapping[str, str]) -> None:
+    """Has torch's allocator on GPUs grow its segments from now on: micro-batches differ in length,
+    and segments of fixed sizes would fragment. What `env` says of the allocator stays, and torch
+    before 2.9 is left as it is."""
+    named = any(env.get(name) for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
+    if not named and _HAS_SETTINGS:
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
+
+@contextlib.contextmanager
+def _fixed_segments() -> Iterator[None]:
+    """Has torch's allocator take memory from segments that do not grow: a handle cannot share the
+    others."""
+    if not _HAS_SETTINGS:
+        yield
+        return
+    settings = torch._C._accelerator_getAllocatorSettings()
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+    try:
+        yield
+    finally:
+        torch._C._accelerator_setAllocatorSettings(settings)
 
 
 @contextlib.contextmanager

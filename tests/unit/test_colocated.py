@@ -11,12 +11,14 @@ import sys
 import pytest
 import torch
 
+from megarl.parallel import worlds
 from megarl.transfer.gather import Bucket, Member
 from megarl.utils.env import is_here
 from megarl.weight_sync.colocated import RankLocation, read_from
 from megarl.wire import handles
 
 HOST = torch.device("cpu")
+GROWING, FIXED = "expandable_segments:True", "expandable_segments:False"
 
 
 def spots(*gpus: str | None, near: int, machine: str = "m") -> list[RankLocation]:
@@ -116,3 +118,61 @@ def test_text_that_is_no_pickle() -> None:
     for text in ("", "%%", base64.b64encode(b"nonsense").decode()):
         with pytest.raises(ValueError, match="not a list of tensors"):
             handles.unpack(text)
+
+
+@pytest.fixture
+def allocator(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The settings that torch's allocator gets, and what it allocates, in order."""
+    events: list[str] = [""]
+
+    def latest() -> str:
+        return [e for e in events if e != "empty"][-1]
+
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", events.append)
+    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", latest)
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: events.append("empty"))
+    return events
+
+
+def test_what_a_handle_shares_lies_in_a_segment_that_does_not_grow(allocator: list[str]) -> None:
+    gpu = torch.device("cuda")
+    handles.allocate(8, gpu)
+    assert allocator[1:] == [FIXED, "empty", ""]
+    handles.expand_segments({})
+    handles.allocate(8, gpu)
+    assert allocator[4:] == [GROWING, FIXED, "empty", GROWING]
+
+
+@pytest.mark.parametrize("name", ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
+def test_the_users_allocator_stays(name: str, allocator: list[str]) -> None:
+    handles.expand_segments({name: "max_split_size_mb:128"})
+    assert allocator == [""]
+
+
+def test_trainers_on_gpus_grow_their_segments(
+    monkeypatch: pytest.MonkeyPatch, allocator: list[str]
+) -> None:
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    worlds.init_distributed()
+    assert allocator == [""]  # on a CPU
+    monkeypatch.setattr(worlds, "on_cuda", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: allocator.append("empty"))
+    worlds.init_distributed()
+    assert allocator == ["", "empty", GROWING]
+
+
+def test_torch_takes_the_settings() -> None:
+    """In a process of its own, as they are the process's."""
+    code = (
+        "import os, torch; from megarl.wire.handles import expand_segments; "
+        "expand_segments(os.environ); print(torch._C._accelerator_getAllocatorSettings())"
+    )
+    env = {k: v for k, v in os.environ.items() if not k.startswith("PYTORCH_")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == [GROWING]

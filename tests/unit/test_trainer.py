@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -188,6 +190,40 @@ class Learns(SFTTrainer):
 
     def by_loss(self, held_out: Any) -> dict[str, float]:
         return {"exact_match": min(1.0, self.done / 8)}
+
+
+class Cycle:
+    itself: Any
+
+
+class LeavesCycles(Learns):
+    """Leaves an object in a cycle behind in each step."""
+
+    def __init__(self, cfg: Any, home: Path) -> None:
+        super().__init__(cfg, home)
+        self.left: list[weakref.ref[Any]] = []
+
+    def step(self, step: int) -> dict[str, float]:
+        assert not gc.isenabled()
+        assert not any(ref() for ref in self.left)  # of the steps before
+        cycle = Cycle()
+        cycle.itself = cycle
+        self.left.append(weakref.ref(cycle))
+        return super().step(step)
+
+
+@pytest.mark.parametrize("enabled", (True, False))
+def test_garbage_is_collected_between_steps_alone(tmp_path: Path, enabled: bool) -> None:
+    cfg = SFTConfig(evaluator=EvaluatorConfig(freq_steps=2, at_start=False))
+    trainer = LeavesCycles(cfg, tmp_path)
+    if not enabled:
+        gc.disable()
+    try:
+        trainer.fit()
+        assert len(trainer.left) == 10 and not any(ref() for ref in trainer.left)
+        assert gc.isenabled() == enabled and gc.get_freeze_count() == 0
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(("bound", "last"), [(0.5, 4), (0.6, 6), (None, 10)])
