@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from concurrent.futures import Executor
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -21,8 +22,8 @@ from megarl.models.trie_params import trie_params
 from megarl.parallel import mcore
 from megarl.parallel.groups import ProcessGroups
 from megarl.parallel.layout import Layout
-from megarl.parallel.mcore import place_tokens
-from megarl.parallel.packing import Alignment, Packed, Trie, pack
+from megarl.parallel.mcore import pinned, place_tokens, to_device
+from megarl.parallel.packing import Alignment, Packed, Trie, pack, slot_lengths
 from megarl.parallel.trie import pack_trie
 
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -33,14 +34,28 @@ SHARED = "prefix_ratio"  # metric: tokens of the batch for each that a pass comp
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Holds some rows of a batch that this rank has.
+    """Holds some rows of a batch that this rank has: on the host, and while it runs on the device.
 
-    `packed`: this context-parallel rank's share of the same sequences, packed, on the device.
+    pack: makes `packed` the first time.
+    size: `length`, or None where only packing tells.
+    fields: those that the loss is given, padded.
     """
 
     rows: list[int]
     source: Batch
-    packed: Packed
+    pack: Callable[[], Packed]
+    size: int | None = None
+    fields: Padded = field(default_factory=dict)
+
+    @property
+    def packed(self) -> Packed:
+        """Returns this context-parallel rank's share of the sequences, packed."""
+        return self.pack()
+
+    @property
+    def length(self) -> int:
+        """Returns the packed tokens of this context-parallel rank; only a trie is packed for it."""
+        return len(self.packed.input_ids) if self.size is None else self.size
 
     def padded(self, names: Sequence[str] | None = None) -> Padded:
         """Returns these rows as [b,S] tensors on the host, S the length of the longest; they are
@@ -107,31 +122,58 @@ def build(
     share_prefixes: bool = False,
     match: str | None = None,
 ) -> list[MicroBatch]:
-    """Packs this rank's micro-batches, in the order of the plan; with `given` batch["given_ids"]
-    [B,S,n] too, with `share_prefixes` as tries, whose tokens match in the field `match`, too.
-    Passes of one step that cut the same rows alike, of whichever model, share what is made of the
-    token ids alone."""
-    out, alike = [], not given and match is None
+    """Returns this rank's micro-batches, in the order of the plan, each packed when asked for:
+    with `given` batch["given_ids"] [B,S,n] too, with `share_prefixes` as tries, whose tokens match
+    in the field `match`, too. Passes of one step that cut the same rows alike, of whichever model,
+    share what is made of the token ids alone."""
     names = ["input_ids", *(GIVEN_IDS,) * given, *([match] if match else [])]
-    for rows in micro_batches:
+    alike = not given and match is None
+
+    def packed(rows: list[int]) -> Packed:
         how = (tuple(rows), align, cp, cp_rank, share_prefixes)
-        packed = batch.packed.get(how) if alike else None
-        if packed is None:
-            padded = batch.padded(rows, names=names)
-            # packed on the host: the index arithmetic would stall a GPU at every boolean mask
-            pack_rows: Callable[..., Packed] = partial(pack, cp=cp, cp_rank=cp_rank)
-            if share_prefixes:
-                pack_rows = partial(pack_trie, beside=padded[match] if match else None)
-            packed = pack_rows(
-                padded["input_ids"].long(),
-                batch.lengths[rows].tolist(),
-                align=align,
-                given=padded.get(GIVEN_IDS) if given else None,
-            ).to(mcore.device())
+        if alike and how in batch.packed:
+            return batch.packed[how]
+        padded = batch.padded(rows, names=names)
+        # on the host: the index arithmetic would stall a GPU at every boolean mask
+        pack_rows: Callable[..., Packed] = partial(pack, cp=cp, cp_rank=cp_rank)
+        if share_prefixes:
+            pack_rows = partial(pack_trie, beside=padded[match] if match else None)
+        made = pack_rows(
+            padded["input_ids"].long(),
+            batch.lengths[rows].tolist(),
+            align=align,
+            given=padded.get(GIVEN_IDS) if given else None,
+        ).moved(pinned)
         if alike:
-            batch.packed[how] = packed
-        out.append(MicroBatch(rows, batch, packed))
+            batch.packed[how] = made
+        return made
+
+    out = []
+    for rows in micro_batches:
+        slots = slot_lengths(batch.lengths[rows].tolist(), align)
+        size = None if share_prefixes else sum(slots) // cp
+        out.append(MicroBatch(rows, batch, cache(partial(packed, rows)), size))
     return out
+
+
+def ahead(
+    micro_batches: Sequence[MicroBatch], thread: Executor, names: Sequence[str] = ()
+) -> Iterator[MicroBatch]:
+    """Yields micro-batches on the device, with the fields `names`; while one runs, the `thread`
+    makes the next one ready on the host. Raises what packing raised."""
+
+    def ready(mb: MicroBatch) -> tuple[Packed, Padded]:
+        return mb.packed, {k: pinned(v) for k, v in mb.padded(names).items()} if names else {}
+
+    coming = [thread.submit(ready, mb) for mb in micro_batches[:1]]
+    for i, mb in enumerate(micro_batches):
+        packed, fields = coming.pop().result()
+        coming += [thread.submit(ready, after) for after in micro_batches[i + 1 : i + 2]]
+        yield replace(
+            mb,
+            pack=cache(partial(packed.moved, to_device)),
+            fields={k: to_device(v) for k, v in fields.items()},
+        )
 
 
 def prefix_ratios(micro_batches: Iterable[MicroBatch]) -> Iterator[dict[str, tuple[float, float]]]:
@@ -174,21 +216,21 @@ class ResultRows:
         places are found on the host: a device need not stop for them."""
         row, t = _tokens_of(mb)
         places = torch.stack([self._starts(mb)[row] + t, row * width + t])
-        into, of = places.to(mcore.device(), non_blocking=True)
+        into, of = to_device(places)
         return into, of
 
     def of_layers(self, mb: MicroBatch) -> tuple[Tensor, Tensor]:
         """Returns where the real ones of the tokens between the layers of this rank (see
-        MicroBatch.tokens) go, and which these are, as a mask or as their numbers. A token of a trie
-        goes to each of its rows."""
+        MicroBatch.tokens) go, and their numbers. A token of a trie goes to each of its rows."""
         layout, tp_rank = self.groups.layout, self.groups.coords.tp
         token = mb.tokens(layout, tp_rank)
         if mb.packed.trie is not None:
             return self._of_nodes(mb, mb.packed.trie, len(token), tp_rank)
-        real = token >= 0
+        (real,) = (token >= 0).nonzero(as_tuple=True)
         width = max(1, mb.packed.index.shape[1])
-        starts = torch.tensor([*self._starts(mb).tolist(), 0], device=token.device)
-        return (starts[token // width] + token % width)[real], real
+        starts, token = self._starts(mb), token[real]
+        into, of = to_device(torch.stack([starts[token // width] + token % width, real]))
+        return into, of
 
     def _of_nodes(
         self, mb: MicroBatch, trie: Trie, share: int, tp_rank: int
@@ -199,8 +241,8 @@ class ResultRows:
         if share < len(trie.input_ids):
             node -= share * tp_rank
         here = (node >= 0) & (node < share)
-        places = torch.stack([self._starts(mb)[row] + t, node])[:, here].to(mcore.device())
-        return places[0], places[1]
+        into, of = to_device(torch.stack([self._starts(mb)[row] + t, node])[:, here])
+        return into, of
 
     def _starts(self, mb: MicroBatch) -> Tensor:
         """Returns where each row of a micro-batch begins among the T tokens, [b]."""

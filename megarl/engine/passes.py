@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,6 +35,7 @@ from megarl.engine.micro_batch import (
     Result,
     ResultRows,
     Writes,
+    ahead,
     prefix_ratios,
 )
 from megarl.engine.probe import Probe
@@ -175,9 +177,7 @@ class Job:
         """Returns the micro-batch's loss_sum, and keeps its sums; that of the loss weighs 1 where
         it has a gradient. Raises ValueError for what is none, or stats that the engine cannot
         take."""
-        padded = mb.padded([k for k in mb.source if k != ROUTED])
-        batch = {k: v.to(mcore.device(), non_blocking=True) for k, v in padded.items()}
-        loss_sum, stats = loss_fn(outputs, batch)
+        loss_sum, stats = loss_fn(outputs, mb.fields)
         if loss_sum.ndim:
             raise ValueError(
                 f"loss_fn gave a loss of shape {tuple(loss_sum.shape)}: it must be a sum, a scalar"
@@ -214,16 +214,21 @@ class Job:
 def _run_schedule(state: EngineState, micro_batches: Sequence[MicroBatch], job: Job) -> None:
     """Runs all micro-batches through all chunks; backward, too, gradients go into the wrappers'
     buffers."""
-    iterators = [zip(repeat(model), micro_batches) for model in state.models]
     chunks, interleaved = state.chunks, len(state.chunks) > 1
-    lengths = [len(mb.packed.input_ids) for mb in micro_batches]
-    with known_shapes(*_coming(lengths, len(chunks), state.models[0].config)):
+    lengths = [mb.length for mb in micro_batches] if state.layout.pp > 1 else []
+    shapes = known_shapes(*_coming(lengths, len(chunks), state.models[0].config))
+    to_loss = [k for k in micro_batches[0].source if k != ROUTED] if job.ask.loss else []
+    with shapes, ThreadPoolExecutor(1, "packing") as thread:
+        iterators = [
+            zip(repeat(m), ahead(micro_batches, thread, to_loss if m.post_process else []))
+            for m in state.models
+        ]
         get_forward_backward_func()(
             forward_step_func=job.forward_step,
             data_iterator=iterators if interleaved else iterators[0],
             model=chunks if interleaved else chunks[0],
             num_microbatches=len(micro_batches),
-            seq_length=max(lengths),
+            seq_length=1,  # read only where all are as long
             micro_batch_size=1,
             forward_only=not job.ask.backward,
         )

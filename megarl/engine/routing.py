@@ -181,7 +181,7 @@ class Routing:
         first = tapes[0].layer
         given = mb.inner(ROUTED, slice(first, tapes[-1].layer + 1)).flatten(0, 1)  # [b*S,l,k]
         given = torch.cat([given, given.new_zeros(1, *given.shape[1:])])  # filling's, token -1
-        given = given.to(mcore.device(), non_blocking=True)
+        given = mcore.to_device(given)
         token = mb.tokens(self.groups.layout, self.groups.coords.tp)
         filling = (token < 0)[:, None]  # it goes where its router sends it
         for tape in tapes:

@@ -36,9 +36,9 @@ from torch import Tensor
 from megarl.parallel import cpu_patches
 from megarl.parallel.cpu_kernels import CpuFusedAdam
 from megarl.parallel.cpu_patches import patch
-from megarl.parallel.worlds import comm_backend, device, on_cuda
+from megarl.parallel.worlds import comm_backend, device, on_cuda, pinned, to_device
 
-__all__ = ["comm_backend", "device", "on_cuda"]
+__all__ = ["comm_backend", "device", "on_cuda", "pinned", "to_device"]
 
 
 def p7_te_general_gemm() -> None:

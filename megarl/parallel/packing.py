@@ -11,7 +11,7 @@ questions to the output layer.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -334,11 +334,10 @@ class Packed:
     at: torch.Tensor | None = None  # [N] int64: the token that each label comes after
     trie: Trie | None = None
 
-    def to(self, device: torch.device) -> Packed:
-        """Returns the same with its tensors, and of the trie's its depths, on `device`; copies may
-        still be under way."""
+    def moved(self, how: Callable[[Tensor], Tensor]) -> Packed:
+        """Returns the same with its tensors, and of the trie's its depths, as `how` moves them."""
         moved: dict[str, Any] = {
-            f.name: value.to(device, non_blocking=True)
+            f.name: how(value)
             for f in fields(self)
             if torch.is_tensor(value := getattr(self, f.name))
         }

@@ -54,6 +54,18 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_cuda() else torch.device("cpu")
 
 
+def pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor of the host where a GPU can copy it while the host goes on; on a CPU the
+    tensor itself."""
+    return tensor.pin_memory() if on_cuda() else tensor
+
+
+def to_device(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor of the host on this rank's device, behind what its stream has to do: the
+    host does not wait for the copy. On a CPU the tensor itself."""
+    return pinned(tensor).to(device(), non_blocking=True)
+
+
 def comm_backend() -> str:
     """Returns torch.distributed's backend for the device: "nccl" on GPUs, "gloo" on the CPU."""
     return "nccl" if on_cuda() else "gloo"
