@@ -26,6 +26,8 @@ from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
+# addmm of bf16 factors to an fp32 sum: https://github.com/pytorch/pytorch/pull/167931
+_ADDS_TO_FP32 = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 10)
 _FEW_ROWS = 4  # from here on oneDNN pays
 # of torch, and of oneDNN below it, with the least of each: either keeps what the other forgets
 _CAPACITIES = {"LRU_CACHE_CAPACITY": 1, "ONEDNN_PRIMITIVE_CACHE_CAPACITY": 0}
@@ -104,9 +106,11 @@ def takes(x: Tensor, weight: Tensor) -> bool:
 
 def accumulate(h: Tensor, g: Tensor, total: Tensor) -> None:
     """Adds g [c,v] transposed times h [c,H] to total [v,H]: a weight's gradient. The product has
-    the dtype of its factors, the sum that of `total`."""
+    the dtype of its factors, the sum that of `total`; on GPUs one kernel adds it in fp32."""
     if total.dtype == h.dtype and not takes(g, h):
         total.addmm_(g.t(), h)
+    elif h.is_cuda and h.dtype == torch.bfloat16 and _ADDS_TO_FP32:
+        torch.ops.aten.addmm.dtype_out(total, g.t(), h, total.dtype, out=total)
     else:
         total += transposed_product(g, h)
 

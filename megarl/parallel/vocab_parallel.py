@@ -13,6 +13,10 @@ The tail is a sum over what is not in G, not 1 less what is: a model that is sur
 1e-9 to the tail, which float32 could not tell from 0. An id that is no token of the vocabulary has
 probability 0. Ids of a position are distinct, except -1, which pads.
 
+On GPUs, Triton kernels (megarl/kernels/lm_head.py) read a chunk's logits in the model's dtype once,
+and write their gradient over them; the torch functions here are their twins, which widen them to
+fp32. Collectives are the same.
+
 No library's fused kernel gives these: the cross entropies of megatron-core 0.16
 (fused_vocab_parallel_cross_entropy) and Transformer Engine take whole logits, keep as much for
 backward, and know neither entropy nor temperature; Liger's starts from hidden states, but wants the
@@ -24,8 +28,12 @@ k of the top, n given ids per token, K numbers per token.
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +41,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.api.engine import GIVEN, OUTPUTS
+from megarl.kernels import given_tokens
 from megarl.parallel import cpu_kernels as products
+
+log = logging.getLogger(__name__)
 
 _CACHED = 1 << 17  # numbers that fit a CPU's cache
 _LOW = (1 << 32) - 1
@@ -73,6 +84,29 @@ def local_target(labels: torch.Tensor, shard: VocabShard) -> tuple[torch.Tensor,
     return row.masked_fill(~here, 0), here
 
 
+def _rows(ids: torch.Tensor, shard: VocabShard) -> torch.Tensor:
+    """Returns this shard's row of every id, -1 where another has it."""
+    row, here = local_target(ids.long(), shard)
+    return row.masked_fill_(~here, -1).contiguous()
+
+
+def by_kernels(x: torch.Tensor) -> bool:
+    """Returns whether Triton kernels reduce logits of x's dtype on x's device: on a GPU where
+    triton is installed, on a CPU under its interpreter (TRITON_INTERPRET=1, set before anything
+    imports triton). fp64 is torch's."""
+    if x.dtype == torch.float64:
+        return False
+    return (x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1") and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    found = find_spec("triton") is not None
+    if not found:
+        log.warning("triton is not installed: torch reduces the logits, in several reads")
+    return found
+
+
 def _ordered(x: torch.Tensor) -> torch.Tensor:
     """Maps a float's int32 bits to an int32 of the same order, and back: negatives are mirrored."""
     return x ^ ((x >> 31) & 0x7FFFFFFF)
@@ -103,9 +137,6 @@ def top_k(logits: torch.Tensor, shard: VocabShard, k: int) -> tuple[torch.Tensor
     return values, _LOW - (keys & _LOW)
 
 
-_MOST = 80.0  # exp of it, times any gradient in use, is finite in float32
-
-
 def own_logits(centred: Tensor, ids: Tensor, shard: VocabShard) -> Tensor:
     """Returns [n,c]: the entries of centred [c,v] at ids [c,n], 0 where another shard has them.
     Their sum over the shards is the whole."""
@@ -113,68 +144,6 @@ def own_logits(centred: Tensor, ids: Tensor, shard: VocabShard) -> Tensor:
         return centred.new_zeros(ids.shape[::-1])
     row, here = local_target(ids.long(), shard)
     return torch.where(here, centred.gather(-1, row), 0.0).t()
-
-
-def outside_sums(centred: Tensor, ids: Tensor, shard: VocabShard) -> Tensor:
-    """Returns [c]: the sum of exp(centred [c,v]) over this shard's tokens that are not in ids
-    [c,n]. It takes the rows that fit a cache at a time."""
-    if not shard.real_rows:
-        return centred.new_zeros(len(centred))
-    rows, sums = rows_in_cache(centred), []
-    for part, some in zip(centred.split(rows), ids.split(rows), strict=True):
-        sums.append(_without(part.exp(), *local_target(some.long(), shard)).sum(-1))
-    return torch.cat(sums)
-
-
-def _without(x: Tensor, row: Tensor, here: Tensor) -> Tensor:
-    """Sets x [c,v], nowhere negative, to 0 at those of row [c,n] that are here, and returns it."""
-    zero = torch.where(here, 0.0, torch.inf).to(x.dtype)
-    return x.scatter_reduce_(-1, row, zero, "amin")
-
-
-def _known(ids: Tensor, shard: VocabShard) -> Tensor:
-    return (ids >= 0) & (ids < shard.vocab_size)
-
-
-def of_given(own: Tensor, ids: Tensor, log_total: Tensor, shard: VocabShard) -> Tensor:
-    """Returns log p of ids [c,n] by their summed own_logits [n,c]; -inf for what is no token."""
-    return torch.where(_known(ids, shard), own.t() - log_total[:, None], -torch.inf)
-
-
-def tail_logprob(outside: Tensor, ids: Tensor, log_total: Tensor, shard: VocabShard) -> Tensor:
-    """Returns [c]: log of the mass outside of ids [c,n] by the summed outside_sums [c]; -inf where
-    the ids are the whole vocabulary, and only there."""
-    least = torch.finfo(outside.dtype).tiny
-    rest = _known(ids, shard).sum(-1) < shard.vocab_size
-    return torch.where(rest, outside.clamp(min=least).log() - log_total, -torch.inf)
-
-
-@dataclass(frozen=True)
-class GivenGrad:
-    """Holds what backward needs of a chunk's given tokens: ids [c,n], the log tail [c], and the
-    gradients of the tokens [c,n] and of the tail [c]."""
-
-    ids: Tensor
-    tail: Tensor
-    g_ids: Tensor
-    g_tail: Tensor
-
-    def logits_grad(self, log_p: Tensor, factor: Tensor, shard: VocabShard) -> Tensor:
-        """Returns the gradient [c,v] of the logits: -p factor, for what other outputs take
-        (`factor` [c,1] or [c,v]), and the given tokens' and the tail's. Overwrites log_p and
-        factor."""
-        g_ids = torch.where(_known(self.ids, shard), self.g_ids, 0.0)
-        ends = torch.isinf(self.tail)  # a tail of nothing
-        g_tail = torch.where(ends, 0.0, self.g_tail)
-        factor += (g_ids.sum(-1) + g_tail)[:, None]
-        if not shard.real_rows:
-            return log_p
-        row, here = local_target(self.ids.long(), shard)
-        at_ids = factor.gather(-1, row) if factor.shape[1] > 1 else factor
-        there = torch.where(here, g_ids - log_p.gather(-1, row).exp() * at_ids, 0.0)
-        of_tail = g_tail * torch.where(ends, 0.0, -self.tail).clamp(max=_MOST).exp()
-        out = _without(log_p.exp_(), row, here).mul_(factor.sub_(of_tail[:, None]).neg_())
-        return out.scatter_add_(-1, row, there)
 
 
 _TAILS = ("topk_tail", "given_tail")
@@ -189,27 +158,28 @@ class Kept(NamedTuple):
     tail: torch.Tensor
 
 
-def _logits(h: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Returns the logits [c,v] in fp32 (or fp64): the product in the model's dtype, as in
-    inference, then widened.
+def _logits(
+    h: torch.Tensor, weight: torch.Tensor, temperature: float, rows: int, kernels: bool = False
+) -> torch.Tensor:
+    """Returns the logits [c,v] of the first rows of the weight: the product in the model's dtype,
+    as in inference, then in fp32 (or fp64) and divided by the temperature; for kernels as it is.
 
     The result is fresh memory, so that callers may change it in place.
     """
-    product = products.linear(h, weight)
+    if kernels:  # with the padding: each token's logits begin at a multiple of 16 bytes
+        return products.linear(h, weight)[:, :rows]
+    product = products.linear(h, weight[:rows])
     wide = product.to(torch.promote_types(product.dtype, torch.float32))
     return wide if temperature == 1.0 else wide.div_(temperature)
 
 
 def _greedy_match(
-    logits: torch.Tensor, top: torch.Tensor, labels: torch.Tensor, shard: VocabShard
+    here: torch.Tensor, where: torch.Tensor, labels: torch.Tensor, shard: VocabShard
 ) -> torch.Tensor:
-    """Returns 1.0 where the label is the argmax, else 0.0, [c]; of equals the lowest id wins."""
-    winner = torch.full_like(labels, shard.vocab_size)
-    if shard.real_rows:
-        best, where = logits.max(-1)
-        winner = torch.where(best == top, where + shard.start, winner)
-    shard.all_reduce(winner, dist.ReduceOp.MIN)
-    return (winner == labels).to(logits.dtype)
+    """Returns whether the label is the argmax, [c]; of equals the lowest id wins. here [c]: whether
+    this shard has the largest logit; `where`: its row."""
+    winner = torch.where(here, where + shard.start, shard.vocab_size)
+    return shard.all_reduce(winner.to(labels.dtype), dist.ReduceOp.MIN) == labels
 
 
 def columns(outputs: Sequence[str], topk: int, given: int = 0, vocab: int = 0) -> dict[str, slice]:
@@ -228,72 +198,97 @@ def _reduce_chunk(
     shard: VocabShard,
     outputs: Sequence[str],
     topk: int,
+    scale: float | None,
 ) -> tuple[torch.Tensor, Kept]:
-    """Reduces [c,v] logits, changed in place to log p, to [c,K] outputs and what backward keeps.
-    ids [c,n]: the given ones.
+    """Reduces [c,v] logits to [c,K] outputs and what backward keeps. ids [c,n]: the given ones.
+    scale: what kernels multiply logits by; None: they are scaled, and torch changes them in place
+    to log p.
 
     There are two collectives, one more for greedy_match and one for the top k.
     """
-    top = _largest(logits, shard)
     values = {}
-    if "greedy_match" in outputs:
-        values["greedy_match"] = _greedy_match(logits, top, labels, shard)
     if any(name.startswith("topk_") for name in outputs):
-        values["topk_logprobs"], top_ids = top_k(logits, shard, topk)
-        values["topk_ids"] = top_ids.to(top.dtype)  # exact: below 2^24
-    centred = logits.sub_(top[:, None])
-    tails = {name: ids if name == "given_tail" else top_ids for name in _TAILS if name in outputs}
-    summed = _summed(_parts(centred, labels, ids, tails, shard, outputs), shard)
-    total, *weighted = summed["sums"]
+        highest, top_ids = top_k(logits, shard, topk)
+        values["topk_logprobs"] = highest if scale is None else highest * scale
+        exact = torch.promote_types(logits.dtype, torch.float32)  # ids are below 2^24
+        values["topk_ids"] = top_ids.to(exact)
+    # what it is asked about each token besides the whole vocabulary, by the names of its parts
+    asked = {"target": labels[:, None]}
+    asked |= {name: ids if name == "given_tail" else top_ids for name in _TAILS if name in outputs}
+    if "given_logprobs" in outputs:
+        asked["given_logprobs"] = ids
+    weighted, greedy = "entropy" in outputs, "greedy_match" in outputs
+    if scale is None:
+        largest, winner = _largest(logits, shard, greedy=greedy)
+    else:
+        from megarl.kernels import lm_head
+
+        rows = {name: _rows(about, shard) for name, about in asked.items()}
+        read = lm_head.read(logits, rows, _TAILS, scale, entropy=weighted, greedy=greedy)
+        largest, winner = read.largest, read.winner
+    top = shard.all_reduce(largest.clone(), dist.ReduceOp.MAX)
+    if winner is not None:
+        match = _greedy_match(largest == top, winner, labels, shard)
+        values["greedy_match"] = match.to(top.dtype)
+    if scale is None:
+        parts = _parts(logits.sub_(top[:, None]), asked, shard, weighted=weighted)
+    else:
+        parts = read.parts(top)
+    sizes = [len(part) for part in parts.values()]
+    whole = shard.all_reduce(torch.cat(list(parts.values())), dist.ReduceOp.SUM)
+    summed = dict(zip(parts, whole.split(sizes), strict=True))
+    total, *weighted_sum = summed["sums"]
     log_total = total.log()
     values["logprobs"] = summed["target"][0] - log_total
-    values["entropy"] = log_total - weighted[0] / total if weighted else torch.zeros_like(total)
-    for name, beside in tails.items():
-        values[name] = tail_logprob(summed[name][0], beside, log_total, shard)
+    zero = torch.zeros_like(total)
+    values["entropy"] = log_total - weighted_sum[0] / total if weighted_sum else zero
+    for name in asked.keys() & _TAILS:
+        known = _known(asked[name], shard)
+        ends = known.sum(-1) >= shard.vocab_size
+        values[name] = given_tokens.tail_logprob(summed[name][0], ends, log_total)
     if "given_logprobs" in outputs:
-        values["given_logprobs"] = of_given(summed["given_logprobs"], ids, log_total, shard)
-    centred.sub_(log_total[:, None])
+        own = summed["given_logprobs"].t() - log_total[:, None]
+        values["given_logprobs"] = torch.where(_known(ids, shard), own, -torch.inf)
+    if scale is None:
+        logits.sub_(log_total[:, None])
     log_z = log_total + top
     if "topk_logprobs" in values:
         values["topk_logprobs"] = values["topk_logprobs"] - log_z[:, None]
     numbers = [v if (v := values[o]).ndim == 2 else v[:, None] for o in outputs]
-    tail = values.get("given_tail", torch.zeros_like(log_z))
+    tail = values.get("given_tail", zero)
     return torch.cat(numbers, -1), Kept(log_z, values["entropy"], tail)
 
 
+def _known(ids: torch.Tensor, shard: VocabShard) -> torch.Tensor:
+    return (ids >= 0) & (ids < shard.vocab_size)
+
+
 def _parts(
-    centred: torch.Tensor,
-    labels: torch.Tensor,
-    ids: torch.Tensor,
-    tails: dict[str, torch.Tensor],
-    shard: VocabShard,
-    outputs: Sequence[str],
+    centred: torch.Tensor, asked: dict[str, torch.Tensor], shard: VocabShard, *, weighted: bool
 ) -> dict[str, torch.Tensor]:
-    """Returns this shard's part of what is summed over the shards, [.,c] each. tails: by name the
-    ids beside which there is one."""
-    parts = {"sums": _exp_sums(centred, weighted="entropy" in outputs)}
-    parts["target"] = own_logits(centred, labels[:, None], shard)
-    for name, beside in tails.items():
-        parts[name] = outside_sums(centred, beside, shard)[None]
-    if "given_logprobs" in outputs:
-        parts["given_logprobs"] = own_logits(centred, ids, shard)
+    """Returns this shard's part of what is summed over the shards, [.,c] each."""
+    parts = {"sums": _exp_sums(centred, weighted=weighted)}
+    for name, ids in asked.items():
+        if name in _TAILS:
+            row, here = local_target(ids.long(), shard)
+            rows = rows_in_cache(centred)
+            parts[name] = given_tokens.outside_sums(centred, row, here, rows)[None]
+        else:
+            parts[name] = own_logits(centred, ids, shard)
     return parts
 
 
-def _largest(logits: torch.Tensor, shard: VocabShard) -> torch.Tensor:
-    """Returns the largest of all shards' [c,v] logits, [c]."""
-    if shard.real_rows:
-        top = logits.amax(-1)
-    else:
-        top = logits.new_full(logits.shape[:1], float("-inf"))
-    return shard.all_reduce(top, dist.ReduceOp.MAX)
-
-
-def _summed(parts: dict[str, torch.Tensor], shard: VocabShard) -> dict[str, torch.Tensor]:
-    """Returns the sums over the shards of each of parts [.,c], by one collective."""
-    sizes = [len(part) for part in parts.values()]
-    whole = shard.all_reduce(torch.cat(list(parts.values())), dist.ReduceOp.SUM)
-    return dict(zip(parts, whole.split(sizes), strict=True))
+def _largest(
+    logits: torch.Tensor, shard: VocabShard, *, greedy: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns the largest of this shard's [c,v] logits, [c], and if asked for its lowest row."""
+    if not shard.real_rows:
+        least = logits.new_full(logits.shape[:1], float("-inf"))
+        return least, least.long() if greedy else None
+    if greedy:
+        largest, winner = logits.max(-1)
+        return largest, winner
+    return logits.amax(-1), None
 
 
 def _exp_sums(x: torch.Tensor, *, weighted: bool) -> torch.Tensor:
@@ -331,30 +326,31 @@ class _TokenOutputs(torch.autograd.Function):
         topk: int,
         used: Container[str],
     ) -> torch.Tensor:
-        real = weight[: shard.real_rows]
+        scale = 1.0 / temperature if by_kernels(hidden) else None
         parts, about, ctx.kept = [], [], []
-        wide = torch.promote_types(hidden.dtype, torch.float32).itemsize
-        keep = any(ctx.needs_input_grad) and len(hidden) * len(real) * wide <= keep_bytes
-        log_p = None
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        size = (hidden.dtype if scale else wide).itemsize
+        keep = any(ctx.needs_input_grad) and len(hidden) * shard.real_rows * size <= keep_bytes
+        x = None
         cut = zip(hidden.split(chunk), labels.split(chunk), given.split(chunk), strict=True)
         for h, y, ids in cut:
-            log_p = None  # the chunk before is freed before this one is made
-            log_p = _logits(h, real, temperature)
-            part, of_chunk = _reduce_chunk(log_p, y, ids, shard, outputs, topk)
+            x = None  # the chunk before is freed before this one is made
+            x = _logits(h, weight, temperature, shard.real_rows, scale is not None)
+            part, of_chunk = _reduce_chunk(x, y, ids, shard, outputs, topk, scale)
             parts.append(part)
             about.append(of_chunk)
             if keep:
-                ctx.kept.append(log_p)
+                ctx.kept.append(x)
         whole = [torch.cat(each) for each in zip(*about, strict=True)]
         ctx.save_for_backward(hidden, weight, labels, given, *whole)
-        ctx.how = shard, columns(outputs, topk, given.shape[1]), temperature, chunk, used
+        ctx.how = shard, columns(outputs, topk, given.shape[1]), temperature, chunk, used, scale
         return torch.cat(parts)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         hidden, weight, labels, given, *whole = ctx.saved_tensors
         about = Kept(*whole)
-        shard, at, temperature, chunk, used = ctx.how
+        shard, at, temperature, chunk, used, scale = ctx.how
         at = {name: where for name, where in at.items() if name != "entropy" or name in used}
         real = weight[: shard.real_rows]
         g_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
@@ -364,14 +360,15 @@ class _TokenOutputs(torch.autograd.Function):
         logits, ctx.kept = ctx.kept, []  # they are overwritten
         for i, lo in enumerate(range(0, len(hidden), chunk)):
             s = slice(lo, lo + chunk)
-            log_p = g = None  # the chunk before is freed before this one is made
+            x = g = None  # the chunk before is freed before this one is made
             if logits:
-                log_p, logits[i] = logits[i], None
+                x, logits[i] = logits[i], None
             else:
-                log_p = _logits(hidden[s], real, temperature).sub_(about.log_z[s, None])
+                x = _logits(hidden[s], weight, temperature, len(real), scale is not None)
+                x = x.sub_(about.log_z[s, None]) if scale is None else x
             of_chunk = Kept(*(numbers[s] for numbers in about))
             targets = labels[s], given[s], of_chunk
-            g = _grad_logits(log_p, *targets, grad[s] / temperature, shard, at).to(hidden.dtype)
+            g = _grad_logits(x, *targets, grad[s] / temperature, shard, at, scale).to(hidden.dtype)
             if g_hidden is not None:
                 g_hidden[s] = products.linear(g, real.t())
             if g_weight is not None:
@@ -382,31 +379,43 @@ class _TokenOutputs(torch.autograd.Function):
 
 
 def _grad_logits(
-    log_p: torch.Tensor,
+    x: torch.Tensor,
     labels: torch.Tensor,
     ids: torch.Tensor,
     about: Kept,
     grad: torch.Tensor,
     shard: VocabShard,
     at: dict[str, slice],
+    scale: float | None,
 ) -> torch.Tensor:
-    """Returns the gradient [c,v] of the logits, for `grad` [c,K] of the outputs, which stand `at`
-    columns. Overwrites log_p."""
+    """Returns the gradient [c,v] of the divided logits, for `grad` [c,K] of the outputs, which
+    stand `at` columns. Overwrites x: log p, or with a scale the logits, of which kernels take it.
+    """
 
     def of(name: str) -> torch.Tensor:
         return grad[:, at[name].start] if name in at else torch.zeros_like(grad[:, 0])
 
     g_logprob, g_entropy = of("logprobs"), of("entropy")
+    given = None
+    if not at.keys().isdisjoint(GIVEN):
+        g_ids = grad[:, at["given_logprobs"]] if "given_logprobs" in at else torch.zeros_like(ids)
+        known = torch.where(_known(ids, shard), g_ids, 0.0)
+        given = given_tokens.grads(known, about.tail, of("given_tail"))
+    if scale is not None:
+        from megarl.kernels import lm_head
+
+        grads = g_logprob.contiguous(), g_entropy.contiguous() if "entropy" in at else None
+        rows, by_ids = _rows(labels, shard), given and (_rows(ids, shard), given)
+        return lm_head.gradient_(x, rows, about.log_z, about.entropy, *grads, scale, by_ids)
     if "entropy" in at:
-        factor = log_p + about.entropy[:, None]
+        factor = x + about.entropy[:, None]
         factor.mul_(g_entropy[:, None]).add_(g_logprob[:, None])
     else:
         factor = g_logprob[:, None].clone()
-    if not at.keys().isdisjoint(GIVEN):
-        g_ids = grad[:, at["given_logprobs"]] if "given_logprobs" in at else torch.zeros_like(ids)
-        out = GivenGrad(ids, about.tail, g_ids, of("given_tail")).logits_grad(log_p, factor, shard)
+    if given is not None:
+        out = given_tokens.logits_grad(x, factor, *local_target(ids.long(), shard), given)
     else:
-        out = log_p.exp_().mul_(factor.neg_())
+        out = x.exp_().mul_(factor.neg_())
     if shard.real_rows:
         row, here = local_target(labels, shard)
         out.scatter_add_(-1, row[:, None], torch.where(here, g_logprob, 0.0)[:, None])
@@ -463,7 +472,7 @@ def gathered_logits(
     hidden: torch.Tensor, weight: torch.Tensor, *, shard: VocabShard, temperature: float = 1.0
 ) -> torch.Tensor:
     """Returns the full logits [T,V] on every rank. For tests: nothing else can afford them."""
-    local = _logits(hidden, weight, temperature)
+    local = _logits(hidden, weight, temperature, len(weight))
     if shard.group is not None and shard.group.size() > 1:
         parts = [torch.empty_like(local) for _ in range(shard.group.size())]
         dist.all_gather(parts, local.contiguous(), group=shard.group)

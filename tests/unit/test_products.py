@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.parallel import cpu_kernels as products
 
@@ -61,6 +64,39 @@ def test_gradients_of_weights_are_added_up(wide, narrow):
     with torch.no_grad():
         products.accumulate(x, g, total)
     torch.testing.assert_close(total.double(), want, **CLOSE)
+
+
+class OnAGpu(TorchDispatchMode):
+    """Stands for a GPU's addmm, which takes an fp32 sum of bf16 factors; keeps every operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.called.append((func, args, kwargs or {}))
+        if func is torch.ops.aten.addmm.dtype_out:
+            return kwargs["out"]
+        return func(*args, **(kwargs or {}))
+
+
+def test_on_a_gpu_bf16_gradients_are_added_in_fp32_without_a_product_apart():
+    mode = FakeTensorMode()
+
+    def fake(dtype, *shape):
+        return FakeTensor(
+            mode, torch.empty(shape, dtype=dtype, device="meta"), torch.device("cuda:0")
+        )
+
+    g, x = fake(torch.bfloat16, 50, 64), fake(torch.bfloat16, 50, 24)
+    total = fake(torch.float32, 64, 24)
+    with mode, OnAGpu() as gpu:
+        products.accumulate(x, g, total)
+    made = [func for func, *_ in gpu.called if func.namespace == "aten"]
+    assert made == [torch.ops.aten.t.default, torch.ops.aten.addmm.dtype_out]
+    _, (start, a, b, dtype), kw = gpu.called[-1]
+    assert start is total and kw["out"] is total and b is x and dtype == torch.float32
+    assert a.shape == (64, 50)
 
 
 def test_autograd_goes_on_through_torchs_own_products():

@@ -1,0 +1,89 @@
+"""The kernels of the LM head, by Triton's interpreter, against fp64 and against torch."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+
+from tests import head_kernels as cases
+
+ROOT = Path(__file__).resolve().parents[2]
+Interpreted = Callable[..., Any]
+
+
+def _interpret() -> None:
+    os.environ["TRITON_INTERPRET"] = "1"  # read as triton is imported
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", module="triton")  # numpy's, of -inf
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[Interpreted]:
+    """Runs a function in a process whose kernels are interpreted: others import triton without."""
+    spawn = get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn, initializer=_interpret) as pool:
+        yield lambda fn, *args: pool.submit(fn, *args).result()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "temperature", "tp", "spare"),
+    [
+        (torch.float32, 1.0, 1, 0),
+        (torch.float32, 0.7, 2, 0),
+        (torch.float32, 1.0, 3, 0),
+        (torch.float32, 0.7, 4, 1),
+        (torch.bfloat16, 0.7, 1, 0),
+        (torch.bfloat16, 1.0, 2, 1),
+        (torch.bfloat16, 0.7, 4, 0),
+        (torch.float16, 1.0, 3, 2),
+    ],
+)
+def test_values_and_gradients_equal_the_dense_formulas(
+    interpreted: Interpreted, dtype: torch.dtype, temperature: float, tp: int, spare: int
+) -> None:
+    interpreted(cases.values_and_gradients, "cpu", dtype, temperature, tp, spare)
+
+
+@pytest.mark.parametrize("what", cases.OF_A_CHUNK, ids=lambda fn: fn.__name__)
+def test_of_a_chunk(interpreted: Interpreted, what: Callable[[str], None]) -> None:
+    interpreted(what, "cpu")
+
+
+def compiled(*args: str) -> subprocess.CompletedProcess[str]:
+    """Without the interpreter, and without what was compiled before."""
+    with TemporaryDirectory() as cache:
+        env = os.environ | {"TRITON_CACHE_DIR": cache, "TRITON_INTERPRET": "0"}
+        command = [sys.executable, *args]
+        return subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize("how", [(), pytest.param(("--all",), marks=pytest.mark.full)], ids=str)
+def test_kernels_compile_for_gpus_and_spill_nothing(how: tuple[str, ...]) -> None:
+    done = compiled("-m", "tests.kernel_variants", *how)
+    print(done.stdout)
+    assert done.returncode == 0, done.stderr
+    registers = [int(n) for n in re.findall(r"ALIGN=8: \w+\(registers=(\d+)", done.stdout)]
+    assert len(registers) >= 16 and max(registers) <= 64  # four programs on a multiprocessor
+
+
+def test_a_kernel_that_spills_is_seen() -> None:
+    """One that has half of the registers that it takes."""
+    done = compiled(
+        "-c",
+        "from tests.kernel_variants import costs, variants\n"
+        "variant = next(v for v in variants(False) if v.kernel == 'gradient_kernel')\n"
+        "print(costs(variant, maxnreg=24))",
+    )
+    assert int(re.findall(r"stack=(\d+)", done.stdout)[0]) > 0, done.stderr
