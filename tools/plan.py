@@ -43,15 +43,20 @@ from megarl.planning.advice import (  # noqa: E402
     estimate_step,
     make_layout,
 )
-from megarl.planning.job import find_shapes, questions  # noqa: E402
+from megarl.planning.job import (  # noqa: E402
+    GIB,
+    find_shapes,
+    memory_report,
+    other_models,
+    questions,
+    workload,
+)
 from megarl.planning.memory import (  # noqa: E402
-    StageMemory,
     Workload,
     kv_bytes_per_token,
+    model_bytes,
     parameters,
     server_weights,
-    training_memory,
-    turn_memory,
 )
 from megarl.planning.sync import (  # noqa: E402
     BroadcastEstimate,
@@ -61,7 +66,6 @@ from megarl.planning.sync import (  # noqa: E402
     plan_sharded,
 )
 
-GIB = 1 << 30
 # memory in GiB, dense bf16 TFLOP/s, NVLink in GB/s one way: of data sheets that docs/engine.md
 # names
 GPUS = {
@@ -111,7 +115,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         default=8192,
         help="tokens of a sequence (default %(default)s)",
     )
-    add("--recompute", choices=("none", "full"), help="activations (default none)")
+    add("--recompute", choices=("none", "full"), default="none", help="default %(default)s")
+    parser.set_defaults(state_bytes=12.0, fp8=False)
     add("--reference", action="store_true", help="a frozen reference model on the same GPUs")
     add(
         "--bucket-mb",
@@ -206,10 +211,6 @@ def report(args: argparse.Namespace) -> Iterator[str]:
     m = read_model(args.model)
     nodes, per_node = _grid("--train", args.train)
     cluster = _cluster(args)
-    work = Workload(
-        batch_tokens=args.batch_tokens, micro_batch_tokens=args.micro_batch_tokens,
-        sequence=args.sequence, recompute=args.recompute or "none", reference=args.reference,
-    )  # fmt: skip
     parallel = ParallelConfig(
         tp=args.tp, pp=args.pp, vpp=args.vpp, cp=args.cp, ep=args.ep, etp=args.etp,
         sequence_parallel=args.tp > 1,
@@ -217,14 +218,18 @@ def report(args: argparse.Namespace) -> Iterator[str]:
     )  # fmt: skip
     gpus = nodes * per_node
     layout = make_layout(m, gpus, parallel)
+    others, resting = other_models(args.cfg, gpus, read_model) if args.cfg else (0, 0)
+    work = workload(vars(args), others=others, resting=resting)
+    if args.reference:
+        size = model_bytes(m, layout, work, trained=False)
+        key = "resting" if args.turns else "others"
+        work = replace(work, **{key: getattr(work, key) + size})
     total, active = parameters(m)
     yield f"{m.family}: {total / 1e9:.1f}B parameters, {active / 1e9:.1f}B of them per token"
     again = ", recomputing" if work.recompute == "full" else ""
     yield f"training on {gpus} {args.gpu.upper()}: {_describe(layout)}{again}"
-    stages = training_memory(m, layout, work)
-    yield from _memory(stages, cluster)
-    if args.turns:
-        yield from _turns(m, stages, cluster, args)
+    yield ""
+    yield from memory_report(m, layout, work, cluster, vars(args))
     step = estimate_step(m, layout, cluster, work)
     parts = ", ".join(f"{name} {x:.1f}" for name, x in vars(step).items())
     yield f"  a step of {work.batch_tokens:,} tokens: {step.seconds:.1f} s ({parts})"
@@ -280,36 +285,6 @@ def _describe(layout: Layout) -> str:
     if layout.split:
         said += f", pipeline_split {list(layout.split)}"
     return said
-
-
-def _memory(stages: Sequence[StageMemory], cluster: Cluster) -> Iterator[str]:
-    names = list(vars(stages[0]))
-    yield "\nGiB per GPU  " + "".join(f"{n:>13}" for n in (*names, "total"))
-    shown = {0, len(stages) - 1, max(range(len(stages)), key=lambda i: stages[i].total)}
-    for i in sorted(shown):
-        values = (*(getattr(stages[i], n) for n in names), stages[i].total)
-        yield f"  stage {i:<5}" + "".join(f"{v / GIB:13.1f}" for v in values)
-    need = max(s.total for s in stages) + cluster.reserve
-    verdict = "fits" if need <= cluster.gpu_bytes else "does NOT fit"
-    yield (
-        f"  {need / GIB:.1f} GiB with {cluster.reserve / GIB:.0f} GiB for CUDA, NCCL and gaps: "
-        f"{verdict} {cluster.gpu_bytes / GIB:.0f} GiB"
-    )
-
-
-def _turns(
-    m: ModelConfig, stages: Sequence[StageMemory], cluster: Cluster, args: argparse.Namespace
-) -> Iterator[str]:
-    weights = server_weights(m, args.server_tp) // (2 if args.server_fp8 else 1)
-    room = max(0, int(args.server_memory * cluster.gpu_bytes) - weights)
-    buckets = 2 * args.bucket_mb << 20
-    found = turn_memory(stages, weights=weights, kv_cache=room, buckets=buckets)
-    yield "\nservers and trainers in turn, GiB per GPU: " + ", ".join(
-        f"{turn} {n / GIB:.1f}" for turn, n in found.items()
-    )
-    need = max(found.values()) + cluster.reserve
-    verdict = "fits" if need <= cluster.gpu_bytes else "does NOT fit"
-    yield f"  {need / GIB:.1f} GiB with the {cluster.reserve / GIB:.0f} GiB above: {verdict}"
 
 
 def _serving(

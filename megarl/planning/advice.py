@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from megarl.config.engine import ParallelConfig
-from megarl.models.flops import train_flops
 from megarl.models.hf_config import ModelConfig, check_layout
 from megarl.parallel.layout import Layout
 from megarl.planning.memory import BF16, FP32, Workload, stage_numel, training_memory
@@ -119,6 +118,8 @@ def estimate_step(m: ModelConfig, layout: Layout, cluster: Cluster, work: Worklo
     T tokens of a micro-batch on a rank's share of the sequence, H hidden; a collective of n ranks
     over B bytes moves B (n - 1) / n through each rank's link.
     """
+    from megarl.models.flops import train_flops  # here, as it imports torch
+
     again = 1 if work.recompute == "full" else 0  # forward a second time
     passes, gathers, routings = 3 + again, 5 + 2 * again, 4 + 2 * again
     flops = train_flops(m, [work.sequence]) * work.batch_tokens / work.sequence

@@ -30,7 +30,12 @@ BF16, FP32 = 2, 4
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """Describes one optimizer step: `batch_tokens` in packed micro-batches of `micro_batch_tokens`,
-    made of sequences of `sequence` tokens. `reference` adds a frozen copy of the model."""
+    made of sequences of `sequence` tokens.
+
+    state_bytes: of a parameter's optimizer state on the GPU. fp8: Transformer Engine multiplies in
+    FP8 and keeps quantised copies of weights. others: bytes of other models on the same GPU;
+    resting: of a frozen model that is there for its own pass alone, which keeps no activations.
+    """
 
     batch_tokens: int = 1 << 22
     micro_batch_tokens: int = 16384
@@ -38,7 +43,10 @@ class Workload:
     recompute: str = "none"  # or "full": every layer
     head_chunk_tokens: int = 4096
     head_keep_bytes: int = 1 << 30
-    reference: bool = False
+    state_bytes: float = 3 * FP32
+    fp8: bool = False
+    others: int = 0
+    resting: int = 0
 
     def micro_batches(self, layout: Layout) -> int:
         """Returns the micro-batches of each data-parallel rank in a step, at least 1."""
@@ -47,19 +55,26 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
-    """Gives the bytes of a GPU of one pipeline stage, by use."""
+    """Gives the bytes of a GPU of one pipeline stage, by use, as Workload has the last two."""
 
     weights: int
     grads: int
     optimizer: int
+    fp8: int
     activations: int
     head: int
-    reference: int
+    others: int
+    resting: int
+
+    @property
+    def held(self) -> int:
+        """Returns the bytes that the trained model keeps between passes."""
+        return self.weights + self.grads + self.optimizer + self.fp8
 
     @property
     def total(self) -> int:
-        """Returns the sum, in bytes."""
-        return sum(vars(self).values())
+        """Returns the most that is there at a time, in bytes."""
+        return self.held + self.others + max(self.activations + self.head, self.resting)
 
 
 @dataclass(frozen=True)
@@ -86,13 +101,16 @@ def parameters(m: ModelConfig) -> tuple[int, int]:
     return total, active
 
 
-def stage_numel(m: ModelConfig, layout: Layout) -> list[Numel]:
-    """Returns the parameters of a rank of each pipeline stage; its ranks hold equally many."""
+def stage_numel(m: ModelConfig, layout: Layout, *, linear: bool = False) -> list[Numel]:
+    """Returns the parameters of a rank of each pipeline stage; its ranks hold equally many. With
+    `linear` only those of the layers' linear maps."""
     vocab = padded_vocab_size(m.vocab_size, layout.tp)
     stage_of = {i: pp for i, (pp, _) in layout.chunk_of(m.num_layers).items()}
     local: dict[tuple[Op, bool], int] = {}
     dense, expert = [0] * layout.pp, [0] * layout.pp
     for (layer, stage, op, is_expert, tied, _), count in _census(m).items():
+        if linear and not op.linear:
+            continue
         if (op, is_expert) not in local:
             tp = layout.etp if is_expert else layout.tp
             local[op, is_expert] = math.prod(op.local_shape(m, tp, vocab))
@@ -117,38 +135,51 @@ def _census(m: ModelConfig) -> Counter[tuple[int | None, str, Op, bool, bool, bo
 
 
 def training_memory(m: ModelConfig, layout: Layout, work: Workload) -> list[StageMemory]:
-    """Returns the memory of each pipeline stage: bf16 weights, fp32 gradients, Adam in fp32 with
-    fp32 main weights. These are the 6 + 12/d bytes per parameter of megatron-core's distributed
-    optimizer."""
+    """Returns the memory of each pipeline stage: bf16 weights, fp32 gradients, and Adam, by default
+    in fp32 with fp32 main weights. These are the 6 + 12/d bytes per parameter of megatron-core's
+    distributed optimizer. A quantised copy has two bytes a weight, by rows and by columns."""
     stages = []
-    for pp, numel in enumerate(stage_numel(m, layout)):
+    counts = zip(stage_numel(m, layout), stage_numel(m, layout, linear=True), strict=True)
+    for pp, (numel, linear) in enumerate(counts):
         states = -(-numel.dense // (layout.dp * layout.cp)) + -(-numel.expert // layout.edp)
         stages.append(
             StageMemory(
                 weights=BF16 * numel.total,
                 grads=FP32 * numel.total,
-                optimizer=3 * FP32 * states,
+                optimizer=int(work.state_bytes * states),
+                fp8=2 * linear.total if work.fp8 else 0,
                 activations=stage_activations(m, layout, work, pp),
                 head=head_bytes(m, layout, work) if pp == layout.pp - 1 else 0,
-                reference=BF16 * numel.total if work.reference else 0,
+                others=work.others,
+                resting=work.resting,
             )
         )
     return stages
+
+
+def model_bytes(
+    m: ModelConfig, layout: Layout, work: Workload, *, trained: bool, average: bool = False
+) -> int:
+    """Returns the bytes of the fullest GPU of a model between its passes: with gradients and
+    optimizer if it is `trained`, with its weights in fp32 besides if it is the moving `average` of
+    another, and half as large FP8 copies where there is no backward pass."""
+    if trained:
+        return max(s.held for s in training_memory(m, layout, work))
+    own = BF16 + (FP32 if average else 0)
+    counts = zip(stage_numel(m, layout), stage_numel(m, layout, linear=True), strict=True)
+    return max(own * all_.total + work.fp8 * linear.total for all_, linear in counts)
 
 
 def turn_memory(
     stages: Sequence[StageMemory], *, weights: int, kv_cache: int, buckets: int
 ) -> dict[str, int]:
     """Returns the bytes of the fullest GPU in each turn of servers and trainers that use the same
-    GPUs in turn (server.release_memory). A reference is there for its pass alone, which keeps no
-    activations.
+    GPUs in turn (server.release_memory).
 
     weights, kv_cache: of a server on a GPU; buckets: what the sync takes."""
-    trained = [s.total - s.reference for s in stages]
-    passes = [s.total - s.activations - s.head for s in stages]
     return {
         "generate": weights + kv_cache,
-        "train": max(*trained, *passes),
+        "train": max(s.total for s in stages),
         "sync": weights + max(s.weights for s in stages) + buckets,
     }
 

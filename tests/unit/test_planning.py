@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,19 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.config.loader import load_config
 from megarl.models.hf_config import ModelConfig
 from megarl.models.piece_table import build_piece_table
 from megarl.parallel.layout import Layout
 from megarl.planning.advice import Cluster, best, candidates, estimate_step, even_split
+from megarl.planning.job import expected_memory, find_shapes, other_models
 from megarl.planning.memory import (
     StageMemory,
     Workload,
     chunks_in_flight,
     kv_bytes_per_token,
     layer_activations,
+    model_bytes,
     parameters,
     server_weights,
     stage_activations,
@@ -52,6 +56,7 @@ LAYOUTS = (
         ("smollm2-135m-instruct", 134_515_008, 134_515_008),
         ("deepseek-v3", 671e9, 37e9),
         ("qwen3-235b-a22b", 235e9, 22e9),
+        ("Qwen/Qwen3-30B-A3B", 30.53e9, 3.3e9),
     ),
 )
 def test_published_parameter_counts(name: str, total: float, active: float) -> None:
@@ -158,7 +163,7 @@ def test_bytes_per_parameter_are_megatron_cores(dp: int) -> None:
     (stage,) = training_memory(m, Layout(dp=dp), Workload())
     states, per = stage.weights + stage.grads + stage.optimizer, 6 + 12 / dp
     assert states == pytest.approx(per * stage_numel(m, Layout())[0].total, rel=1e-5)
-    assert stage.head > 0 == stage.reference
+    assert stage.head > 0 == stage.others == stage.resting == stage.fp8
 
 
 def test_servers_repeat_kv_heads_and_cache_what_they_keep() -> None:
@@ -230,14 +235,69 @@ def test_what_costs_time() -> None:
 
 
 def test_the_memory_of_turns() -> None:
-    """The reference and activations are not there together, nor servers and optimizer."""
-    sizes = dict(weights=2, grads=4, optimizer=12, activations=5, head=1, reference=2)
+    """A frozen model's pass and activations are not there together, nor servers and optimizer."""
+    sizes = dict(
+        weights=2, grads=4, optimizer=12, fp8=1, activations=5, head=1, others=3, resting=2
+    )
     first = StageMemory(**sizes)
     second = StageMemory(**(sizes | {"weights": 3, "activations": 0, "head": 0}))
     found = turn_memory([first, second], weights=8, kv_cache=60, buckets=1)
-    assert found == {"generate": 68, "train": 2 + 4 + 12 + 5 + 1, "sync": 8 + 3 + 1}
+    assert found == {"generate": 68, "train": 2 + 4 + 12 + 1 + 3 + 5 + 1, "sync": 8 + 3 + 1}
     small = turn_memory([second], weights=8, kv_cache=60, buckets=1)
-    assert small["train"] == 3 + 4 + 12 + 2  # the reference's pass
+    assert small["train"] == 3 + 4 + 12 + 1 + 3 + 2  # the frozen model's pass
+
+
+def test_what_precision_and_host_memory_change() -> None:
+    m, layout = plain(), Layout(tp=2)
+    plainly = training_memory(m, layout, Workload())[0]
+    numel = stage_numel(m, layout)[0].total
+    half = training_memory(m, layout, Workload(state_bytes=8, fp8=True))[0]
+    assert plainly.optimizer == 12 * numel and half.optimizer == 8 * numel
+    # embedding, head and norms are not multiplied in FP8
+    table = build_piece_table(m, layout)
+    c = next(iter(layout.all_coords))
+    kept = {n: p for n, p in table.local_params(c).items() if re.search(r"\.linear_\w+\.weight", n)}
+    assert half.fp8 == 2 * sum(math.prod(p.shape) for p in kept.values()) > 0
+    frozen = model_bytes(m, layout, Workload(), trained=False)
+    assert frozen == 2 * numel
+    assert model_bytes(m, layout, Workload(), trained=False, average=True) == 6 * numel
+    assert model_bytes(m, layout, Workload(fp8=True), trained=False) == frozen + half.fp8 // 2
+    assert model_bytes(m, layout, Workload(), trained=True) == plainly.held == (2 + 4 + 12) * numel
+
+
+@pytest.mark.parametrize(
+    ("overrides", "beside"),
+    [
+        ([], (0, 0)),
+        (["ref={}"], (1, 0)),
+        (["ref={offload: true}"], (0, 1)),
+        (["ref={ema: 0.9}"], (3, 0)),
+        (["ref={}", "actor.lora.r=8"], (0, 0)),  # the actor without its adapters
+        (["reward_model.path=qwen3-1.7b", "ref={}"], (2, 0)),
+        (["reward_model={path: qwen3-1.7b, offload: true}", "ref={}"], (1, 1)),
+        (["recipe=distill", "teacher.path=qwen3-1.7b"], (1, 0)),
+        (["recipe=distill", "teacher.path=qwen3-1.7b", "ref={offload: true}"], (1, 1)),
+        (["recipe=ppo", "critic.path=qwen3-1.7b", "critic.optimizer={}"], (9, 0)),
+        (["ref={}", "weight_sync.type=colocated", "rollout.max_head_offpolicyness=0"], (0, 1)),
+    ],
+)
+def test_models_beside_the_policy_are_counted(
+    overrides: list[str], beside: tuple[int, int]
+) -> None:
+    """In weights of bf16: a critic has 18 bytes a parameter, a moving average 6."""
+    path = str(tool.ROOT / "configs" / "gsm8k_grpo.yaml")
+    cfg = load_config(path, ["actor.path=qwen3-1.7b", "actor.parallel={tp: 1}", *overrides])
+    weights = 2 * parameters(tool.read_model("qwen3-1.7b"))[0]
+    always, passing = other_models(cfg, 1, tool.read_model)
+    assert (always / weights, passing / weights) == pytest.approx(beside, rel=0.01)
+
+
+def test_what_a_recipe_takes_is_said_without_its_cluster() -> None:
+    config = tool.ROOT / "configs" / "qwen3_30b_a3b_grpo.yaml"
+    raw = find_shapes("qwen3-30b-a3b", tool.ROOT / "configs" / "models")
+    lines = list(expected_memory(load_config(str(config)), {"Qwen/Qwen3-30B-A3B": raw}))
+    assert len(lines) == 5 and "optimizer" in lines[0] and lines[1].startswith("  stage 0")
+    assert "fits 80 GiB" in lines[2] and "in turn" in lines[3] and "fits 80 GiB" in lines[4]
 
 
 def test_the_tool(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -265,6 +325,7 @@ def test_the_tool(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     ("config", "train", "words"),
     [
         ("llama3_70b", "8x8", ("dp4 tp8 pp2", "16 servers of tp4", "141.1 GB")),
+        ("qwen3_30b_a3b", "1x8", ("dp8 ep8", "2 servers of tp4", "61.1 GB")),
         ("qwen3_235b", "32x8", ("dp8 tp4 pp8 ep8", "16 servers of tp8", "470.2 GB")),
         ("deepseek_v3", "64x8", ("dp4 tp8 pp16 ep8", "[4, 4, 4,", "16 servers of tp16")),
     ],

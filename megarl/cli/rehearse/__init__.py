@@ -46,7 +46,7 @@ from megarl.config.recipes import BaseConfig
 from megarl.config.secrets import masked
 from megarl.models.hf_config import check_layout, language_model, parse_hf_config
 from megarl.observability.report.runs import load_run
-from megarl.planning.job import find_shapes
+from megarl.planning.job import expected_memory, find_shapes
 from megarl.planning.memory import parameters
 from megarl.utils.child import Child, Signals, spelled, stop_all
 from megarl.utils.importing import add_working_directory
@@ -141,15 +141,15 @@ def make_plan(cfg: BaseConfig, *, cards: Path, ranks: int) -> Plan:
 
 def describe(plan: Plan) -> Iterator[str]:
     """Yields what the cluster has beside what is here, line by line."""
-    world, left_out = plan.layouts.world_size, plan.layouts.left_out
-    yield f"trainer ranks: a multiple of {smallest_world_size(plan.cfg)} -> {world}"
-    if left_out:
+    yield f"trainers: multiples of {smallest_world_size(plan.cfg)} -> {plan.layouts.world_size}"
+    if left_out := plan.layouts.left_out:
         yield f"not run, only constructed: {', '.join(left_out)}"
     for path, raw in plan.raw.items():
         before, after = dict(language_model(raw)), dict(language_model(plan.small[path]))
         sizes = [parameters(parse_hf_config(shapes, path))[0] for shapes in (before, after)]
         yield f"{Path(path).name}: {sizes[0] / 1e9:.1f}B parameters -> {sizes[1]:,}, random"
         yield from (f"  {key}={old} -> {new}" for key, old, new in differences(before, after))
+    yield from expected_memory(plan.cfg, plan.raw)
 
 
 # the rehearsal
