@@ -290,10 +290,8 @@ def micro_batches(state: EngineState, batch: Batch, ask: Request) -> list[MicroB
             cost=state.cost,
             units=None if groups is None else units_of(groups[rows]),
         )
-        count = torch.tensor(needs.count, device=mcore.device())
-        if layout.world_size > 1:
-            dist.all_reduce(count, dist.ReduceOp.MAX)
-        filled = needs.micro_batches(-(-int(count) // multiple_of) * multiple_of)
+        count = max(Ranks.of().gather(needs.count, "micro_batches"))
+        filled = needs.micro_batches(-(-count // multiple_of) * multiple_of)
         plan = [sorted(rows[mb].tolist()) for mb in filled]
     else:
         plan = plan_micro_batches(

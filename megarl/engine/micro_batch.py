@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.api.batch import Batch, Padded, Tokens
+from megarl.models.attention import SlotParams
 from megarl.models.trie_params import trie_params
 from megarl.parallel import mcore
 from megarl.parallel.groups import ProcessGroups
@@ -86,9 +87,9 @@ class MicroBatch:
         """
         if self.packed.trie is not None:
             return trie_params(self.packed.trie)
-        cu, longest = self.packed.cu_seqlens, self.packed.max_slot
+        cu, longest = self.packed.cu_seqlens, max(self.packed.slots)
         place_tokens(cu, self.packed.position_ids)
-        return PackedSeqParams(
+        return SlotParams(
             qkv_format="thd",
             cu_seqlens_q=cu,
             cu_seqlens_kv=cu,
@@ -96,6 +97,7 @@ class MicroBatch:
             cu_seqlens_kv_padded=cu,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
+            slots=self.packed.slots,
         )
 
 

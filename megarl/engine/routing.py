@@ -217,7 +217,8 @@ class Routing:
             dist.all_reduce(counts)
             dist.all_reduce(losses)
         layers = [i for i in range(n_layers) if i not in self.shape.dense_layers]
-        counts, losses = counts[layers].cpu(), losses[:, layers].mean(1).cpu() / n_micro_batches
+        whole = torch.cat([counts.double(), losses.double().t()], 1).cpu()[layers]  # in one go
+        counts, losses = whole[:, :-2].long(), whole[:, -2:].float().mean(0) / n_micro_batches
         load = counts[:, :-2].float()
         peaks = load.amax(1) / load.mean(1)
         out = {

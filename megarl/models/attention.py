@@ -13,6 +13,8 @@ as padding comes after every real token.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,6 +32,13 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention
+
+
+@dataclass(kw_only=True)
+class SlotParams(PackedSeqParams):
+    """Holds the lengths of cu_seqlens on the host, too: a device would have to stop for them."""
+
+    slots: Sequence[int]
 
 
 class SDPACoreAttention(MegatronModule):
@@ -89,15 +98,12 @@ class SDPACoreAttention(MegatronModule):
         return out.view(b, s, -1).transpose(0, 1)
 
     def _packed(self, q: Tensor, k: Tensor, v: Tensor, packed: PackedSeqParams) -> Tensor:
-        # every layer of a micro-batch sees the same PackedSeqParams: plans are made once and kept
-        # on it, which on a GPU also saves a device synchronisation per layer
+        # every layer of a micro-batch sees the same params: plans are made once and kept on them
         plans = packed.__dict__.setdefault("_megarl_plans", {})
         if isinstance(packed, TrieParams):
             return self._trie(q, k, v, packed, plans)
         if self.window not in plans:
-            cu = packed.cu_seqlens_q_padded
-            cu = packed.cu_seqlens_q if cu is None else cu
-            plans[self.window] = self._plan((cu[1:] - cu[:-1]).tolist(), q.device)
+            plans[self.window] = self._plan(_slots(packed), q.device)
         return self._grouped(q, k, v, plans[self.window])
 
     def _trie(
@@ -157,6 +163,14 @@ class SDPACoreAttention(MegatronModule):
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
         """Returns nothing to save: there are no parameters."""
         return {}
+
+
+def _slots(packed: PackedSeqParams) -> Sequence[int]:
+    if isinstance(packed, SlotParams):
+        return packed.slots
+    cu = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+    lengths: list[int] = (cu[1:] - cu[:-1]).tolist()
+    return lengths
 
 
 def _take(x: Tensor, index: Tensor | None) -> Tensor:

@@ -110,7 +110,7 @@ class StatsTracker:
         for name, mask in masks.items():
             if mask.dtype != torch.bool:
                 raise ValueError(f"stats_tracker.denominator({name}=): {mask.dtype}, not bool")
-            self._masks[self._scoped(name)] = mask
+            mask = self._masks[self._scoped(name)] = mask.cpu()
             self._add(self._scoped(name), "sum", mask.double().flatten())
 
     def stat(self, *, denominator: str, reduce_type: str | None = None, **values: Tensor) -> None:
@@ -118,6 +118,7 @@ class StatsTracker:
 
         denominator: a name given to `denominator` in this scope; reduce_type: "avg", "sum", "min"
         or "max", exported under the name itself; None exports name/avg, name/min and name/max.
+        Each value of a GPU is waited for; the stats that a loss returns are not.
         Raises ValueError for an unknown denominator, another shape or another reduce_type.
         """
         mask = self._masks.get(self._scoped(denominator))
@@ -134,7 +135,7 @@ class StatsTracker:
                     f"stats_tracker.stat({name}=): shape {tuple(value.shape)}, but denominator "
                     f"{denominator!r} has {tuple(mask.shape)}"
                 )
-            chosen = value.detach()[mask].double()
+            chosen = value.detach().cpu()[mask].double()
             if reduce_type is not None:
                 self._add(self._scoped(name), reduce_type, chosen)
             else:

@@ -14,6 +14,7 @@ and nowhere else; one that only one version needs names it.
   P21  pipeline stages                        send no shapes where a pass knows them
   P22  DeepEP 2                               has the names that megatron-core imports
   P23  outputs recomputed before their use    need no Transformer Engine
+  P24  norm of the gradients                  stays on the device until it is one number
 """
 
 from __future__ import annotations
@@ -237,6 +238,19 @@ def deep_ep_problem() -> str:
     return _deep_ep_problem
 
 
+def p24_gradient_norm() -> None:
+    """Without Transformer Engine and apex, megatron-core asks the device for the norm of each
+    parameter's gradient, one after the other."""
+    from megatron.core import utils
+    from megatron.core.optimizer import clip_grads
+
+    def norm(_: int, __: Tensor, tensors: list[list[Tensor]], *___: Any) -> tuple[Tensor, None]:
+        return torch.nn.utils.get_total_norm(tensors[0]).reshape(1), None
+
+    if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:
+        patch(clip_grads, l2_norm_impl=norm)
+
+
 p22_deep_ep()
 if not on_cuda():
     cpu_patches.install()
@@ -280,3 +294,4 @@ with warnings.catch_warnings():
     p20_packed_rotary()
     p21_pipeline_shapes()
     p23_recomputed_outputs()
+    p24_gradient_norm()

@@ -329,7 +329,7 @@ class Packed:
     cu_seqlens: torch.Tensor  # [b+1] int32, of the slots (padded, not shared out)
     index: torch.Tensor  # [b,S] int64: where the output for (row, position t) stands, for t >= 1
     valid: torch.Tensor  # [b,S] bool: t >= 1 and real
-    max_slot: int
+    slots: Sequence[int]  # tokens of each slot of cu_seqlens, known on the host
     given: torch.Tensor | None = None  # [T/cp,n] or [N,n]: `given` of the next token, as labels
     at: torch.Tensor | None = None  # [N] int64: the token that each label comes after
     trie: Trie | None = None
@@ -390,7 +390,7 @@ def pack(
         ids, labels, positions, token = ids[share], labels[share], positions[share], token[share]
         beside = None if beside is None else beside[share]
         index = torch.argsort(torch.cat(shares))[index]
-    return Packed(ids, labels, positions, token, cu.int(), index, valid, max(slots), beside)
+    return Packed(ids, labels, positions, token, cu.int(), index, valid, slots, beside)
 
 
 def unpack(values: torch.Tensor, packed: Packed) -> torch.Tensor:

@@ -205,7 +205,7 @@ def pack_trie(
         cu_seqlens=torch.tensor([0, len(trie.input_ids)], dtype=torch.int32),
         index=trie.place,
         valid=valid,
-        max_slot=int(trie.depth.max()) + 1,
+        slots=[len(trie.input_ids)],
         at=trie.parent,
         trie=trie,
     )

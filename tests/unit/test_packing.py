@@ -61,7 +61,7 @@ def test_pack_layout():
     assert p.labels.tolist() == [6, 7, 0, 0, 9, 0, 0, 0]
     assert p.position_ids.tolist() == [0, 1, 2, 3, 0, 1, 0, 1]
     assert p.cu_seqlens.tolist() == [0, 4, 6, 8] and p.cu_seqlens.dtype == torch.int32
-    assert p.max_slot == 4
+    assert p.slots == [4, 2, 2]
 
 
 def test_unpack_puts_what_is_said_about_a_token_beside_it():

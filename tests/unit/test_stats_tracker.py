@@ -10,7 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import megarl.parallel.mcore  # noqa: F401  before megatron
 from megarl.observability.stats_tracker import StatsTracker, joined
+from tests.waits import pretend_device
 
 
 def test_scalars_are_averaged_under_their_scopes() -> None:
@@ -43,6 +45,18 @@ def test_tensors_are_reduced_where_their_denominator_holds() -> None:
         "right_len/avg": 25.0, "right_len/min": 10.0, "right_len/max": 40.0,
         "wrong_sum": 25.0, "wrong_avg": 12.5, "wrong_min": 5.0, "wrong_max": 20.0,
     }  # fmt: skip
+
+
+def test_a_gpu_is_waited_for_once_a_mask_and_once_a_value() -> None:
+    tracker = StatsTracker()
+    with pretend_device() as device:
+        mask, values = torch.tensor([True, False]).cuda(), torch.tensor([3.0, 5.0]).cuda()
+        device.take()
+        tracker.denominator(some=mask)
+        tracker.stat(denominator="some", x=values, y=2 * values)
+        waits = device.take()
+        assert tracker.export()["y/max"] == 6.0 and not device.take()
+    assert [place.kind for place in waits.elements()] == ["cpu"] * 3
 
 
 def test_the_largest_of_what_was_recorded() -> None:

@@ -1,0 +1,134 @@
+"""What a step waits for on a GPU, counted on a CPU (tests/waits.py), does not depend on the number
+of its micro-batches and layers, but for what megatron-core waits for itself.
+
+This is a GPU without Transformer Engine, whose layers have no stand-in: with it the waits of
+SANCTIONED are one a layer, the first. Code for CUDA alone (FlexAttention, activations in pinned
+memory, Triton) is not seen.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.dist.engine_jobs import RECOMPUTE, Parallel, Tensors, batch
+from tests.dist.waits_jobs import Pass, passes
+from tests.dist.world import World
+from tests.tiny import save_tiny
+from tests.waits import PAGEABLE
+
+MOE_LAYERS = 3  # of the tiny models' four; two experts a token
+TOKENS = (60, 20)  # of a micro-batch: few and many of them
+
+# ---- what all micro-batches of a pass wait for together, with the reason
+SUMS = {"megarl/engine/passes.py:_add_up": 1}  # the loss and its statistics, in one transfer
+NORM = {"megatron/core/optimizer/clip_grads.py:get_grad_norm_fp32": 1}  # is the update made?
+LOADS = {"megarl/engine/routing.py:metrics": 1}  # experts' loads, flips, losses, in one transfer
+# ranks compare a dict's tensors, then the request; of a Batch the second alone
+RANKS = {"megarl/engine/inputs.py:_same_everywhere": 2}
+RESULT = "megarl/engine/micro_batch.py:collect"  # one a kind of output
+
+# ---- what megatron-core waits for, in a layer with experts and a micro-batch
+SANCTIONED = {
+    # how many tokens go to which rank and expert: shapes of what follows
+    "megatron/core/transformer/moe/token_dispatcher.py:_maybe_dtoh_and_synchronize": 1,
+    # the tokens of each expert, picked by a mask; fused by Transformer Engine
+    "megatron/core/transformer/moe/moe_utils.py:permute": 2,
+}
+# ---- what the CPU's stand-ins do, not a GPU
+CPU_ONLY = ("megarl/parallel/cpu_kernels.py:", "megarl/parallel/mcore.py:manager")
+
+# ---- copies out of pageable memory of a micro-batch, by file, at most; to be lowered
+COPIES = {
+    "megarl/parallel/packing.py": 8,  # what is packed
+    "megarl/engine/passes.py": 4,  # the fields that the loss reads
+    "megarl/models/attention_batching.py": 3,  # SDPA's plan; none with Transformer Engine
+    "megarl/models/trie_attention.py": 3,  # the plan of a trie
+    "megarl/models/trie_params.py": 1,  # the length of a trie
+    "megarl/engine/routing.py": 1,  # routes to replay
+    "megarl/engine/micro_batch.py": 2,  # where results go
+}
+
+# name -> (family, processes, parallel, settings)
+CASES: dict[str, tuple[str, int, Parallel, dict[str, Any]]] = {
+    "dense": ("qwen3", 1, {}, {}),
+    "dense recomputed": ("qwen3", 1, {}, RECOMPUTE),
+    "dense dp2": ("qwen3", 2, {}, {}),
+    "dense pp2": ("qwen3", 2, dict(pp=2), {}),
+    "tries": ("qwen3", 1, {}, dict(share_prefixes=True)),
+    "moe": ("qwen3_moe", 1, {}, {}),
+    "moe ep2": ("qwen3_moe", 2, dict(ep=2), {}),
+    "mla": ("deepseek_v3", 1, {}, {}),
+    "mla recomputed": ("deepseek_v3", 1, {}, RECOMPUTE),
+    "r3": ("qwen3_moe", 1, {}, dict(router_replay="rollout")),
+    "r3 tries": ("qwen3_moe", 1, {}, dict(router_replay="rollout", share_prefixes=True)),
+}
+
+
+def with_routes(b: Tensors) -> Tensors:
+    """Returns the batch with the first two experts for every token, and none known of some."""
+    routes = torch.arange(2).expand(*b["input_ids"].shape, MOE_LAYERS + 1, 2).clone()
+    routes[:, -3:] = -1
+    return {**b, "routed_experts": routes}
+
+
+def expected(name: str, rank: int, verb: str, outputs: int) -> Counter[str]:
+    """Returns the waits of a pass by line, but for those of a micro-batch."""
+    _, processes, parallel, _ = CASES[name]
+    waits = Counter(RANKS if processes > 1 else {})
+    if verb == "forward":
+        return waits + Counter({RESULT: outputs})
+    last = rank == processes - 1 or "pp" not in parallel
+    return (
+        waits
+        + Counter(NORM)
+        + Counter(SUMS if last else {})
+        + Counter(LOADS if outputs > 1 else {})
+    )
+
+
+def sanctioned(name: str, verb: str, found: Pass) -> Counter[str]:
+    """Returns megatron-core's own waits of a pass; recomputing repeats the forward ones."""
+    family, _, _, settings = CASES[name]
+    if family == "qwen3":
+        return Counter()
+    times = MOE_LAYERS * found.micro_batches
+    times *= 2 if verb == "train" and settings is RECOMPUTE else 1
+    return Counter({place: n * times for place, n in SANCTIONED.items()})
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_waits_as_often_however_many_micro_batches_it_has(
+    name: str, worlds: Callable[[int], World], tmp_path: Path
+) -> None:
+    family, processes, parallel, settings = CASES[name]
+    path = str(save_tiny(tmp_path / "model", family))
+    b = with_routes(batch()) if "router_replay" in settings else batch()
+    outputs = ("logprobs",) if family == "qwen3" else ("logprobs", "routed_experts")
+    counts = []
+    for tokens in TOKENS:
+        ranks = worlds(processes).run(
+            passes, path, parallel, b, outputs, max_tokens=tokens, **settings
+        )
+        counts.append(ranks[0]["train"].micro_batches)
+        for rank, verbs in enumerate(ranks):
+            for verb, found in verbs.items():
+                waits, copies = Counter[str](), Counter[str]()
+                for place, times in found.waits.items():
+                    if not place.name.startswith(CPU_ONLY):
+                        copied = place.kind == PAGEABLE
+                        (copies if copied else waits)[place.file if copied else place.name] += times
+                own = expected(name, rank, verb, len(outputs))
+                assert waits == own + sanctioned(name, verb, found), (rank, verb)
+                assert sum(own.values()) <= (5 if family == "qwen3" else 6)
+                copies.pop("megarl/engine/inputs.py", 0)  # of the ranks' comparison
+                assert copies.keys() <= COPIES.keys()
+                for file, times in copies.items():
+                    assert times <= COPIES[file] * found.micro_batches, (rank, verb, file)
+    few, many = counts
+    assert many >= 2 * few

@@ -1,0 +1,50 @@
+"""A training step and a forward pass, whose waits for a GPU are counted (tests/waits.py)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import megarl.parallel.mcore  # noqa: F401  before megatron
+from tests.dist import engine_jobs
+from tests.dist.engine_jobs import Parallel, Tensors, make_engine
+from tests.waits import Place, pretend_device
+
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+
+@dataclass
+class Pass:
+    """`waits` of a pass over so many micro-batches of a rank."""
+
+    waits: Counter[Place] = field(default_factory=Counter)
+    micro_batches: int = 0
+
+
+def passes(
+    path: str, parallel: Parallel, b: Tensors, outputs: tuple[str, ...] = ("logprobs",), **over: Any
+) -> dict[str, Pass]:
+    """Returns the waits of a later forward pass for `outputs`, and of a later training step."""
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None  # it is of an earlier engine
+    with pretend_device() as device:
+        engine = make_engine(path, parallel, **over)
+        calls: list[None] = []
+        engine.state.models[0].register_forward_pre_hook(lambda *_: calls.append(None))
+        found: dict[str, Pass] = {}
+
+        def take(verb: str) -> None:
+            found[verb] = Pass(device.take(), len(calls))
+            calls.clear()
+
+        for _ in range(2):  # the first makes what stays
+            take("before")
+            engine.forward(b, outputs=outputs)
+            take("forward")
+            engine.train_batch(
+                b, engine_jobs.loss_fn, engine_jobs.weight_fn, outputs=("logprobs", "entropy")
+            )
+            take("train")
+        engine.destroy()
+    del found["before"]
+    return found
