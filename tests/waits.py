@@ -18,8 +18,10 @@ tolist, numpy, cpu (.cpu(), .to("cpu") and copies into host memory that are not 
 nonzero, mask (an index of bools), masked_select, repeat_interleave (without output_size), unique,
 equal, bincount
 synchronize   of a device, a stream or an event
-pageable      a copy to the device out of memory that is not pinned, or that is waited for: of a
-              tensor, of an index in host memory, of numbers (torch.tensor(..., device=))
+copy          to the device, that is waited for: .to(device), of an index in host memory, of numbers
+              (torch.tensor(..., device=))
+pageable      a copy to the device by non_blocking=True out of memory that is not pinned: it is
+              staged by the host, and where it is large waits for what the device does before
 """
 
 from __future__ import annotations
@@ -114,7 +116,9 @@ class Device:
 
     def copies(self, source: Any, non_blocking: bool) -> None:
         """Counts a copy from the host to the device, unless it goes by itself."""
-        if not (non_blocking and torch.is_tensor(source) and self.is_pinned(source)):
+        if not non_blocking:
+            self.wait("copy")
+        elif not self.is_pinned(source):
             self.wait(PAGEABLE)
 
     def moved(
@@ -300,6 +304,7 @@ def pretend_device() -> Iterator[Device]:
         for owner, name, value in (
             (mcore, "device", lambda: DEVICE),
             (worlds, "device", lambda: DEVICE),
+            (worlds.pinned, "__code__", (lambda tensor: tensor.pin_memory()).__code__),
             (torch.cuda, "current_device", lambda: DEVICE),
             (torch.cuda, "synchronize", waits),
             (torch.cuda.Stream, "synchronize", waits),

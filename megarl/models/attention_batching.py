@@ -119,11 +119,13 @@ def make_plan(
         k_rows.append(k_index)
     if cp == 1 and row == tokens and torch.equal(take, torch.arange(tokens)):
         return AttentionPlan(tokens, tuple(groups), None, None, None, None)
-    q_index, k_index, take = (x.to(device) for x in (torch.cat(q_rows), torch.cat(k_rows), take))
+    q_index, k_index, take = (
+        x.to(device, non_blocking=True) for x in (torch.cat(q_rows), torch.cat(k_rows), take)
+    )
     kv_order = None
     if cp > 1:
         held = torch.cat([zigzag_index(lengths, cp, r) for r in range(cp)])
-        kv_order = torch.argsort(held).to(device)
+        kv_order = torch.argsort(held).to(device, non_blocking=True)
     return AttentionPlan(tokens, tuple(groups), q_index, k_index, take, kv_order)
 
 
@@ -143,7 +145,7 @@ def _group(
         mask = j[:, None, :] <= own
         if window is not None:
             mask &= j[:, None, :] > own - window
-        mask = mask[:, None].to(device)
+        mask = mask[:, None].to(device, non_blocking=True)
     return (
         Group(len(members), i.numel(), j.numel(), mask),
         (q_start + torch.minimum(i, q_len - 1)).flatten(),

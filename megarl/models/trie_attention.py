@@ -209,7 +209,8 @@ def _short(runs: Sequence[Own], device: torch.device) -> Short:
     at = torch.arange(longest)
     index = (start + torch.minimum(at, length - 1)).flatten()
     rows = (at < length).flatten().nonzero()[:, 0]
-    return Short(len(starts), longest, *(x.to(device) for x in (index, rows, index[rows])))
+    parts = (x.to(device, non_blocking=True) for x in (index, rows, index[rows]))
+    return Short(len(starts), longest, *parts)
 
 
 BLOCK = 128  # tokens on a side of FlexAttention's blocks
@@ -372,13 +373,14 @@ def block_mask(segments: Sequence[Segment], device: torch.device) -> BlockMask:
     # a block that reaches beyond the last token is left to the mask
     whole = begin + BLOCK <= tokens
     full = before & (ends.min(1).values >= (begin + BLOCK)[:, None]) & whole[:, None]
-    on_device = ends.flatten().to(device)  # kernels may ask for keys beyond the last token
+    # kernels may ask for keys beyond the last token
+    on_device = ends.flatten().to(device, non_blocking=True)
 
     def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (k <= q) & (q < on_device[k])
 
     number, where, full_number, full_where = (
-        x.to(device) for x in (*_listed(some & ~full), *_listed(full))
+        x.to(device, non_blocking=True) for x in (*_listed(some & ~full), *_listed(full))
     )
     mask: BlockMask = BlockMask.from_kv_blocks(
         number,

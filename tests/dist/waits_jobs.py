@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import megarl.parallel.mcore  # noqa: F401  before megatron
+from megarl.api.batch import Batch
 from tests.dist import engine_jobs
 from tests.dist.engine_jobs import Parallel, Tensors, make_engine
 from tests.waits import Place, pretend_device
@@ -39,11 +40,12 @@ def passes(
 
         for _ in range(2):  # the first makes what stays
             take("before")
-            engine.forward(b, outputs=outputs)
+            engine.forward(Batch.from_padded(b), outputs=outputs)
             take("forward")
             engine.train_batch(
-                b, engine_jobs.loss_fn, engine_jobs.weight_fn, outputs=("logprobs", "entropy")
-            )
+                Batch.from_padded(b), engine_jobs.loss_fn, engine_jobs.weight_fn,
+                outputs=("logprobs", "entropy"),
+            )  # fmt: skip
             take("train")
         engine.destroy()
     del found["before"]
