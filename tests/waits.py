@@ -304,7 +304,6 @@ def pretend_device() -> Iterator[Device]:
         for owner, name, value in (
             (mcore, "device", lambda: DEVICE),
             (worlds, "device", lambda: DEVICE),
-            (worlds.pinned, "__code__", (lambda tensor: tensor.pin_memory()).__code__),
             (torch.cuda, "current_device", lambda: DEVICE),
             (torch.cuda, "synchronize", waits),
             (torch.cuda.Stream, "synchronize", waits),
@@ -319,9 +318,20 @@ def pretend_device() -> Iterator[Device]:
         for name in _FACTORIES.split():
             make = _factory(getattr(torch, name), device)
             stack.enter_context(mock.patch.object(torch, name, make))
+        stack.enter_context(_acts_as(worlds.pinned, lambda tensor: tensor.pin_memory()))
         stack.enter_context(_Operations(device))
         stack.enter_context(_Calls(device))
         yield device
+
+
+@contextlib.contextmanager
+def _acts_as(function: Any, other: Any) -> Iterator[None]:
+    """Has a function do what another does, under whatever names modules imported it."""
+    code, function.__code__ = function.__code__, other.__code__
+    try:
+        yield
+    finally:
+        function.__code__ = code
 
 
 def _factory(make: Callable[..., Any], device: Device) -> Callable[..., Any]:

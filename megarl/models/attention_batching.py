@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from megarl.parallel.packing import zigzag_index
+from megarl.parallel.worlds import pinned
 
 SHORT = 32
 GROWTH = 1.25
@@ -120,12 +121,13 @@ def make_plan(
     if cp == 1 and row == tokens and torch.equal(take, torch.arange(tokens)):
         return AttentionPlan(tokens, tuple(groups), None, None, None, None)
     q_index, k_index, take = (
-        x.to(device, non_blocking=True) for x in (torch.cat(q_rows), torch.cat(k_rows), take)
+        pinned(x).to(device, non_blocking=True)
+        for x in (torch.cat(q_rows), torch.cat(k_rows), take)
     )
     kv_order = None
     if cp > 1:
         held = torch.cat([zigzag_index(lengths, cp, r) for r in range(cp)])
-        kv_order = torch.argsort(held).to(device, non_blocking=True)
+        kv_order = pinned(torch.argsort(held)).to(device, non_blocking=True)
     return AttentionPlan(tokens, tuple(groups), q_index, k_index, take, kv_order)
 
 
@@ -145,7 +147,7 @@ def _group(
         mask = j[:, None, :] <= own
         if window is not None:
             mask &= j[:, None, :] > own - window
-        mask = mask[:, None].to(device, non_blocking=True)
+        mask = pinned(mask[:, None]).to(device, non_blocking=True)
     return (
         Group(len(members), i.numel(), j.numel(), mask),
         (q_start + torch.minimum(i, q_len - 1)).flatten(),

@@ -42,6 +42,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from megarl.models.attention_batching import SHORT
 from megarl.parallel.packing import Segment
+from megarl.parallel.worlds import pinned
 
 TILE = 192
 
@@ -209,7 +210,7 @@ def _short(runs: Sequence[Own], device: torch.device) -> Short:
     at = torch.arange(longest)
     index = (start + torch.minimum(at, length - 1)).flatten()
     rows = (at < length).flatten().nonzero()[:, 0]
-    parts = (x.to(device, non_blocking=True) for x in (index, rows, index[rows]))
+    parts = (pinned(x).to(device, non_blocking=True) for x in (index, rows, index[rows]))
     return Short(len(starts), longest, *parts)
 
 
@@ -374,13 +375,13 @@ def block_mask(segments: Sequence[Segment], device: torch.device) -> BlockMask:
     whole = begin + BLOCK <= tokens
     full = before & (ends.min(1).values >= (begin + BLOCK)[:, None]) & whole[:, None]
     # kernels may ask for keys beyond the last token
-    on_device = ends.flatten().to(device, non_blocking=True)
+    on_device = pinned(ends.flatten()).to(device, non_blocking=True)
 
     def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (k <= q) & (q < on_device[k])
 
     number, where, full_number, full_where = (
-        x.to(device, non_blocking=True) for x in (*_listed(some & ~full), *_listed(full))
+        pinned(x).to(device, non_blocking=True) for x in (*_listed(some & ~full), *_listed(full))
     )
     mask: BlockMask = BlockMask.from_kv_blocks(
         number,

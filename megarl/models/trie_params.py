@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megarl.config.engine import ParallelConfig
 from megarl.models.shapes import ModelConfig
-from megarl.parallel.mcore import place_tokens
+from megarl.parallel.mcore import place_tokens, to_device
 from megarl.parallel.packing import Trie
 
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -46,7 +46,7 @@ def check_share_prefixes(model: ModelConfig, parallel: ParallelConfig) -> None:
 def trie_params(trie: Trie) -> TrieParams:
     """Returns the params of a packed trie, whose `depth` [T] is on the device."""
     tokens = len(trie.depth)
-    cu = torch.tensor([0, tokens], dtype=torch.int32).to(trie.depth.device, non_blocking=True)
+    cu = to_device(torch.tensor([0, tokens], dtype=torch.int32))
     place_tokens(cu, None)
     longest = longest_path(trie)
     return TrieParams(

@@ -1,5 +1,6 @@
 """What a step waits for on a GPU, counted on a CPU (tests/waits.py), does not depend on the number
-of its micro-batches and layers, but for what megatron-core waits for itself.
+of its micro-batches and layers, but for what megatron-core waits for itself. Copies to the device
+are out of pinned memory, and none is waited for.
 
 This is a GPU without Transformer Engine, whose layers have no stand-in: with it the waits of
 SANCTIONED are one a layer, the first. Code for CUDA alone (FlexAttention, activations in pinned
@@ -20,7 +21,6 @@ from tests.dist.engine_jobs import RECOMPUTE, Parallel, Tensors, batch
 from tests.dist.waits_jobs import Pass, passes
 from tests.dist.world import World
 from tests.tiny import save_tiny
-from tests.waits import PAGEABLE
 
 MOE_LAYERS = 3  # of the tiny models' four; two experts a token
 TOKENS = (60, 20)  # of a micro-batch: few and many of them
@@ -42,17 +42,6 @@ SANCTIONED = {
 }
 # ---- what the CPU's stand-ins do, not a GPU
 CPU_ONLY = ("megarl/parallel/cpu_kernels.py:", "megarl/parallel/mcore.py:manager")
-
-# ---- copies out of pageable memory of a micro-batch, by file, at most; to be lowered
-COPIES = {
-    "megarl/parallel/packing.py": 8,  # what is packed
-    "megarl/engine/passes.py": 4,  # the fields that the loss reads
-    "megarl/models/attention_batching.py": 3,  # SDPA's plan; none with Transformer Engine
-    "megarl/models/trie_attention.py": 3,  # the plan of a trie
-    "megarl/models/trie_params.py": 1,  # the length of a trie
-    "megarl/engine/routing.py": 1,  # routes to replay
-    "megarl/engine/micro_batch.py": 2,  # where results go
-}
 
 # name -> (family, processes, parallel, settings)
 CASES: dict[str, tuple[str, int, Parallel, dict[str, Any]]] = {
@@ -118,16 +107,12 @@ def test_a_step_waits_as_often_however_many_micro_batches_it_has(
         counts.append(ranks[0]["train"].micro_batches)
         for rank, verbs in enumerate(ranks):
             for verb, found in verbs.items():
-                waits, copies = Counter[str](), Counter[str]()
+                waits = Counter[str]()
                 for place, times in found.waits.items():
                     if not place.name.startswith(CPU_ONLY):
-                        copied = place.kind == PAGEABLE
-                        (copies if copied else waits)[place.file if copied else place.name] += times
+                        waits[place.name] += times
                 own = expected(name, rank, verb, len(outputs))
                 assert waits == own + sanctioned(name, verb, found), (rank, verb)
                 assert sum(own.values()) <= (5 if family == "qwen3" else 6)
-                assert copies.keys() <= COPIES.keys()
-                for file, times in copies.items():
-                    assert times <= COPIES[file] * found.micro_batches, (rank, verb, file)
     few, many = counts
     assert many >= 2 * few
