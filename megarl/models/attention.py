@@ -116,7 +116,7 @@ class SDPACoreAttention(MegatronModule):
         out: Tensor = plans["trie"](q, k, v, self.scale)
         return out.flatten(1)
 
-    def _plan(self, lengths: list[int], device: torch.device) -> AttentionPlan:
+    def _plan(self, lengths: Sequence[int], device: torch.device) -> AttentionPlan:
         cp = self.cp_group
         return make_plan(lengths, cp.size(), cp.rank(), device, self.window)
 
