@@ -273,7 +273,7 @@ def place(
 
 
 def micro_batches(state: EngineState, batch: Batch, ask: Request) -> list[MicroBatch]:
-    """Packs this rank's rows of a batch that has been placed into micro-batches, as many as on
+    """Cuts this rank's rows of a batch that has been placed into micro-batches, as many as on
     every data-parallel index, and under the interleaved schedule a multiple of pp. Collective where
     prefixes are shared."""
     spec, layout, match = state.config.mb_spec, state.layout, _match_field(state, batch)

@@ -59,8 +59,8 @@ class MicroBatch:
         return len(self.packed.input_ids) if self.size is None else self.size
 
     def padded(self, names: Sequence[str] | None = None) -> Padded:
-        """Returns these rows as [b,S] tensors on the host, S the length of the longest; they are
-        made anew each time, so that only one micro-batch at a time is padded."""
+        """Returns these rows as [b,S] tensors on the host, S the length of the longest, made anew
+        each time."""
         return self.source.padded(self.rows, names)
 
     @property

@@ -63,7 +63,7 @@ def pinned(tensor: torch.Tensor) -> torch.Tensor:
 def to_device(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a tensor of the host on this rank's device, behind what its stream has to do: the
     host does not wait for the copy. On a CPU the tensor itself."""
-    return pinned(tensor).to(device(), non_blocking=True)
+    return pinned(tensor).to(device(), non_blocking=True) if on_cuda() else tensor
 
 
 def comm_backend() -> str:

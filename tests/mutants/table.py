@@ -390,6 +390,20 @@ MUTANTS = (
         ("tests/unit/test_stats_tracker.py::test_what_is_muted_is_checked_and_left_out",),
     ),
     Mutant(
+        "engine/activations.py",
+        "now.wait_event(gone.left)",
+        "pass",
+        ("tests/unit/test_activations.py::test_copies_run_beside_the_layers_and_change_no_bit",),
+    ),
+    Mutant(
+        "engine/micro_batch.py",
+        "coming += [thread.submit(ready, after) for after in micro_batches[i + 1 : i + 2]]",
+        "coming += [thread.submit(ready, after) for after in micro_batches[i + 1 :]]",
+        (
+            "tests/unit/test_ahead.py::test_micro_batches_come_in_order_with_one_made_ready_meanwhile",
+        ),
+    ),
+    Mutant(
         "engine/micro_batch.py",
         "share = layout.tp if layout.sequence_parallel else 1",
         "share = 1",

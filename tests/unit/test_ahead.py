@@ -66,6 +66,7 @@ def test_what_goes_wrong_in_the_thread_is_the_error_of_who_asks(thread) -> None:
 
 def test_only_what_runs_is_on_the_device(thread, monkeypatch) -> None:
     plan = build(batch(), CUT, Alignment())
+    monkeypatch.setattr(worlds, "on_cuda", lambda: True)
     monkeypatch.setattr(worlds, "device", lambda: torch.device("meta"))
     for mb, on_host in zip(ahead(plan, thread, ["w"]), plan, strict=True):
         assert mb.packed.token.is_meta and mb.fields["w"].is_meta
