@@ -170,6 +170,7 @@ fp8!=none                        | dtype=auto,bfloat16
 fp8!=none                        | attention=auto,te | torch's layers have no FP8
 options.recompute_modules        | recompute_granularity=selective
 options.offload_activations      | recompute_granularity=full | else all of autograd's tensors move
+options.offload_activations & options.moe_shared_expert_overlap | options.recompute_method!=block
 optimizer.options.optimizer_cpu_offload | dtype=auto,bfloat16
 mb_spec.share_prefixes           | parallel.cp=1
 mb_spec.share_prefixes           | fp8=none

@@ -14,20 +14,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from megarl.api.batch import Batch, Padded
 from megarl.api.engine import OUTPUTS, LossFn, LossWeightFn, Metrics, NoGradient
 from megarl.api.failures import attempt
 from megarl.engine import inputs
+from megarl.engine.activations import HostActivations
 from megarl.engine.inputs import Request
 from megarl.engine.micro_batch import (
     GIVEN_IDS,
@@ -53,9 +52,6 @@ from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.tensor_parallel import mappings
 
 Sums = dict[str, tuple[Any, Any]]  # name -> (sum, weight); numbers or scalar tensors
-MIN_BYTES = 64 << 10  # smaller ones stay: their copies cost more than their memory
-
-_Packed = Tensor | tuple[torch.device, Tensor]
 
 
 def run(state: EngineState, given: Batch, ask: Request, probe: Probe | None = None) -> Metrics:
@@ -141,6 +137,7 @@ class Job:
     sums: list[Sums] = field(default_factory=list)
     kept: list[Padded] = field(default_factory=list)
     error: Exception | None = None
+    activations: HostActivations | None = None
 
     def forward_step(self, data: Iterator[tuple[Any, MicroBatch]], chunk: Any) -> tuple[Any, Any]:
         """Returns the output of a chunk for the next micro-batch, and what makes a loss of it;
@@ -151,8 +148,7 @@ class Job:
         if model.post_process:
             model.output_layer.prepare(mb.packed, self.ask.of_head, self.ask.temperature)
         ids, positions = mb.packed.input_ids[None], mb.packed.position_ids[None]
-        to_host = self.ask.backward and bool(self.state.config.options.get("offload_activations"))
-        with offload_activations(to_host):
+        with self.activations.of(model.decoder) if self.activations else nullcontext():
             out = chunk(ids, positions, None, packed_seq_params=mb.params())
         return out, partial(self._finish, mb, getattr(model, "output_layer", None))
 
@@ -218,7 +214,9 @@ def _run_schedule(state: EngineState, micro_batches: Sequence[MicroBatch], job: 
     lengths = [mb.length for mb in micro_batches] if state.layout.pp > 1 else []
     shapes = known_shapes(*_coming(lengths, len(chunks), state.models[0].config))
     to_loss = [k for k in micro_batches[0].source if k != ROUTED] if job.ask.loss else []
-    with shapes, ThreadPoolExecutor(1, "packing") as thread:
+    with shapes, ThreadPoolExecutor(1, "packing") as thread, ExitStack() as after:
+        if job.ask.backward and state.config.options.get("offload_activations"):
+            job.activations = after.enter_context(closing(HostActivations()))
         iterators = [
             zip(repeat(m), ahead(micro_batches, thread, to_loss if m.post_process else []))
             for m in state.models
@@ -291,36 +289,3 @@ def _accumulate(
     for name, (value, weight) in sums.items():
         v, w = total.get(name, (0.0, 0.0))
         total[name] = (v + value, w + weight)
-
-
-# ---- activations in host memory -----------------------------------------------------------------
-
-
-def offload_activations(on: bool) -> AbstractContextManager[None]:
-    """Returns a context in which tensors that autograd saves go to (pinned) host memory, and come
-    back when the backward pass asks for them; values stay the same to the bit.
-
-    Parameters, whose gradients megatron-core accumulates beside them, and small tensors stay where
-    they are. With full recomputation the inputs of the recomputed layers are what goes.
-    """
-    return saved_tensors_hooks(_pack, _unpack) if on else nullcontext()
-
-
-def _pack(tensor: Tensor) -> _Packed:
-    base = tensor if tensor._base is None else tensor._base
-    if isinstance(base, torch.nn.Parameter):
-        return tensor
-    if not tensor.is_floating_point() or tensor.nbytes < MIN_BYTES:
-        return tensor.detach()
-    pinned = tensor.device.type == "cuda"
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
-    # in the stream that made it: its memory is not given to others before the copy is over
-    host.copy_(tensor.detach(), non_blocking=pinned)
-    return tensor.device, host
-
-
-def _unpack(packed: _Packed) -> Tensor:
-    if isinstance(packed, Tensor):
-        return packed
-    device, host = packed
-    return host.to(device, non_blocking=host.is_pinned())

@@ -28,8 +28,8 @@ class EngineOptions:
         that are not fused into a matrix product), "mlp" (of dense layers), "moe" (router, dispatch
         and experts), "moe_act" (what is between the experts' products), "shared_experts",
         "mla_up_proj" (latents up to queries, keys and values).
-    offload_activations: the inputs of recomputed layers are in host memory until backward, which
-        needs recompute_granularity=full.
+    offload_activations: the inputs of recomputed layers are in host memory until backward, and are
+        copied while other layers run; needs recompute_granularity=full.
     cp_comm_type: how keys and values reach the other context-parallel ranks; "auto" is "p2p" with
         Transformer Engine, "all_gather" with torch SDPA.
     lm_head_chunk_tokens: tokens per LM-head chunk; logits of one chunk are the peak memory.

@@ -301,31 +301,42 @@ def test_the_precision_aware_optimizer_clips_and_reloads_what_it_keeps(world2, m
     assert_same(rough, want, 3e-2)
 
 
-def steps_with_activations_on_host(path: str, **over: Any) -> tuple[dict[str, Any], int]:
+def steps_with_activations_on_host(
+    path: str, parallel: dict[str, Any], **over: Any
+) -> tuple[dict[str, Any], int]:
     """Runs `steps` with every activation offloaded; also returns the number of offloads."""
-    from megarl.engine import passes
+    from megarl.engine import activations
 
-    gone, hooks = 0, passes.saved_tensors_hooks
+    gone, hooks = 0, activations.saved_tensors_hooks
 
     def counting(pack: Any, unpack: Any) -> Any:
         def counted(tensor: torch.Tensor) -> Any:
             nonlocal gone
             packed = pack(tensor)
-            gone += isinstance(packed, tuple)
+            gone += not isinstance(packed, torch.Tensor)
             return packed
 
         return hooks(counted, unpack)
 
-    with mock.patch.multiple(passes, MIN_BYTES=0, saved_tensors_hooks=counting):
-        return steps(path, dict(tp=2), n=2, options=dict(offload_activations=True), **over), gone
+    with mock.patch.multiple(activations, MIN_BYTES=0, saved_tensors_hooks=counting):
+        return steps(path, parallel, n=2, options=dict(offload_activations=True), **over), gone
 
 
-@pytest.mark.parametrize("granularity", ["none", "full"])
-def test_activations_on_the_host_change_no_bit(world2, tmp_path, granularity) -> None:
-    """Compares two tensor-parallel steps and the logprobs after, with and without recomputation."""
-    path = str(save_tiny(tmp_path / "m", "qwen3"))
+@pytest.mark.parametrize(
+    ("kind", "parallel", "granularity"),
+    [
+        ("qwen3", dict(tp=2), "none"),
+        ("qwen3", {}, "full"),
+        ("llama", dict(pp=2), "full"),
+        ("qwen3", dict(pp=2, vpp=2), "full"),
+        ("qwen3_moe", dict(ep=2), "full"),
+    ],
+    ids=["tp", "dp", "pp", "vpp", "ep"],
+)
+def test_activations_on_the_host_change_no_bit(world2, models, kind, parallel, granularity) -> None:
+    path = save_model(models, kind, False)
     over = dict(recompute_granularity=granularity)
-    plain = world2.run(steps, path, dict(tp=2), n=2, **over)[0]
-    ranks = world2.run(steps_with_activations_on_host, path, **over)
+    plain = world2.run(steps, path, parallel, n=2, **over)[0]
+    ranks = world2.run(steps_with_activations_on_host, path, parallel, **over)
     assert all(gone > 0 for _, gone in ranks)
     assert_same(ranks[0][0], plain, 0.0)  # weights are whole on rank 0

@@ -195,6 +195,15 @@ def test_sound_configs_pass(model: Path) -> None:
             ["actor.options.recompute_modules=[moe]", "actor.recompute_granularity=full"],
             ["actor.options.recompute_modules", "needs actor.recompute_granularity=selective"],
         ),
+        (
+            [
+                "actor.options.offload_activations=true",
+                "actor.options.moe_shared_expert_overlap=true",
+                "actor.recompute_granularity=full",
+                "actor.options.recompute_method=block",
+            ],
+            ["actor.options.offload_activations", "recompute_method", "block"],
+        ),
         (["+actor.optimizer.options.adam_eps=1e-6"], ["options.adam_eps=1e-06", "leave it out"]),
         (
             ["weight_sync.type=disk", "weight_sync.options.sharded='on'"],
