@@ -116,7 +116,6 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="tokens of a sequence (default %(default)s)",
     )
     add("--recompute", choices=("none", "full"), default="none", help="default %(default)s")
-    parser.set_defaults(state_bytes=12.0, fp8=False)
     add("--reference", action="store_true", help="a frozen reference model on the same GPUs")
     add(
         "--bucket-mb",
@@ -294,6 +293,8 @@ def _serving(
     receivers = Receivers(gpus=nodes * per_node, tp=args.server_tp)
     if receivers.gpus % receivers.tp:
         raise ValueError(f"--server-tp {receivers.tp} does not divide {receivers.gpus} GPUs")
+    if args.turns and layout.world_size <= cluster.gpus_per_node:
+        cluster = replace(cluster, nic=cluster.nvlink)  # all of it stays on one node
     weights, per_token = server_weights(m, args.server_tp), kv_bytes_per_token(m, args.server_tp)
     if args.server_fp8:
         weights //= 2

@@ -356,13 +356,15 @@ class Memory:
     ) -> dict[str, int]:
         """Gives up the device memory of `parts`; returns bytes by part, and in use before and
         after. Without `keep` their numbers are lost, without `release` the memory is not handed to
-        other processes. Collective: weights that the last step has not gathered are made whole
-        first. Raises ValueError for a part that does not exist."""
+        other processes; layers' quantised copies of weights go with any part. Collective: weights
+        that the last step has not gathered are made whole first. Raises ValueError for a part that
+        does not exist."""
         parts = tuple(p for p in check_parts(parts) if p not in self._parked)
         self.arrive()
         before, freed = memory_in_use(), {}
         if "params" in parts:
             optimizer.gather_params(self._built.chunks)
+        if parts:
             drop_copies(self._built.chunks)
         for part in parts:
             owned = [t for p in PARTS[: PARTS.index(part)] for t in self._tensors(p)]

@@ -96,21 +96,26 @@ def questions(cfg: BaseConfig) -> dict[str, Any]:
         "batch_tokens": samples * sequence,
         "micro_batch_tokens": engine.mb_spec.max_tokens_per_mb * p.cp,
         "sequence": sequence,
-        **_precision(engine),
+        **_kept(engine),
         "recompute": "full" if engine.recompute_granularity == "full" else "none",
         **{degree: getattr(p, degree) for degree in ("tp", "pp", "vpp", "cp", "ep", "etp")},
     }
 
 
-def _precision(engine: TrainEngineConfig) -> dict[str, Any]:
-    """Returns the fields of a Workload that say what an engine keeps in which precision. Of the
-    optimizer's state a part may be in host memory."""
+def _kept(engine: TrainEngineConfig) -> dict[str, Any]:
+    """Returns the fields of a Workload that say how much an engine keeps of what, in which
+    precision. Of the optimizer's state a part may be in host memory."""
     options = engine.optimizer.options if engine.optimizer is not None else {}
     kinds = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
     size = sum(_SIZES.get(str(options.get(kind)), FP32) for kind in kinds)
     if options.get("optimizer_cpu_offload"):
         size *= 1 - options.get("optimizer_offload_fraction", 1.0)
-    return {"state_bytes": size, "fp8": engine.fp8 != "none"}
+    return {
+        "state_bytes": size,
+        "fp8": engine.fp8 != "none",
+        "head_chunk_tokens": engine.options.get("lm_head_chunk_tokens", 4096),
+        "head_keep_bytes": engine.options.get("lm_head_keep_mb", 1024) << 20,
+    }
 
 
 def workload(answers: Mapping[str, Any], **more: Any) -> Workload:
@@ -131,7 +136,7 @@ def other_models(cfg: BaseConfig, gpus: int, read: Callable[[str], ModelConfig])
         m = read(model_path(cfg, name))
         layout = make_layout(m, gpus, engine.parallel)
         average = isinstance(engine, RefConfig) and bool(engine.ema)
-        work = Workload(**_precision(engine))
+        work = Workload(**_kept(engine))
         size = model_bytes(m, layout, work, trained=name not in FROZEN, average=average)
         if name in FROZEN and (engine.offload or turns):
             passing = max(passing, size)

@@ -240,16 +240,17 @@ def _mlp(m: ModelConfig, layout: Layout, layer: int) -> float:
 
 
 def head_bytes(m: ModelConfig, layout: Layout, work: Workload) -> int:
-    """Returns the bytes of the LM head in backward: gathered hidden states and their gradient, the
-    weight's gradient in fp32, one chunk's logits in fp32 with a temporary of their size and in
-    bf16, and the logits of the whole micro-batch where they are few enough to be kept."""
+    """Returns the bytes of the LM head in backward, as kernels compute it: gathered hidden states
+    and their gradient, the weight's gradient in fp32 and rounded, one chunk's logits in bf16, over
+    which their gradient is written, and those of the whole micro-batch where they are few enough to
+    be kept."""
     tokens = -(-work.micro_batch_tokens // layout.cp)
     rows = padded_vocab_size(m.vocab_size, layout.tp) // layout.tp
-    logits = FP32 * tokens * rows
-    chunk = min(tokens, work.head_chunk_tokens) * rows * (2 * FP32 + BF16)
+    logits = BF16 * tokens * rows
+    chunk = BF16 * min(tokens, work.head_chunk_tokens) * rows
     hidden = 2 * BF16 * tokens * m.hidden_size
-    kept = logits if logits <= work.head_keep_bytes else 0
-    return hidden + FP32 * rows * m.hidden_size + chunk + kept
+    kept = logits if logits <= work.head_keep_bytes else chunk
+    return hidden + (FP32 + BF16) * rows * m.hidden_size + kept
 
 
 def server_weights(m: ModelConfig, tp: int) -> int:

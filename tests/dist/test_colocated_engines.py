@@ -313,6 +313,11 @@ def parts_away(path: str, over: dict[str, Any]) -> dict[str, Any]:
         errors[part] = dict(train=error_of(train), forward=error_of(engine.forward, batch()))
         moved[part] += (engine.onload((part,)),)
         figures.append(train())
+    layer = engine.state.models[0]
+    layer._fp8_workspaces = {"weight": torch.ones(1)}  # as Transformer Engine's layers have them
+    engine.offload(("grads",))
+    assert not layer._fp8_workspaces
+    engine.onload(("grads",))
     everything = engine.offload()
     figures.append(engine.onload(behind=True) and train())  # bytes arrive while it trains
     errors["name"] = error_of(engine.offload, ("weights",))

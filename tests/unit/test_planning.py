@@ -13,7 +13,7 @@ import torch
 
 from megarl.config.loader import load_config
 from megarl.models.hf_config import ModelConfig
-from megarl.models.piece_table import build_piece_table
+from megarl.models.piece_table import build_piece_table, padded_vocab_size
 from megarl.parallel.layout import Layout
 from megarl.planning.advice import Cluster, best, candidates, estimate_step, even_split
 from megarl.planning.job import expected_memory, find_shapes, other_models
@@ -21,6 +21,7 @@ from megarl.planning.memory import (
     StageMemory,
     Workload,
     chunks_in_flight,
+    head_bytes,
     kv_bytes_per_token,
     layer_activations,
     model_bytes,
@@ -245,6 +246,27 @@ def test_the_memory_of_turns() -> None:
     assert found == {"generate": 68, "train": 2 + 4 + 12 + 1 + 3 + 5 + 1, "sync": 8 + 3 + 1}
     small = turn_memory([second], weights=8, kv_cache=60, buckets=1)
     assert small["train"] == 3 + 4 + 12 + 1 + 3 + 2  # the frozen model's pass
+
+
+@pytest.mark.parametrize(("room", "kept"), [(-1, 8), (0, 32)])
+def test_the_head_has_logits_in_two_bytes(room: int, kept: int) -> None:
+    """Of a chunk, or of the whole micro-batch where they are few enough."""
+    m, layout = plain(), Layout(tp=2)
+    rows = padded_vocab_size(m.vocab_size, 2) // 2
+    keep = 2 * 32 * rows + room
+    work = Workload(micro_batch_tokens=32, head_chunk_tokens=8, head_keep_bytes=keep)
+    hidden, weight = 2 * 2 * 32 * m.hidden_size, (4 + 2) * rows * m.hidden_size
+    assert head_bytes(m, layout, work) == hidden + weight + 2 * kept * rows
+
+
+def test_a_sync_between_turns_of_one_node_goes_over_nvlink(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = ["qwen3-30b-a3b", "--train", "1x8", "--ep", "8", "--serve", "1x8", "--server-tp=4"]
+    tool.main(command)
+    assert "bound by the broadcast" in capsys.readouterr().out
+    tool.main([*command, "--turns"])
+    assert "bound by the servers' loading" in capsys.readouterr().out
 
 
 def test_what_precision_and_host_memory_change() -> None:
