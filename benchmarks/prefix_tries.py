@@ -4,9 +4,10 @@
 
 Two engines start from the same weights and train on the same batches, one on whole sequences, one
 on their tries, in turns within one process, with one token budget for micro-batches. Every round
-compares losses and gradient norms, so that the work is the same. Four sets of sequences:
+compares losses and gradient norms, so that the work is the same. Five sets of sequences:
 
 grpo      groups of 16 samples with a prompt as long as an answer
+little    the same with a prompt of an eighth
 agent     episodes of 10 turns, each of which goes on where the one before ended
 thinking  the same, but what a turn thought is left out of the history of the next: a fork a turn
 apart     sequences that share nothing: what looking for prefixes costs
@@ -72,6 +73,11 @@ def grpo(new: Any, unit: int) -> list[list[int]]:
     return [prompt + new(4 * unit) for _ in range(SAMPLES)]
 
 
+def little(new: Any, unit: int) -> list[list[int]]:
+    prompt = new(unit)
+    return [prompt + new(7 * unit) for _ in range(SAMPLES)]
+
+
 def agent(new: Any, unit: int) -> list[list[int]]:
     """Every turn has an answer and an observation of one unit each."""
     history, rows = new(2 * unit), []
@@ -96,7 +102,13 @@ def apart(new: Any, unit: int) -> list[list[int]]:
 
 
 # name -> how a group or an episode is made, and how many there are
-SETS = {"grpo": (grpo, 2), "agent": (agent, 3), "thinking": (thinking, 3), "apart": (apart, 1)}
+SETS = {
+    "grpo": (grpo, 2),
+    "little": (little, 2),
+    "agent": (agent, 3),
+    "thinking": (thinking, 3),
+    "apart": (apart, 1),
+}
 
 
 def batch_of(name: str, vocab: int, unit: int, seed: int) -> Batch:

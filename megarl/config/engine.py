@@ -105,9 +105,14 @@ class MicroBatchSpec:
     forward_max_tokens_per_mb: Annotated[int, POSITIVE] | None = None
     """the same for passes without backward, which keep no activations and may take more; null is
     max_tokens_per_mb"""
-    share_prefixes: bool = False
+    share_prefixes: Annotated[str, Choices("auto", "true", "false")] = "auto"
     """compute once what sequences of a micro-batch share: the prompt of a group, the history of an
-    episode's turns; shared tokens count once in the budget"""
+    episode's turns; shared tokens count once in the budget. auto: where layout and model allow it,
+    and the tokens of a batch make it pay"""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.share_prefixes, bool):
+            self.share_prefixes = "true" if self.share_prefixes else "false"
 
 
 ALL_LINEAR = "all-linear"

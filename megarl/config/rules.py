@@ -172,8 +172,8 @@ options.recompute_modules        | recompute_granularity=selective
 options.offload_activations      | recompute_granularity=full | else all of autograd's tensors move
 options.offload_activations & options.moe_shared_expert_overlap | options.recompute_method!=block
 optimizer.options.optimizer_cpu_offload | dtype=auto,bfloat16
-mb_spec.share_prefixes           | parallel.cp=1
-mb_spec.share_prefixes           | fp8=none
+mb_spec.share_prefixes=true      | parallel.cp=1 | a trie stays whole
+mb_spec.share_prefixes=true      | fp8=none
 options.moe_token_dispatcher_type=flex & parallel.etp=1 | parallel.ep>1 | take alltoall
 options.moe_shared_expert_overlap & parallel.tp>1 | lora=null | adapters gather the tokens again
 lora                             | !options.moe_router_bias_update_rate | its routers are frozen

@@ -26,7 +26,7 @@ from torch import Tensor
 from megarl.api.batch import Batch, Home, Padded, Tokens
 from megarl.api.engine import GIVEN, LossFn, LossWeightFn
 from megarl.engine.lm_head import check_outputs
-from megarl.engine.micro_batch import GIVEN_IDS, MicroBatch, build
+from megarl.engine.micro_batch import GIVEN_IDS, MicroBatch, Sharing, build
 from megarl.engine.routing import ROUTED
 from megarl.engine.setup import EngineState
 from megarl.parallel import exchange, mcore
@@ -229,7 +229,7 @@ def home_of(state: EngineState, batch: Batch, *, whole_groups: bool = False) -> 
         dp=state.layout.dp,
         cost=state.cost,
         slot=state.align.slot,
-        together=batch.get("group_ids") if state.config.mb_spec.share_prefixes else None,
+        together=batch.get("group_ids") if state.sharing else None,
     )
     return Home(of_rank, of_row)
 
@@ -275,25 +275,17 @@ def place(
 def micro_batches(state: EngineState, batch: Batch, ask: Request) -> list[MicroBatch]:
     """Cuts this rank's rows of a batch that has been placed into micro-batches, as many as on
     every data-parallel index, and under the interleaved schedule a multiple of pp. Collective where
-    prefixes are shared."""
+    prefixes may be shared."""
     spec, layout, match = state.config.mb_spec, state.layout, _match_field(state, batch)
     larger = None if ask.backward else spec.forward_max_tokens_per_mb
     max_tokens = larger or spec.max_tokens_per_mb  # of a device
     groups = group_ids(batch, whole_groups=True) if ask.whole_groups else None
     multiple_of = layout.pp if layout.vpp > 1 else 1
-    if spec.share_prefixes:
-        rows = batch.rows
-        needs = plan_tries(
-            _row_bytes(batch, match),
-            max_tokens=max_tokens,
-            align=state.align,
-            cost=state.cost,
-            units=None if groups is None else units_of(groups[rows]),
-        )
-        count = max(Ranks.of().gather(needs.count, "micro_batches"))
-        filled = needs.micro_batches(-(-count // multiple_of) * multiple_of)
-        plan = [sorted(rows[mb].tolist()) for mb in filled]
-    else:
+    plan = None
+    if state.sharing:
+        plan = _plan_tries(state, state.sharing, batch, match, max_tokens, groups, multiple_of)
+    shares = plan is not None
+    if plan is None:
         plan = plan_micro_batches(
             batch.lengths.tolist(),
             dp=layout.dp,
@@ -311,16 +303,43 @@ def micro_batches(state: EngineState, batch: Batch, ask: Request) -> list[MicroB
         cp=layout.cp,
         cp_rank=state.groups.coords.cp,
         given=not set(GIVEN).isdisjoint(ask.outputs),
-        share_prefixes=spec.share_prefixes,
-        match=match,
+        share_prefixes=shares,
+        match=match if shares else None,
     )
+
+
+def _plan_tries(
+    state: EngineState,
+    sharing: Sharing,
+    batch: Batch,
+    match: str | None,
+    max_tokens: int,
+    groups: Tensor | None,
+    multiple_of: int,
+) -> list[list[int]] | None:
+    """Returns the rows of each micro-batch of tries, or None, on every rank, where tries do not
+    pay. Collective."""
+    rows = batch.rows
+    needs = plan_tries(
+        _row_bytes(batch, match),
+        max_tokens=max_tokens,
+        align=state.align,
+        cost=state.cost,
+        units=None if groups is None else units_of(groups[rows]),
+    )
+    whole = sum(map(state.cost, batch.lengths[rows].tolist()))
+    own = needs.count, whole, sum(item.work for item in needs.items)
+    counts, *work = zip(*Ranks.of().gather(own, "micro_batches"), strict=True)
+    if not sharing.pays(*map(sum, work)):
+        return None
+    filled = needs.micro_batches(-(-max(counts) // multiple_of) * multiple_of)
+    return [sorted(rows[mb].tolist()) for mb in filled]
 
 
 def _match_field(state: EngineState, batch: Batch) -> str | None:
     """Returns the field that tokens must have equal to be one beside their ids: the routes that a
     pass over the batch replays."""
-    replays = state.config.mb_spec.share_prefixes and state.replays
-    return ROUTED if replays and ROUTED in batch else None
+    return ROUTED if state.sharing and state.replays and ROUTED in batch else None
 
 
 def _row_bytes(batch: Batch, field: str | None) -> list[Bytes]:

@@ -20,6 +20,7 @@ from torch import Tensor
 from megarl.api.batch import Batch, Padded, Tokens
 from megarl.models.attention import SlotParams
 from megarl.models.trie_params import trie_params
+from megarl.observability.logging import get_logger
 from megarl.parallel import mcore
 from megarl.parallel.groups import ProcessGroups
 from megarl.parallel.layout import Layout
@@ -29,6 +30,7 @@ from megarl.parallel.trie import pack_trie
 
 from megatron.core.packed_seq_params import PackedSeqParams
 
+log = get_logger(__name__)
 GIVEN_IDS = "given_ids"  # batch key [B,S,n]: the ids of the outputs about given tokens
 SHARED = "prefix_ratio"  # metric: tokens of the batch for each that a pass computes
 
@@ -111,6 +113,28 @@ def alignment(layout: Layout, token_unit: int = 1) -> Alignment:
 
 
 # ---- packing ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Sharing:
+    """Says when a pass computes shared prefixes once: where whole sequences are at least `least`
+    times the work of their tries."""
+
+    least: float
+    said: bool = False
+
+    def pays(self, whole: float, tries: float) -> bool:
+        """Returns whether tries pay, by the work of the batch's sequences and of their tries; the
+        first answer of `auto` is logged."""
+        ratio = whole / tries if tries else 1.0
+        if not self.said and tries:
+            self.said = True
+            log.info(
+                "mb_spec.share_prefixes=auto: prefixes are %s, whole sequences are %.2f times the "
+                "work of their tries, which pay from %.2f on; each batch decides anew",
+                "shared" if ratio >= self.least else "not shared", ratio, self.least,
+            )  # fmt: skip
+        return ratio >= self.least
 
 
 def build(

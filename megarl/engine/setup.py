@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from megarl.config.errors import raise_if_any
 from megarl.config.rules import ENGINE, rule_problems
 from megarl.engine import optimizer
 from megarl.engine.lm_head import LMHead
-from megarl.engine.micro_batch import alignment
+from megarl.engine.micro_batch import Sharing, alignment
 from megarl.engine.routing import Routing
 from megarl.models.adapters import Adapters, base_params
 from megarl.models.build import (
@@ -40,7 +40,7 @@ from megarl.models.lora import lora_fields
 from megarl.models.options import EngineOptions, recompute_fields
 from megarl.models.params import named_params
 from megarl.models.piece_table import PieceTable
-from megarl.models.trie_params import check_share_prefixes
+from megarl.observability.logging import get_logger
 from megarl.parallel import mcore
 from megarl.parallel.groups import ProcessGroups, model_scope
 from megarl.parallel.layout import Layout
@@ -59,18 +59,23 @@ from megatron.core.tensor_parallel.random import (
 )
 from megatron.core.transformer.module import Float16Module
 
+log = get_logger(__name__)
+# from which ratio of work on tries pay: beside our attention, and beside Transformer Engine's,
+# which on whole sequences is the faster of the two
+_PAYS = {"sdpa": 1.05, "te": 1.25}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
     """Says what a config means for this model, machine and world; nothing is allocated yet.
-    `fields`: of megatron-core's TransformerConfig."""
+    `fields`: of megatron-core's TransformerConfig. `sharing`: when prefixes are shared."""
 
     model: ModelConfig
     layout: Layout
     dtype: torch.dtype
     fields: dict[str, Any]
+    sharing: Sharing | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +94,7 @@ class EngineState:
     cost:     work of a sequence by its length.
     align:    the multiples that sequences and micro-batches are filled up to.
     replays:  whether updates repeat the routes of a batch.
+    sharing:  when a pass computes shared prefixes once; None is never.
     """
 
     config: TrainEngineConfig
@@ -108,6 +114,7 @@ class EngineState:
     cost: Cost
     align: Alignment
     replays: bool
+    sharing: Sharing | None
     average: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -132,9 +139,6 @@ def resolve(cfg: TrainEngineConfig, world_size: int) -> Resolved:
         cfg.path, head=cfg.head, override=cfg.override_config, new_bias=cfg.value_head_bias
     )
     check_layout(model, cfg.parallel)
-    if cfg.mb_spec.share_prefixes:
-        check_share_prefixes(model, cfg.parallel)
-        raise_if_any(rule_problems(ENGINE, cfg))
     if cfg.lm_head_topk > model.vocab_size:
         raise ValueError(
             f"lm_head_topk={cfg.lm_head_topk} exceeds the vocabulary of {model.vocab_size}: "
@@ -142,6 +146,7 @@ def resolve(cfg: TrainEngineConfig, world_size: int) -> Resolved:
         )
     layout = Layout.from_config(cfg.parallel, world_size)
     attention = resolve_attention(cfg.attention, mcore.device())
+    sharing = _sharing(cfg, model, attention)
     auto = "bfloat16" if mcore.on_cuda() else "float32"
     dtype = _DTYPES[auto if cfg.dtype == "auto" else cfg.dtype]
     fields = {
@@ -157,7 +162,33 @@ def resolve(cfg: TrainEngineConfig, world_size: int) -> Resolved:
                 "offload=True is for frozen models, and this one has an optimizer; use "
                 "engine.offload() and onload(), or optimizer_cpu_offload"
             )
-    return Resolved(model=model, layout=layout, dtype=dtype, fields=fields)
+    return Resolved(model=model, layout=layout, dtype=dtype, fields=fields, sharing=sharing)
+
+
+def _sharing(cfg: TrainEngineConfig, model: ModelConfig, attention: str) -> Sharing | None:
+    """Returns when passes share prefixes; None if never. Raises ConfigError, naming key and fix,
+    where they are asked to, and layout or model does not allow it."""
+    asked = cfg.mb_spec.share_prefixes
+    if asked == "false":
+        return None
+    always = replace(cfg, mb_spec=replace(cfg.mb_spec, share_prefixes="true"))
+    problems = list(rule_problems(ENGINE, always))
+    if model.attention.window is not None:
+        problems.append(
+            f"mb_spec.share_prefixes=true: {model.family} attends through a sliding window of "
+            f"{model.attention.window} tokens, which attention over a trie does not have; use "
+            "mb_spec.share_prefixes=false"
+        )
+    if asked == "true":
+        raise_if_any(problems)
+        return Sharing(0.0, said=True)
+    options = EngineOptions(**cfg.options)
+    if options.moe_aux_loss_coeff or options.moe_router_bias_update_rate:
+        problems.append("experts are balanced by their tokens, of which tries have fewer")
+    if problems:
+        log.info("mb_spec.share_prefixes=auto: whole sequences, since %s", "; ".join(problems))
+        return None
+    return Sharing(_PAYS[attention])
 
 
 # ---- making it ---------------------------------------------------------------------------------
@@ -212,6 +243,7 @@ def build(
         cost=sequence_cost(what.model),
         align=alignment(what.layout, token_unit(cfg.fp8)),
         replays=cfg.replays,
+        sharing=what.sharing,
     )
 
 
@@ -232,7 +264,7 @@ def make_modules(
             attention=cfg.attention,
             seed=seed if cfg.init_from_scratch else None,
             options=options,
-            share_prefixes=cfg.mb_spec.share_prefixes,
+            share_prefixes=what.sharing is not None,
             **what.fields,
         )
     for chunk in built.chunks:

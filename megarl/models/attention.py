@@ -23,7 +23,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.models.attention_batching import AttentionPlan, make_plan
-from megarl.models.trie_attention import prepare
 from megarl.models.trie_params import TrieParams
 from megarl.parallel import mcore  # noqa: F401  before megatron
 
@@ -98,23 +97,15 @@ class SDPACoreAttention(MegatronModule):
         return out.view(b, s, -1).transpose(0, 1)
 
     def _packed(self, q: Tensor, k: Tensor, v: Tensor, packed: PackedSeqParams) -> Tensor:
+        if isinstance(packed, TrieParams):
+            assert self.cp_group.size() == 1
+            assert self.window is None or packed.max_seqlen_q <= self.window
+            return packed.attend(q, k, v, self.scale).flatten(1)
         # every layer of a micro-batch sees the same params: plans are made once and kept on them
         plans = packed.__dict__.setdefault("_megarl_plans", {})
-        if isinstance(packed, TrieParams):
-            return self._trie(q, k, v, packed, plans)
         if self.window not in plans:
             plans[self.window] = self._plan(_slots(packed), q.device)
         return self._grouped(q, k, v, plans[self.window])
-
-    def _trie(
-        self, q: Tensor, k: Tensor, v: Tensor, packed: TrieParams, plans: dict[Any, Any]
-    ) -> Tensor:
-        assert self.cp_group.size() == 1
-        assert self.window is None or packed.max_seqlen_q <= self.window
-        if "trie" not in plans:
-            plans["trie"] = prepare(packed.trie.segments, q.device)
-        out: Tensor = plans["trie"](q, k, v, self.scale)
-        return out.flatten(1)
 
     def _plan(self, lengths: Sequence[int], device: torch.device) -> AttentionPlan:
         cp = self.cp_group
@@ -171,6 +162,25 @@ def _slots(packed: PackedSeqParams) -> Sequence[int]:
     cu = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
     lengths: list[int] = (cu[1:] - cu[:-1]).tolist()
     return lengths
+
+
+def te_attention_with_tries() -> type:
+    """Returns Transformer Engine's core attention with this project's attention over tries."""
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    class TEAttentionWithTries(TEDotProductAttention):  # type: ignore[misc]
+        def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+            super().__init__(config, *args, **kwargs)
+            width = kwargs.get("k_channels") or config.kv_channels
+            self.trie_scale = kwargs.get("softmax_scale") or 1.0 / math.sqrt(width)
+
+        def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **how: Any) -> Any:
+            packed = how.get("packed_seq_params")
+            if isinstance(packed, TrieParams):
+                return packed.attend(query, key, value, self.trie_scale).flatten(1)
+            return super().forward(query, key, value, *args, **how)
+
+    return TEAttentionWithTries
 
 
 def _take(x: Tensor, index: Tensor | None) -> Tensor:

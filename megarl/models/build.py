@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from megarl.config.engine import ParallelConfig
-from megarl.models.attention import SDPACoreAttention
+from megarl.models.attention import SDPACoreAttention, te_attention_with_tries
 from megarl.models.families import family_of
 from megarl.models.layers import GroupLimited, RMSNorm, ValueHead
 from megarl.models.options import EngineOptions
@@ -190,8 +190,8 @@ def build_model(
 
     megatron-core's parallel_state must hold the groups of `layout`. Parameters have `dtype`; they
     are random by `seed` (the same model for every layout), or, when it is None, uninitialised until
-    load_hf fills them. `share_prefixes`: the model takes TrieParams too, for which it has this
-    project's attention also beside Transformer Engine's layers. `overrides` go to the
+    load_hf fills them. `share_prefixes`: the model takes TrieParams too, over which this project's
+    attention attends also in Transformer Engine's layers. `overrides` go to the
     TransformerConfig. Raises ValueError where `attention` or the experts' token dispatcher is not
     available here.
     """
@@ -410,7 +410,7 @@ def _block_spec(
     share_prefixes: bool,
 ) -> Any:
     """Returns megatron-core's spec; the local one gets our norm and attention, Transformer Engine's
-    our attention where prefixes are shared."""
+    our attention over tries where prefixes are shared."""
     spec = get_gpt_decoder_block_spec(
         config,
         use_transformer_engine=use_te,
@@ -420,8 +420,9 @@ def _block_spec(
     if not use_te:
         _use_own_norm(spec)
     if not use_te or share_prefixes:
+        attention = te_attention_with_tries() if use_te else SDPACoreAttention
         for layer in spec.layer_specs:
-            layer.submodules.self_attention.submodules.core_attention = SDPACoreAttention
+            layer.submodules.self_attention.submodules.core_attention = attention
     family_of(model).patch_spec(spec)
     return spec
 

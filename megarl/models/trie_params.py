@@ -7,13 +7,13 @@ T packed tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megarl.config.engine import ParallelConfig
-from megarl.models.shapes import ModelConfig
+from megarl.models.trie_attention import Attend, prepare
 from megarl.parallel.mcore import place_tokens, to_device
 from megarl.parallel.packing import Trie
 
@@ -27,20 +27,10 @@ class TrieParams(PackedSeqParams):
 
     trie: Trie
 
-
-def check_share_prefixes(model: ModelConfig, parallel: ParallelConfig) -> None:
-    """Raises ValueError, naming value and fix, where the layers cannot take a trie of sequences."""
-    if parallel.cp > 1:
-        raise ValueError(
-            f"mb_spec.share_prefixes=true: parallel.cp={parallel.cp} cuts sequences in pieces, and "
-            "a trie stays whole; use parallel.cp=1, or mb_spec.share_prefixes=false"
-        )
-    if model.attention.window is not None:
-        raise ValueError(
-            f"mb_spec.share_prefixes=true: {model.family} attends through a sliding window of "
-            f"{model.attention.window} tokens, which attention over a trie does not have; use "
-            "mb_spec.share_prefixes=false"
-        )
+    @cached_property
+    def attend(self) -> Attend:
+        """Computes attention over the trie, for every layer; see `prepare`."""
+        return prepare(self.trie.segments, self.trie.depth.device)
 
 
 def trie_params(trie: Trie) -> TrieParams:

@@ -186,6 +186,37 @@ def test_rows_share_what_routes_that_are_replayed_let_them(
         assert NODES < stats.weights[SHARED] < TOKENS
 
 
+def apart(b: Tensors) -> Tensors:
+    """Returns the batch with rows that begin with different tokens, so that none shares a prefix,
+    and are of no group."""
+    ids = b["input_ids"].clone()
+    ids[:, 0] = 3 + torch.arange(len(ids))
+    return b | {"input_ids": ids, "group_ids": torch.arange(len(ids))}
+
+
+@pytest.mark.parametrize("layout", ["dp2", "pp2", "cp2"])
+def test_auto_shares_where_it_pays_and_leaves_the_rest_to_the_bit(
+    layout: str, worlds: Callable[[int], World], tmp_path: Path
+) -> None:
+    model = hf_model("qwen3", tie=False, **FAMILIES["qwen3"])
+    save_hf(model, tmp_path, "qwen3")
+    processes, parallel = LAYOUTS[layout]
+    shared, b = batch(model), apart(batch(model))
+
+    def run(batch: Tensors, share: Any) -> list[dict[str, Any]]:
+        how = dict(max_tokens=30, head="lm", share_prefixes=share)
+        return worlds(processes).run(train, str(tmp_path), parallel, "policy", batch, **how)
+
+    pays = run(shared, "auto")
+    check(pays, hf_steps(model, shared, LOSSES["policy"]))
+    assert all((SHARED in stats) == (layout != "cp2") for stats in pays[0]["stats"])
+    auto, whole = run(b, "auto"), run(b, False)
+    for ours, plain in zip(auto, whole, strict=True):
+        assert not any(SHARED in stats for stats in ours["stats"])
+        for name, weight in plain["weights"].items():
+            assert torch.equal(ours["weights"][name], weight), name
+
+
 def refused(path: str, parallel: dict[str, Any]) -> str:
     try:
         make_engine(path, parallel, share_prefixes=True).destroy()
@@ -197,5 +228,5 @@ def refused(path: str, parallel: dict[str, Any]) -> str:
 def test_what_tries_do_not_have_is_refused(worlds: Callable[[int], World], tmp_path: Path) -> None:
     model = hf_model("qwen2", tie=False, **FAMILIES["qwen2"])
     save_hf(model, tmp_path, "qwen2")
-    for parallel, why in (({}, "sliding window of 5 tokens"), (dict(cp=2), "use parallel.cp=1")):
+    for parallel, why in (({}, "sliding window of 5 tokens"), (dict(cp=2), "needs parallel.cp=1")):
         assert why in worlds(2).run(refused, str(tmp_path), parallel)[0]

@@ -67,13 +67,14 @@ def test_the_gradient_norm_counts_what_ranks_do_not_share(
 
 @pytest.mark.parametrize("case", LORA_CASES)
 @each_version
-def test_a_model_that_takes_tries_has_its_own_attention_beside_the_others_layers(
+def test_attention_of_a_model_that_takes_tries_is_its_own_over_tries_alone(
     facts: Facts, version: str, case: str
 ) -> None:
     assert facts(version, "contract")["tries"][case] == {
-        "core_attention": ["SDPACoreAttention"],
-        "linear_proj": ["TERowParallelLinear"],
-        "rotary_pos_emb": ["RotaryByDepth"],
+        "attention": ["TEAttentionWithTries", "TEDotProductAttention"],
+        "ours": True,
+        "linear_proj": "TERowParallelLinear",
+        "rotary_pos_emb": "RotaryByDepth",
     }
 
 

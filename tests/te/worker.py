@@ -111,13 +111,24 @@ def fused(made: Any, **settings: Any) -> Facts:
 
 def trie_facts(case: str) -> Facts:
     """Returns the classes of attention, of a projection beside it and of rotary embedding, in a
-    model that takes tries."""
+    model that takes tries, and whether its attention over a trie is ours."""
+    from megarl.models.trie_params import trie_params
+    from megarl.parallel.trie import build_trie
+
     kind, layout, rank, head = CASES[case]
     with built_model(tiny(kind, head), layout, rank, "te", share_prefixes=True) as (made, _):
-        kinds: dict[str, set[str]] = {}
+        kinds: dict[str, Any] = {}
         for name, module in made.chunks[0].named_modules():
-            kinds.setdefault(name.rpartition(".")[2], set()).add(type(module).__name__)
-        return {n: sorted(kinds[n]) for n in ("core_attention", "linear_proj", "rotary_pos_emb")}
+            kinds.setdefault(name.rpartition(".")[2], module)
+    attention = kinds["core_attention"]
+    packed = trie_params(build_trie(torch.tensor([[1, 2, 3, 4], [1, 2, 5, 0]]), [4, 3]))
+    q, k, v = torch.randn(3, 5, 2, 8).unbind()
+    ours = packed.attend(q, k, v, attention.trie_scale).flatten(1)
+    return dict(
+        attention=[c.__name__ for c in type(attention).__mro__[:2]],
+        ours=torch.equal(attention(q, k, v, None, packed_seq_params=packed), ours),
+        **{n: type(kinds[n]).__name__ for n in ("linear_proj", "rotary_pos_emb")},
+    )
 
 
 def adam_signatures() -> Facts:
