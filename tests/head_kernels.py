@@ -381,6 +381,31 @@ def offsets_beyond_32_bits(device: str) -> None:
     assert torch.equal(*(gradient_(y, labels, top, g, g, -g, 1.0) for y in (x, small)))
 
 
+def an_update_of_an_engine(model: str, lora: Any) -> None:
+    """In fp32 and in one process, after one step of a policy gradient with entropy: loss and
+    gradient norm to 1e-5, all weights to 1e-4 of the way they went."""
+    from tests.dist.engine_jobs import batch, loss_fn, make_engine, state, weight_fn
+
+    def updated() -> tuple[Any, dict[str, Tensor], dict[str, Tensor]]:
+        engine = make_engine(model, {}, dtype="float32", lora=lora)
+        before = state(engine)
+        metrics = engine.train_batch(batch(), loss_fn, weight_fn, outputs=("logprobs", "entropy"))
+        after = state(engine)
+        engine.destroy()
+        return metrics, before, after
+
+    metrics, start, end = updated()
+    with torch_only():
+        metrics_of_torch, _, end_of_torch = updated()
+    for name in ("loss", "grad_norm"):
+        assert abs(metrics[name] - metrics_of_torch[name]) <= 1e-5 * abs(metrics_of_torch[name])
+    moved = {name: end[name] - x for name, x in start.items()}
+    apart = {name: end[name] - end_of_torch[name] for name in start}
+    assert any(x.any() for x in apart.values())  # two programs
+    for name, way in moved.items():
+        assert apart[name].norm() <= 1e-4 * way.norm(), name
+
+
 OF_A_CHUNK = (
     a_watched_entropy_costs_nothing,
     a_frozen_weight_has_no_gradient,

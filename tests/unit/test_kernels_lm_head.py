@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.config.engine import LoRAConfig
 from tests import head_kernels as cases
+from tests.tiny import save_tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 Interpreted = Callable[..., Any]
@@ -59,6 +61,37 @@ def test_values_and_gradients_equal_the_dense_formulas(
 @pytest.mark.parametrize("what", cases.OF_A_CHUNK, ids=lambda fn: fn.__name__)
 def test_of_a_chunk(interpreted: Interpreted, what: Callable[[str], None]) -> None:
     interpreted(what, "cpu")
+
+
+def alone(store: str) -> None:
+    """Makes this process a world of its own."""
+    import megarl.parallel.mcore  # noqa: F401  before megatron
+
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=0, world_size=1
+        )
+
+
+@pytest.mark.parametrize("lora", [None, LoRAConfig(r=4)], ids=["full", "lora"])
+def test_an_update_of_an_engine_is_torchs(
+    interpreted: Interpreted, tmp_path: Path, lora: LoRAConfig | None
+) -> None:
+    model = str(save_tiny(tmp_path / "m", "qwen3"))
+    interpreted(alone, str(tmp_path / "store"))
+    interpreted(cases.an_update_of_an_engine, model, lora)
+
+
+def test_without_triton_torch_reduces_the_logits_and_says_so_once() -> None:
+    code = (
+        "import sys, torch; sys.modules['triton'] = None\n"
+        "from megarl.parallel.vocab_parallel import by_kernels\n"
+        "print(by_kernels(torch.ones(1)), by_kernels(torch.ones(2)))"
+    )
+    env = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.stdout.split() == ["False", "False"], done.stderr
+    assert done.stderr.count("triton") == 1
 
 
 def compiled(*args: str) -> subprocess.CompletedProcess[str]:
