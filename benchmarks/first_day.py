@@ -5,7 +5,7 @@
 env          versions, compilers, headers, and whether a kernel may read host memory
 adam         the Adam that stands in for Transformer Engine's, beside torch's AdamW
 syncs        where the host waits for the device in a pass and in a training step
-head         the LM head's seconds and memory beside its matrix product
+head         the LM head by kernels and by torch: time beside its matrix products, and memory
 connections  whether a stream that waits holds up the others
 offload      host memory: its pinning, its rate, and a frozen model that rests there
 tries        attention over shared prefixes beside attention over whole rows
@@ -39,6 +39,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -46,6 +47,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 ROUNDS = 5
+CHUNK, LAYERS = 4096, 28  # tokens of a chunk of logits; of a model whose head it is
 KILL_TIMEOUT = 10.0  # seconds that a process may take to end once it is killed
 PAGEABLE_MEMORY_ACCESS = 88  # of CUdevice_attribute
 MODULES = ("megatron.core", "transformer_engine", "deep_ep", "flash_attn", "apex", "sglang")
@@ -245,38 +247,73 @@ def waits(work: Callable[[], None]) -> collections.Counter[str]:
 
 
 def head(small: bool) -> None:
-    """Measures the LM head, whose passes over the logits come on top of its matrix products."""
-    vocab, tokens, widths = (512, 256, (64,)) if small else (151936, 16384, (1024, 4096))
+    """Measures the LM head by Triton's kernels and by torch: its passes over the logits come on top
+    of its matrix products. With --small the kernels are interpreted."""
+    vocab, tokens, widths = (512, 32, (64,)) if small else (151936, 16384, (1024, 4096))
+    if small:
+        os.environ["TRITON_INTERPRET"] = "1"  # read as triton is imported
     device, dtype = place(small)
     labels = torch.randint(vocab, (tokens,), device=device)
-    columns("hidden", "outputs", "forward ms", "and backward ms", "its product ms", "peak GiB")
+    columns(
+        "hidden", "outputs", "by", "forward ms", "and backward ms", "its products ms", "over them",
+        f"of a step of {LAYERS} layers", "peak GiB",
+    )  # fmt: skip
     for width in widths:
         x = torch.randn(tokens, width, device=device, dtype=dtype, requires_grad=True)
         weight = torch.randn(vocab, width, device=device, dtype=dtype) * width**-0.5
         weight.requires_grad_()
+        least, layers = head_products(x, weight)
         for outputs in (("logprobs",), ("logprobs", "entropy")):
-            row(width, ", ".join(outputs), *head_costs(x, weight, labels, outputs))
+            for by in ("kernels", "torch"):
+                forward, both, peak = head_costs(x, weight, labels, outputs, by)
+                row(
+                    width, ", ".join(outputs), by, f"{forward:.2f}", f"{both:.2f}", f"{least:.2f}",
+                    f"{both / least:.2f}", f"{both / (both + layers):.0%}", f"{peak:.2f}",
+                )  # fmt: skip
+
+
+def head_products(x: torch.Tensor, weight: torch.Tensor) -> tuple[float, float]:
+    """Returns ms of the head's four products, forward and backward (logits twice), by chunks, and
+    those of a dense model's LAYERS: three times 12 * hidden * hidden numbers a layer and token."""
+    with torch.no_grad():
+        layer = x.new_empty(12 * x.shape[1], x.shape[1]).normal_()
+        of_a_layer = ms(lambda: torch.mm(x, layer.t()))
+        g = torch.mm(x[:CHUNK], weight.t())
+
+        def products() -> None:
+            for part in x.split(CHUNK):
+                torch.mm(part, weight.t())
+                torch.mm(part, weight.t())
+                torch.mm(g[: len(part)], weight)
+                torch.mm(g[: len(part)].t(), part)
+
+        return ms(products), 3 * LAYERS * of_a_layer
 
 
 def head_costs(
-    x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, outputs: tuple[str, ...]
-) -> list[str]:
-    """Returns ms without and with backward, of one product alone, and the peak in GiB."""
-    from megarl.parallel.vocab_parallel import VocabShard, token_outputs
+    x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, outputs: tuple[str, ...], by: str
+) -> tuple[float, float, float]:
+    """Returns ms without and with backward, and the peak in GiB."""
+    from megarl.parallel import vocab_parallel
 
-    shard = VocabShard(start=0, rows=len(weight), vocab_size=len(weight))
+    shard = vocab_parallel.VocabShard(start=0, rows=len(weight), vocab_size=len(weight))
+    if by == "kernels" and not vocab_parallel.by_kernels(x):
+        raise RuntimeError("triton is not installed")
 
     def run() -> torch.Tensor:
-        return token_outputs(x, weight, labels, shard=shard, outputs=outputs, temperature=0.9)
+        return vocab_parallel.token_outputs(
+            x, weight, labels, shard=shard, outputs=outputs, temperature=0.9, chunk_tokens=CHUNK
+        )
 
-    with torch.no_grad():
-        product = ms(lambda: [torch.mm(part, weight.t()) for part in x.split(4096)])
+    with contextlib.ExitStack() as stack:
+        if by == "torch":
+            stack.enter_context(mock.patch.object(vocab_parallel, "by_kernels", lambda x: False))
         if x.is_cuda:
             torch.cuda.reset_peak_memory_stats()
-        forward = ms(run)
-    both = ms(lambda: run().sum().backward())
-    peak = torch.cuda.max_memory_allocated() / 2**30 if x.is_cuda else 0.0
-    return [f"{number:.2f}" for number in (forward, both, product, peak)]
+        with torch.no_grad():
+            forward = ms(run)
+        both = ms(lambda: run().sum().backward())
+    return forward, both, torch.cuda.max_memory_allocated() / 2**30 if x.is_cuda else 0.0
 
 
 def connections(small: bool) -> None:

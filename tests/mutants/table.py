@@ -420,6 +420,24 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "kernels/lm_head.py",
+        "return tl.where(at == label, g_label, 0.0) - p * factor",
+        "return tl.where(at == label, g_label, 0.0) + p * factor",
+        ("tests/unit/test_kernels_lm_head.py::test_values_and_gradients_equal_the_dense_formulas",),
+    ),
+    Mutant(
+        "kernels/lm_head.py",
+        "s = shrink * s + tl.sum(e, 0)",
+        "s = s + tl.sum(e, 0)",
+        ("tests/unit/test_kernels_lm_head.py::test_values_and_gradients_equal_the_dense_formulas",),
+    ),
+    Mutant(
+        "kernels/lm_head.py",
+        "u = shrink * (u + s * shift) + tl.sum(tl.where(e > 0, e * d, 0.0), 0)",
+        "u = shrink * u + tl.sum(tl.where(e > 0, e * d, 0.0), 0)",
+        ("tests/unit/test_kernels_lm_head.py::test_values_and_gradients_equal_the_dense_formulas",),
+    ),
+    Mutant(
         "parallel/packing.py",
         "return -(-max(1, length) // align) * align",
         "return max(1, length) // align * align",
