@@ -26,6 +26,7 @@ import contextlib
 import ctypes
 import glob
 import importlib.metadata
+import importlib.util
 import os
 import re
 import shutil
@@ -53,6 +54,7 @@ PAGEABLE_MEMORY_ACCESS = 88  # of CUdevice_attribute
 MODULES = ("megatron.core", "transformer_engine", "deep_ep", "flash_attn", "apex", "sglang")
 HEADERS = ("cudnn.h", "nccl.h")  # without them Transformer Engine does not compile
 FAMILIES = ("qwen3", "glm4", "deepseek_v3", "qwen3_moe")  # fused rotary, half, latent, experts
+MICRO_BATCHES = 2  # of the probe `syncs`
 CLOSE = 1e-5  # between two Adams in fp32 after three steps of 0.1
 # a stream sleeps for 2e9 cycles (about a second), another waits for it, the main one has work
 HELD_UP = """
@@ -205,13 +207,14 @@ def adam(small: bool) -> None:
 
 def syncs(small: bool) -> None:
     """Counts where the host waits for the device in a forward pass and a training step of tiny
-    models with four layers, by source line. Waits of a backward count at the line that began it."""
+    models with four layers, by source line, beside what tests/dist/test_waits.py counts on a CPU.
+    Waits of a backward count at the line that began it."""
     from tests.dist.engine_jobs import batch, loss_fn, make_engine, weight_fn
     from tests.tiny import save_tiny
 
     outputs = ("logprobs", "entropy")
     over: dict[str, Any] = dict(dtype="float32" if small else "bfloat16", max_tokens=60)
-    columns("family", "recompute", "waits", "line")
+    columns("family", "recompute", "waits", "expected", "line")
     for family in FAMILIES:
         for recompute in ("none", "full"):
             with tempfile.TemporaryDirectory() as folder:
@@ -224,10 +227,25 @@ def syncs(small: bool) -> None:
 
             work()
             places = waits(work)
-            row(family, recompute, sum(places.values()), "all")
+            row(family, recompute, sum(places.values()), expected(engine, recompute), "all")
             for line, times in places.most_common(12):
-                row(family, recompute, times, line)
+                row(family, recompute, times, "", line)
             engine.destroy()
+
+
+def expected(engine: Any, recompute: str) -> int:
+    """Returns the waits of `syncs` that a CPU counts: a result, the sums of a loss, a norm; with
+    experts their loads, and what megatron-core asks in each layer and micro-batch."""
+    from tests.dist.waits_jobs import LOADS, NORM, SANCTIONED, SUMS
+
+    count = 1 + sum(SUMS.values()) + sum(NORM.values())
+    if engine.model_config.moe is None:
+        return count
+    layers = engine.model_config.num_layers - len(engine.model_config.moe.dense_layers)
+    passes = MICRO_BATCHES * (3 if recompute == "full" else 2)
+    fused = importlib.util.find_spec("transformer_engine") is not None
+    asked = 1 if fused else sum(SANCTIONED.values())
+    return count + sum(LOADS.values()) + layers * passes * asked
 
 
 def waits(work: Callable[[], None]) -> collections.Counter[str]:

@@ -17,37 +17,27 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.config.engine import LoRAConfig
 from tests.dist.engine_jobs import RECOMPUTE, Parallel, Tensors, batch
-from tests.dist.waits_jobs import Pass, passes
+from tests.dist.waits_jobs import LOADS, NORM, RANKS, RESULT, SANCTIONED, SUMS, Pass, passes
 from tests.dist.world import World
 from tests.tiny import save_tiny
 
 MOE_LAYERS = 3  # of the tiny models' four; two experts a token
 TOKENS = (60, 20)  # of a micro-batch: few and many of them
 
-# ---- what all micro-batches of a pass wait for together, with the reason
-SUMS = {"megarl/engine/passes.py:_add_up": 1}  # the loss and its statistics, in one transfer
-NORM = {"megatron/core/optimizer/clip_grads.py:get_grad_norm_fp32": 1}  # is the update made?
-LOADS = {"megarl/engine/routing.py:metrics": 1}  # experts' loads, flips, losses, in one transfer
-# ranks compare the request and what all of them hold: a hash goes to the device and back
-RANKS = {"megarl/engine/inputs.py:_same_everywhere": 2}
-RESULT = "megarl/engine/micro_batch.py:collect"  # one a kind of output
-
-# ---- what megatron-core waits for, in a layer with experts and a micro-batch
-SANCTIONED = {
-    # how many tokens go to which rank and expert: shapes of what follows
-    "megatron/core/transformer/moe/token_dispatcher.py:_maybe_dtoh_and_synchronize": 1,
-    # the tokens of each expert, picked by a mask; fused by Transformer Engine
-    "megatron/core/transformer/moe/moe_utils.py:permute": 2,
-}
 # ---- what the CPU's stand-ins do, not a GPU
 CPU_ONLY = ("megarl/parallel/cpu_kernels.py:", "megarl/parallel/mcore.py:manager")
 
+OVERLAP = dict(overlap_grad_reduce=True, overlap_param_gather=True)
+LORA = LoRAConfig(r=2)
 # name -> (family, processes, parallel, settings)
 CASES: dict[str, tuple[str, int, Parallel, dict[str, Any]]] = {
     "dense": ("qwen3", 1, {}, {}),
     "dense recomputed": ("qwen3", 1, {}, RECOMPUTE),
     "dense dp2": ("qwen3", 2, {}, {}),
+    "dense dp2 overlapped": ("qwen3", 2, {}, dict(optimizer=OVERLAP)),
+    "dense adapters": ("qwen3", 1, {}, dict(lora=LORA)),
     "dense pp2": ("qwen3", 2, dict(pp=2), {}),
     "tries": ("qwen3", 1, {}, dict(share_prefixes=True)),
     "moe": ("qwen3_moe", 1, {}, {}),
@@ -82,7 +72,8 @@ def expected(name: str, rank: int, verb: str, outputs: int) -> Counter[str]:
 
 
 def sanctioned(name: str, verb: str, found: Pass) -> Counter[str]:
-    """Returns megatron-core's own waits of a pass; recomputing repeats the forward ones."""
+    """Returns megatron-core's own waits of a pass, at most (0.19 has fewer); recomputing repeats
+    those of forward."""
     family, _, _, settings = CASES[name]
     if family == "qwen3":
         return Counter()
@@ -112,7 +103,8 @@ def test_a_step_waits_as_often_however_many_micro_batches_it_has(
                     if not place.name.startswith(CPU_ONLY):
                         waits[place.name] += times
                 own = expected(name, rank, verb, len(outputs))
-                assert waits == own + sanctioned(name, verb, found), (rank, verb)
+                assert not own - waits, (rank, verb)
+                assert waits - own <= sanctioned(name, verb, found), (rank, verb)
                 assert sum(own.values()) <= (5 if family == "qwen3" else 6)
     few, many = counts
     assert many >= 2 * few

@@ -1,4 +1,5 @@
-"""A training step and a forward pass, whose waits for a GPU are counted (tests/waits.py)."""
+"""A training step and a forward pass, whose waits for a GPU are counted (tests/waits.py), and how
+many they have."""
 
 from __future__ import annotations
 
@@ -13,6 +14,22 @@ from tests.dist.engine_jobs import Parallel, Tensors, make_engine
 from tests.waits import Place, pretend_device
 
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+# ---- what all micro-batches of a pass wait for together, with the reason
+SUMS = {"megarl/engine/passes.py:_add_up": 1}  # the loss and its statistics, in one transfer
+NORM = {"megatron/core/optimizer/clip_grads.py:get_grad_norm_fp32": 1}  # is the update made?
+LOADS = {"megarl/engine/routing.py:metrics": 1}  # experts' loads, flips, losses, in one transfer
+# ranks compare the request and what all of them hold: a hash goes to the device and back
+RANKS = {"megarl/engine/inputs.py:_same_everywhere": 2}
+RESULT = "megarl/engine/micro_batch.py:collect"  # one a kind of output
+
+# ---- what megatron-core waits for, in a layer with experts and a micro-batch
+SANCTIONED = {
+    # how many tokens go to which rank and expert: shapes of what follows
+    "megatron/core/transformer/moe/token_dispatcher.py:_maybe_dtoh_and_synchronize": 1,
+    # the tokens of each expert, picked by a mask; fused by Transformer Engine
+    "megatron/core/transformer/moe/moe_utils.py:permute": 2,
+}
 
 
 @dataclass
