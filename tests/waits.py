@@ -318,10 +318,16 @@ def pretend_device() -> Iterator[Device]:
         for name in _FACTORIES.split():
             make = _factory(getattr(torch, name), device)
             stack.enter_context(mock.patch.object(torch, name, make))
+        # what these two do on a GPU; torch is the only global of theirs that is read
         stack.enter_context(_acts_as(worlds.pinned, lambda tensor: tensor.pin_memory()))
+        stack.enter_context(_acts_as(worlds.to_device, _to_device))
         stack.enter_context(_Operations(device))
         stack.enter_context(_Calls(device))
         yield device
+
+
+def _to_device(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.pin_memory().to(torch.cuda.current_device(), non_blocking=True)
 
 
 @contextlib.contextmanager

@@ -27,7 +27,12 @@ MOE_LAYERS = 3  # of the tiny models' four; two experts a token
 TOKENS = (60, 20)  # of a micro-batch: few and many of them
 
 # ---- what the CPU's stand-ins do, not a GPU
-CPU_ONLY = ("megarl/parallel/cpu_kernels.py:", "megarl/parallel/mcore.py:manager")
+CPU_ONLY = (
+    "megarl/parallel/cpu_kernels.py:",
+    # gloo's copies, at the end of what is coalesced or where it is waited for
+    "megarl/parallel/mcore.py:manager",
+    "megatron/core/distributed/param_and_grad_buffer.py:finish_grad_sync",
+)
 
 OVERLAP = dict(overlap_grad_reduce=True, overlap_param_gather=True)
 LORA = LoRAConfig(r=2)
