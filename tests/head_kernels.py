@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -198,49 +198,58 @@ def _outside(logp: Tensor, ids: Tensor) -> Tensor:
 @dataclass
 class Found:
     """Outputs [T,K], and the gradients of logits [T,V] and hidden states [T,T], in fp64 on the
-    host. products: how often logits were computed."""
+    host."""
 
     out: Tensor
     logits: Tensor
-    hidden: Tensor | None
+    hidden: Tensor
 
 
-def run(
-    c: Case, device: str, *, tp: int = 1, spare: int = 0, used: Any = OUTPUTS, keep: int = 0,
-    frozen: bool = False,
-) -> Found:  # fmt: skip
-    """Runs token_outputs forward and backward on `tp` shards; `spare`: shards that are padding
-    alone. Padding has logits that would be seen."""
+def of_rank(
+    c: Case, device: str, number: int, tp: int, group: Any, *, spare: int = 0, used: Any = OUTPUTS,
+    keep: int = 0, frozen: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """Runs token_outputs forward and backward on shard `number` of tp, of which the `spare` last
+    are padding alone; padding has logits that would be seen. Returns the outputs, and the gradients
+    of the shard's weight and of the hidden states, on the host."""
     tokens, vocab = c.logits.shape
     rows = -(-vocab // (8 * (tp - spare))) * 8
     weight = torch.full((rows * tp, tokens), 30.0, dtype=c.logits.dtype)
     weight[:vocab] = c.logits.t()
+    hidden = torch.eye(tokens, dtype=weight.dtype, device=device).requires_grad_()
+    mine = weight[number * rows : (number + 1) * rows].to(device, copy=True)
+    mine.requires_grad_(not frozen)
+    out = token_outputs(
+        hidden, mine, c.labels.to(device), outputs=OUT, topk=K, temperature=c.temperature,
+        shard=VocabShard(start=number * rows, rows=rows, vocab_size=vocab, group=group),
+        chunk_tokens=3, given=c.ids.to(device), used=used, keep_bytes=keep,
+    )  # fmt: skip
+    (finite(out) * c.mix().to(device)).sum().backward()
+    assert hidden.grad is not None and hidden.grad.dtype == weight.dtype
+    grad = None if mine.grad is None else mine.grad.cpu().double()
+    return out.detach().cpu(), grad, hidden.grad.cpu().double()
+
+
+def of_process(c: Case, number: int) -> tuple[Tensor, Tensor | None, Tensor]:
+    return of_rank(c, "cpu", number, dist.get_world_size(), dist.group.WORLD)
+
+
+def run(c: Case, device: str, *, tp: int = 1, **how: Any) -> Found:
+    """Returns what `tp` shards find together."""
     group = Lockstep(tp)
-
-    def rank(number: int) -> tuple[Tensor, Tensor | None, Tensor]:
-        hidden = torch.eye(tokens, dtype=weight.dtype, device=device).requires_grad_()
-        mine = weight[number * rows : (number + 1) * rows].to(device)
-        mine.requires_grad_(not frozen)
-        shard: Any = dict(start=number * rows, rows=rows, vocab_size=vocab, group=group)
-        out = token_outputs(
-            hidden, mine, c.labels.to(device), shard=VocabShard(**shard), outputs=OUT, topk=K,
-            temperature=c.temperature, chunk_tokens=3, given=c.ids.to(device), used=used,
-            keep_bytes=keep,
-        )  # fmt: skip
-        (finite(out) * c.mix().to(device)).sum().backward()
-        assert hidden.grad is not None and hidden.grad.dtype == weight.dtype
-        return out.detach().cpu(), mine.grad, hidden.grad.cpu().double()
-
     with collectives():
-        outs, grads, hidden = zip(*group.run(rank), strict=True)
+        return together(c, group.run(lambda n: of_rank(c, device, n, tp, group, **how)))
+
+
+def together(c: Case, ranks: Sequence[tuple[Tensor, Tensor | None, Tensor]]) -> Found:
+    """Joins what the shards returned. Their outputs are the same bits."""
+    outs, grads, hidden = zip(*ranks, strict=True)
     for out in outs[1:]:
         torch.testing.assert_close(out, outs[0], rtol=0, atol=0, equal_nan=True)
-    logits = torch.zeros(tokens, 0)
-    if not frozen:
-        whole = torch.cat([g.cpu() for g in grads]).double()
-        assert not whole[vocab:].any()  # padding learns nothing
-        logits = whole[:vocab].t()
-    return Found(outs[0].double(), logits, sum(hidden))
+    whole = torch.cat([torch.zeros(0, len(c.logits)) if g is None else g for g in grads])
+    vocab = c.logits.shape[1]
+    assert not whole[vocab:].any()  # padding learns nothing
+    return Found(outs[0].double(), whole[:vocab].t(), sum(hidden))
 
 
 def close(got: Tensor, want: Tensor, rtol: float, atol: float) -> None:
@@ -264,7 +273,6 @@ def values_and_gradients(
         (out, grad, grad @ c.logits.double().t()),
         (twin.out, twin.logits, twin.hidden),
     ):
-        assert found.hidden is not None and hidden is not None
         close(found.out, want, 0, VALUES)
         close(found.logits, by, ROUNDING[dtype], LEAST)
         assert ((found.hidden - hidden).abs() <= (2 * ROUNDING[dtype] + SUMS) * size).all()
@@ -284,7 +292,6 @@ def a_frozen_weight_has_no_gradient(device: str) -> None:
     c = case(torch.bfloat16)
     (frozen, trained) = (run(c, device, tp=2, frozen=x) for x in (True, False))
     assert not frozen.logits.numel()
-    assert frozen.hidden is not None and trained.hidden is not None
     assert torch.equal(frozen.hidden, trained.hidden) and frozen.hidden.any()
 
 

@@ -441,8 +441,9 @@ def token_outputs(
     gradients.
 
     hidden [T,H], weight [rows,H] of this shard, labels [T]; given [T,n]: the ids of GIVEN. Peak
-    memory is one chunk of logits [chunk_tokens, v] in fp32 with its softmax, whatever T is, and
-    `keep_bytes` for logits that backward finds again where those of all T fit. used: outputs
+    memory is one chunk of logits [chunk_tokens, v] in fp32 with its softmax, with kernels in the
+    model's dtype alone, whatever T is, and `keep_bytes` for logits that backward finds again where
+    those of all T fit. used: outputs
     whose gradients backward looks at, asked as it begins: an entropy that is not among them costs
     it nothing. Raises
     AssertionError for an unknown output, a weight of another number of rows, or a `topk` beyond the

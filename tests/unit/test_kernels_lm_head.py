@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -63,14 +64,25 @@ def test_of_a_chunk(interpreted: Interpreted, what: Callable[[str], None]) -> No
     interpreted(what, "cpu")
 
 
-def alone(store: str) -> None:
-    """Makes this process a world of its own."""
-    import megarl.parallel.mcore  # noqa: F401  before megatron
-
+def connect(store: str, rank: int, size: int) -> None:
+    """Makes this process a rank of a world."""
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=0, world_size=1
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=size
         )
+
+
+def test_two_processes_over_gloo_equal_the_dense_formulas(tmp_path: Path) -> None:
+    spawn, store, c = get_context("spawn"), str(tmp_path / "store"), cases.case(torch.float32, 0.7)
+    with ExitStack() as stack:
+        pools = [stack.enter_context(ProcessPoolExecutor(1, spawn, _interpret)) for _ in range(2)]
+        for rank in (0, 1):
+            pools[rank].submit(connect, store, rank, 2)
+        running = [pools[rank].submit(cases.of_process, c, rank) for rank in (0, 1)]
+        found = cases.together(c, [x.result(120) for x in running])
+    out, grad = cases.exact(c)
+    cases.close(found.out, out, 0, cases.VALUES)
+    cases.close(found.logits, grad, cases.ROUNDING[torch.float32], cases.LEAST)
 
 
 @pytest.mark.parametrize("lora", [None, LoRAConfig(r=4)], ids=["full", "lora"])
@@ -78,7 +90,7 @@ def test_an_update_of_an_engine_is_torchs(
     interpreted: Interpreted, tmp_path: Path, lora: LoRAConfig | None
 ) -> None:
     model = str(save_tiny(tmp_path / "m", "qwen3"))
-    interpreted(alone, str(tmp_path / "store"))
+    interpreted(connect, str(tmp_path / "store"), 0, 1)
     interpreted(cases.an_update_of_an_engine, model, lora)
 
 
