@@ -95,8 +95,9 @@ def test_shared_experts_beside_the_exchange_take_the_same_steps(
 def test_the_optimizer_on_the_cpu_takes_the_same_steps(world2, models):
     path = save_model(models, "qwen2", True)
     want = world2.run(steps, path, {}, dtype="bfloat16")[0]
-    for fraction in (1.0, 0.4):
-        moved = dict(options=dict(optimizer_cpu_offload=True, optimizer_offload_fraction=fraction))
+    for fraction, overlap in ((1.0, OVERLAP_ALL), (0.4, {})):
+        options = dict(optimizer_cpu_offload=True, optimizer_offload_fraction=fraction)
+        moved = dict(options=options, **overlap)
         got = world2.run(steps, path, {}, dtype="bfloat16", optimizer=moved)[0]
         assert_same(got, want, 1e-6)
 
