@@ -55,7 +55,7 @@ _THEIRS: Mapping[str, str] = {
     "*.optimizer.options.optimizer_offload_fraction": "cpu_offload_fraction",
     # options by their own names
     "*.options.": "cp_comm_type recompute_method recompute_num_layers offload_activations "
-    "lm_head_chunk_tokens lm_head_keep_mb value_head_init",
+    "lm_head_chunk_tokens lm_head_keep_mb value_head_init recompute_modules",
     "*.optimizer.options.": "exp_avg_dtype exp_avg_sq_dtype main_params_dtype initial_loss_scale "
     "min_loss_scale loss_scale_window use_precision_aware_optimizer optimizer_cpu_offload "
     "optimizer_offload_fraction",

@@ -345,6 +345,7 @@ def written(folder: Path, files: list[str]) -> Path | None:
         ("actor.offload_activations=true", "actor.options.offload_activations"),
         ("actor.lm_head_chunk_tokens=64", "actor.options.lm_head_chunk_tokens"),
         ("actor.lm_head_keep_mb=64", "actor.options.lm_head_keep_mb"),
+        ("actor.recompute_modules=[moe_act]", "actor.options.recompute_modules"),
         ("gae_length_alpha=0.05", "gae.length_alpha"),
         ("gae_lambda_critic=1", "gae.critic_lambda"),
         ("bootstrap_truncated=true", "gae.bootstrap"),
