@@ -273,10 +273,11 @@ def _add_up(parts: Sequence[Sums], errors: list[Exception]) -> dict[str, tuple[f
     if errors:
         raise errors.pop()
     flat = [x for sums in parts for pair in sums.values() for x in pair]
-    tensors = [x.detach().double().reshape(()) for x in flat if torch.is_tensor(x)]
     device = mcore.device()
-    on_host = iter(torch.stack([t.to(device) for t in tensors]).tolist() if tensors else [])
-    numbers = iter([next(on_host) if torch.is_tensor(x) else float(x) for x in flat])
+    there = [torch.is_tensor(x) and x.device == device for x in flat]
+    tensors = [x.detach().double().reshape(()) for x, on_device in zip(flat, there) if on_device]
+    on_host = iter(torch.stack(tensors).tolist() if tensors else [])
+    numbers = iter([next(on_host) if on_device else float(x) for x, on_device in zip(flat, there)])
     total: dict[str, tuple[float, float]] = {}
     for sums in parts:
         _accumulate(total, {name: (next(numbers), next(numbers)) for name in sums})

@@ -412,6 +412,18 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "parallel/mcore.py",
+        "patch(clip_grads, l2_norm_impl=norm)",
+        "pass",
+        ("tests/dist/test_waits.py::test_a_step_waits_as_often_however_many_micro_batches_it_has",),
+    ),
+    Mutant(
+        "models/attention.py",
+        "if isinstance(packed, SlotParams):",
+        "if False:",
+        ("tests/dist/test_waits.py::test_a_step_waits_as_often_however_many_micro_batches_it_has",),
+    ),
+    Mutant(
         "engine/optimizer.py",
         "lr_decay_steps=steps + 1,",
         "lr_decay_steps=steps,",

@@ -9,6 +9,10 @@ import pytest
 import torch
 
 import megarl.parallel.mcore as mcore
+from megarl.algos import critic_loss, example
+from megarl.algos.losses import LOSS_WEIGHTS
+from megarl.algos.policy_loss import PolicyLoss
+from megarl.algos.surrogates import CISPO, RATIOS
 from megarl.models.attention_batching import make_plan
 from megarl.models.trie_attention import block_mask
 from megarl.parallel.packing import Segment
@@ -119,6 +123,25 @@ def test_flex_attentions_mask_is_made_on_the_host() -> None:
     not known: they count as copies."""
     segments = [Segment(0, 300, None), Segment(300, 400, 0), Segment(400, 900, 0)]
     assert waits(lambda _: block_mask(segments, DEVICE)) == {"copy": 4}
+
+
+LOSSES: dict[str, Callable[..., Any]] = {
+    **{ratio: PolicyLoss(ratio=ratio) for ratio in RATIOS},
+    **{agg: PolicyLoss(loss_agg=agg, kl_coef=0.1, entropy_coef=0.1) for agg in LOSS_WEIGHTS},
+    "cispo": PolicyLoss(surrogate=CISPO(eps_high=0.2)),
+    "critic": critic_loss,
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_and_their_statistics_wait_for_nothing(name: str) -> None:
+    with pretend_device() as device:
+        fields = {k: v.to(DEVICE) for k, v in example.batch.items()}
+        logprobs = example.new.clone().to(DEVICE).requires_grad_()
+        outputs = {"logprobs": logprobs, "values": logprobs, "entropy": -logprobs.detach()}
+        device.take()
+        LOSSES[name](outputs, fields)[0].backward()
+        assert not device.take()
 
 
 def test_numbers_are_the_hosts_and_devices_differ() -> None:
