@@ -15,7 +15,7 @@ import contextlib
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -182,44 +182,24 @@ class WeightUpdates:
             self.store.load(block_fp8.dequantized(tensors.items()))
 
     def from_tensor(self, body: dict[str, Any], check: Callable[[], None]) -> None:
-        """Loads tensors out of the sender's memory, by the handles in `body`, or obeys the command
-        of slices that it is, which needs no session. Raises ControlError, having loaded none, where
-        they do not fit or `check` refuses."""
+        """Obeys the command of slices in `body`, which needs no session. Raises ControlError where
+        that fails or `check` refuses. Weights are torn where only some have been written."""
         texts, load_format = body.get("serialized_named_tensors"), body.get("load_format")
-        if not self._session and load_format != LOADER:
-            raise ControlError(
-                "update_weights_from_tensor must run between begin_weight_update() and "
-                "end_weight_update()"
-            )
         if not isinstance(texts, list) or len(texts) != 1 or not isinstance(texts[0], str):
             raise ControlError("serialized_named_tensors must be a list of one base64 string")
-        if load_format not in ("flattened_bucket", LOADER):
-            raise ControlError(f"load_format={load_format!r}: use 'flattened_bucket'")
+        if load_format != LOADER:
+            raise ControlError(f"load_format={load_format!r}: use {LOADER!r}")
         check()
         try:
             tensors = handles.unpack(texts[0])
-            if load_format != LOADER:
-                self.store.check({name: (tuple(t.shape), t.dtype) for name, t in tensors})
-        except ControlError:
-            raise
         except Exception as e:  # a text that is no such pickle may raise anything
             raise ControlError(f"serialized_named_tensors: {e}") from e
-        if load_format == LOADER:
-            self._obey(tensors)
-            return
-        with self.store.writing([name for name, _ in tensors]):
-            self.store.load(tensors)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # once answered, the sender writes there again
-
-    def _obey(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Obeys a command of slices. Raises ControlError where that fails: weights are torn then if
-        some had been written."""
         if self.adapters.merged is not None:
             raise ControlError(f"adapter {self.adapters.merged!r} is merged: begin_weight_update")
         reply = megarl_receiver.load(self.store.model, tensors)
         if reply["wrote"]:
-            self.store.torn = set() if reply["ok"] else {*self.store.tensors}
+            whole = reply["ok"] and reply.get("whole", True)
+            self.store.torn = set() if whole else {*self.store.tensors}
         if not reply["ok"]:
             raise ControlError(reply["error"])
 

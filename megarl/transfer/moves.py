@@ -174,7 +174,7 @@ class Mover:
         with copying():
             for (_, parts), message in zip(outgoing, packed, strict=True):
                 pack_into(message, source, parts)
-        works = self._post(
+        works = self.post(
             [(dist.isend, data, to) for (to, _), data in zip(outgoing, packed, strict=True)]
             + [(dist.irecv, data, sender) for (sender, _), data in zip(incoming, into, strict=True)]
         )
@@ -184,7 +184,7 @@ class Mover:
                 for here, there in pairs:
                     self._copy(param, here, target[there.param], there, keep)
         for i, work in enumerate(works):
-            self._wait(work)
+            self.wait(work)
             if i >= len(outgoing):
                 with copying():
                     land(target, incoming[i - len(outgoing)][1], room[i], keep)
@@ -216,7 +216,7 @@ class Mover:
             self._room = None
         return [whole[:n] for whole, n in zip(room, sizes)]
 
-    def _post(self, messages: Sequence[tuple[Any, Tensor, int]]) -> list[dist.Work]:
+    def post(self, messages: Sequence[tuple[Any, Tensor, int]]) -> list[dist.Work]:
         """Starts messages, each (isend or irecv, bytes, the other rank), and returns the work to
         wait for of each. Those of a batch go over the group's own NCCL communicator; a single one
         would make a communicator for its two ranks, which lives as long as the group."""
@@ -224,7 +224,7 @@ class Mover:
         works = dist.batch_isend_irecv(ops) if ops else []
         return works if len(works) == len(ops) else works * len(ops)  # NCCL: one for the batch
 
-    def _wait(self, work: dist.Work) -> None:
+    def wait(self, work: dist.Work) -> None:
         """Waits as long as the group's timeout is now. By default gloo waits for the timeout that
         the group was made with."""
         if self.device.type != "cpu":

@@ -137,6 +137,16 @@ class TransferPlan:
             for _, of_round in groupby(self._messages([r]), key=attrgetter("round"))
         ]
 
+    def arrivals(self, receiver: Receiver) -> list[list[tuple[int, int]]]:
+        """Returns what a receiver gets by rounds: the sender and the bytes of each message, in the
+        order of `receives`."""
+        r = self.receivers.index(receiver)
+        nbytes = self.geometries[r].nbytes
+        return [
+            [(m.sender, int(nbytes[m.slices].sum())) for m in of_round]
+            for _, of_round in groupby(self._messages([r]), key=attrgetter("round"))
+        ]
+
     def steps(
         self, rank: int, ends: Sequence[int], limit: int, only: Iterable[int] | None = None
     ) -> list[Step]:

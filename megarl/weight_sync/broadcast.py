@@ -16,7 +16,6 @@ import contextlib
 import logging
 import time
 import uuid
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -63,9 +62,12 @@ Gathered = tuple[Bucket, torch.Tensor]  # and its bytes, uint8
 
 
 @dataclass(kw_only=True)
-class BucketStream(ABC):
-    """Brings all buckets of a plan to the servers, whatever carries them. Every rank takes the same
-    steps, together; all but the sender only gather. The version arrives with the last bucket."""
+class GroupStream:
+    """Brings all buckets of a plan to the servers by broadcasts. Every rank takes the same steps,
+    together; all but the sender only gather. The version arrives with the last bucket.
+
+    channel: on the sender, None elsewhere; pair: its buffers.
+    """
 
     source: WeightSource
     plan: SyncPlan
@@ -73,20 +75,11 @@ class BucketStream(ABC):
     meta: WeightUpdateMeta
     deadline: Deadline
     phases: Phases
+    channel: UpdateChannel | None
+    pair: Sequence[torch.Tensor]
     nbytes: int = 0  # that have been sent
+    _encoded: int = 0  # the most bytes of FP8 that a bucket took
     _under_way: BucketTransfer | None = None
-
-    @abstractmethod
-    def gather(self, bucket: Bucket) -> Gathered | None:
-        """Gathers a bucket. Returns it on the sender, None elsewhere. Collective."""
-
-    @abstractmethod
-    def deliver(self, gathered: Gathered, what: str) -> BucketTransfer:
-        """Starts to bring a bucket to all servers, on the sender; `what` names it in errors."""
-
-    @abstractmethod
-    def memory(self) -> int:
-        """Returns the most bytes that this rank has allocated for the sync so far."""
 
     def run(self, info: Mapping[str, ServerInfo]) -> None:
         """Sends all buckets, and compares what the servers then hold with the trainers' weights.
@@ -99,23 +92,36 @@ class BucketStream(ABC):
         together(self._settle)
         fingerprints.compare()
 
-    def is_last(self, bucket: Bucket) -> bool:
-        """Returns whether the version arrives with this bucket."""
-        return bucket.index == len(self.plan.buckets) - 1
-
     def account(self) -> None:
         """Notes the metrics at the end; peak_extra_bytes is the most that a rank has allocated for
-        the sync. Collective."""
+        the sync: buffers, messages and (at most) encoded buckets. Collective."""
+        extra = 2 * self._encoded + self.gatherer.message_bytes + sum(b.nbytes for b in self.pair)
         metrics: dict[str, float] = {
             "bytes": self.nbytes,
             "buckets": len(self.plan.buckets),
-            "peak_extra_bytes": max(self.source.ranks.gather(self.memory())),
+            "peak_extra_bytes": max(self.source.ranks.gather(extra)),
         }
         self.phases.metrics |= {name: float(value) for name, value in metrics.items()}
 
+    def _gather(self, bucket: Bucket) -> Gathered | None:
+        """Gathers and encodes a bucket: on the sender, else None. Collective."""
+        device = self.source.device
+        with self.phases.time("gather", device):
+            flat = self.gatherer.gather(
+                bucket,
+                self.pair[bucket.index % 2] if self.pair else None,
+                packing=partial(self.phases.time, "pack", device),
+            )
+        if flat is None or self.meta.quantization == "none":
+            return None if flat is None else (bucket, flat)
+        with self.phases.time("encode", device):
+            bucket, flat = quantize_bucket(bucket, flat)
+        self._encoded = max(self._encoded, flat.nbytes)
+        return bucket, flat
+
     def _step(self, bucket: Bucket) -> None:
         """Gathers a bucket, and sends it when the servers have answered for the one before it."""
-        gathered = self.gather(bucket)
+        gathered = self._gather(bucket)
         self._settle()
         if gathered is None:
             return
@@ -125,8 +131,16 @@ class BucketStream(ABC):
             f"weights of version {self.meta.number}, bucket {bucket.index + 1} of "
             f"{len(self.plan.buckets)} ({first} to {final})"
         )
+        assert self.channel is not None, "the sender has a channel"
+        body = update_body(
+            bucket,
+            group_name=self.channel.group_name,
+            version=self.meta.number,
+            last=bucket.index == len(self.plan.buckets) - 1,
+            flush=self.meta.flush_cache,
+        )
         self.nbytes += flat.nbytes
-        self._under_way = self.deliver(gathered, what)
+        self._under_way = self.channel.deliver(what, flat, body, self.deadline)
 
     def _settle(self) -> None:
         """Waits until every server has loaded the bucket under way, if there is one."""
@@ -243,49 +257,6 @@ class DistributedTransport(Transport):
         channel, self._channel, self._pair = self._channel, None, []
         for objection in channel.close(abort=abort) if channel is not None else ():
             log.warning("leaving the update group: %s", objection)
-
-
-@dataclass(kw_only=True)
-class GroupStream(BucketStream):
-    """Brings buckets to the servers by broadcasts. channel: on the sender, None elsewhere; pair:
-    its buffers."""
-
-    channel: UpdateChannel | None
-    pair: Sequence[torch.Tensor]
-    _encoded: int = 0  # the most bytes of FP8 that a bucket took
-
-    def gather(self, bucket: Bucket) -> Gathered | None:
-        """Gathers and encodes a bucket: on the sender, else None. Collective."""
-        device = self.source.device
-        with self.phases.time("gather", device):
-            flat = self.gatherer.gather(
-                bucket,
-                self.pair[bucket.index % 2] if self.pair else None,
-                packing=partial(self.phases.time, "pack", device),
-            )
-        if flat is None or self.meta.quantization == "none":
-            return None if flat is None else (bucket, flat)
-        with self.phases.time("encode", device):
-            bucket, flat = quantize_bucket(bucket, flat)
-        self._encoded = max(self._encoded, flat.nbytes)
-        return bucket, flat
-
-    def deliver(self, gathered: Gathered, what: str) -> BucketTransfer:
-        """Broadcasts the bucket to all servers and asks them to load it. Called on the sender."""
-        assert self.channel is not None, "the sender has a channel"
-        bucket, flat = gathered
-        body = update_body(
-            bucket,
-            group_name=self.channel.group_name,
-            version=self.meta.number,
-            last=self.is_last(bucket),
-            flush=self.meta.flush_cache,
-        )
-        return self.channel.deliver(what, flat, body, self.deadline)
-
-    def memory(self) -> int:
-        """Returns the bytes of buffers, messages and (at most) encoded buckets on this rank."""
-        return 2 * self._encoded + self.gatherer.message_bytes + sum(b.nbytes for b in self.pair)
 
 
 class UpdateChannel:

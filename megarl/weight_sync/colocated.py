@@ -1,47 +1,41 @@
 """Shares memory with servers on the trainers' own machines and GPUs, instead of sending to them.
 
-Buckets are gathered to the sender, and from there broadcast to the ranks that share a GPU with a
-worker of a server; each worker maps the memory of the rank beside it and copies what it needs. On
-hosts without GPUs all workers of a machine map the memory of one rank.
+Each worker of a server maps the memory of the trainer rank beside it, and copies its own slices out
+of it. That rank collects them, from its own parameters and from the ranks that hold the others, so
+that no more crosses between ranks than workers keep. Workers beside one rank that keep the same
+(replicas on hosts, where all workers of a machine map the memory of one rank) share what it has
+collected.
 
-Every bucket is gathered while the one before it is being loaded; a server gets bucket k+1 only
-after it has answered for bucket k, and a buffer is written again only after the servers have
-answered for what was in it. Memory beyond the parameters: two buckets on every rank that a worker
-reads from, and one of messages on the sender.
+It goes round by round: a round is collected while the servers copy the one before it, and a buffer
+is written again only after the servers have answered for what was in it. Memory beyond the
+parameters: two rounds of `bucket_bytes` on every rank that a worker reads from, and the messages of
+one that a rank sends.
 """
 
 from __future__ import annotations
 
-import concurrent.futures as cf
-import logging
-import time
-from collections import Counter
+import json
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
 from megarl.api.records import WeightUpdateMeta
 from megarl.config.rollout import TRANSPORTS
-from megarl.transfer.gather import Bucket
+from megarl.transfer.geometry import Ranks, TargetTable
+from megarl.transfer.moves import Mover, Parts, lay_out, pack, pack_into
+from megarl.transfer.plan import Receiver, TransferPlan, nearest
 from megarl.utils.env import is_here, machine
-from megarl.weight_sync.broadcast import BucketStream, Gathered
+from megarl.weight_sync.changes import Names
 from megarl.weight_sync.phases import Phases
-from megarl.weight_sync.plan import load_body
-from megarl.weight_sync.servers import (
-    GRACE,
-    BucketTransfer,
-    Deadline,
-    ServerInfo,
-    Servers,
-    failures,
-)
+from megarl.weight_sync.receiver.megarl_receiver.messages import ALIGN
+from megarl.weight_sync.servers import Calls, Deadline, finish
+from megarl.weight_sync.slices import SliceSync
 from megarl.weight_sync.transports import Transport, WeightSource
 from megarl.wire import handles
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -100,137 +94,186 @@ class ColocatedTransport(Transport):
 
     def __init__(self, source: WeightSource) -> None:
         super().__init__(source)
-        self._pair: list[torch.Tensor] = []
-        self._known: dict[str, int] = {}  # tp of every server there ever was, in their order
+        self._slices = SharedSlices(source)
 
     def upload(self, meta: WeightUpdateMeta, deadline: Deadline, phases: Phases) -> None:
-        """Shares every bucket with the servers. Collective. Raises RuntimeError where a server is
-        not on a trainer's machine or fails; the next upload then takes new buffers."""
-        plan, gatherer = self.plan_buckets(meta.bucket_bytes)
-        source, sender, servers = self.source, self.lead, Servers(meta.addresses)
-        with phases.time("connect"):
-            info, sources = self._meet(meta, deadline)
-        feeding = {sender, *(rank for ranks in sources for rank in ranks)}
-        source.ranks.together(self._allocate, plan.largest, source.rank in feeding)
-        session = ColocatedSession(
-            source=source,
-            plan=plan,
-            gatherer=gatherer,
-            meta=meta,
-            deadline=deadline,
-            phases=phases,
-            sources=sources,
-            pair=self._pair,
-            spread=len(feeding) > 1,
-            servers=servers,
-        )
-        try:
-            source.from_rank(sender, servers.begin_update, deadline)
-            session.run(info)
-            source.from_rank(sender, servers.end_update, deadline)
-            session.account()
-        except BaseException:
-            calls = servers.abandon_update(GRACE)
-            cf.wait(calls.values(), GRACE)
-            for objection in failures(calls):
-                log.warning("ending a failed weight update: %s", objection)
-            self.close()  # a server may still read from the buffers: the next upload takes others
-            raise
-        if source.device.type == "cuda":
-            self.close()  # training needs the memory
-        phases.metrics["readers"] = float(sum(len(ranks) for ranks in sources))
+        """Shares every round with the servers. Collective. Raises RuntimeError where a server is
+        not on a trainer's machine, cannot take slices, or fails; the next upload then takes new
+        buffers."""
+        self._slices.upload(replace(meta, sharded="on", comm_backend="gloo"), deadline, phases)
+        if self.source.device.type == "cuda":
+            self._slices.drop()  # training needs the memory
 
     def close(self) -> None:
         """Drops the buffers, and on GPUs the memory that servers have unmapped since."""
-        self._pair = []
+        self._slices.close()
+
+
+class SharedSlices(SliceSync):
+    """Hands slices over in shared memory. A receiver of the plan is the trainer rank that workers
+    read from, with those workers beside it that keep the same."""
+
+    key: ClassVar = "weight_sync.type=colocated (type=disk takes more servers)"
+    # whole tensors would not fill these either
+    refused: ClassVar = {k: v for k, v in SliceSync.refused.items() if k != "unfilled"}
+
+    def __init__(self, source: WeightSource) -> None:
+        super().__init__(source)
+        self._known: dict[str, int] = {}  # tp of every server there ever was, in their order
+        self._spots: list[RankLocation] = []
+        # of each receiver: (sender, bytes) by rounds
+        self._arrivals: dict[Receiver, list[list[tuple[int, int]]]] = {}
+        self._outgoing: list[list[tuple[Receiver, Parts]]] = []  # by rounds
+        self._pairs: dict[Receiver, list[torch.Tensor]] = {}
+        self._taken, self._most = 0, 0  # rounds so far, bytes that one sent
+
+    def close(self, *, abort: bool = False) -> None:
+        """Drops the buffers, and ends an open session."""
+        if not abort:
+            self._servers = None  # there is no group to leave
+        super().close(abort=abort)
+        self.drop()  # a server may still read from them: the next upload takes others
+
+    def drop(self) -> None:
+        """Drops the buffers."""
+        self._pairs = {}
         if self.source.device.type == "cuda":
             torch.cuda.ipc_collect()
 
-    def _meet(
-        self, meta: WeightUpdateMeta, deadline: Deadline
-    ) -> tuple[dict[str, ServerInfo], list[tuple[int, ...]]]:
-        """Returns what the servers say of themselves, and for each server the ranks that
-        `read_from` gives. A server that is left out keeps its place, as it keeps its GPUs.
-        Collective."""
-        ranks, device, sender = self.source.ranks, self.source.device, self.lead
-        names = dict.fromkeys([*self._known, *meta.addresses])
+    # ---- once
+
+    def _survey(self, target: Any, deadline: Deadline) -> None:
+        """Finds which ranks are beside the servers, and asks what these are. A server that is left
+        out keeps its place, as it keeps its GPUs."""
+        ranks, device = self.source.ranks, self.source.device
+        names = dict.fromkeys([*self._known, *target.addresses])
         near = ranks.together(lambda: tuple(map(is_here, names)))
         gpu = handles.uuid_of(device) if device.type == "cuda" else None
-        spots = ranks.gather(RankLocation(machine(), gpu, near))
-        ranks.together(ranks_beside, spots, names)
-        info = self.source.from_rank(sender, lambda: Servers(meta.addresses).receivers(deadline))
-        self._known |= {server: i.tp for server, i in info.items()}
-        placed = read_from(spots, self._known, sender=sender)
-        return info, [placed[server] for server in meta.addresses]
+        self._spots = ranks.gather(RankLocation(machine(), gpu, near))
+        ranks.together(ranks_beside, self._spots, names)
+        super()._survey(target, deadline)
+        self._known |= {server: i.tp for server, i in self._info.items()}
 
-    def _allocate(self, nbytes: int, feeds: bool) -> None:
-        if not feeds:
-            self._pair = []
-        elif not self._pair or self._pair[0].numel() < nbytes:
-            self._pair = []  # freed before their successors are allocated
-            self._pair = [handles.allocate(nbytes, self.source.device) for _ in range(2)]
+    def _plan(self, tables: Any, spots: Any, round_bytes: int) -> TransferPlan:
+        """Plans what each rank collects, from itself what it has."""
+        placed = read_from(self._spots, self._known, sender=self._speaker)
+        numbers, targets = dict[Any, Receiver](), dict[Receiver, TargetTable]()
+        self._workers = defaultdict(list)
+        for server, address in enumerate(self._info):
+            for worker, rank in enumerate(placed[address]):
+                entries = tables[server][worker].entries
+                to = numbers.setdefault((rank, entries.digest), Receiver(len(numbers), rank))
+                targets[to] = entries
+                self._workers[to].append((server, worker))
+        near = nearest([spot.machine for spot in self._spots])
+
+        def prefer(to: Receiver, ranks: Ranks) -> Ranks:
+            return (to.rank,) if to.rank in ranks else near(self._spots[to.rank].machine, ranks)
+
+        most = max(Counter(to.rank for to in targets).values())
+        return self.plan(targets, max(1, 2 * round_bytes // most), prefer)
+
+    def _join(self, plan: TransferPlan, deadline: Deadline, timeout: float) -> None:
+        """Finds what arrives and what this rank sends in each round."""
+        s = self.source
+        self._move = Mover(plan.dtypes, range(s.layout.world_size), s.group, s.device)
+        self._arrivals = {to: plan.arrivals(to) for to in plan.receivers}
+        self._outgoing = [[] for _ in range(max(map(len, self._arrivals.values())))]
+        for group in plan.sends(s.rank):
+            for m in group:
+                self._outgoing[m.round].append((m.receiver, lay_out(m.slices, plan.dtypes)))
+
+    # ---- every sync
+
+    def _transfer(
+        self, meta: WeightUpdateMeta, deadline: Deadline, names: Names | None, phases: Phases
+    ) -> tuple[int, Sequence[dict[str, Any]]]:
+        """Has the servers take all rounds. Returns the bytes that this rank has sent to others and,
+        on the rank that speaks, what every server rank took."""
+        s, link, sent = self.source, self._link, 0
+        assert link is not None
+        under_way, received = dict[str, Calls](), Counter[tuple[str, int]]()
+        s.ranks.together(self._allocate)
+
+        def settle() -> None:
+            with phases.time("load_wait"):
+                answers = [finish(what, calls, deadline) for what, calls in under_way.items()]
+            under_way.clear()
+            for server, replies in (pair for answer in answers for pair in answer.items()):
+                for rank, reply in enumerate(replies):
+                    received[server, rank] += reply["received"]
+
+        def step(number: int) -> int:
+            with phases.time("gather", s.device):
+                sent = self._collect(number)
+            if s.device.type == "cuda":
+                torch.cuda.current_stream().synchronize()
+            self._taken += 1
+            last = number == len(self._outgoing) - 1
+            fields: dict[str, Any] = {"id": f"take{self._taken}", "round": number, "last": last}
+            lent = s.ranks.gather(s.ranks.together(self._lend, number, deadline, fields))
+            settle()
+            if s.rank == self._speaker:
+                found = {place: text for texts in lent for place, text in texts.items()}
+                texts = [
+                    [found[server, worker] for worker in range(info.tp)]
+                    for server, info in enumerate(self._info.values())
+                ]
+                what = f"weights of version {meta.number}, round {number + 1}"
+                under_way[what] = link.start("take", deadline, texts=texts, **fields)
+            return sent
+
+        for number in range(len(self._outgoing)):
+            sent += s.ranks.together(step, number)
+        s.ranks.together(settle)
+        return sent, [{"received": n, "peak": 0} for n in received.values()]
+
+    def _allocate(self) -> None:
+        for to, rounds in self._arrivals.items():
+            if to.rank == self.source.rank and to not in self._pairs:
+                room = max((sum(_aligned(n) for _, n in r) for r in rounds), default=ALIGN)
+                self._pairs[to] = [handles.allocate(room, self.source.device) for _ in range(2)]
+
+    def _collect(self, number: int) -> int:
+        """Fills this rank's buffers, and sends what is for others'. Returns the bytes that it has
+        sent. Collective."""
+        s, sent = self.source, 0
+        own, messages = dict[Receiver, torch.Tensor](), list[tuple[Any, torch.Tensor, int]]()
+        for to, pair in self._pairs.items():
+            end, rounds = 0, self._arrivals[to]
+            for sender, nbytes in rounds[number] if number < len(rounds) else ():
+                part = pair[number % 2][end : end + nbytes]
+                end += _aligned(nbytes)
+                if sender == s.rank:
+                    own[to] = part
+                else:
+                    messages.append((dist.irecv, part, sender))
+        for to, parts in self._outgoing[number]:
+            if to in own:
+                pack_into(own[to], s.params, parts)
+            else:
+                messages.append((dist.isend, pack(s.params, parts, s.device), to.rank))
+                sent += parts.nbytes
+        for work in self._move.post(messages):
+            self._move.wait(work)
+        self._most = max(self._most, sent)
+        return sent
+
+    def _lend(
+        self, number: int, deadline: Deadline, fields: Mapping[str, Any]
+    ) -> dict[tuple[int, int], str]:
+        """Returns the command of each worker that reads from this rank, with what it reads."""
+        assert self._link is not None
+        texts = {}
+        for to, pair in self._pairs.items():
+            for server, worker in self._workers[to]:
+                command = self._link.command("take", server, deadline, **fields)
+                texts[server, worker] = handles.pack(json.dumps(command), pair[number % 2])
+        return texts
+
+    def _extra(self, *, changes: bool) -> int:
+        return self._most + sum(b.nbytes for pair in self._pairs.values() for b in pair)
 
 
-@dataclass(kw_only=True)
-class ColocatedSession(BucketStream):
-    """Brings buckets to the servers by telling where they lie.
-
-    servers: the sender alone speaks to them. sources: for each server, the ranks its workers read
-    from. spread: there are such ranks beside the sender. pair: the buffers of ranks that are read.
-    """
-
-    servers: Servers
-    sources: Sequence[tuple[int, ...]]
-    spread: bool
-    pair: Sequence[torch.Tensor]
-    # (server, worker) -> where it finds the last bucket
-    _places: dict[tuple[int, int], str] = field(default_factory=dict)
-
-    def gather(self, bucket: Bucket) -> Gathered | None:
-        """Gathers a bucket to the sender, broadcasts it to ranks that are read from, and notes
-        where it lies. Returns it on the sender, None elsewhere. Collective."""
-        source = self.source
-        device, sends = source.device, source.rank == source.sender
-        flat = self.pair[bucket.index % 2][: bucket.nbytes] if self.pair else None
-        with self.phases.time("gather", device):
-            self.gatherer.gather(bucket, flat if sends else None)
-            if self.spread:
-                # the engine's group wants all ranks; those that no worker reads from throw it away
-                if flat is None:
-                    flat = torch.empty(bucket.nbytes, dtype=torch.uint8, device=device)
-                dist.broadcast(flat, group=source.group, group_src=source.sender)
-        if device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
-        places = source.ranks.gather(source.ranks.together(self._lend, bucket, flat))
-        self._places = {place: text for lent in places for place, text in lent.items()}
-        return (bucket, flat) if sends and flat is not None else None
-
-    def _lend(self, bucket: Bucket, flat: torch.Tensor | None) -> dict[tuple[int, int], str]:
-        """Returns where each worker that reads from this rank finds the bucket."""
-        places = {}
-        for s, ranks in enumerate(self.sources):
-            for w, rank in enumerate(ranks):
-                if rank == self.source.rank:
-                    assert flat is not None, "a rank that is read from has buffers"
-                    places[s, w] = handles.pack(bucket, flat)
-        return places
-
-    def deliver(self, gathered: Gathered, what: str) -> BucketTransfer:
-        """Tells every server where its workers find the bucket. Called on the sender."""
-        body: dict[str, Any] = {"load_format": "flattened_bucket"} | load_body(
-            version=self.meta.number,
-            last=self.is_last(gathered[0]),
-            flush=self.meta.flush_cache,
-        )
-        bodies = [
-            body | {"serialized_named_tensors": [self._places[s, w] for w in range(len(ranks))]}
-            for s, ranks in enumerate(self.sources)
-        ]
-        ours: cf.Future[float] = cf.Future()
-        ours.set_result(time.monotonic())  # all there is to do on this side is to leave it alone
-        calls = self.servers.start("/update_weights_from_tensor", bodies, self.deadline.left)
-        return BucketTransfer(what, ours, calls)
-
-    def memory(self) -> int:
-        """Returns the bytes of this rank's buffers and of the messages it has taken."""
-        return sum(b.nbytes for b in self.pair) + self.gatherer.message_bytes
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGN) * ALIGN

@@ -12,6 +12,7 @@ store and closes its connections, and all others give up.
 from __future__ import annotations
 
 import concurrent.futures as cf
+import hashlib
 import json
 import threading
 import time
@@ -31,6 +32,7 @@ import torch.distributed as dist
 
 from megarl.models.ops import Shape
 from megarl.models.piece_table import PieceTable
+from megarl.transfer.geometry import TargetTable, read_entries
 from megarl.utils.env import JOB_TOKEN, job_token
 from megarl.utils.http import call_json, in_thread
 from megarl.utils.rendezvous import listen
@@ -58,6 +60,7 @@ REPLY_LOOKS = 500
 # How much longer than a sync may take operations of NCCL live: ours is the readable error, and its
 # watchdog ends the process.
 MARGIN = 60.0
+_SHOWN = 3  # tensors or parameters of a server
 _GONE = "the rank that speaks to the servers is gone ({})"
 
 PackedTables = dict[str, list[bytes]]  # by server, and its ranks
@@ -138,31 +141,41 @@ class Link:
         *,
         body: Mapping[str, Any] | None = None,
         but: Collection[str] = (),
+        texts: Sequence[Sequence[str]] = (),
         **fields: Any,
     ) -> dict[str, Future[Answer]]:
         """Has every rank of every server do something. A call fails with what a rank replied.
-        body: of the request; but: servers that are left out; fields: of the command."""
-        command = {
-            "do": do,
-            "id": uuid.uuid4().hex[:12],
-            "backend": self.members.backend,
-            "timeout": deadline.left,
-            "world": self.members.world,
-            **vars(self.meeting),
-            **fields,
-        }
+        body: of the request; but: servers that are left out; texts: for each server and rank, the
+        command with what comes with it; fields: of the command."""
+        fields = {"id": uuid.uuid4().hex[:12]} | fields
+        commands = [
+            self.command(do, n, deadline, **fields) for n in range(len(self.members.firsts))
+        ]
         return {
             server: in_thread(
                 self._obey,
                 server,
-                tp,
-                command
-                | {"server": number, "address": server, "first": self.members.firsts[number]},
+                commands[number],
+                texts[number] if texts else [handles.pack_empty(json.dumps(commands[number]))] * tp,
                 body or {},
                 deadline.left + LINGER,
             )
             for number, (server, tp) in enumerate(self.members.servers.items())
             if server not in but
+        }
+
+    def command(self, do: str, number: int, deadline: Deadline, **fields: Any) -> dict[str, Any]:
+        """Returns a command to server `number`."""
+        return {
+            "do": do,
+            "backend": self.members.backend,
+            "timeout": deadline.left,
+            "world": self.members.world,
+            "server": number,
+            "address": list(self.members.servers)[number],
+            "first": self.members.firsts[number],
+            **vars(self.meeting),
+            **fields,
         }
 
     def call(
@@ -176,20 +189,20 @@ class Link:
     def _obey(
         self,
         server: str,
-        tp: int,
         command: Mapping[str, Any],
+        texts: Sequence[str],
         body: Mapping[str, Any],
         timeout: float,
     ) -> Answer:
         request = {
-            "serialized_named_tensors": [handles.pack_empty(json.dumps(command))] * tp,
+            "serialized_named_tensors": texts,
             "load_format": LOADER,
             "flush_cache": False,
             "selector": "target",
             **body,
         }
         call_json("POST", server, "/update_weights_from_tensor", request, timeout=timeout)
-        replies = [self._reply(server, command, rank) for rank in range(tp)]
+        replies = [self._reply(server, command, rank) for rank in range(len(texts))]
         return Answer(replies, time.monotonic())
 
     def _reply(self, server: str, command: Mapping[str, Any], rank: int) -> dict[str, Any]:
@@ -341,6 +354,24 @@ class Link:
             torch.cuda.set_device(self.device)
 
 
+@dataclass(frozen=True)
+class RankTable:
+    """Holds a server rank's table. params: the digest of the parameters that it was recorded of.
+    refusal: what the loader does that slices cannot repeat, "" where there is nothing."""
+
+    entries: TargetTable
+    params: str
+    refusal: str
+
+    @classmethod
+    def of(cls, packed: bytes, refused: Mapping[str, str]) -> RankTable:
+        """Reads a table. refused: what a loader may not do, by its name in the table."""
+        table = json.loads(zlib.decompress(packed))
+        entries = TargetTable(read_entries(table["entries"]), hashlib.sha256(packed).hexdigest())
+        refusals = [f"{kind}: {few([*table[n]])}" for n, kind in refused.items() if table[n]]
+        return cls(entries, table["digest"], ", ".join(refusals))
+
+
 def spec_of(table: PieceTable, dtype_of: Callable[[str], torch.dtype]) -> Spec:
     """Returns the spec of a table's HF tensors. dtype_of: that a tensor is sent in, by name."""
     return [(t.name, t.shape, str(dtype_of(t.name)).removeprefix("torch.")) for t in table.tensors]
@@ -360,3 +391,9 @@ def record(
         packed = [link.box.take(f"table/{reply['at']}") for reply in ranks]
         tables[server] = [distinct.setdefault(table, table) for table in packed]
     return tables
+
+
+def few(names: Sequence[str]) -> str:
+    """Words the first names, and how many more there are."""
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

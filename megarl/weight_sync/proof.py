@@ -36,17 +36,15 @@ def write_proof(device: torch.device, server: str) -> Path:
 def why_unproved(device: torch.device, servers: Iterable[str]) -> str:
     """Returns why slices are not known to pass from this device to servers of these versions, ""
     where they are."""
-    proved: object = None
-    with suppress(OSError, ValueError):  # also one that is half written
-        proved = json.loads(proof_file().read_text())
-    what, how = "slices over NCCL have", "`python benchmarks/first_day.py slices` tries them"
-    if not isinstance(proved, dict):
-        return f"{what} not passed on {platform.node()} (no {proof_file()}); {how}"
+    proved = dict[str, str]()
+    with suppress(OSError, ValueError, TypeError):  # also one that is half written
+        proved |= json.loads(proof_file().read_text())
     for server in servers:
         for name, here in _facts(device, server).items():
             if proved.get(name) != here:
-                at = f"with {name} {proved.get(name)}, not with {here}"
-                return f"{what} passed on {platform.node()} {at}; {how}"
+                what = f"slices over NCCL have not passed on {platform.node()} with {name} {here}"
+                has = f"{proof_file()} has {proved.get(name)}"
+                return f"{what} ({has}); `python benchmarks/first_day.py slices` tries them"
     return ""
 
 

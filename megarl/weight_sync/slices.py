@@ -15,7 +15,6 @@ same on each server rank.
 from __future__ import annotations
 
 import concurrent.futures as cf
-import hashlib
 import json
 import logging
 import zlib
@@ -24,16 +23,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from megarl.api.records import ServersLost, WeightUpdateMeta
 from megarl.models.piece_table import PieceTable
 from megarl.transfer.gather import export_dtype
-from megarl.transfer.geometry import Sources, TargetTable, read_entries
+from megarl.transfer.geometry import Sources, TargetTable
 from megarl.transfer.moves import lay_out, pack
-from megarl.transfer.plan import Receiver, TransferPlan, nearest, plan_together, plan_transfer
+from megarl.transfer.plan import (
+    Preference,
+    Receiver,
+    TransferPlan,
+    nearest,
+    plan_together,
+    plan_transfer,
+)
 from megarl.utils.env import is_here, is_loopback, machine
 from megarl.utils.http import in_thread, split_address
 from megarl.weight_sync.changes import Group, Names, Outgoing, SliceChanges
@@ -44,6 +50,7 @@ from megarl.weight_sync.link import (
     Meeting,
     Members,
     PackedTables,
+    RankTable,
     open_store,
     record,
     spec_of,
@@ -60,7 +67,7 @@ from megarl.weight_sync.servers import (
     address_for,
 )
 from megarl.weight_sync.transports import WeightSource
-from megarl.weight_sync.verify import Fingerprints, few
+from megarl.weight_sync.verify import Fingerprints
 
 log = logging.getLogger(__name__)
 
@@ -75,30 +82,7 @@ class _Target:
     quantization: str
 
 
-@dataclass(frozen=True)
-class _RankTable:
-    """Holds a server rank's table. params: the digest of the parameters that it was recorded of.
-    refusal: what the loader does that slices cannot repeat, "" where there is nothing."""
-
-    entries: TargetTable
-    params: str
-    refusal: str
-
-    @classmethod
-    def of(cls, packed: bytes) -> _RankTable:
-        """Reads a table."""
-        table = json.loads(zlib.decompress(packed))
-        entries = TargetTable(read_entries(table["entries"]), hashlib.sha256(packed).hexdigest())
-        kinds = {
-            "computes instead of copying": table["computed"],
-            "writes twice": table["twice"],
-            "fills from no HF tensor": table["unfilled"],
-        }
-        refusals = [f"{kind}: {few([*params])}" for kind, params in kinds.items() if params]
-        return cls(entries, table["digest"], ", ".join(refusals))
-
-
-_Tables = Sequence[Sequence[_RankTable]]  # by server and rank
+_Tables = Sequence[Sequence[RankTable]]  # by server and rank
 _Spot = tuple[str, tuple[bool, ...]]  # a rank's machine, and whether each server is there
 
 
@@ -107,7 +91,18 @@ class _Refused(Exception):
 
 
 class SliceSync:
-    """Sends slices, on every rank of an engine alike. One of them speaks to the servers."""
+    """Sends slices, on every rank of an engine alike. One of them speaks to the servers.
+
+    key: of the configuration, where slices are wanted and cannot be sent. refused: what a loader
+    may not do with tensors.
+    """
+
+    key: ClassVar = "weight_sync.options.sharded=true"
+    refused: ClassVar = {
+        "computed": "computes instead of copying",
+        "twice": "writes twice",
+        "unfilled": "fills from no HF tensor",
+    }
 
     def __init__(self, source: WeightSource) -> None:
         self.source, self._speaker = source, source.sender
@@ -117,6 +112,8 @@ class SliceSync:
         self._info: dict[str, ServerInfo] = {}
         self._servers: Servers | None = None
         self._groups: list[Group] = []
+        # (server, rank) that take what a receiver gets, where that is none of them
+        self._workers: dict[Receiver, list[tuple[int, int]]] = {}
         self._sent = SliceChanges()
         self._fp8: BlockFp8 | None = None
 
@@ -129,7 +126,7 @@ class SliceSync:
             with phases.time("connect"):
                 level, why = self._prepare(meta, deadline)
             if why and meta.sharded == "on":
-                raise RuntimeError(f"weight_sync.options.sharded=true: {why}")
+                raise RuntimeError(f"{self.key}: {why}")
             if not why:
                 self._stream(meta, deadline, phases)
         except BaseException:
@@ -173,7 +170,7 @@ class SliceSync:
         the level of a line that says so: a warning where it may pass."""
         backend = meta.comm_backend or ("nccl" if self.source.device.type == "cuda" else "gloo")
         if meta.bucket_bytes < 1:
-            return logging.INFO, f"bucket_bytes={meta.bucket_bytes}: use at least 1"
+            raise ValueError(f"bucket_bytes={meta.bucket_bytes}: use at least 1")
         ranks = self.source.ranks
         half = max(1, meta.bucket_bytes // 2)
         target = _Target(meta.addresses, backend, half, meta.quantization)
@@ -284,7 +281,9 @@ class SliceSync:
             return record(self._link, spec_of(self._table, self._dtype), deadline)
 
         packed = self.source.from_rank(self._speaker, ask)
-        tables = {raw: _RankTable.of(raw) for ranks in packed.values() for raw in ranks}
+        tables = {
+            raw: RankTable.of(raw, self.refused) for ranks in packed.values() for raw in ranks
+        }
         why = [
             f"server {server}, rank {rank}, {tables[raw].refusal}"
             for server, ranks in packed.items()
@@ -299,17 +298,24 @@ class SliceSync:
         """Returns who sends what to whom, the same on all ranks, which raise where one cannot."""
         nodes = [next((w for w, here in spots if here[i]), None) for i in range(len(tables))]
         near = nearest([where for where, _ in spots])
+        targets = {
+            Receiver(server, rank): table.entries
+            for server, ranks in enumerate(tables)
+            for rank, table in enumerate(ranks)
+        }
+        return self.plan(targets, round_bytes, lambda to, ranks: near(nodes[to.target], ranks))
+
+    def plan(
+        self, targets: Mapping[Receiver, TargetTable], round_bytes: int, prefer: Preference
+    ) -> TransferPlan:
+        """Returns `plan_transfer`'s plan, the same on all ranks. Collective. Raises ValueError."""
         plan_slices = partial(
             plan_transfer,
             Sources(self._table),
-            {
-                Receiver(server, rank): table.entries
-                for server, ranks in enumerate(tables)
-                for rank, table in enumerate(ranks)
-            },
+            targets,
             dtypes={t.name: self._dtype(t.name) for t in self._table.tensors},
             round_bytes=round_bytes,
-            prefer=lambda to, ranks: near(nodes[to.target], ranks),
+            prefer=prefer,
         )
         try:
             return plan_together("planning slices", plan_slices, self.source.ranks)
@@ -320,9 +326,10 @@ class SliceSync:
         """Puts this rank's share of the receivers' parts of the plan into the store."""
         assert self._link is not None
         for receiver in plan.receivers[self.source.rank :: self.source.layout.world_size]:
-            (server, rank), rounds = receiver, plan.receives(receiver)
-            text = json.dumps({"digest": tables[server][rank].params, "rounds": rounds})
-            self._link.box.put(f"plan/{server}/{rank}", zlib.compress(text.encode()))
+            rounds = plan.receives(receiver)
+            for server, rank in self._workers.get(receiver, [receiver]):
+                text = json.dumps({"digest": tables[server][rank].params, "rounds": rounds})
+                self._link.box.put(f"plan/{server}/{rank}", zlib.compress(text.encode()))
 
     def _join(self, plan: TransferPlan, deadline: Deadline, timeout: float) -> None:
         """Enters the group together with all others."""
@@ -393,7 +400,7 @@ class SliceSync:
             with phases.time("encode"):
                 self._fp8.measure()
         with phases.time("broadcast"):
-            sent, received = ranks.together(self._transfer, meta, deadline, names)
+            sent, received = ranks.together(self._transfer, meta, deadline, names, phases)
         fingerprints = Fingerprints(self.source, self._speaker, meta, deadline, phases)
         fingerprints.record(self._info, self._link)
         fingerprints.compare()
@@ -414,7 +421,7 @@ class SliceSync:
         return self._sent.ask(self._link, meta.number, deadline) if meta.delta else None
 
     def _transfer(
-        self, meta: WeightUpdateMeta, deadline: Deadline, names: Names | None
+        self, meta: WeightUpdateMeta, deadline: Deadline, names: Names | None, phases: Phases
     ) -> tuple[int, Sequence[dict[str, Any]]]:
         """Sends this rank's messages. Returns its bytes and, on the rank that speaks, what every
         server rank received."""
@@ -455,19 +462,10 @@ class SliceSync:
         self, phases: Phases, sent: int, received: Sequence[dict[str, Any]], *, changes: bool
     ) -> None:
         """Notes the metrics of a sync. received: the replies of all server ranks, on the rank that
-        speaks. Collective.
-
-        peak_extra_bytes: two groups of messages, the largest that follow each other; with `changes`
-        also the largest message as it was and what differs, but not what is kept. changed: the part
-        of the numbers that differ from the version before, where versions were compared; then
-        bytes_whole is what all of them would have been.
-        """
-        sizes = [[parts.nbytes for _, _, parts in group] for group in self._groups]
-        groups = [sum(group) for group in sizes]
-        extra = max((a + b for a, b in pairwise([*groups, 0])), default=0)  # it may send nothing
-        if changes:
-            extra += 2 * max((size for group in sizes for size in group), default=0)
+        speaks. changed: the part of the numbers that differ from the version before, where versions
+        were compared; then bytes_whole is what all of them would have been. Collective."""
         counts = self._sent.counts + Counter(bytes=sent)
+        extra = self._extra(changes=changes)
         ranks = self.source.ranks.gather((counts, extra, received))
         total, replies = sum((c for c, _, _ in ranks), Counter[str]()), ranks[self._speaker][2]
         metrics: dict[str, float] = {
@@ -481,6 +479,15 @@ class SliceSync:
             metrics["changed"] = total["changed"] / total["compared"]
             metrics["bytes_whole"] = total["whole"]
         phases.metrics |= {name: float(value) for name, value in metrics.items()}
+
+    def _extra(self, *, changes: bool) -> int:
+        """Returns the most bytes that this rank needs for a sync: two groups of messages, the
+        largest that follow each other; with `changes` also the largest message as it was and what
+        differs, but not what is kept."""
+        sizes = [[parts.nbytes for _, _, parts in group] for group in self._groups]
+        groups = [sum(group) for group in sizes]
+        extra = max((a + b for a, b in pairwise([*groups, 0])), default=0)  # it may send nothing
+        return extra + 2 * changes * max((size for group in sizes for size in group), default=0)
 
 
 # ---- why whole tensors are sent instead

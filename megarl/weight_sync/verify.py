@@ -31,6 +31,7 @@ from megarl.weight_sync.link import (
     Link,
     Members,
     PackedTables,
+    few,
     open_store,
     record,
     spec_of,
@@ -43,7 +44,6 @@ from megarl.weight_sync.transports import WeightSource
 log = logging.getLogger(__name__)
 
 SAMPLE = 8  # tensors
-_SHOWN = 3  # tensors or parameters of a server
 _LOGGED = set[tuple[int, str]]()  # (level, what about) of the lines so far
 ON_GPU = "this has not been run on a GPU yet; weight_sync.verify=full compares it all the same"
 # other numbers are made of what was sent, not copied: FP8 has scales beside it
@@ -380,9 +380,3 @@ def _log(level: int, about: str, line: str) -> None:
 def _name(part: Part) -> str:
     box = ", ".join(f"{a}:{b}" for a, b in zip(part.start, part.stop, strict=True))
     return f"{part.tensor} [{box}]"
-
-
-def few(names: Sequence[str]) -> str:
-    """Words the first names, and how many more there are."""
-    more = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

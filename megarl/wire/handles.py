@@ -17,13 +17,10 @@ import os
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.multiprocessing import reductions
-
-from megarl.wire.buckets import Bucket
 
 _DEVICE = 6  # which argument of torch's rebuild_cuda_tensor is the device
 _HAS_SETTINGS = hasattr(torch._C, "_accelerator_getAllocatorSettings")
@@ -41,7 +38,6 @@ _ALLOWED = {
     *(("torch", name) for name in ("Tensor", "Size", *_DTYPES)),
     *(("torch.storage", name) for name in ("UntypedStorage", "TypedStorage")),
     *(("torch.multiprocessing.reductions", name) for name in _REBUILDERS),
-    ("types", "SimpleNamespace"),
 }
 
 
@@ -56,25 +52,10 @@ def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
-def pack(bucket: Bucket, flat: torch.Tensor) -> str:
-    """Returns the text of a bucket for one reader, as SGLang's load_format "flattened_bucket" has
-    it.
-
-    flat: the bucket's bytes, in memory from `allocate`, which must stay as they are until read.
-    """
-    members = [
-        SimpleNamespace(
-            name=m.name,
-            shape=m.shape,
-            dtype=m.dtype,
-            start_idx=m.offset,
-            end_idx=m.offset + m.nbytes,
-            numel=m.nbytes,
-        )
-        for m in bucket.members
-    ]
+def pack(name: str, tensor: torch.Tensor) -> str:
+    """Returns the text of a tensor in memory from `allocate`, for one reader, under this name."""
     out = io.BytesIO()
-    _Pickler(out).dump({"flattened_tensor": flat, "metadata": members})
+    _Pickler(out).dump([(name, tensor)])
     return base64.b64encode(out.getvalue()).decode()
 
 
@@ -91,13 +72,7 @@ def unpack(text: str) -> Sequence[tuple[str, torch.Tensor]]:
     other text."""
     try:
         content = _Unpickler(io.BytesIO(base64.b64decode(text, validate=True))).load()
-        if isinstance(content, list):
-            return [(str(name), tensor) for name, tensor in content]
-        flat = content["flattened_tensor"]
-        return [
-            (str(m.name), flat[m.start_idx : m.end_idx].view(m.dtype).view(m.shape))
-            for m in content["metadata"]
-        ]
+        return [(str(name), tensor) for name, tensor in content]
     except (ValueError, pickle.UnpicklingError, EOFError) as e:
         raise ValueError(f"not a list of tensors: {e}") from e
     except (AttributeError, KeyError, TypeError, IndexError) as e:

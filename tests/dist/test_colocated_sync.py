@@ -11,12 +11,14 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from safetensors.torch import load_file
 
 from megarl.api.records import WeightUpdateMeta
 from megarl.weight_sync import colocated
 from tests.dist.uploads import Upload, run_uploads
 from tests.dist.world import World
 from tests.embedded_server import Server, addresses, checksums, embedded_server, load, two_servers
+from tests.stock_server import StockServer
 from tests.tiny import save_tiny
 
 pytestmark = pytest.mark.system
@@ -41,22 +43,21 @@ def servers(old: Path, models: Path) -> Iterator[list[Server]]:
 
 
 def meta(*servers: Server, **kw: Any) -> WeightUpdateMeta:
-    given: dict[str, Any] = dict(bucket_bytes=60_000, timeout=60.0, verify="full")
-    return WeightUpdateMeta(
-        type="colocated",
-        version=next(_versions),
-        addresses=addresses(list(servers)),
-        **(given | kw),
+    given: dict[str, Any] = dict(
+        bucket_bytes=60_000, timeout=60.0, verify="full", addresses=addresses(list(servers))
     )
+    return WeightUpdateMeta(type="colocated", version=next(_versions), **(given | kw))
+
+
+def beside(spots: Any, servers: dict[str, int], *, sender: int) -> dict[str, tuple[int, ...]]:
+    """As on two GPUs: workers read from rank 0 and from rank 1 in turn."""
+    number = itertools.count()
+    return {server: tuple(next(number) % 2 for _ in range(tp)) for server, tp in servers.items()}
 
 
 def run_read_from_both(parallel: dict[str, Any], uploads: list[Upload]) -> Any:
     """Syncs as on GPUs: the first server reads rank 0's memory, the second rank 1's."""
-
-    def each_its_own(spots: Any, servers: Any, *, sender: int) -> dict[str, tuple[int, ...]]:
-        return {server: (rank,) for rank, server in enumerate(servers)}
-
-    with mock.patch.object(colocated, "read_from", each_its_own):
+    with mock.patch.object(colocated, "read_from", beside):
         return run_uploads(parallel, uploads)
 
 
@@ -70,6 +71,16 @@ def test_servers_hold_what_save_writes(
     for server in servers:
         load(server, old)
     before, saved = checksums(servers[0]), tmp_path / "saved"
+    tensors = load_file(next(new.glob("*.safetensors")))
+    whole = sum(t.nbytes for t in tensors.values())
+    cut = whole - sum(t.nbytes for n, t in tensors.items() if "norm" in n)
+    # what a rank lacks of what it hands on crosses once: rank 0 has more of the vocabulary's rows
+    crossing = {
+        (run_uploads, 2): pytest.approx(cut / 2, rel=0.1),
+        (run_read_from_both, 2): cut,
+        (run_uploads, 1): 0,
+        (run_read_from_both, 1): 0,
+    }
     uploads = [
         Upload(source, saved if source == new else None, meta(*servers))
         for source in (new, old, new)
@@ -77,8 +88,10 @@ def test_servers_hold_what_save_writes(
     for figures in world.run(job, parallel, uploads):
         for f in figures:
             assert isinstance(f, dict), f
-            assert f["weight_sync/verified"] == 1 and f["weight_sync/buckets"] > 3
-            assert f["weight_sync/readers"] == 2
+            assert f["weight_sync/verified"] == 1
+            assert f["weight_sync/bytes"] == crossing[job, parallel["tp"]]
+            assert f["weight_sync/slice_bytes"] >= whole
+            assert f["weight_sync/peak_extra_bytes"] < 3.2 * 60_000
     streamed = [checksums(s) for s in servers]
     versions = [s.get("/model_info")[1]["weight_version"] for s in servers]
     assert versions == [str(uploads[-1].meta.version)] * 2
@@ -86,18 +99,45 @@ def test_servers_hold_what_save_writes(
     assert streamed[0] == streamed[1] == checksums(servers[0]) != before
 
 
+@pytest.fixture(scope="module")
+def stock(new: Path) -> Iterator[StockServer]:
+    tensors = load_file(next(new.glob("*.safetensors")))
+    with StockServer({n: tuple(t.shape) for n, t in tensors.items()}, tp=2) as server:
+        yield server
+
+
+@pytest.mark.parametrize("parallel", (dict(tp=2), dict(pp=2), dict(tp=1)), ids=str)
+def test_ranks_of_a_server_take_their_own_slices(
+    world: World, stock: StockServer, old: Path, new: Path, parallel: dict[str, Any]
+) -> None:
+    """Each reads from the rank beside it, which collects no more than that rank keeps."""
+    keeps = [sum(p.nbytes for p in params.values()) for params in stock.ask("params")]
+    uploads = [
+        Upload(source, None, meta(addresses=(stock.address,), verify="off"))
+        for source in (new, old)
+    ]
+    for figures in world.run(run_read_from_both, parallel, uploads):
+        for f in figures:
+            assert isinstance(f, dict), f
+            assert max(keeps) <= f["weight_sync/slice_bytes"] <= 1.05 * max(keeps)
+            assert (f["weight_sync/bytes"] == 0) == (parallel == dict(tp=1)), f
+            assert f["weight_sync/bytes"] < 0.55 * sum(keeps)
+    assert stock.version == str(uploads[-1].meta.version) and not stock.session
+    assert stock.holds(load_file(next(old.glob("*.safetensors"))))
+
+
 def test_a_refusal_is_quoted_on_every_rank_and_the_next_upload_works(
     world: World, servers: list[Server], new: Path, tmp_path: Path
 ) -> None:
     wide = save_tiny(tmp_path / "wide", "qwen2", layers=2, hidden_size=96)
     for (error,) in world.run(run_uploads, dict(tp=2), [Upload(wide, None, meta(*servers))]):
-        assert "bucket 1 of" in error and "weight: shape [" in error, error
+        assert "weight: shape [" in error and all(a in error for a in addresses(servers)), error
     for figures in world.run(run_uploads, dict(tp=2), [Upload(new, None, meta(*servers))]):
         assert isinstance(figures[0], dict), figures[0]
 
 
 def run_and_kill(upload: Upload, good: Upload, pid: int) -> Any:
-    """Kills the server when the third bucket is to be loaded."""
+    """Kills the server when the third round is to be taken."""
     pack, packed = colocated.handles.pack, itertools.count()
 
     def kill_first(*args: Any, **kw: Any) -> str:
@@ -117,7 +157,7 @@ def test_a_server_lost_in_the_middle_is_left_out_of_the_next(
         bad, good = meta(victim, servers[0]), meta(*servers)
         uploads = Upload(new, None, bad), Upload(new, None, good)
         for error, figures in world.run(run_and_kill, *uploads, victim.process.pid):
-            assert f"127.0.0.1:{victim.port}" in error and "bucket " in error
+            assert f"127.0.0.1:{victim.port}" in error and "round " in error
             assert figures["weight_sync/verified"] == 1
 
 

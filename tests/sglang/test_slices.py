@@ -24,7 +24,6 @@ from megarl.utils.http import call_json
 from megarl.weight_sync.receiver import RECEIVER
 from megarl.weight_sync.verify import Fingerprints
 from megarl.wire import block_fp8, handles
-from megarl.wire.buckets import Bucket, Member
 from tests.dist.engine_jobs import SP, batch, loss_fn, make_engine, weight_fn
 from tests.dist.uploads import Upload, flipped, run_uploads
 from tests.dist.world import World
@@ -283,19 +282,15 @@ def run_with_a_stranger(upload: Upload, server: str, tp: int, tensor: str) -> An
     """Somebody else writes a tensor's last row once the weights are there: the upload's error."""
     value = load_file(next(upload.source.glob("*.safetensors")))[tensor]
     value[-1] += 1
-    bucket = Bucket(
-        0, (Member(tensor, tuple(value.shape), value.dtype, 0, value.nbytes),), value.nbytes
-    )
-    memory = handles.allocate(value.nbytes, torch.device("cpu"))
-    memory.copy_(value.view(torch.uint8).flatten())
+    memory = handles.allocate(value.nbytes, torch.device("cpu")).view(value.dtype)
+    memory = memory.view(value.shape).copy_(value)
     compare = Fingerprints.compare
 
     def compare_later(mine: Fingerprints) -> Any:
         if mine.source.rank == 0:
-            texts = [handles.pack(bucket, memory) for _ in range(tp)]
+            texts = [handles.pack(tensor, memory) for _ in range(tp)]
             body = {
                 "serialized_named_tensors": texts,
-                "load_format": "flattened_bucket",
                 "flush_cache": False,
             }
             call_json("POST", server, "/update_weights_from_tensor", body, timeout=60)

@@ -128,9 +128,7 @@ def test_a_session_left_open_by_a_trainer_that_died(pair: Pair, world: World) ->
 def test_refused_weights_are_an_error_and_the_next_sync_works(
     pair: Pair, world: World, tmp_path: Path
 ) -> None:
-    """A wider model reaches servers that have no room for it. (From shared memory it would end
-    them: there SGLang 0.5.23 does not catch the error.)
-    """
+    """A wider model reaches servers that have no room for it."""
     wide = save_model(tmp_path / "wide", "qwen3", 5, hidden_size=96)
     bad = Upload(wide, None, meta(pair))
     for (error,) in world.run(run_uploads, TP2, [bad]):

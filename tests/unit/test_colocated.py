@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from megarl.parallel import worlds
-from megarl.transfer.gather import Bucket, Member
 from megarl.utils.env import is_here
 from megarl.weight_sync.colocated import RankLocation, read_from
 from megarl.wire import handles
@@ -62,20 +61,6 @@ def test_which_addresses_are_here() -> None:
     assert not is_here("192.0.2.7:30000")
 
 
-def bucket_of(
-    values: dict[str, torch.Tensor], device: torch.device = HOST
-) -> tuple[Bucket, torch.Tensor]:
-    members, end = [], 0
-    for name, t in values.items():
-        members.append(Member(name, tuple(t.shape), t.dtype, end, t.nbytes))
-        end += t.nbytes
-    bucket = Bucket(0, tuple(members), end)
-    flat = handles.allocate(end + 64, device)[:end]
-    for name, view in bucket.views(flat):
-        view.copy_(values[name])
-    return bucket, flat
-
-
 READER = """
 import sys, torch
 from megarl.wire import handles
@@ -89,16 +74,17 @@ for name, tensor in handles.unpack(sys.stdin.read()):
 
 def check_shared(device: torch.device) -> None:
     """Another process, no relative of the memory's owner, reads and writes it, twice."""
-    values = {"w": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
-    bucket, flat = bucket_of(values, device)
+    memory = handles.allocate(6 * 4 + 64, device)[: 6 * 4]
+    numbers = memory.view(torch.float32)
+    numbers.copy_(torch.arange(6.0))
     for total in (15.0, 0.0):
         done = subprocess.run(
             [sys.executable, "-c", READER], text=True, capture_output=True,
-            input=handles.pack(bucket, flat), timeout=120, env=os.environ,
+            input=handles.pack("w", numbers), timeout=120, env=os.environ,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
-        assert f"w [2, 3] torch.float32 {total}" in done.stdout
-        assert not flat.any()
+        assert f"w [6] torch.float32 {total}" in done.stdout
+        assert not memory.any()
 
 
 def test_another_process_reads_and_writes_the_same_memory() -> None:
@@ -106,7 +92,7 @@ def test_another_process_reads_and_writes_the_same_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    "content", (print, {"flattened_tensor": 1}, {"metadata": []}, 7, subprocess.Popen, torch.load)
+    "content", (print, {"w": 1}, [1], [("w",)], 7, subprocess.Popen, torch.load)
 )
 def test_nothing_but_tensors_is_unpacked(content: object) -> None:
     text = base64.b64encode(pickle.dumps(content)).decode()

@@ -106,22 +106,39 @@ def test_slices_of_which_none_has_changed_mend_torn_weights() -> None:
     assert not updates.unfit()
 
 
+def test_weights_of_which_only_some_rounds_have_come_are_not_generated_with() -> None:
+    updates = WeightUpdates(WeightStore(untied()), torch.device("cpu"), timeout=60)
+    model, tensors = updates.store.model, updates.store.tensors
+    box, obey = commanding(updates, "rounds")
+    box.put("spec", packed([(n, tuple(t.shape), "float32") for n, t in tensors.items()]))
+    obey("record")
+    box.put("plan/0/0", packed({"digest": digest_of(model), "rounds": [[[0, [0]]], []]}))
+    memory = handles.allocate(max(t.nbytes for t in tensors.values()), torch.device("cpu"))
+    memory.view(torch.float32).fill_(7.0)
+    obey("take", memory, round=0, last=False)
+    assert updates.unfit()
+    obey("take", memory, round=1, last=True)
+    assert not updates.unfit()
+    assert [n for n, t in tensors.items() if bool((t == 7).all())] == [next(iter(tensors))]
+
+
 def packed(value: Any) -> bytes:
     return zlib.compress(json.dumps(value).encode())
 
 
-def commanding(updates: WeightUpdates) -> tuple[Mailbox, Callable[[str], None]]:
+def commanding(updates: WeightUpdates, session: str = "s") -> tuple[Mailbox, Callable[..., None]]:
     """A trainer's mailbox, and what has the server obey a command."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    where = dict(host="127.0.0.1", port=store.port, session="s", address="s", server=0)
+    where = dict(host="127.0.0.1", port=store.port, session=session, address="s", server=0)
 
-    def obey(do: str) -> None:
-        command = where | dict(do=do, id=do, timeout=60.0, backend="gloo")
-        text = handles.pack_empty(json.dumps(command))
+    def obey(do: str, memory: torch.Tensor | None = None, **fields: Any) -> None:
+        command = where | dict(do=do, id=do, timeout=60.0, backend="gloo") | fields
+        name = json.dumps(command)
+        text = handles.pack_empty(name) if memory is None else handles.pack(name, memory)
         body = {"load_format": LOADER, "serialized_named_tensors": [text]}
         updates.from_tensor(body, lambda: None)
 
-    return Mailbox(store, "s", os.environ.get("MEGARL_JOB_TOKEN", "")), obey
+    return Mailbox(store, session, os.environ.get("MEGARL_JOB_TOKEN", "")), obey
 
 
 def test_no_bucket_is_waited_for_in_a_group_that_is_being_left(

@@ -1,14 +1,16 @@
 """Obeys the trainers' commands on every rank of a server.
 
 `POST /update_weights_from_tensor` with load_format="megarl_receiver.load" calls `load` on every
-tensor-parallel rank, with the real module. Its one tensor is empty and has a JSON command for a
-name; everything else goes through a store of the trainers:
+tensor-parallel rank, with the real module. Its one tensor has a JSON command for a name, and is
+empty but for `take`; everything else goes through a store of the trainers:
 
     record   learn where every element of every HF tensor lands in this rank's parameters
     join     enter the group of all trainers and server ranks
     holds    the trainers' name for the weights that are here, if nothing else has come since
     receive  take this rank's slices, round by round, and copy them in place as a plan says; or
              their changes against the weights that it holds
+    take     copy the messages of one round in place, out of the memory of a trainer beside this
+             rank, which the one tensor is
     hash     the hash of each part of an HF tensor here, of all or of "names", read back from the
              parameters
     accept   nothing; the request carries the version, once every rank has received
@@ -41,7 +43,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from .fingerprint import Holding, tensor_hash
 from .mailbox import TOKEN, Mailbox
-from .messages import HEAD, HEADS, laid_out, land
+from .messages import ALIGN, HEAD, HEADS, laid_out, land
 from .recording import Table, digest_of, record, state
 
 CONNECT_TIMEOUT = 30.0  # seconds to reach the store
@@ -53,14 +55,14 @@ _NEVER_SENT = 0x6E65  # tag of a message nobody sends
 @dataclass
 class Held:
     """Keeps what outlives a command. spec: the HF tensors of the table, (name, shape, dtype), as
-    they are sent; dtypes: theirs by name. plan: of the group. wrote: whether the latest command has
-    changed parameters."""
+    they are sent; dtypes: theirs by name. plan: of a session, with its name. wrote: whether the
+    latest command has changed parameters."""
 
     spec: Sequence[Any] = ()
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     table: Table | None = None
     group: dist.ProcessGroup | None = None
-    plan: Any = None
+    plan: tuple[str, Any] = ("", None)
     weights: Holding = field(default_factory=Holding)
     wrote: bool = False
 
@@ -70,9 +72,10 @@ held = Held()
 
 @dataclass(frozen=True)
 class Order:
-    """Holds a command, and the rank of this server that obeys it."""
+    """Holds a command, and the rank of this server that obeys it. memory: what comes with it."""
 
     command: Mapping[str, Any]
+    memory: torch.Tensor
     box: Mailbox
     rank: int
     model: torch.nn.Module
@@ -100,8 +103,9 @@ def load(
     parameters were written. Never raises."""
     order, reply, held.wrote = None, dict[str, Any](), False
     try:
-        command = json.loads(named_tensors[0][0])
-        order = Order(command, _mailbox(command), _rank(), model)
+        (name, memory), *_ = named_tensors
+        command = json.loads(name)
+        order = Order(command, memory, _mailbox(command), _rank(), model)
         reply = {"ok": True, **COMMANDS[command["do"]](order)}
     except BaseException as e:
         traceback.print_exc()
@@ -150,7 +154,7 @@ def _record(order: Order) -> dict[str, Any]:
     if table is None or held.spec != spec or table.digest != digest_of(order.model):
         held.table = None
         table = record(order.model, spec)
-        held.table, held.spec, held.plan = table, spec, None
+        held.table, held.spec, held.plan = table, spec, ("", None)
         held.dtypes = {name: getattr(torch, dtype) for name, _, dtype in spec}
     order.box.put(order.place("table"), zlib.compress(json.dumps(vars(table)).encode()))
     return {"entries": len(table.entries)}
@@ -161,7 +165,7 @@ def _join(order: Order) -> dict[str, Any]:
     NCCL's calls for that do not return where one of them is gone, so a thread makes them, and this
     one waits no longer than the time or until the trainers give up."""
     _leave(order, abort=True)
-    c, held.plan = order.command, None
+    c = order.command
     senders = sorted({sender for messages in _plan(order)["rounds"] for sender, _ in messages})
     with _loopback_gloo(c["host"]), _independent_of_default_group(c["backend"]):
         group, _ = c10d._new_process_group_helper(
@@ -226,8 +230,6 @@ def _receive(order: Order) -> dict[str, Any]:
     changes of the weights named "base"; what is held afterwards has the name "id".
     """
     plan, until = _plan(order), time.monotonic() + order.command["timeout"]
-    if plan["digest"] != digest_of(order.model):
-        raise RuntimeError("the parameters are not those that the table was recorded for")
     changes, here = order.command.get("changes"), held.weights.id
     if changes and changes["base"] not in (None, here):
         raise RuntimeError(f"these are changes to {changes['base']}, and {here} is held")
@@ -259,11 +261,16 @@ def _receive(order: Order) -> dict[str, Any]:
 
 
 def _plan(order: Order) -> Any:
-    """Returns this rank's part of the plan, which comes once."""
-    if held.plan is None:
+    """Returns this rank's part of the plan, which comes once a session. Raises RuntimeError where
+    the parameters have become others."""
+    session = order.command["session"]
+    if held.plan[0] != session:
         raw = order.box.take(f"plan/{order.command['server']}/{order.rank}")
-        held.plan = json.loads(zlib.decompress(raw))
-    return held.plan
+        held.plan = session, json.loads(zlib.decompress(raw))
+    plan = held.plan[1]
+    if plan["digest"] != digest_of(order.model):
+        raise RuntimeError("the parameters are not those that the table was recorded for")
+    return plan
 
 
 def _heads(order: Order, messages: Sequence[Any], number: int, until: float) -> list[list[int]]:
@@ -332,6 +339,27 @@ def _wait(order: Order, works: Sequence[Any], until: float) -> None:
         work.wait(timedelta(seconds=max(0.001, until - time.monotonic())))
 
 
+def _take(order: Order) -> dict[str, Any]:
+    """Copies a round's messages, each of which begins at a multiple of ALIGN bytes. Replies whether
+    it was the last round."""
+    assert held.table is not None, "record first"
+    rounds, number, start = _plan(order)["rounds"], order.command["round"], 0
+    params = state(order.model)
+    held.weights.forget()
+    with torch.no_grad():
+        for _, slices in rounds[number] if number < len(rounds) else ():
+            nbytes, views = laid_out(slices, held.table.entries, held.dtypes)
+            held.wrote = True
+            land(params, views, order.memory[start : start + nbytes], 0)
+            start += -(-nbytes // ALIGN) * ALIGN
+        if order.command["last"]:
+            _finish(order.model)
+            held.wrote = True
+    if order.memory.is_cuda:
+        torch.cuda.synchronize(order.memory.device)  # then trainers write there again
+    return {"received": start, "whole": order.command["last"]}
+
+
 def _hash(order: Order) -> dict[str, Any]:
     """Replies the hashes of entries of the table, read back from the live parameters."""
     table, names = held.table, order.command.get("names")
@@ -379,6 +407,7 @@ COMMANDS: Mapping[str, Callable[[Order], dict[str, Any]]] = {
     "join": _join,
     "holds": _holds,
     "receive": _receive,
+    "take": _take,
     "hash": _hash,
     "accept": _accept,
     "leave": _leave,

@@ -30,6 +30,7 @@ from .fingerprint import BITS
 from .recording import Entry
 
 KINDS = ("gaps", "bitmap", "dense")
+ALIGN = 64  # bytes: in memory that is shared, messages begin at multiples
 HEAD = 2  # numbers of a head
 HEADS = 1 << 20  # tags of heads begin here: a plan has fewer rounds
 ROW = 5 * 8  # bytes of a row of the table
