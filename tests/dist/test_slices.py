@@ -400,7 +400,8 @@ def test_a_rank_that_is_gone_is_met_as_the_group_comes_together(
     world.run(run_uploads, TP2, [Upload(bench.paths[0], None, bench.meta(1))])
     with StockServer(bench.one.spec, tp=2, whole=True, how=how) as victim:
         servers = bench.two, bench.one, victim
-        bad = bench.meta(2, *servers, timeout=10.0)
+        victim.ask("params")  # when it has started
+        bad = bench.meta(2, *servers, timeout=12.0)
         whole = bench.meta(3, *servers, sharded="off")
         uploads = [Upload(bench.paths[1], None, meta) for meta in (bad, whole)]
         began = time.monotonic()
