@@ -148,10 +148,8 @@ class Numbers(NamedTuple):
         by = shift.exp()
         sums = [total * by, *((u + total * shift) * by for u in weighted)]
         outside = {name: (x * by)[None] for name, x in self.outside.items()}
-        own = {
-            name: torch.where(here, x - top[:, None], 0.0).t()
-            for name, (x, here) in self.own.items()
-        }
+        off = top[:, None]
+        own = {name: torch.where(at, x - off, 0.0).t() for name, (x, at) in self.own.items()}
         return {"sums": torch.stack(sums), **outside, **own}
 
 

@@ -286,8 +286,7 @@ def _largest(
         least = logits.new_full(logits.shape[:1], float("-inf"))
         return least, least.long() if greedy else None
     if greedy:
-        largest, winner = logits.max(-1)
-        return largest, winner
+        return logits.max(-1)
     return logits.amax(-1), None
 
 
