@@ -51,7 +51,7 @@ Row = dict[str, Any]
 
 # TRL makes no pass for the old logprobs: it uses the update's own, as `auto` does
 SAME_WORK, WITH_PASS = (f"actor.recompute_logprob={way}" for way in ("auto", "true"))
-ONCE = "actor.mb_spec.share_prefixes=true"
+WHOLE, ONCE = (f"actor.mb_spec.share_prefixes={how}" for how in ("false", "auto"))
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def contenders() -> list[Contender]:
     found = []
     for split, layout in ((False, f"1x{CORES}"), (True, f"{CORES}x1")):
         count, threads = (CORES, 1) if split else (1, CORES)
-        servers = (f"server.count={count}", f"server.threads={threads}")
+        servers = (f"server.count={count}", f"server.threads={threads}", WHOLE)
         found += [
             Contender(f"TRL {layout}", None, split),
             Contender(f"megarl {layout} sync, TRL's work", (*servers, SAME_WORK), split),
@@ -94,7 +94,7 @@ def contenders() -> list[Contender]:
             Contender(f"megarl {layout} sync", (*servers, WITH_PASS), split),
         ]
     half = max(1, CORES // 2)
-    beside = (f"server.count={CORES - half or 1}", "server.threads=1")
+    beside = (f"server.count={CORES - half or 1}", "server.threads=1", WHOLE)
     name = f"megarl {half}x1 async 1"
     found += [
         Contender(name, (*beside, *asynchronous, WITH_PASS), True, half),
