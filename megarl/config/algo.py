@@ -100,8 +100,7 @@ class PPOActorConfig(TrainEngineConfig):
     """warn when the largest |trainer - server| logprob gap exceeds this"""
 
     def __post_init__(self) -> None:
-        if isinstance(self.recompute_logprob, bool):  # as it was before there was `auto`
-            self.recompute_logprob = "true" if self.recompute_logprob else "false"
+        self.recompute_logprob = str(self.recompute_logprob).lower()  # scripts may give a boolean
 
     @property
     def old_logp(self) -> str:

@@ -111,8 +111,7 @@ class MicroBatchSpec:
     and the tokens of a batch make it pay"""
 
     def __post_init__(self) -> None:
-        if isinstance(self.share_prefixes, bool):
-            self.share_prefixes = "true" if self.share_prefixes else "false"
+        self.share_prefixes = str(self.share_prefixes).lower()  # scripts may give a boolean
 
 
 ALL_LINEAR = "all-linear"

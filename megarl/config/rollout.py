@@ -265,8 +265,7 @@ class ServerConfig:
     (server.count=2 or more); 0 ends the run"""
 
     def __post_init__(self) -> None:
-        if isinstance(self.release_memory, bool):
-            self.release_memory = "true" if self.release_memory else "false"
+        self.release_memory = str(self.release_memory).lower()  # scripts may give a boolean
 
     @property
     def gpus(self) -> int:
