@@ -183,8 +183,12 @@ def _sharing(cfg: TrainEngineConfig, model: ModelConfig, attention: str) -> Shar
         raise_if_any(problems)
         return Sharing(0.0, said=True)
     options = EngineOptions(**cfg.options)
-    if options.moe_aux_loss_coeff or options.moe_router_bias_update_rate:
-        problems.append("experts are balanced by their tokens, of which tries have fewer")
+    if (
+        options.moe_aux_loss_coeff
+        or options.moe_z_loss_coeff
+        or options.moe_router_bias_update_rate
+    ):
+        problems.append("routers are trained and balanced by their tokens, of which tries have few")
     if problems:
         log.info("mb_spec.share_prefixes=auto: whole sequences, since %s", "; ".join(problems))
         return None

@@ -55,9 +55,9 @@ def device() -> torch.device:
 
 
 def pinned(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor of the host where a GPU can copy it while the host goes on; on a CPU the
-    tensor itself."""
-    return tensor.pin_memory() if on_cuda() else tensor
+    """Returns a tensor of the host where a GPU can copy it while the host goes on; on a CPU, and
+    where it is on a device already, the tensor itself."""
+    return tensor.pin_memory() if on_cuda() and tensor.device.type == "cpu" else tensor
 
 
 def to_device(tensor: torch.Tensor) -> torch.Tensor:

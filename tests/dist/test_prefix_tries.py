@@ -217,6 +217,22 @@ def test_auto_shares_where_it_pays_and_leaves_the_rest_to_the_bit(
             assert torch.equal(ours["weights"][name], weight), name
 
 
+@pytest.mark.parametrize("option", ["moe_aux_loss_coeff", "moe_z_loss_coeff"])
+def test_auto_leaves_the_losses_of_routers_to_all_tokens(
+    option: str, worlds: Callable[[int], World], tmp_path: Path
+) -> None:
+    model = hf_model("qwen3_moe", tie=False)
+    save_hf(model, tmp_path, "qwen3_moe")
+    b, how = batch(model), dict(options={option: 0.3}, max_tokens=MANY)
+    auto, whole = (
+        worlds(1).run(train, str(tmp_path), {}, "policy", b, share_prefixes=share, **how)[0]
+        for share in ("auto", False)
+    )
+    assert not any(SHARED in stats for stats in auto["stats"])
+    for name, grad in whole["grads"].items():
+        assert torch.equal(auto["grads"][name], grad), name
+
+
 def refused(path: str, parallel: dict[str, Any]) -> str:
     try:
         make_engine(path, parallel, share_prefixes=True).destroy()

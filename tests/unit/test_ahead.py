@@ -64,6 +64,20 @@ def test_what_goes_wrong_in_the_thread_is_the_error_of_who_asks(thread) -> None:
         next(coming)
 
 
+def test_fields_that_are_on_the_device_stay_there(thread, monkeypatch) -> None:
+    def pin_memory(tensor: torch.Tensor) -> torch.Tensor:
+        assert tensor.device.type == "cpu", "only dense CPU tensors can be pinned"
+        return tensor
+
+    of = batch()
+    of["w"] = of["w"].to("meta")
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    monkeypatch.setattr(worlds, "on_cuda", lambda: True)
+    monkeypatch.setattr(worlds, "device", lambda: torch.device("meta"))
+    plan = build(of, CUT, Alignment())
+    assert all(mb.fields["w"].is_meta for mb in ahead(plan, thread, ["w"]))
+
+
 def test_only_what_runs_is_on_the_device(thread, monkeypatch) -> None:
     plan = build(batch(), CUT, Alignment())
     monkeypatch.setattr(worlds, "on_cuda", lambda: True)
