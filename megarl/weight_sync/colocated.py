@@ -57,9 +57,8 @@ def ranks_beside(spots: Sequence[RankLocation], servers: Iterable[str]) -> dict[
         if len(machines) != 1:
             where = f"{len(machines)} machines" if machines else "no machine"
             raise RuntimeError(
-                f"weight_sync.type=colocated: server {server} is on {where} of the trainers, by "
-                "its address; name it by an address of the one it is on, or use type=distributed "
-                "or disk"
+                f"server {server} is on {where} of the trainers, by its address; name it by an "
+                "address of the one it is on, or use weight_sync.type=distributed or disk"
             )
         beside[server] = here
     return beside

@@ -20,8 +20,9 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 def proof_file() -> Path:
     """Returns where this machine's proof is, or would be."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    return cache / "megarl" / f"slices_over_nccl_{platform.node()}.json"
+    # pathlib would refuse a user without a home, as containers have
+    cache = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    return Path(cache, "megarl", f"slices_over_nccl_{platform.node()}.json")
 
 
 def write_proof(device: torch.device, server: str) -> Path:

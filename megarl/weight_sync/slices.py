@@ -174,7 +174,7 @@ class SliceSync:
         ranks = self.source.ranks
         half = max(1, meta.bucket_bytes // 2)
         target = _Target(meta.addresses, backend, half, meta.quantization)
-        if self._refused is not None and self._refused[0] == target:
+        if meta.sharded == "auto" and self._refused and self._refused[0] == target:
             return logging.INFO, self._refused[1]
         if all(ranks.gather(ranks.together(self._still_met, target, deadline))):
             return logging.INFO, ""

@@ -136,6 +136,24 @@ def test_a_refusal_is_quoted_on_every_rank_and_the_next_upload_works(
         assert isinstance(figures[0], dict), figures[0]
 
 
+def test_a_server_that_was_refused_is_asked_again(
+    world: World, stock: StockServer, new: Path
+) -> None:
+    """It is started again, at its address, with what it lacked."""
+    uploads = [
+        Upload(
+            new, None, meta(addresses=(stock.address,), verify="off"),
+            (stock.address, "/restart", {"loader": loader}),
+        )
+        for loader in ((), stock.loader)
+    ]  # fmt: skip
+    for error, figures in world.run(run_uploads, dict(tp=1), uploads):
+        assert error.startswith("weight_sync.type=colocated (") and stock.address in error
+        assert "was not started with --custom-weight-loader" in error
+        assert isinstance(figures, dict), figures
+    assert stock.version == str(uploads[-1].meta.version)
+
+
 def run_and_kill(upload: Upload, good: Upload, pid: int) -> Any:
     """Kills the server when the third round is to be taken."""
     pack, packed = colocated.handles.pack, itertools.count()
@@ -167,3 +185,4 @@ def test_a_server_on_another_machine_is_refused(world: World, new: Path) -> None
     object.__setattr__(far.meta, "addresses", ("192.0.2.7:30000",))
     for (error,) in world.run(run_uploads, dict(tp=2), [far]):
         assert "server 192.0.2.7:30000 is on no machine of the trainers" in error
+        assert error.count("weight_sync.type=colocated") == 1, error

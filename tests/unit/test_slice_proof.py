@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pwd
 from pathlib import Path
 
 import pytest
@@ -56,3 +57,13 @@ def test_a_file_that_says_nothing_of_the_kind_counts_as_none(content: str) -> No
     write_proof(GPU, STOCK)
     proof_file().write_text(content)
     assert why_unproved(GPU, [STOCK])
+
+
+def test_a_user_without_a_home_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    for name in ("XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    assert "first_day.py slices" in why_unproved(GPU, [STOCK])
