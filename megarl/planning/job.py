@@ -204,12 +204,12 @@ def _verdict(nbytes: int, cluster: Cluster) -> str:
 
 def _generation(cfg: GRPOConfig) -> dict[str, Any]:
     server, sync, pool = cfg.server, cfg.weight_sync, cfg.cluster.server_pool
-    turns = _takes_turns(cfg)
+    turns, options = _takes_turns(cfg), server.options
     return {
         "serve": _grid(server.count * server.gpus, pool or cfg.cluster) if server.count else None,
         "server_tp": server.tp,
         "server_fp8": sync.options.get("quantization") == "fp8_block",
-        "server_memory": float(server.options.get("mem_fraction_static", 0.8 if turns else 0.85)),
+        "server_memory": float(options.get("mem_fraction_static") or (0.8 if turns else 0.85)),
         "bucket_mb": sync.bucket_mb,
         "turns": turns,
     }

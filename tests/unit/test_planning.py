@@ -320,6 +320,9 @@ def test_what_a_recipe_takes_is_said_without_its_cluster() -> None:
     lines = list(expected_memory(load_config(str(config)), {"Qwen/Qwen3-30B-A3B": raw}))
     assert len(lines) == 5 and "optimizer" in lines[0] and lines[1].startswith("  stage 0")
     assert "fits 80 GiB" in lines[2] and "in turn" in lines[3] and "fits 80 GiB" in lines[4]
+    left_out = load_config(str(config), ["server.options.mem_fraction_static=null"])
+    usual = list(expected_memory(left_out, {"Qwen/Qwen3-30B-A3B": raw}))
+    assert "generate 56.0" in lines[3] and "generate 64.0" in usual[3]
 
 
 def test_the_tool(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
