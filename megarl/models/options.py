@@ -34,7 +34,8 @@ class EngineOptions:
         Transformer Engine, "all_gather" with torch SDPA.
     lm_head_chunk_tokens: tokens per LM-head chunk; logits of one chunk are the peak memory.
     lm_head_keep_mb: a micro-batch's logits are kept for backward if they take at most this many MiB
-        in fp32 on one device; otherwise backward recomputes them.
+        on one device, in fp32 or with Triton kernels in the model's dtype; otherwise backward
+        recomputes them.
     value_head_init: a new value head starts with zeros, or random by `seed`.
     moe_aux_loss_coeff: load-balancing loss, per layer and micro-batch; 0 is off, as usual in RL.
     moe_z_loss_coeff: loss on the router's squared logsumexp; None is off.
