@@ -18,6 +18,7 @@ import threading
 import time
 import uuid
 import zlib
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -93,6 +94,10 @@ class Members:
     def firsts(self) -> list[int]:
         """Returns the number in the group of each server's rank 0."""
         return list(accumulate(self.servers.values(), initial=self.trainers))[:-1]
+
+    def server_of(self, number: int) -> str:
+        """Returns the server of a number in the group."""
+        return list(self.servers)[bisect_right(self.firsts, number) - 1]
 
 
 def open_store(host: str, timeout: float) -> tuple[dist.TCPStore, Meeting]:
@@ -258,12 +263,17 @@ class Link:
         assert work is not None
         work.wait(timedelta(seconds=deadline.left))
         byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
-        greetings = [
-            dist.P2POp(dist.isend, byte, group=group, group_peer=peer)
-            for peer in sorted(set(receivers))
-        ]
-        for work in dist.batch_isend_irecv(greetings) if greetings else ():
-            work.wait(timedelta(seconds=deadline.left))
+        peers = sorted(set(receivers))
+        greetings = [dist.P2POp(dist.isend, byte, group=group, group_peer=p) for p in peers]
+        works = dist.batch_isend_irecv(greetings) if greetings else []
+        for i, work in enumerate(works):
+            try:
+                work.wait(timedelta(seconds=deadline.left))
+            except RuntimeError as e:
+                # over NCCL one work stands for all bytes
+                late = peers[i : i + 1] if len(works) == len(peers) else peers
+                servers = ", ".join(sorted({self.members.server_of(p) for p in late}))
+                raise RuntimeError(f"no byte reached {servers}: {e}") from e
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
