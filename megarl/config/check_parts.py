@@ -45,8 +45,8 @@ from megarl.utils.env import is_here
 from megarl.utils.http import split_address
 from megarl.utils.importing import is_import_path, load_object, option_problems
 
-# options of weight_sync that send less than whole weights
-_LESS = {"delta": (True,), "sharded": (True, "on"), "quantization": ("fp8_block",)}
+# options of weight_sync that choose what distributed sends
+_LESS = {"delta": (True,), "sharded": (True, "on", False, "off"), "quantization": ("fp8_block",)}
 _TAKES = {"bool": (bool,), "int": (int,), "float": (int, float)}  # by the type in a source
 _PRECISE = "use_precision_aware_optimizer"
 _STATE_DTYPES = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")

@@ -2,8 +2,8 @@
 
 Tensors leave the device on one stream and come back on another. On the way out a tensor keeps its
 memory until it has left; the computation waits for that only where more is on its way than the
-largest two. When the backward pass asks for a tensor, it sends for those that were saved before it,
-a layer's worth, so that they come while it computes. The host never waits.
+largest two. As the backward pass takes a tensor, the tensors saved just before it, a layer's worth,
+start on their way back, so that they arrive while it computes. The host never waits.
 
 On a CPU streams are null objects, and copies are made at once.
 """
@@ -38,7 +38,7 @@ class Saved:
     before: Saved | None
     device: Tensor | None
     back: Any = None
-    asked: bool = False
+    used: bool = False
 
 
 class HostActivations:
@@ -99,10 +99,10 @@ class HostActivations:
             return packed
         now = torch.cuda.current_stream()
         self._send_for(packed, now)
-        packed.asked = True
+        packed.used = True
         coming, before = 0, packed.before
         while before is not None and coming < self._largest:
-            if not before.asked:
+            if not before.used:
                 self._send_for(before, now)
                 coming += before.host.nbytes
             before = before.before

@@ -41,7 +41,7 @@ class MicroBatch:
 
     pack: makes `packed` the first time.
     size: `length`, or None where only packing tells.
-    fields: those that the loss is given, padded.
+    fields: the batch's fields for the loss, padded.
     """
 
     rows: list[int]
@@ -121,14 +121,14 @@ class Sharing:
     times the work of their tries."""
 
     least: float
-    said: bool = False
+    logged: bool = False
 
     def pays(self, whole: float, tries: float) -> bool:
         """Returns whether tries pay, by the work of the batch's sequences and of their tries; the
         first answer of `auto` is logged."""
         ratio = whole / tries if tries else 1.0
-        if not self.said and tries:
-            self.said = True
+        if not self.logged and tries:
+            self.logged = True
             log.info(
                 "mb_spec.share_prefixes=auto: prefixes are %s, whole sequences are %.2f times the "
                 "work of their tries, which pay from %.2f on; each batch decides anew",
@@ -164,15 +164,15 @@ def build(
         pack_rows: Callable[..., Packed] = partial(pack, cp=cp, cp_rank=cp_rank)
         if share_prefixes:
             pack_rows = partial(pack_trie, beside=padded[match] if match else None)
-        made = pack_rows(
+        fresh = pack_rows(
             padded["input_ids"].long(),
             batch.lengths[rows].tolist(),
             align=align,
             given=padded.get(GIVEN_IDS) if given else None,
         ).moved(pinned)
         if alike:
-            batch.packed[how] = made
-        return made
+            batch.packed[how] = fresh
+        return fresh
 
     out = []
     for rows in micro_batches:

@@ -168,8 +168,8 @@ def resolve(cfg: TrainEngineConfig, world_size: int) -> Resolved:
 def _sharing(cfg: TrainEngineConfig, model: ModelConfig, attention: str) -> Sharing | None:
     """Returns when passes share prefixes; None if never. Raises ConfigError, naming key and fix,
     where they are asked to, and layout or model does not allow it."""
-    asked = cfg.mb_spec.share_prefixes
-    if asked == "false":
+    choice = cfg.mb_spec.share_prefixes
+    if choice == "false":
         return None
     always = replace(cfg, mb_spec=replace(cfg.mb_spec, share_prefixes="true"))
     problems = list(rule_problems(ENGINE, always))
@@ -179,9 +179,9 @@ def _sharing(cfg: TrainEngineConfig, model: ModelConfig, attention: str) -> Shar
             f"{model.attention.window} tokens, which attention over a trie does not have; use "
             "mb_spec.share_prefixes=false"
         )
-    if asked == "true":
+    if choice == "true":
         raise_if_any(problems)
-        return Sharing(0.0, said=True)
+        return Sharing(0.0, logged=True)
     options = EngineOptions(**cfg.options)
     if (
         options.moe_aux_loss_coeff

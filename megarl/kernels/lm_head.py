@@ -221,8 +221,8 @@ def _put(x: Tensor, rows: Tensor, values: Tensor | float, nothing: float, how: s
     """Puts values [c,n] into x [c,v] at rows [c,n] by scatter_reduce_'s `how`, for which what is
     not here counts for `nothing`."""
     if x.shape[1]:
-        found = torch.where(rows < 0, nothing, values).to(x.dtype)
-        x.scatter_reduce_(-1, rows.clamp(min=0), found, how)
+        entries = torch.where(rows < 0, nothing, values).to(x.dtype)
+        x.scatter_reduce_(-1, rows.clamp(min=0), entries, how)
 
 
 def _how(x: Tensor) -> dict[str, Any]:

@@ -43,8 +43,8 @@ class EngineOptions:
         0 leaves the bias as it is.
     moe_token_dispatcher_type: how tokens reach their experts; "flex" (DeepEP) needs a GPU and
         deep_ep.
-    moe_shared_expert_overlap: a shared expert works while tokens travel to the others and back, on
-        a stream of its own; with "flex" it needs megatron-core 0.19.
+    moe_shared_expert_overlap: the shared expert computes on its own stream while tokens travel to
+        the other experts and back. With "flex" this needs megatron-core 0.19.
     load_per_layer: logs every layer's load of its busiest expert.
 
     The auxiliary losses are computed per micro-batch and data-parallel rank and averaged over them,

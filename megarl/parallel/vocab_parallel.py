@@ -101,10 +101,10 @@ def by_kernels(x: torch.Tensor) -> bool:
 
 @cache
 def _has_triton() -> bool:
-    found = find_spec("triton") is not None
-    if not found:
+    installed = find_spec("triton") is not None
+    if not installed:
         log.warning("triton is not installed: torch reduces the logits, in several reads")
-    return found
+    return installed
 
 
 def _ordered(x: torch.Tensor) -> torch.Tensor:
@@ -212,18 +212,18 @@ def _reduce_chunk(
         values["topk_logprobs"] = highest if scale is None else highest * scale
         exact = torch.promote_types(logits.dtype, torch.float32)  # ids are below 2^24
         values["topk_ids"] = top_ids.to(exact)
-    # what it is asked about each token besides the whole vocabulary, by the names of its parts
-    asked = {"target": labels[:, None]}
-    asked |= {name: ids if name == "given_tail" else top_ids for name in _TAILS if name in outputs}
+    # ids whose logits are wanted beside the sums over the vocabulary, by the names of their parts
+    wanted = {"target": labels[:, None]}
+    wanted |= {name: ids if name == "given_tail" else top_ids for name in _TAILS if name in outputs}
     if "given_logprobs" in outputs:
-        asked["given_logprobs"] = ids
+        wanted["given_logprobs"] = ids
     weighted, greedy = "entropy" in outputs, "greedy_match" in outputs
     if scale is None:
         largest, winner = _largest(logits, shard, greedy=greedy)
     else:
         from megarl.kernels import lm_head
 
-        rows = {name: _rows(about, shard) for name, about in asked.items()}
+        rows = {name: _rows(about, shard) for name, about in wanted.items()}
         read = lm_head.read(logits, rows, _TAILS, scale, entropy=weighted, greedy=greedy)
         largest, winner = read.largest, read.winner
     top = shard.all_reduce(largest.clone(), dist.ReduceOp.MAX)
@@ -231,7 +231,7 @@ def _reduce_chunk(
         match = _greedy_match(largest == top, winner, labels, shard)
         values["greedy_match"] = match.to(top.dtype)
     if scale is None:
-        parts = _parts(logits.sub_(top[:, None]), asked, shard, weighted=weighted)
+        parts = _parts(logits.sub_(top[:, None]), wanted, shard, weighted=weighted)
     else:
         parts = read.parts(top)
     sizes = [len(part) for part in parts.values()]
@@ -242,9 +242,8 @@ def _reduce_chunk(
     values["logprobs"] = summed["target"][0] - log_total
     zero = torch.zeros_like(total)
     values["entropy"] = log_total - weighted_sum[0] / total if weighted_sum else zero
-    for name in asked.keys() & _TAILS:
-        known = _known(asked[name], shard)
-        ends = known.sum(-1) >= shard.vocab_size
+    for name in wanted.keys() & _TAILS:
+        ends = _known(wanted[name], shard).sum(-1) >= shard.vocab_size
         values[name] = given_tokens.tail_logprob(summed[name][0], ends, log_total)
     if "given_logprobs" in outputs:
         own = summed["given_logprobs"].t() - log_total[:, None]
@@ -264,11 +263,11 @@ def _known(ids: torch.Tensor, shard: VocabShard) -> torch.Tensor:
 
 
 def _parts(
-    centred: torch.Tensor, asked: dict[str, torch.Tensor], shard: VocabShard, *, weighted: bool
+    centred: torch.Tensor, wanted: dict[str, torch.Tensor], shard: VocabShard, *, weighted: bool
 ) -> dict[str, torch.Tensor]:
     """Returns this shard's part of what is summed over the shards, [.,c] each."""
     parts = {"sums": _exp_sums(centred, weighted=weighted)}
-    for name, ids in asked.items():
+    for name, ids in wanted.items():
         if name in _TAILS:
             row, here = local_target(ids.long(), shard)
             rows = rows_in_cache(centred)
@@ -398,8 +397,8 @@ def _grad_logits(
     given = None
     if not at.keys().isdisjoint(GIVEN):
         g_ids = grad[:, at["given_logprobs"]] if "given_logprobs" in at else torch.zeros_like(ids)
-        known = torch.where(_known(ids, shard), g_ids, 0.0)
-        given = given_tokens.grads(known, about.tail, of("given_tail"))
+        g_tokens = torch.where(_known(ids, shard), g_ids, 0.0)
+        given = given_tokens.grads(g_tokens, about.tail, of("given_tail"))
     if scale is not None:
         from megarl.kernels import lm_head
 

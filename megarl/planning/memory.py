@@ -249,8 +249,8 @@ def head_bytes(m: ModelConfig, layout: Layout, work: Workload) -> int:
     logits = BF16 * tokens * rows
     chunk = BF16 * min(tokens, work.head_chunk_tokens) * rows
     hidden = 2 * BF16 * tokens * m.hidden_size
-    kept = logits if logits <= work.head_keep_bytes else chunk
-    return hidden + (FP32 + BF16) * rows * m.hidden_size + kept
+    largest = logits if logits <= work.head_keep_bytes else chunk
+    return hidden + (FP32 + BF16) * rows * m.hidden_size + largest
 
 
 def server_weights(m: ModelConfig, tp: int) -> int:

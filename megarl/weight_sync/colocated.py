@@ -213,9 +213,9 @@ class SharedSlices(SliceSync):
             lent = s.ranks.gather(s.ranks.together(self._lend, number, deadline, fields))
             settle()
             if s.rank == self._speaker:
-                found = {place: text for texts in lent for place, text in texts.items()}
+                text_of = {place: text for texts in lent for place, text in texts.items()}
                 texts = [
-                    [found[server, worker] for worker in range(info.tp)]
+                    [text_of[server, worker] for worker in range(info.tp)]
                     for server, info in enumerate(self._info.values())
                 ]
                 what = f"weights of version {meta.number}, round {number + 1}"

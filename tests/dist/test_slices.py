@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 from megarl.api.records import WeightUpdateMeta
 from megarl.utils.http import call_json
-from megarl.weight_sync import slices, verify
+from megarl.weight_sync import slices
 from megarl.weight_sync.proof import write_proof
 from megarl.weight_sync.transports import WeightSender, WeightSource
 from megarl.wire import block_fp8
@@ -219,15 +219,15 @@ def run_one_that_cannot_plan(
         sender.close()
 
 
-def run_one_that_cannot_hash(
-    source: Path, bad: WeightUpdateMeta, good: WeightUpdateMeta
+def run_one_that_cannot(
+    call: str, why: str, source: Path, bad: WeightUpdateMeta, good: WeightUpdateMeta
 ) -> Outcome:
-    """Uploads `bad`, of which rank 1 alone cannot hash what it holds, and then `good`."""
+    """Uploads `bad`, in which the `call` fails on rank 1 alone, and then `good`."""
     table, layout, rank, params = sharded(source, TP2)
     sender = WeightSender(WeightSource(table, layout, rank, params))
     began = time.monotonic()
     try:
-        failing = patch.object(verify, "tensor_hash", side_effect=ValueError("no hash"))
+        failing = patch(call, side_effect=ValueError(why))
         with (
             failing if rank == 1 else nullcontext(),
             pytest.raises((ValueError, RuntimeError)) as e,
@@ -244,7 +244,8 @@ def test_a_rank_that_cannot_hash_is_an_error_on_all(
     bench: Bench, world: World, sharded: str
 ) -> None:
     bad, good = (bench.meta(n, sharded=sharded, verify="full") for n in (2, 3))
-    for outcome in world.run(run_one_that_cannot_hash, bench.paths[0], bad, good):
+    call = "megarl.weight_sync.verify.tensor_hash"
+    for outcome in world.run(run_one_that_cannot, call, "no hash", bench.paths[0], bad, good):
         assert "no hash" in outcome.error and outcome.seconds < 20
         assert outcome.recovered["weight_sync/verified"] == 1
     bench.check(0, 3)
@@ -420,28 +421,12 @@ def test_a_rank_that_is_gone_is_met_as_the_group_comes_together(
     bench.check(1, 4)
 
 
-def run_one_that_cannot_greet(
-    source: Path, bad: WeightUpdateMeta, good: WeightUpdateMeta
-) -> Outcome:
-    """Uploads `bad`, for which rank 1 alone sends no bytes, and then `good`."""
-    table, layout, rank, params = sharded(source, TP2)
-    sender = WeightSender(WeightSource(table, layout, rank, params))
-    began = time.monotonic()
-    failing = patch.object(dist, "batch_isend_irecv", side_effect=ValueError("no byte"))
-    try:
-        with failing if rank == 1 else nullcontext(), pytest.raises(RuntimeError) as e:
-            sender.upload(bad)
-        took = time.monotonic() - began
-        return Outcome(str(e.value), took, sender.upload(good))
-    finally:
-        sender.close()
-
-
 def test_a_trainer_that_sends_no_byte_is_an_error_on_all(bench: Bench, world: World) -> None:
     world.run(run_uploads, TP2, [Upload(bench.paths[0], None, bench.meta(1))])
     before = bench.one.commands.count("receive")
     bad, good = bench.meta(2), bench.meta(3)
-    for outcome in world.run(run_one_that_cannot_greet, bench.paths[1], bad, good):
+    call = "torch.distributed.batch_isend_irecv"
+    for outcome in world.run(run_one_that_cannot, call, "no byte", bench.paths[1], bad, good):
         assert "rank 1" in outcome.error and "no byte" in outcome.error
         assert outcome.seconds < 20
     bench.check(1, 3)

@@ -210,6 +210,10 @@ def test_sound_configs_pass(model: Path) -> None:
             ["weight_sync.options.sharded", "needs type=distributed"],
         ),
         (
+            ["weight_sync.type=colocated", "weight_sync.options.sharded=false"],
+            ["weight_sync.options.sharded=False", "needs type=distributed"],
+        ),
+        (
             ["actor.fp8=delayed", "actor.dtype=float16"],
             ["actor.fp8=delayed", "dtype=auto or bfloat16"],
         ),

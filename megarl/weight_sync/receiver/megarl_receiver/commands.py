@@ -173,7 +173,7 @@ def _join(order: Order) -> dict[str, Any]:
             c["first"] + order.rank,
             [],
             dist.Backend(c["backend"]),
-            # by a connection of its own: a thread that waits for a value keeps it from others
+            # on its own connection, which a thread blocks while it waits for a value
             _mailbox(c).within("group", c["timeout"]),
             group_name=order.box.name("group"),  # type: ignore[arg-type]
             timeout=timedelta(seconds=c["group_timeout"]),
@@ -192,8 +192,8 @@ def _join(order: Order) -> dict[str, Any]:
     try:
         threading.Thread(target=meet, daemon=True).start()
         while not wait([met], LOOK_EVERY).done:
-            if time.monotonic() > until or order.box.stopped():
-                raise RuntimeError(order.box.stopped() or "not all ranks and senders were met")
+            if (why := order.box.stopped()) or time.monotonic() > until:
+                raise RuntimeError(why or f"no word of all ranks, or of senders {senders}")
         met.result()
     except BaseException as e:
         _give_up(order, e)
@@ -269,7 +269,7 @@ def _plan(order: Order) -> Any:
         held.plan = session, json.loads(zlib.decompress(raw))
     plan = held.plan[1]
     if plan["digest"] != digest_of(order.model):
-        raise RuntimeError("the parameters are not those that the table was recorded for")
+        raise RuntimeError("the parameters have changed since their table was recorded")
     return plan
 
 
