@@ -405,6 +405,14 @@ MUTANTS = (
     ),
     Mutant(
         "engine/micro_batch.py",
+        "return ratio >= self.least",
+        "return True",
+        (
+            "tests/dist/test_prefix_tries.py::test_auto_shares_where_it_pays_and_leaves_the_rest_to_the_bit",
+        ),
+    ),
+    Mutant(
+        "engine/micro_batch.py",
         "share = layout.tp if layout.sequence_parallel else 1",
         "share = 1",
         (
@@ -524,6 +532,12 @@ MUTANTS = (
         (
             "tests/unit/test_weight_sync_servers.py::test_a_server_with_replicas_or_stages_takes_weights_from_files_alone",
         ),
+    ),
+    Mutant(
+        "weight_sync/receiver/megarl_receiver/commands.py",
+        "start += -(-nbytes // ALIGN) * ALIGN",
+        "start += nbytes",
+        ("tests/dist/test_colocated_sync.py::test_ranks_of_a_server_take_their_own_slices",),
     ),
     Mutant(
         "transfer/plan.py",
