@@ -126,6 +126,18 @@ def test_ranks_of_a_server_take_their_own_slices(
     assert stock.holds(load_file(next(old.glob("*.safetensors"))))
 
 
+def test_messages_of_odd_sizes_are_read_where_they_were_written(world: World, models: Path) -> None:
+    """A round's messages begin at multiples of 64 bytes; a row has 160 bytes here."""
+    odd = [save_tiny(models / f"odd{n}", "qwen2", hidden_size=40, seed=n) for n in (0, 1)]
+    first, second = (load_file(next(path.glob("*.safetensors"))) for path in odd)
+    with StockServer({n: tuple(t.shape) for n, t in first.items()}, tp=2) as server:
+        metas = [meta(addresses=(server.address,), verify="off") for _ in odd]
+        uploads = [Upload(path, None, each) for path, each in zip(odd, metas, strict=True)]
+        for figures in world.run(run_read_from_both, dict(tp=2), uploads):
+            assert all(isinstance(f, dict) for f in figures), figures
+        assert server.holds(second)
+
+
 def test_a_refusal_is_quoted_on_every_rank_and_the_next_upload_works(
     world: World, servers: list[Server], new: Path, tmp_path: Path
 ) -> None:
