@@ -86,7 +86,7 @@ def test_slices_that_fail_before_they_come_leave_the_weights_whole() -> None:
     box, obey = commanding(updates)
     box.put("plan/0/0", packed({"digest": "of other parameters", "rounds": []}))
     updates.begin(lambda: None)
-    with pytest.raises(ControlError, match="not those that the table was recorded for"):
+    with pytest.raises(ControlError, match="parameters have changed since their table"):
         obey("receive")
     assert not updates.store.torn and not updates.unfit()
 
