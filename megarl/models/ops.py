@@ -9,12 +9,13 @@ streaming all follow from the segments, so each op is written once.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 
-from megarl.models.shapes import ModelConfig
+from megarl.models.shapes import Attention, ModelConfig
 
 Shape = tuple[int, ...]
 # a number, or the name of the ModelConfig's field that has it: "hidden_size", "attention.query"
@@ -167,7 +168,8 @@ class GateUp(Op):
 @dataclass(frozen=True)
 class FusedQKV(Op):
     """One matrix or bias of q, k, v interleaved by query group: [q heads of group 0, k0, v0, q
-    heads of group 1, ...].
+    heads of group 1, ...]. `gate`: every query head has an output gate. HF's q has a head's gate
+    below the head; in the group all heads come before all gates.
 
     The interleaved rows are cut evenly over ranks. With more ranks than groups the cut falls inside
     a group (megatron-core gathers the activations and picks its heads), so no weight is held twice
@@ -175,6 +177,7 @@ class FusedQKV(Op):
     """
 
     bias: bool = False
+    gate: bool = False
 
     @property
     def linear(self) -> bool:  # type: ignore[override]
@@ -184,21 +187,85 @@ class FusedQKV(Op):
     def hf_shapes(self, m: ModelConfig) -> tuple[Shape, ...]:
         """Returns the shapes of q, k and v: [heads * head_dim, H]; without H for biases."""
         a = m.attention
-        rows = (heads * a.head_dim for heads in (a.heads, a.kv_heads, a.kv_heads))
+        queries = (1 + self.gate) * a.heads
+        rows = (heads * a.head_dim for heads in (queries, a.kv_heads, a.kv_heads))
         return tuple((r,) if self.bias else (r, m.hidden_size) for r in rows)
 
     def segments(self, m: ModelConfig, tp: int, vocab_rows: int) -> Iterator[Segment]:
         """Yields the runs of q, k and v rows of every group, split where a rank's share ends."""
-        a, cols = m.attention, 1 if self.bias else m.hidden_size
-        per = (a.heads + 2 * a.kv_heads) * a.head_dim // tp
-        q_rows = a.heads // a.kv_heads * a.head_dim
+        cols = 1 if self.bias else m.hidden_size
+        per = sum(shape[0] for shape in self.hf_shapes(m)) // tp
         row = 0  # of the interleaved matrix
+        for source, first, rows in self._runs(m.attention):
+            start, stop = row, row + rows
+            while row < stop:
+                rank, local = divmod(row, per)
+                n = min(stop, (rank + 1) * per) - row
+                yield Segment(rank, source, local, first + row - start, n, 0, cols)
+                row += n
+
+    def _runs(self, a: Attention) -> Iterator[tuple[int, int, int]]:
+        """Yields (HF tensor, its first row, rows) of the interleaved matrix from top to bottom."""
+        dim, of_group = a.head_dim, a.heads // a.kv_heads
         for group in range(a.kv_heads):
-            for source, rows in enumerate((q_rows, a.head_dim, a.head_dim)):
-                start, stop = row, row + rows
-                while row < stop:
-                    rank, local = divmod(row, per)
-                    n = min(stop, (rank + 1) * per) - row
-                    hf_row = group * rows + row - start
-                    yield Segment(rank, source, local, hf_row, n, 0, cols)
-                    row += n
+            first = group * of_group
+            if self.gate:
+                for part in (0, 1):
+                    for head in range(first, first + of_group):
+                        yield 0, (2 * head + part) * dim, dim
+            else:
+                yield 0, first * dim, of_group * dim
+            yield 1, group * dim, dim
+            yield 2, group * dim, dim
+
+
+@dataclass(frozen=True)
+class Sections(Op):
+    """Sections below each other, each cut evenly over ranks by groups of rows.
+
+    sources: for each HF tensor, the rows of one group in each of its sections, in the parameter's
+    order. by_group: HF has all sections of group 0, then those of group 1, ...; else all groups of
+    the first section, then those of the second, ... cols: the sizes behind the rows. Four groups of
+    sections a and b on two ranks:
+
+        HF, by_group      a0 b0 a1 b1 a2 b2 a3 b3
+        HF, else          a0 a1 a2 a3 b0 b1 b2 b3
+        rank 0, rank 1    a0 a1 b0 b1, a2 a3 b2 b3
+    """
+
+    groups: Dim
+    sources: tuple[tuple[Dim, ...], ...]
+    cols: tuple[Dim, ...] = ()
+    by_group: bool = False
+
+    @property
+    def linear(self) -> bool:  # type: ignore[override]
+        """Returns whether it is a matrix."""
+        return len(self.cols) == 1
+
+    def hf_shapes(self, m: ModelConfig) -> tuple[Shape, ...]:
+        """Returns [groups * rows of a group, *cols] for each source."""
+        groups, cols = size(m, self.groups), tuple(size(m, c) for c in self.cols)
+        return tuple((groups * sum(size(m, d) for d in dims), *cols) for dims in self.sources)
+
+    def local_shape(self, m: ModelConfig, tp: int, vocab_rows: int) -> Shape:
+        """Returns [rows of all sections / tp, *cols]."""
+        shapes = self.hf_shapes(m)
+        return (sum(shape[0] for shape in shapes) // tp, *shapes[0][1:])
+
+    def segments(self, m: ModelConfig, tp: int, vocab_rows: int) -> Iterator[Segment]:
+        """Yields the rows of every group in every section."""
+        groups, width = size(m, self.groups), math.prod(size(m, c) for c in self.cols)
+        per, below = groups // tp, 0  # below: a rank's rows of the sections before
+        for source, dims in enumerate(self.sources):
+            rows_of = [size(m, d) for d in dims]
+            for section, rows in enumerate(rows_of):
+                before = sum(rows_of[:section])
+                for group in range(groups):
+                    rank, local = divmod(group, per)
+                    hf_row = group * rows + before * groups
+                    if self.by_group:
+                        hf_row = group * sum(rows_of) + before
+                    row = below + local * rows
+                    yield Segment(rank, source, row, hf_row, rows, 0, width)
+                below += per * rows

@@ -156,7 +156,7 @@ def load_params(
 
 def init_params(table: PieceTable, c: Coords, params: Mapping[str, Tensor], *, seed: int) -> None:
     """Fills the rank's parameters as HF initialises: N(0, initializer_range) matrices, unit norms,
-    zero biases.
+    zero biases, or as a Param's `initial` says.
 
     The numbers are keyed by (seed, HF name), so the model does not depend on the layout. Every rank
     draws each tensor it holds a piece of in full, on the host.
@@ -175,8 +175,17 @@ def init_params(table: PieceTable, c: Coords, params: Mapping[str, Tensor], *, s
 
 def draw(tensor: HfTensor, seed: int, std: float) -> Tensor:
     """Returns the whole tensor as `init_params` makes it, in fp32 on the host."""
-    if len(tensor.shape) == 1:
-        return torch.zeros(tensor.shape) if "bias" in tensor.name else torch.ones(tensor.shape)
+    initial = tensor.initial or ("ones" if len(tensor.shape) == 1 else "normal")
+    if initial in _CONSTANTS:
+        return torch.full(tensor.shape, _CONSTANTS[initial])
     key = zlib.crc32(f"{seed}:{tensor.name}".encode())
     generator = torch.Generator(device="cpu").manual_seed(key)
+    if initial == "log_uniform":
+        return torch.empty(tensor.shape).uniform_(*_LOG_UNIFORM, generator=generator).log_()
     return torch.empty(tensor.shape).normal_(std=std, generator=generator)
+
+
+_CONSTANTS = {"zeros": 0.0, "ones": 1.0}
+# megatron-core's range, and Mamba-2's; Hugging Face's begins at 0, of which the logarithm is not a
+# number
+_LOG_UNIFORM = (1.0, 16.0)

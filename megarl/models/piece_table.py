@@ -79,7 +79,7 @@ def shard_map(model: ModelConfig, op: Op, ranks: int, vocab: int) -> ShardMap:
     for s in segments:
         filled[s.tp] = max(filled[s.tp], s.row + s.rows)
     sources = tuple(
-        (shape, tuple(_box(run, len(shape)) for run in _merge(by_source[source])))
+        (shape, tuple(_box(run, shape) for run in _merge(by_source[source])))
         for source, shape in enumerate(op.hf_shapes(model))
     )
     return ShardMap(sources, op.local_shape(model, ranks, vocab), tuple(filled))
@@ -104,22 +104,26 @@ def _continues(run: list[Segment], s: Segment) -> bool:
     below = (a.tp, a.rows, a.hf_col, a.cols, a.hf_row + a.rows)
     if below != (s.tp, s.rows, s.hf_col, s.cols, s.hf_row):
         return False
-    return len(run) < 2 or s.row - a.row == a.row - run[-2].row
+    step = s.row - a.row
+    return step > 0 if len(run) < 2 else step == a.row - run[-2].row
 
 
-def _box(run: list[Segment], ndim: int) -> SliceMap:
+def _box(run: list[Segment], hf_shape: Shape) -> SliceMap:
     first, last = run[0], run[-1]
     shape: Shape = (first.rows, first.cols)
     strides: Shape = (first.cols, 1)
     if len(run) > 1:
         shape = (len(run), *shape)
         strides = ((run[1].row - first.row) * first.cols, *strides)
-    start = (first.hf_row, first.hf_col)
-    stop = (last.hf_row + last.rows, first.hf_col + first.cols)
-    if ndim == 1:  # a vector: drop the column
+    start: Shape = (first.hf_row, first.hf_col)
+    stop: Shape = (last.hf_row + last.rows, first.hf_col + first.cols)
+    if len(hf_shape) == 1:  # a vector: drop the column
         shape, strides = shape[:-1], strides[:-1]
+    if len(hf_shape) != 2:  # whole behind its rows
+        start = (start[0], *(0 for _ in hf_shape[1:]))
+        stop = (stop[0], *hf_shape[1:])
     view = View(first.row * first.cols, shape, strides)
-    return SliceMap(first.tp, view, start[:ndim], stop[:ndim])
+    return SliceMap(first.tp, view, start, stop)
 
 
 # Rows per tensor-parallel rank are padded to a multiple of this: 16-byte rows of bf16 logits, which
@@ -182,7 +186,8 @@ class Piece:
 @dataclass(frozen=True, slots=True)
 class HfTensor:
     """Describes a tensor of the HF model, and the pieces that make it up. `buffer`: not trained,
-    and fp32 in every model, file and message. `linear`: a linear map of a layer (see Op)."""
+    and fp32 in every model, file and message. `linear`: a linear map of a layer (see Op).
+    `initial`: see Param."""
 
     name: str
     shape: Shape
@@ -190,6 +195,7 @@ class HfTensor:
     replicas: tuple[Piece, ...] = ()
     buffer: bool = False
     linear: bool = False
+    initial: str = ""
 
     @property
     def numel(self) -> int:
@@ -292,8 +298,17 @@ def build_piece_table(
             )
             # owners come first: the first home's, of what ranks hold alike the first rank's
             owners = sum(box.rank == 0 for box in boxes) if op.replicated else len(boxes)
-            kind = dict(buffer=param.buffer, linear=op.linear)
-            tensors.append(HfTensor(hf_name, shape, pieces[:owners], pieces[owners:], **kind))
+            tensors.append(
+                HfTensor(
+                    hf_name,
+                    shape,
+                    pieces[:owners],
+                    pieces[owners:],
+                    buffer=param.buffer,
+                    linear=op.linear,
+                    initial=param.initial,
+                )
+            )
     table = PieceTable(model, layout, vocab, tuple(tensors), tuple(local))
     check_coverage(table)
     return table

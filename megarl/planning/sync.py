@@ -248,7 +248,9 @@ def server_tables(m: ModelConfig, tp: int, ep: int = 1) -> list[TargetTable]:
             ranks, own = tp // ep, m.experts.num_experts // ep
             first, below = param.expert // own * ranks, param.expert % own
             name = name.replace(f".local_experts.{param.expert}.", ".")
-        op = _ByHeads(param.op.bias) if isinstance(param.op, FusedQKV) else param.op
+        op = param.op
+        if isinstance(op, FusedQKV):
+            op = _ByHeads(op.bias, op.gate)
         cut = cut_alike(op, ranks)
         offset = below * math.prod(cut.shape)
         for tensor, (_, boxes) in zip(param.hf, cut.sources, strict=True):
@@ -273,13 +275,14 @@ def _check(m: ModelConfig, tp: int, ep: int) -> None:
 
 class _ByHeads(FusedQKV):
     """q, k and v by heads, each rank's below each other; more ranks than key/value heads share
-    them."""
+    them. A head of q has its gate below it."""
 
     def segments(self, m: ModelConfig, tp: int, vocab_rows: int) -> Iterator[Segment]:
         a, cols, row = m.attention, 1 if self.bias else m.hidden_size, 0
         for source, heads in enumerate((a.heads, a.kv_heads, a.kv_heads)):
-            rows = max(1, heads // tp) * a.head_dim
+            dim = a.head_dim * (1 + (self.gate and source == 0))
+            rows = max(1, heads // tp) * dim
             for rank in range(tp):
-                first = rank * heads // tp * a.head_dim
+                first = rank * heads // tp * dim
                 yield Segment(rank, source, row, first, rows, 0, cols)
             row += rows

@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-from itertools import product
+from dataclasses import replace
+from itertools import chain, product
 from typing import Any
 
 import pytest
 
 from megarl.config.engine import ParallelConfig
+from megarl.models.families.params import QKV, Param
 from megarl.models.hf_config import ModelConfig, check_layout, parse_hf_config
+from megarl.models.ops import FusedQKV, Op, Sections
 from megarl.models.piece_table import (
     Piece,
     PieceTable,
@@ -109,6 +112,68 @@ def test_fused_qkv_is_the_interleaved_matrix_cut_evenly(tp: int, kv: int) -> Non
             assert read_view(local, p) == flat(hf[x][p.start[0] : p.stop[0]])
     if kv >= tp:  # whole groups on every rank: one strided view each
         assert all(len(t.pieces) == tp for t in table.tensors if "q_proj" in t.name)
+
+
+def check_op(
+    m: ModelConfig, tp: int, op: Op, hf: list[list[list[int]]], ranks: list[list[list[int]]]
+) -> PieceTable:
+    """Checks that `op` makes of HF tensors `hf`, as rows of numbers, the parameters of `ranks`."""
+    names = tuple(f"hf{i}" for i in range(len(hf)))
+    table = build_piece_table(m, Layout(tp=tp), params=[(Param("p", names, op), 0)])
+    for name, rows in zip(names, hf, strict=True):
+        assert table.by_name[name].shape[0] == len(rows)
+        for p in table.by_name[name].pieces:
+            assert p.place.tp is not None and min(p.view.strides) > 0
+            assert read_view(flat(ranks[p.place.tp]), p) == flat(rows[p.start[0] : p.stop[0]])
+    assert all(p.shape[0] == len(ranks[0]) for p in table.params)
+    return table
+
+
+def numbered(rows: int, width: int, first: int) -> list[list[int]]:
+    return [[first + r * width + c for c in range(width)] for r in range(rows)]
+
+
+@pytest.mark.parametrize("tp, kv", ((1, 2), (2, 2), (2, 8), (4, 2), (8, 2), (8, 1)))
+def test_gates_of_a_group_stand_behind_its_queries(tp: int, kv: int) -> None:
+    m = config(num_key_value_heads=kv)
+    d, heads, width = m.attention.head_dim, m.attention.heads, m.hidden_size
+    q = numbered(2 * heads * d, width, 0)
+    k, v = (numbered(kv * d, width, n) for n in (10_000, 20_000))
+    fused = []
+    for group in range(kv):
+        of_group = range(group * heads // kv, (group + 1) * heads // kv)
+        for part in (0, 1):  # HF has every head's gate below it
+            fused += chain(*(q[(2 * h + part) * d : (2 * h + part + 1) * d] for h in of_group))
+        fused += k[group * d : (group + 1) * d] + v[group * d : (group + 1) * d]
+    per = len(fused) // tp
+    ranks = [fused[r * per : (r + 1) * per] for r in range(tp)]
+    check_op(m, tp, replace(QKV, op=FusedQKV(gate=True)).op, [q, k, v], ranks)
+
+
+@pytest.mark.parametrize("cols, width", (((), 1), (("hidden_size",), 12), ((1, 4), 4)))
+@pytest.mark.parametrize("by_group", (True, False))
+@pytest.mark.parametrize("tp", (1, 2, 4))
+def test_sections_are_cut_each(tp: int, by_group: bool, cols: tuple[Any, ...], width: int) -> None:
+    """Four groups have 2, 3 and 2 rows of one tensor, 3 of another: rows of a vector, a matrix, or
+    a tensor with more dimensions."""
+    m, sizes = config(), ((2, 3, 2), (3,))
+    sections: list[list[list[list[int]]]] = []  # [section][group] -> its rows
+    hf: list[list[list[int]]] = []
+    for dims in sizes:
+        mine = [
+            [numbered(rows, width, 1000 * (len(sections) + s) + 100 * g) for g in range(4)]
+            for s, rows in enumerate(dims)
+        ]
+        order = zip(*mine) if by_group else mine
+        hf.append([row for part in order for rows in part for row in rows])
+        sections += mine
+    per = 4 // tp
+    ranks = [
+        [row for s in sections for rows in s[r * per : (r + 1) * per] for row in rows]
+        for r in range(tp)
+    ]
+    table = check_op(m, tp, Sections(4, sizes, cols, by_group), hf, ranks)
+    assert table.by_name["hf0"].shape[1:] == tuple(c if c != "hidden_size" else 12 for c in cols)
 
 
 def test_gate_and_up_stand_one_after_the_other_on_every_rank() -> None:

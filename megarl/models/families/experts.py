@@ -53,6 +53,7 @@ ROUTER_BIAS = Param(
     ("mlp.gate.e_score_correction_bias",),
     Replicated(_EXPERTS),
     buffer=True,
+    initial="zeros",
 )
 
 

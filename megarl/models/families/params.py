@@ -20,6 +20,9 @@ class Param:
     `copy_on_last`: the name under which a tied parameter is repeated on the last pipeline stage.
     `expert`: the number of the expert it belongs to, which says who holds it.
     `buffer`: not trained, and fp32 in whichever dtype the model is.
+    `initial`: what random weights are: "zeros", "ones", "normal" (N(0, initializer_range)) or
+    "log_uniform" (the logarithm of a uniform number in [1, 16)); "": ones where HF has a vector,
+    else normal.
     """
 
     name: str
@@ -29,6 +32,7 @@ class Param:
     copy_on_last: str | None = None
     expert: int | None = None
     buffer: bool = False
+    initial: str = ""
 
     def at_layer(self, i: int) -> Param:
         """Returns the parameter of layer i: its names become global."""
@@ -50,7 +54,9 @@ OUTPUT = Param("output_layer.weight", ("lm_head.weight",), VocabParallel(), "las
 # in place of OUTPUT in a value model; HF's token classifiers have the bias, sequence classifiers do
 # not
 VALUE_HEAD = Param("output_layer.weight", ("score.weight",), Replicated(1, H), "last")
-VALUE_HEAD_BIAS = Param("output_layer.bias", ("score.bias",), Replicated(1), "last")
+VALUE_HEAD_BIAS = Param(
+    "output_layer.bias", ("score.bias",), Replicated(1), "last", initial="zeros"
+)
 
 _QKV = ("q_proj", "k_proj", "v_proj")
 QKV = Param(
@@ -60,6 +66,7 @@ QKV_BIAS = Param(
     "self_attention.linear_qkv.bias",
     tuple(f"self_attn.{x}.bias" for x in _QKV),
     FusedQKV(bias=True),
+    initial="zeros",
 )
 _ATTENDED = "attention.attended"
 PROJ = Param(
