@@ -42,6 +42,7 @@ from megarl.engine.setup import (
 )
 from megarl.models.adapters import base_params
 from megarl.models.lora import is_trained, meaning
+from megarl.models.shapes import differing
 from megarl.observability.logging import get_logger
 from megarl.parallel import mcore
 from megarl.transfer.gather import BucketGatherer, plan_buckets
@@ -277,12 +278,11 @@ def _info(state: EngineState, with_optim: bool) -> dict[str, Any]:
 def _check(state: EngineState, path: str, saved: dict[str, Any], with_optim: bool) -> None:
     """Raises ValueError, naming value and fix, if the checkpoint cannot go into this engine."""
     own = _info(state, with_optim)
-    for name, value in own["model"].items():
-        if saved["model"].get(name) != value:
-            raise ValueError(
-                f"{path} is of another model: {name}={saved['model'].get(name)!r}, this engine's "
-                f"is {value!r}; set the engine's path to the model it was trained from"
-            )
+    if name := differing(saved["model"], own["model"]):
+        raise ValueError(
+            f"{path} is of another model: {name}={saved['model'].get(name)!r}, this engine's is "
+            f"{own['model'].get(name)!r}; set the engine's path to the model it was trained from"
+        )
     if saved.get("lora") != own["lora"]:
         raise ValueError(
             f"{path} was trained with lora={saved.get('lora')}, this engine has {own['lora']}: "

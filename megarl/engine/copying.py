@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megarl.ckpt.dist import describe_model
 from megarl.engine import optimizer
 from megarl.engine.setup import EngineState
 from megarl.models.hf_config import ModelConfig
 from megarl.models.piece_table import PieceTable, build_piece_table
+from megarl.models.shapes import differing
 from megarl.parallel import mcore
 from megarl.parallel.groups import model_scope
 from megarl.parallel.ranks import Ranks
@@ -69,13 +69,12 @@ def _plan(source: MegatronEngine, target: MegatronEngine) -> Reallocator:
             "copy_weights: the engine that receives has adapters, whose base would change under "
             "them; leave its `lora` out"
         )
-    own, others = (describe_model(e.model_config)["model"] for e in (target, source))
-    for name, value in own.items():
-        if others[name] != value:
-            raise ValueError(
-                f"copy_weights: this engine's model has {name}={value!r}, the other's "
-                f"{others[name]!r}; weights go between engines of one model"
-            )
+    own, others = (e.model_config.meaning() for e in (target, source))
+    if name := differing(own, others):
+        raise ValueError(
+            f"copy_weights: this engine's model has {name}={own[name]!r}, the other's "
+            f"{others[name]!r}; weights go between engines of one model"
+        )
     union = tuple(sorted({*source.ranks, *target.ranks}))
     whole = next((e for e in (source, target) if e.ranks == union), None)
     return Reallocator(

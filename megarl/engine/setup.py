@@ -179,6 +179,12 @@ def _sharing(cfg: TrainEngineConfig, model: ModelConfig, attention: str) -> Shar
             f"{model.attention.window} tokens, which attention over a trie does not have; use "
             "mb_spec.share_prefixes=false"
         )
+    if model.recurrent is not None:
+        problems.append(
+            f"mb_spec.share_prefixes=true: layers {list(model.recurrent.layers)} of {model.family} "
+            "have a state, which cannot branch where sequences part; use "
+            "mb_spec.share_prefixes=false"
+        )
     if choice == "true":
         raise_if_any(problems)
         return Sharing(0.0, logged=True)

@@ -37,6 +37,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.utils import get_te_version, is_te_min_version
 
 # the first Transformer Engine that takes packed sequences by each way
@@ -423,7 +424,8 @@ def _block_spec(
         attention = te_attention_with_tries() if use_te else SDPACoreAttention
         for layer in spec.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = attention
-    family_of(model).patch_spec(spec)
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    family_of(model).patch_spec(spec, model, first)
     return spec
 
 

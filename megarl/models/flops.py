@@ -25,15 +25,18 @@ def sequence_cost(m: ModelConfig) -> Cost:
     """Returns the cost of a sequence of n tokens, in multiply-adds of one forward pass.
 
     A token meets every matrix it is routed to once (the embedding's only at the output) and, under
-    causal attention, the keys and values of (n + 1) / 2 tokens in every head and layer, or of those
-    in the layer's window.
+    causal attention, the keys and values of (n + 1) / 2 tokens in every head and attending layer,
+    or of those in the layer's window; in a recurrent layer it meets the state.
     """
     a = m.attention
     pair = a.heads * (a.head_dim + a.v_head_dim) // 2  # by half a pair of tokens
     vocabulary = m.hidden_size * (m.vocab_size if m.head == "lm" else 1)
     sliding = len(a.window_layers)
-    full = (m.num_layers - sliding) * pair
-    linear = m.num_layers * a.weights(m.hidden_size) + full + _mlps(m) + vocabulary
+    recurrent = len(m.recurrent.layers) if m.recurrent else 0
+    states = recurrent * m.recurrent.products if m.recurrent else 0
+    full = (m.num_layers - sliding - recurrent) * pair
+    mixers = sum(m.mixer(i).weights(m.hidden_size) for i in range(m.num_layers))
+    linear = mixers + states + full + _mlps(m) + vocabulary
     return Cost(linear, full, windowed=sliding * pair, window=a.window or 0)
 
 

@@ -103,6 +103,7 @@ def parse_hf_config(raw: Mapping[str, Any], source: str = "config.json") -> Mode
         initializer_range=number(full, "initializer_range", source),
         dtype=_dtype(full, source),
         moe=family.moe.read(full, source) if family.moe else None,
+        recurrent=family.read_recurrent(full, source),
         mtp_layers=count(full, "num_nextn_predict_layers", source),
         raw=dict(raw),
     )
@@ -122,7 +123,8 @@ def check_layout(model: ModelConfig, parallel: ParallelConfig) -> None:
             f"parallel.tp={tp} neither divides num_key_value_heads={kv} nor is a multiple of it; "
             f"choose tp from {[d for d in _divisors(heads) if not (kv % d and d % kv)]}"
         )
-    sizes = m.attention.sizes_to_cut()
+    mixers = [m.attention] if m.recurrent is None else [m.attention, m.recurrent]
+    sizes = {name: size for x in mixers for name, size in x.sizes_to_cut().items()}
     if m.moe is None or m.moe.dense_layers:
         sizes["intermediate_size"] = m.intermediate_size
     if m.moe is not None:
@@ -130,6 +132,11 @@ def check_layout(model: ModelConfig, parallel: ParallelConfig) -> None:
     for name, size in sizes.items():
         if size % tp:
             raise ValueError(f"parallel.tp={tp} does not divide {name}={size}; lower tp")
+    for name, size in (x for mixer in mixers for x in mixer.sizes_to_share().items()):
+        if size % (tp * parallel.cp):
+            raise ValueError(
+                f"parallel.tp*cp={tp}*{parallel.cp} does not divide {name}={size}; lower tp or cp"
+            )
     chunks = parallel.pp * parallel.vpp
     if (split := parallel.pipeline_split) is not None and sum(split) != m.num_layers:
         raise ValueError(

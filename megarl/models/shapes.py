@@ -59,9 +59,42 @@ class MoEShape:
     group_best: int = 1
 
 
+class Mixer(ABC):
+    """Describes a kind of layer by what mixes its tokens: an attention, or a state that runs along
+    a sequence. Generic code asks it for numbers."""
+
+    @abstractmethod
+    def weights(self, hidden: int) -> int:
+        """Returns how many numbers a layer's matrices have: a token's multiply-adds with them."""
+
+    @abstractmethod
+    def sizes_to_cut(self) -> dict[str, int]:
+        """Returns, by their names for the user, the sizes that tensor parallelism must divide."""
+
+    def sizes_to_share(self) -> dict[str, int]:
+        """Returns, by their names for the user, the sizes that the product of tensor and context
+        parallelism must divide."""
+        return {}
+
+    @abstractmethod
+    def kept(self, tp: int) -> tuple[float, float]:
+        """Returns how many numbers of a token a layer keeps for backward, besides its input and the
+        input of its output projection: those that sequence parallelism cuts, and those of one of
+        `tp` ranks."""
+
+    @abstractmethod
+    def cached(self, tp: int) -> int:
+        """Returns how many numbers of a token one of a server's `tp` GPUs caches in a layer."""
+
+    def repeated_weights(self, hidden: int, tp: int) -> int:
+        """Returns how many numbers of a layer each of a server's `tp` GPUs holds beyond its even
+        share."""
+        return 0
+
+
 @dataclass(frozen=True, kw_only=True)
-class Attention(ABC):
-    """Describes a kind of attention by the numbers that generic code needs.
+class Attention(Mixer):
+    """Describes a kind of attention.
 
     heads: of queries; groups of them share `kv_heads` keys and values. head_dim: the size of a
     head's query and key; its value has `v_head_dim`. rotary_dim: how many
@@ -87,23 +120,55 @@ class Attention(ABC):
         """Returns the size of all heads' values together, which the output projection takes."""
         return self.heads * self.v_head_dim
 
-    @abstractmethod
-    def weights(self, hidden: int) -> int:
-        """Returns how many numbers a layer's matrices have: a token's multiply-adds with them."""
 
+@dataclass(frozen=True, kw_only=True)
+class Recurrent(Mixer):
+    """Describes a kind of layer with a state of fixed size in place of attention; `layers` are the
+    numbers of the layers of this kind."""
+
+    layers: tuple[int, ...]
+
+    @property
     @abstractmethod
-    def sizes_to_cut(self) -> dict[str, int]:
-        """Returns, by their names for the user, the sizes that tensor parallelism must divide."""
+    def state(self) -> int:
+        """Returns how many numbers a layer's state of one sequence has; they are fp32."""
+
+    @property
+    @abstractmethod
+    def products(self) -> int:
+        """Returns a token's multiply-adds with the state of a layer."""
+
+    def cached(self, tp: int) -> int:
+        """Returns 0: a state does not grow with the sequence."""
+        return 0
 
 
 # fields of ModelConfig that do not change what the weights mean
 _NOT_THE_WEIGHTS = ("raw", "dtype", "initializer_range", "new_head")
 
 
+def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+    """Returns the name of a field in which two models' `ModelConfig.meaning()` differ, or None.
+
+    A field that is absent equals an empty one (None, False, 0 or no entries): a later version's
+    fields have such defaults, so that checkpoints of an earlier version are still of the same
+    model. JSON's lists equal tuples.
+    """
+    a, b = _filled(one), _filled(other)
+    return next((name for name in {**a, **b} if a.get(name) != b.get(name)), None)
+
+
+def _filled(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {k: filled for k, v in value.items() if (filled := _filled(v))}
+    return list(value) if isinstance(value, tuple) else value
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Describes a decoder-only transformer, as its config.json does (H hidden, V vocabulary).
 
+    attention: of the layers that attend. recurrent: the kind of the others, if there are any.
     mtp_layers: layers behind the last that predict further tokens; left out, as HF leaves them.
     head: "lm", or "value": one score per token in place of the vocabulary, with or without a bias;
     with `new_head` the directory is a language model's and has no score yet.
@@ -123,6 +188,7 @@ class ModelConfig:
     initializer_range: float
     dtype: str
     moe: MoEShape | None = None
+    recurrent: Recurrent | None = None
     mtp_layers: int = 0
     raw: Mapping[str, Any] = field(repr=False, compare=False)
     head: str = "lm"
@@ -130,9 +196,15 @@ class ModelConfig:
     new_head: bool = field(default=False, compare=False)
 
     def meaning(self) -> dict[str, Any]:
-        """Returns the fields, as plain data, of which the weights' meaning depends: models in which
-        they are equal can take over each other's weights."""
+        """Returns the fields, as plain data, of which the weights' meaning depends: models between
+        which nothing is `differing` can take over each other's weights."""
         return {k: v for k, v in asdict(self).items() if k not in _NOT_THE_WEIGHTS}
+
+    def mixer(self, layer: int) -> Mixer:
+        """Returns the kind of the layer of this number."""
+        if self.recurrent is not None and layer in self.recurrent.layers:
+            return self.recurrent
+        return self.attention
 
     @property
     def experts(self) -> MoEShape:

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megarl.models.families import family_of
-from megarl.models.families.deepseek import Latent
 from megarl.models.hf_config import ModelConfig
 from megarl.models.ops import Op
 from megarl.models.piece_table import padded_vocab_size
@@ -210,23 +209,16 @@ def stage_activations(m: ModelConfig, layout: Layout, work: Workload, pp: int) -
 
 def layer_activations(m: ModelConfig, layout: Layout, layer: int, tokens: int) -> int:
     """Returns the bytes per rank that backward needs of layer `layer`, for `tokens` tokens."""
-    return int((_attention(m, layout) + _mlp(m, layout, layer)) * tokens)
+    return int((_mixer(m, layout, layer) + _mlp(m, layout, layer)) * tokens)
 
 
-def _attention(m: ModelConfig, layout: Layout) -> float:
-    """Returns the bytes per token of both norms' inputs and all of attention. Sequence parallelism
-    shards the tensors that tensor parallelism leaves whole."""
-    tp, whole = layout.tp, layout.tp if layout.sequence_parallel else 1
-    a, heads = m.attention, m.attention.heads / tp
-    shared = 3 * m.hidden_size  # inputs of two norms and of the projection
-    if isinstance(a, Latent):  # latents before and after their norms, keys and values as projected
-        shared += 2 * (a.q_rank or 0) + 2 * a.kv_rank + a.rotary_dim
-        own = heads * (2 * a.head_dim + a.nope_dim + a.v_head_dim)
-    else:  # queries and keys are rotated into memory of their own; the values are a view of the
-        # projection's output, which stays for it
-        own = (2 * heads + 3 * max(1.0, a.kv_heads / tp)) * a.head_dim
-    log_sums = FP32 * heads
-    return BF16 * (shared / whole + own + heads * a.v_head_dim) + log_sums
+def _mixer(m: ModelConfig, layout: Layout, layer: int) -> float:
+    """Returns the bytes per token of both norms' inputs and all of attention, or of what is in its
+    place. Sequence parallelism shards the tensors that tensor parallelism leaves whole."""
+    whole = layout.tp if layout.sequence_parallel else 1
+    shared, own = m.mixer(layer).kept(layout.tp)
+    # the inputs of two norms and of the projection
+    return BF16 * ((3 * m.hidden_size + shared) / whole + own)
 
 
 def _mlp(m: ModelConfig, layout: Layout, layer: int) -> float:
@@ -259,17 +251,12 @@ def server_weights(m: ModelConfig, tp: int) -> int:
     layout = Layout(tp=tp, etp=tp if m.moe and m.moe.intermediate_size % tp == 0 else 1)
     if m.moe and layout.etp == 1:
         layout = Layout(tp=tp, ep=tp)
-    a, repeated = m.attention, 0
-    if not isinstance(a, Latent):
-        heads = max(0.0, 1 - a.kv_heads / tp)
-        repeated = int(2 * m.num_layers * m.hidden_size * a.head_dim * heads)
+    mixers = [m.mixer(i) for i in range(m.num_layers)]
+    repeated = sum(mixer.repeated_weights(m.hidden_size, tp) for mixer in mixers)
     return BF16 * (stage_numel(m, layout)[0].total + repeated)
 
 
 def kv_bytes_per_token(m: ModelConfig, tp: int) -> int:
     """Returns the bytes of one token on one GPU of a server; a sliding window is not taken off. A
     latent is whole on every GPU, of key/value heads there is one at least."""
-    a = m.attention
-    if isinstance(a, Latent):
-        return BF16 * m.num_layers * a.kv_down
-    return BF16 * m.num_layers * max(1, a.kv_heads // tp) * (a.head_dim + a.v_head_dim)
+    return BF16 * sum(m.mixer(i).cached(tp) for i in range(m.num_layers))

@@ -37,6 +37,7 @@ from megarl.data.sources import apart, check_batches, load_rows, prompt_key
 from megarl.data.tokenizer import is_plainly_sound, run_tokenizer
 from megarl.models.hf_config import ModelConfig, check_layout, read_hf_config
 from megarl.models.lora import check_lora
+from megarl.models.shapes import differing
 from megarl.observability.run_log import LOGS, check_age
 from megarl.rollout.rewards import check_rows, get_reward_fn, is_registered, load_reward
 from megarl.trainer.user_code import check_code, isolated, rewards_answers
@@ -170,9 +171,7 @@ def _model_problems(cfg: BaseConfig, name: str, path: str, model: ModelConfig) -
 
 def _follower_problems(actor: dict[str, Any], ref: dict[str, Any]) -> Iterator[str]:
     """Yields a line where a reference that follows the policy is another model than it."""
-    differing = [name for name, value in actor.items() if ref[name] != value]
-    if differing:
-        name = differing[0]
+    if name := differing(actor, ref):
         yield (
             f"ref.refresh_every, ref.ema: the reference's model has {name}={ref[name]!r}, the "
             f"actor's {actor[name]!r}, so that it cannot take over its weights; leave ref.path out"

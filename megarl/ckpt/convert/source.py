@@ -18,7 +18,6 @@ from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megarl.ckpt.convert.rows import Block, Run, matrix, moved, torch_block
-from megarl.ckpt.dist import describe_model
 from megarl.ckpt.files import MARKER, check_contents, read_info
 from megarl.ckpt.hf import check_tensors
 from megarl.ckpt.restricted import read_metadata
@@ -34,6 +33,7 @@ from megarl.models.hf_config import (
 )
 from megarl.models.params import checkpoint_keys
 from megarl.models.piece_table import LocalParam, PieceTable, build_piece_table
+from megarl.models.shapes import differing
 from megarl.parallel.layout import Layout
 from megarl.transfer.gather import export_dtype
 from megarl.wire.buckets import Member
@@ -221,12 +221,12 @@ def _model_of(path: Path, info: Mapping[str, Any], base: Path | None) -> ModelCo
     head = info["model"].get("head", "lm")
     if base is not None:
         model = read_hf_config(base, head=head, new_bias=info["model"].get("score_bias", True))
-        for name, value in describe_model(model)["model"].items():
-            if info["model"].get(name) != value:
-                raise ValueError(
-                    f"{path} is of another model than {base}: {name}={info['model'].get(name)!r} "
-                    f"and {value!r}; name the one it was trained from"
-                )
+        own = model.meaning()
+        if name := differing(info["model"], own):
+            raise ValueError(
+                f"{path} is of another model than {base}: {name}={info['model'].get(name)!r} "
+                f"and {own.get(name)!r}; name the one it was trained from"
+            )
         return model
     raw = info.get("hf_config")
     if raw is None:

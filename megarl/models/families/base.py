@@ -25,7 +25,7 @@ from megarl.models.families.params import (
     Param,
 )
 from megarl.models.families.rope import SCALINGS, ScalingReader, rope_settings
-from megarl.models.shapes import Attention, ModelConfig
+from megarl.models.shapes import Attention, ModelConfig, Recurrent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class Family:
     `model_type`: config.json's, needed where another family has the same architecture and no
     model_type.
     `mlp`, `norms`: parameters of a dense layer's MLP and of a layer's norms. `moe`: its
-    mixture-of-experts block.
+    mixture-of-experts block. `recurrent_params`: those of a recurrent layer before its MLP.
     `qkv_bias`, `qk_norm`, `interleaved`: see GroupedQuery; a text is the key of config.json that
     says so. `slides`: which layers HF's implementation gives a sliding window, a rule of
     megarl.models.families.grouped_query; None: it knows no window.
@@ -56,6 +56,7 @@ class Family:
     mlp: tuple[Param, ...] = MLP
     norms: tuple[Param, ...] = NORMS
     moe: MoE | None = None
+    recurrent_params: tuple[Param, ...] = ()
     qkv_bias: bool | str = False
     qk_norm: bool | str = False
     interleaved: bool = False
@@ -80,13 +81,18 @@ class Family:
             interleaved=self.interleaved,
         )
 
+    def read_recurrent(self, raw: Mapping[str, Any], source: str) -> Recurrent | None:
+        """Returns the kind of the layers that do not attend; None where all do. Raises ValueError
+        naming the key that is wrong or unsupported."""
+        return None
+
     # ---- the declaration
 
     def params(self, m: ModelConfig) -> Iterator[tuple[Param, int | None]]:
         """Yields every parameter of `m` in HF order, with the number of its layer."""
         yield (TIED_EMBEDDING if m.tie_word_embeddings else EMBEDDING), None
         for i in range(m.num_layers):
-            for p in (*self.attention_params(m), *self._mlp_params(m, i), *self.norms):
+            for p in (*self._mixer_params(m, i), *self._mlp_params(m, i), *self.norms):
                 yield p.at_layer(i), i
         yield FINAL_NORM, None
         if m.head == "value":
@@ -97,10 +103,14 @@ class Family:
             yield OUTPUT, None
 
     def attention_params(self, m: ModelConfig) -> tuple[Param, ...]:
-        """Returns a layer's parameters before its MLP."""
+        """Returns the parameters, before its MLP, of a layer that attends."""
         a = _grouped(m)
         bias, norms = (QKV_BIAS,) * a.qkv_bias, QK_NORMS * a.qk_norm
         return (QKV, *bias, PROJ, *norms)
+
+    def _mixer_params(self, m: ModelConfig, layer: int) -> tuple[Param, ...]:
+        recurrent = m.mixer(layer) is m.recurrent
+        return self.recurrent_params if recurrent else self.attention_params(m)
 
     def _mlp_params(self, m: ModelConfig, layer: int) -> tuple[Param, ...]:
         if m.moe is None or layer in m.moe.dense_layers:
@@ -128,8 +138,19 @@ class Family:
             ]
         return fields
 
-    def patch_spec(self, spec: Any) -> None:
-        """Changes megatron-core's spec of the layers, before they are built from it."""
+    def recurrent_spec(self, m: ModelConfig, attention: Any) -> Any:
+        """Returns the ModuleSpec that a recurrent layer has in place of `attention`'s. Raises
+        NotImplementedError in a family without such layers."""
+        raise NotImplementedError(f"{self.name} has no recurrent layers")
+
+    def patch_spec(self, spec: Any, m: ModelConfig, first: int) -> None:
+        """Changes megatron-core's spec of the layers from number `first` on, before they are built
+        from it. Layers that are alike may be one object."""
+        for i, layer in enumerate(spec.layer_specs):
+            if m.mixer(first + i) is m.recurrent:
+                mixer = self.recurrent_spec(m, layer.submodules.self_attention)
+                parts = replace(layer.submodules, self_attention=mixer)
+                spec.layer_specs[i] = replace(layer, submodules=parts)
 
     def patch(self, chunk: Any, m: ModelConfig) -> None:
         """Sets what the constructors of a built GPTModel take no argument for."""

@@ -61,6 +61,17 @@ class Latent(Attention):
             "kv_lora_rank + qk_rope_head_dim": self.kv_down,
         }
 
+    def kept(self, tp: int) -> tuple[float, float]:
+        """Returns the numbers of latents before and after their norms; and of a rank's heads: of
+        keys and values as projected, of queries, keys and outputs, and an fp32 sum a head."""
+        latents = 2 * (self.q_rank or 0) + 2 * self.kv_rank + self.rotary_dim
+        head = 2 * self.head_dim + self.nope_dim + 2 * self.v_head_dim + 2
+        return latents, self.heads / tp * head
+
+    def cached(self, tp: int) -> int:
+        """Returns the numbers of the latent, which is whole on every GPU."""
+        return self.kv_down
+
 
 def _param(name: str, hf: str, op: Op) -> Param:
     return Param(f"self_attention.{name}.weight", (f"self_attn.{hf}.weight",), op)

@@ -8,13 +8,14 @@ from typing import Any
 from megarl.models.families.base import Family
 from megarl.models.families.experts import ROUTER_BIAS, MoE, shared_expert, sigmoid_experts
 from megarl.models.families.params import FUSED_MLP, NORMS, POST_NORMS
+from megarl.models.shapes import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class Glm4(Family):
     """GLM-4-0414, which also normalises the outputs of attention and MLP."""
 
-    def patch_spec(self, spec: Any) -> None:
+    def patch_spec(self, spec: Any, m: ModelConfig, first: int) -> None:
         """Makes every layer of `spec` a SandwichLayer."""
         from megarl.models.layers import SandwichLayer
 

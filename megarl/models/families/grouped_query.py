@@ -35,6 +35,21 @@ class GroupedQuery(Attention):
         """Returns the rows of q, k and v together, which tensor parallelism cuts evenly."""
         return {"qkv rows": (self.heads + 2 * self.kv_heads) * self.head_dim}
 
+    def kept(self, tp: int) -> tuple[float, float]:
+        """Returns the numbers of q and k before and after rotation, of v (a view of the
+        projection's output, which stays for it), of the output, and an fp32 sum a head."""
+        heads, kv_heads = self.heads / tp, max(1.0, self.kv_heads / tp)
+        own = (2 * heads + 3 * kv_heads) * self.head_dim + heads * self.v_head_dim
+        return 0, own + 2 * heads
+
+    def cached(self, tp: int) -> int:
+        """Returns the numbers of a key and a value of each of a GPU's heads, at least one."""
+        return max(1, self.kv_heads // tp) * (self.head_dim + self.v_head_dim)
+
+    def repeated_weights(self, hidden: int, tp: int) -> int:
+        """Returns the numbers of key/value heads that several GPUs hold."""
+        return int(2 * hidden * self.head_dim * max(0.0, 1 - self.kv_heads / tp))
+
 
 def read(raw: Mapping[str, Any], source: str, *, slides: str | None = None) -> GroupedQuery:
     """Reads heads, and with a rule `slides` a sliding window. Raises ValueError naming the key that
