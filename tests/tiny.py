@@ -24,6 +24,7 @@ _CLS = {
     "qwen3_moe": "Qwen3Moe", "mixtral": "Mixtral", "deepseek_v2": "DeepseekV2",
     "deepseek_v2_lite": "DeepseekV2", "deepseek_v3": "DeepseekV3", "glm": "Glm", "glm4": "Glm4",
     "mistral": "Mistral", "glm4_moe": "Glm4Moe", "kimi_k2": "DeepseekV3",
+    "qwen3_next": "Qwen3Next", "qwen3_5_text": "Qwen3_5", "qwen3_5_moe_text": "Qwen3_5Moe",
 }  # fmt: skip
 YARN = dict(
     rope_type="yarn",
@@ -39,8 +40,19 @@ _MLA: dict[str, Any] = dict(
     num_key_value_heads=4, kv_lora_rank=20, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=16,
     n_shared_experts=2, moe_intermediate_size=48, first_k_dense_replace=1, rope_parameters=YARN,
 )  # fmt: skip
+_DELTA: dict[str, Any] = dict(
+    head_dim=32, linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=16,
+    linear_value_head_dim=24, layer_types=["linear_attention", "full_attention"] * 2,
+)  # fmt: skip
+_DELTA_MOE = _DELTA | dict(
+    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48,
+    shared_expert_intermediate_size=40,
+)  # fmt: skip
 # what is a family's own
 _FAMILY: dict[str, dict[str, Any]] = {
+    "qwen3_next": _DELTA_MOE | dict(mlp_only_layers=[1]),
+    "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": _DELTA_MOE,
     "qwen3": dict(head_dim=32),  # != hidden / heads on purpose
     "mistral": dict(sliding_window=5),
     # the default of both is to rotate half of a head
@@ -143,7 +155,8 @@ def tiny_hf(
         pad_token_id=0,
     )
     torch.manual_seed(seed)
-    config = getattr(T, _CLS[kind] + "Config")(**(base | _FAMILY.get(kind, {}) | over))
+    name = _CLS[kind] + ("TextConfig" if kind.startswith("qwen3_5") else "Config")
+    config = getattr(T, name)(**(base | _FAMILY.get(kind, {}) | over))
     model = getattr(T, _CLS[kind] + "ForCausalLM")(config).float().eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -151,6 +164,12 @@ def tiny_hf(
                 p.add_(0.2 * torch.randn_like(p))
             elif name.endswith("bias"):
                 p.normal_(std=0.3)
+            elif name.endswith("A_log"):
+                p.copy_(torch.empty_like(p).uniform_(0.05, 2.0).log())
+            elif "conv1d" in name:
+                p.normal_(std=0.3)
+            elif "linear_attn" in name:
+                pass  # larger weights make three steps ill-conditioned
             else:
                 p.mul_(4.0)
         for name, bias in model.named_buffers():

@@ -9,7 +9,7 @@ answers as SGLang 0.5.23 does, what it does not support it refuses with a 4xx th
     protocol.py      what comes in and what goes out: bodies, bounds, refusals
     sequence.py      one sequence that is being written: from a request to an answer; tokenizer
     sampler.py       counter-based randomness, the batched sampler
-    kv_cache.py      slot KV cache, the attention that reads it, layers that are one product
+    kv_cache.py      slot KV cache, the attention that reads it, states of layers without attention
     runner.py        batched prefill and decode over the model; routes, logprobs of prompts
     scheduler.py     continuous batching, pause, abort: one thread that owns the model
     weights.py       HF names -> tensors; validated loads, which slices record; fingerprints

@@ -214,8 +214,8 @@ class Occupation:
 
     def usage(self) -> dict[str, int]:
         """Returns the bytes that each tag's memory takes now."""
-        kv = self._cache.keys.nbytes + self._cache.values.nbytes
-        return {WEIGHTS: sum(s.nbytes() for s in self._storages()), KV_CACHE: kv}
+        weights = sum(s.nbytes() for s in self._storages())
+        return {WEIGHTS: weights, KV_CACHE: self._cache.nbytes}
 
     def _storages(self) -> Iterator[torch.UntypedStorage]:
         """Yields every storage of the parameters once; buffers are not weights, as in SGLang."""

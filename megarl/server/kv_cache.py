@@ -1,8 +1,11 @@
-"""Slot KV cache and the attention that writes and reads it.
+"""Slot KV cache, the attention that writes and reads it, and states of layers without attention.
 
 Every running sequence owns one row; rows 0..n-1 are always the running ones, so that a decode step
 attends over a view of the cache instead of a gathered copy. The model calls `attend` through
 transformers' attention registry; a plan among the forward's keyword arguments says what to do.
+
+A layer with a state in place of attention gets `RowStates` for transformers' cache. A state stands
+for all of a row's tokens: it is copied whole, and cannot be cut to a part of them.
 
 Shapes: R rows, C capacity in positions, K key/value heads, G query heads per key/value head, D head
 dimension, of values E (equal but for latent attention, whose keys and values are cached as each
@@ -18,14 +21,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 ATTENTION = "megarl_slots"
 _POSITIONS_STEP = 64
 
 
-def kv_shape(config: Any) -> tuple[int, int, int, int]:
-    """Returns an HF model's (layers, key/value heads, dimension of a key, dimension of a value)."""
-    layers, heads = config.num_hidden_layers, config.num_attention_heads
+def kv_shape(config: Any) -> tuple[list[int], int, int, int]:
+    """Returns an HF model's (numbers of the layers that attend, key/value heads, dimension of a
+    key, dimension of a value)."""
+    kinds = enumerate(DynamicCache(config=config).layers)
+    layers = [i for i, kind in kinds if isinstance(kind, DynamicLayer)]
+    heads = config.num_attention_heads
     if getattr(config, "kv_lora_rank", None) is not None:  # latent attention
         keys = config.qk_nope_head_dim + config.qk_rope_head_dim
         return layers, heads, keys, config.v_head_dim
@@ -33,11 +40,19 @@ def kv_shape(config: Any) -> tuple[int, int, int, int]:
     return layers, getattr(config, "num_key_value_heads", None) or heads, dim, dim
 
 
+def has_states(config: Any) -> bool:
+    """Returns whether some of an HF model's layers have a state in place of keys and values."""
+    return any(hasattr(kind, "update_conv_state") for kind in DynamicCache(config=config).layers)
+
+
 class KVCache:
-    """keys [layers,R,K,C,D] and values [layers,R,K,C,E], grown on demand.
+    """keys [layers,R,K,C,D] and values [layers,R,K,C,E] of the layers that attend, grown on demand.
+
+    places: where a layer's number stands among them. states: of other layers [R,...], by (kind,
+    number of the layer, number of the state), each from its first prefill on.
 
     What a mask hides must still be finite, since 0 * NaN is NaN: new memory is zeroed, and rows
-    that a broken model filled with NaN are scrubbed.
+    that a broken model filled with NaN are scrubbed. States are written whole before they are read.
     """
 
     def __init__(
@@ -51,7 +66,9 @@ class KVCache:
         max_tokens: int,
     ) -> None:
         """`config`: the HF model's. At most `max_tokens` = rows * positions are allocated."""
-        self._shape = kv_shape(config)
+        layers, *sizes = kv_shape(config)
+        self.places = {layer: place for place, layer in enumerate(layers)}
+        self._shape = len(layers), *sizes
         self._kind: dict[str, Any] = {"dtype": dtype, "device": device}
         self._max_rows, self._max_positions = max_rows, max_positions
         self._max_tokens = max_tokens
@@ -65,12 +82,19 @@ class KVCache:
     def positions(self) -> int:
         return self.keys.shape[3]
 
+    @property
+    def nbytes(self) -> int:
+        """Returns the bytes that it takes now."""
+        tensors = (self.keys, self.values, *self.states.values())
+        return sum(t.nbytes for t in tensors)
+
     def clear(self) -> None:
         """Gives the memory back; the content is lost."""
         layers, heads, *dims = self._shape
         self.keys, self.values = (
             torch.empty(layers, 0, heads, 0, dim, **self._kind) for dim in dims
         )
+        self.states: dict[tuple[str, int, int], Tensor] = {}
 
     def reserve(self, rows: int, positions: int, *, used: int) -> None:
         """Makes room for `rows` sequences of `positions`; the first `used` rows keep their
@@ -88,10 +112,15 @@ class KVCache:
         if more_rows * more_positions > self._max_tokens:  # no room to spare in both
             more_rows = rows
             more_positions = min(self._max_positions, max(positions, self._max_tokens // rows))
-        # both or none: memory may run out between them
+        # all or none: memory may run out between them
+        states = {
+            key: torch.cat([old[:used], old.new_zeros(more_rows - used, *old.shape[1:])])
+            for key, old in self.states.items()
+        }
         self.keys, self.values = (
             self._grown(old, more_rows, more_positions, used) for old in (self.keys, self.values)
         )
+        self.states = states
 
     def _grown(self, old: Tensor, rows: int, positions: int, used: int) -> Tensor:
         layers, _, heads, _, dim = old.shape
@@ -101,18 +130,80 @@ class KVCache:
         return new
 
     def copy_rows(self, source: Sequence[int], target: Sequence[int], positions: int) -> None:
-        """Copies the first `positions` of each source row to its target row."""
+        """Copies the first `positions` of each source row to its target row, and its states."""
         if not source:
             return
         device = self.keys.device
         src, dst = torch.tensor(source, device=device), torch.tensor(target, device=device)
         self.keys[:, dst, :, :positions] = self.keys[:, src, :, :positions]
         self.values[:, dst, :, :positions] = self.values[:, src, :, :positions]
+        for state in self.states.values():
+            state[dst] = state[src]
 
     def scrub(self, rows: Sequence[int]) -> None:
         index = torch.tensor(rows, dtype=torch.long, device=self.keys.device)
         self.keys[:, index] = 0
         self.values[:, index] = 0
+
+
+class RowStates:
+    """Gives a transformers model the states of `rows` by the methods of its cache; keys and values
+    pass through. `begin`: what is read is the beginning of the rows' sequences."""
+
+    def __init__(self, cache: KVCache, rows: slice, *, begin: bool) -> None:
+        self._states, self._count, self._rows = cache.states, cache.rows, rows
+        self._begin = begin
+
+    def _state(self, kind: str, layer: int, index: int) -> Tensor | None:
+        return None if self._begin else self._states[kind, layer, index][self._rows]
+
+    def _store(self, key: tuple[str, int, int], state: Tensor) -> Tensor:
+        if key not in self._states:
+            self._states[key] = state.new_zeros(self._count, *state.shape[1:])
+        own = self._states[key][self._rows]
+        own.copy_(state)
+        return own
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Returns the last inputs [B,D,width] of a layer's convolution; None at the beginning."""
+        return self._state("conv", layer_idx, state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Returns a layer's state [B,...]; None at the beginning."""
+        return self._state("recurrent", layer_idx, state_idx)
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Returns False: no state of the past is kept."""
+        return False
+
+    def update_conv_state(
+        self,
+        conv_states: Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+    ) -> Tensor:
+        """Keeps the last `conv_kernel_size` of a convolution's inputs [B,D,S]; returns them all,
+        behind those of before, which are 0 at the beginning."""
+        before = self.get_conv_state(layer_idx, state_idx)
+        if before is None:
+            width = conv_kernel_size or conv_states.shape[-1]
+            conv_states = F.pad(conv_states, (max(0, width - conv_states.shape[-1]), 0))
+        else:
+            width = before.shape[-1]
+            conv_states = torch.cat([before, conv_states], -1)
+        self._store(("conv", layer_idx, state_idx), conv_states[..., -width:])
+        return conv_states
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0
+    ) -> Tensor:
+        """Keeps a layer's state, in its own dtype, and returns it."""
+        return self._store(("recurrent", layer_idx, state_idx), recurrent_states)
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Returns keys and values as they are: `attend` keeps them."""
+        return keys, values
 
 
 class Prefill:
@@ -147,8 +238,9 @@ class Prefill:
         """Stores k [B,K,S,D], v [B,K,S,E]; returns the attention output [B,S,K*G,E]. A position
         attends to itself and the `window` - 1 before it; None: to all before it."""
         rows, width = slice(self.row, self.row + k.shape[0]), k.shape[2]
-        self.cache.keys[layer, rows, :, :width] = k
-        self.cache.values[layer, rows, :, :width] = v
+        place = self.cache.places[layer]
+        self.cache.keys[place, rows, :, :width] = k
+        self.cache.values[place, rows, :, :width] = v
         mask = self._mask(width, window)
         out = F.scaled_dot_product_attention(
             q,
@@ -163,15 +255,15 @@ class Prefill:
 
 
 class Decode:
-    """Plans one new position for each row first..first+B-1; `lengths` [B] positions are there
+    """Plans one new position of each of the rows row..row+B-1; `lengths` [B] positions are there
     already."""
 
-    def __init__(self, cache: KVCache, first: int, lengths: Sequence[int], *, exact: bool) -> None:
+    def __init__(self, cache: KVCache, row: int, lengths: Sequence[int], *, exact: bool) -> None:
         device = cache.keys.device
-        self.cache, self.exact = cache, exact
-        self.rows = torch.arange(first, first + len(lengths), device=device)
+        self.cache, self.row, self.exact = cache, row, exact
+        self.rows = torch.arange(row, row + len(lengths), device=device)
         self.positions = torch.tensor(lengths, device=device)
-        self._all = slice(first, first + len(lengths))
+        self._all = slice(row, row + len(lengths))
         self._shortest, self._longest = min(lengths), max(lengths)
         self._read: dict[int | None, tuple[slice, Tensor | None]] = {}
 
@@ -205,7 +297,8 @@ class Decode:
         window: int | None,
     ) -> Tensor:
         """Stores and returns what `Prefill.attend` does, for S of 1."""
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        place = self.cache.places[layer]
+        keys, values = self.cache.keys[place], self.cache.values[place]
         keys[self.rows, :, self.positions] = k[:, :, 0]
         values[self.rows, :, self.positions] = v[:, :, 0]
         batch, heads, _, dim = q.shape

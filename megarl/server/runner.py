@@ -1,6 +1,7 @@
 """The model behind the server: batched prefill and decode over a slot KV cache.
 
-Any transformers causal LM with full or sliding-window attention and a plain LM head runs here;
+Any transformers causal LM whose layers have full or sliding-window attention, or a state that they
+keep in transformers' cache, and with a plain LM head runs here;
 `ModelRunner` checks itself against the model's own attention when it starts.
 """
 
@@ -19,7 +20,15 @@ from transformers import AutoModelForCausalLM
 from megarl.models.hf_config import transformers_config
 from megarl.parallel import cpu_kernels as products
 from megarl.server.args import ServerArgs
-from megarl.server.kv_cache import ATTENTION, Decode, KVCache, Prefill, kv_shape
+from megarl.server.kv_cache import (
+    ATTENTION,
+    Decode,
+    KVCache,
+    Prefill,
+    RowStates,
+    has_states,
+    kv_shape,
+)
 from megarl.server.sequence import PromptLogprobs, ServedSequence
 
 logger = logging.getLogger(__name__)
@@ -54,7 +63,9 @@ class ModelRunner:
         self.vocab_size = int(self.model.get_output_embeddings().weight.shape[0])
         self.context_length = self._context_length(args)
         self.max_rows = args.max_running_requests
-        self.max_total_tokens = args.max_total_tokens or self._fitting_tokens()
+        self._has_states = has_states(self.config)
+        state_bytes = self._self_check()
+        self.max_total_tokens = args.max_total_tokens or self._fitting_tokens(state_bytes)
         if self.max_total_tokens < self.context_length:
             raise ValueError(
                 f"--max-total-tokens={self.max_total_tokens} holds not even one sequence of "
@@ -63,7 +74,6 @@ class ModelRunner:
         self.cache = self._new_cache(
             rows=self.max_rows, positions=self.context_length, tokens=self.max_total_tokens
         )
-        self._self_check()
         self._routes = RouteRecorder(self.model) if args.enable_return_routed_experts else None
 
     def _new_cache(self, *, rows: int, positions: int, tokens: int) -> KVCache:
@@ -86,24 +96,31 @@ class ModelRunner:
             )
         return args.context_length or longest
 
-    def _fitting_tokens(self) -> int:
-        """Returns how many KV positions fit into the memory set aside for them, at most what could
-        ever be used."""
+    def _fitting_tokens(self, state_bytes: int) -> int:
+        """Returns how many KV positions fit into the memory set aside for them, beside the states
+        of all rows, at most what could ever be used."""
         layers, heads, *dims = kv_shape(self.config)
-        per_token = layers * heads * sum(dims) * self.dtype.itemsize
-        fitting = _cache_memory(self.device) // per_token
+        per_token = len(layers) * heads * sum(dims) * self.dtype.itemsize
+        free = _cache_memory(self.device) - self.max_rows * state_bytes
+        if free < 0:
+            raise ValueError(
+                f"--max-running-requests={self.max_rows}: a sequence has states of {state_bytes} "
+                f"bytes, and those of all are {-free} more than there is memory for; lower it"
+            )
+        fitting = free // max(1, per_token)
         return max(self.context_length, min(self.max_rows * self.context_length, fitting))
 
     @torch.inference_mode()
-    def _self_check(self) -> None:
-        """Raises ValueError unless our attention and head give the model's own logits, for 4 prompt
-        tokens and 1 decoded."""
+    def _self_check(self) -> int:
+        """Raises ValueError unless our attention, states and head give the model's own logits, for
+        4 prompt tokens and 1 decoded. Returns the bytes of a row's states."""
         ids = torch.arange(5, device=self.device)[None] % self.vocab_size
         want = self.model(ids, use_cache=False).logits[0, 3:].float()
         self.model.set_attn_implementation(ATTENTION)
-        self.cache.reserve(1, 5, used=0)
-        first = self._head(self._forward(ids[:, :4], 0, Prefill(self.cache, 0))[:, -1])
-        plan = Decode(self.cache, 0, [4], exact=self.deterministic)
+        cache = self._new_cache(rows=1, positions=5, tokens=5)
+        cache.reserve(1, 5, used=0)
+        first = self._head(self._forward(ids[:, :4], 0, Prefill(cache, 0))[:, -1])
+        plan = Decode(cache, 0, [4], exact=self.deterministic)
         second = self._head(self._forward(ids[:, 4:], 4, plan)[:, -1])
         got = torch.cat([first, second]).float()
         bound = 1e-3 if self.dtype == torch.float32 else 0.1
@@ -111,16 +128,25 @@ class ModelRunner:
             raise ValueError(
                 f"{type(self.model).__name__}: the embedded server does not reproduce this model's "
                 f"logits (off by {(got - want).abs().max():.2g}); it supports full and sliding-"
-                "window attention and an LM head without post-processing"
+                "window attention, states kept in transformers' cache, and an LM head without "
+                "post-processing"
             )
-        self.cache.clear()
+        return sum(state.nbytes for state in cache.states.values())
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor | int, plan: Any) -> torch.Tensor:
         """Returns hidden states [B,S,H] of ids [B,S]; an int is the first column's position."""
         if isinstance(positions, int):
             positions = torch.arange(positions, positions + ids.shape[1], device=ids.device)[None]
+        states = None
+        if self._has_states:
+            rows = slice(plan.row, plan.row + len(ids))
+            states = RowStates(plan.cache, rows, begin=isinstance(plan, Prefill))
         return self.model.base_model(
-            input_ids=ids, position_ids=positions, use_cache=False, plan=plan
+            input_ids=ids,
+            position_ids=positions,
+            past_key_values=states,
+            use_cache=False,
+            plan=plan,
         ).last_hidden_state
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -184,12 +210,14 @@ class ModelRunner:
         return order, source
 
     def _chunks(self, groups: list[list[ServedSequence]]) -> Iterator[list[list[ServedSequence]]]:
-        """Cuts groups sorted by length so that padding and activations stay bounded."""
+        """Cuts groups sorted by length so that padding and activations stay bounded. Padding would
+        go on changing a state: prompts of models with states are padded to no other's length."""
         chunk: list[list[ServedSequence]] = []
         for group in groups:
             length = group[0].read
             if chunk and (
                 self.deterministic
+                or (self._has_states and length > chunk[0][0].read)
                 or length > _LONGEST_PROMPT_RATIO * chunk[0][0].read
                 or length * (len(chunk) + 1) > _MAX_PREFILL_TOKENS
             ):

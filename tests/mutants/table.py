@@ -349,6 +349,20 @@ MUTANTS = (
     ),
     Mutant(
         "server/kv_cache.py",
+        "state[dst] = state[src]",
+        "state[dst] = state[dst]",
+        (
+            "tests/unit/test_server_states.py::test_rows_that_move_and_end_leave_the_others_as_they_are",
+        ),
+    ),
+    Mutant(
+        "server/runner.py",
+        "or (self._has_states and length > chunk[0][0].read)",
+        "or (self._has_states and False)",
+        ("tests/unit/test_server_runner.py::test_ragged_batches_give_the_models_logits",),
+    ),
+    Mutant(
+        "server/kv_cache.py",
         "keep = min(positions, old.shape[3])",
         "keep = min(used, old.shape[3])",
         ("tests/unit/test_server_runner.py::test_rows_survive_growth_and_moves_of_the_cache",),
