@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from megarl.models.families.deepseek import Latent
 from megarl.models.shapes import ModelConfig
 from megarl.parallel.layout import Layout
 
@@ -109,7 +108,7 @@ def recompute_fields(
 def _check_modules(modules: list[Module], model: ModelConfig, attention: str) -> None:
     moe = model.moe
     needs = {
-        "mla_up_proj": (isinstance(model.attention, Latent), "latent attention"),
+        "mla_up_proj": (model.attention.latent, "latent attention"),
         "mlp": (moe is None or moe.dense_layers, "dense layers"),
         "moe": (moe, "experts"),
         "moe_act": (moe and attention == "te", "experts in Transformer Engine's layers"),

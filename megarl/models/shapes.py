@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,9 +99,11 @@ class Attention(Mixer):
     heads: of queries; groups of them share `kv_heads` keys and values. head_dim: the size of a
     head's query and key; its value has `v_head_dim`. rotary_dim: how many
     numbers of a head are rotated. window: a token of the layers `window_layers` attends to itself
-    and the `window` - 1 tokens before it; None: every layer attends to all tokens before.
+    and the `window` - 1 tokens before it; None: every layer attends to all tokens before. latent:
+    keys and values of all heads come from one vector.
     """
 
+    latent: ClassVar[bool] = False
     heads: int
     kv_heads: int
     head_dim: int

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from megarl.models.families.base import Family
 from megarl.models.families.experts import (
@@ -33,6 +33,7 @@ class Latent(Attention):
     carry no position and `rotary_dim` are rotated; the rotated part of the key is the same in all
     heads."""
 
+    latent: ClassVar[bool] = True
     q_rank: int | None
     kv_rank: int
     nope_dim: int
