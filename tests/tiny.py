@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 import transformers as T
+from safetensors.torch import load_file, save_file
+
+from megarl.models.families import find_wrapper
 
 VOCAB = 130  # not a multiple of 128 * tp: the padded vocabulary is always exercised
 KINDS = ("llama", "qwen2", "qwen3", "mistral")
@@ -206,6 +209,27 @@ def save_hf(model: T.PreTrainedModel, path: Path, kind: str) -> Path:
     if kind == "kimi_k2":
         config = json.loads((path / "config.json").read_text())
         (path / "config.json").write_text(json.dumps(config | {"model_type": kind}))
+    return path
+
+
+def nest(path: Path, architecture: str) -> Path:
+    """Makes the directory of a tiny language model one of `architecture`, as it is published: with
+    text_config, names of its own, a vision tower and layers that predict further tokens."""
+    config = json.loads((path / "config.json").read_text())
+    text = {k: v for k, v in config.items() if k != "architectures"}
+    whole = {"architectures": [architecture], "vision_config": {"depth": 1}, "dtype": text["dtype"]}
+    whole |= {"tie_word_embeddings": text["tie_word_embeddings"], "model_type": "whole"}
+    (path / "config.json").write_text(json.dumps(whole | {"text_config": text}))
+    wrapped = find_wrapper(whole)
+    assert wrapped is not None
+    tensors = load_file(path / "model.safetensors")
+    beside = {
+        "model.visual.blocks.0.weight": torch.randn(3, 5, 2).bfloat16(),
+        "vision_tower.ids": torch.arange(7),
+        "mtp.fc.weight": torch.randn(4),
+    }
+    named = {wrapped[1].name(name): t for name, t in tensors.items()}
+    save_file(named | beside, path / "model.safetensors", {"format": "pt"})
     return path
 
 

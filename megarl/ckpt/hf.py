@@ -20,8 +20,10 @@ from torch import Tensor
 
 from megarl.ckpt.safetensors import SafetensorsDir, main_dtype, save_tensors, write_index
 from megarl.models.families.params import EMBEDDING, OUTPUT
+from megarl.models.hf_config import TEXT
 from megarl.models.params import draw, load_params
 from megarl.models.piece_table import HfTensor, PieceTable
+from megarl.models.shapes import is_beside
 from megarl.observability.logging import get_logger
 from megarl.parallel.layout import Layout
 from megarl.transfer.gather import Dtypes
@@ -33,7 +35,6 @@ BUCKET_BYTES = 256 << 20
 MAX_SHARD_BYTES = 5 << 30  # Hugging Face's own default
 _EMBEDDING, _HEAD = EMBEDDING.hf[0], OUTPUT.hf[0]
 _COMPARED_AT_ONCE = 8 << 20  # numbers
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 # what a generation config and a model's own classes are made of
 _OF_MODEL = ("*.py", "generation_config.json")
 # what a tokenizer and a chat template are made of
@@ -95,7 +96,7 @@ def check_tensors(files: SafetensorsDir, table: PieceTable) -> None:
             if table.model.new_head and t.name.startswith("score."):
                 continue
             hint = "its config.json does not belong to these weights, or files are missing"
-            if t.name == _HEAD:
+            if t.name == table.model.hf_name(_HEAD):
                 hint = "set tie_word_embeddings=true in config.json if the model has no output head"
             raise ValueError(f"{files.path}: tensor {t.name} {list(t.shape)} is missing; {hint}")
         if (stored := files.stored(t.name)).shape != t.shape:
@@ -110,6 +111,14 @@ def check_tensors(files: SafetensorsDir, table: PieceTable) -> None:
             files.path,
             len(further),
         )
+    if beside := [n for n in files.names() if is_beside(n, table.model.wrapper)]:
+        log.info(
+            "%s: %d tensors beside the language model (%s) are not trained; a saved model has them "
+            "where this directory is there to copy them from",
+            files.path,
+            len(beside),
+            ", ".join(sorted({".".join(n.split(".")[:2]) for n in beside})),
+        )
     unknown = [n for n in files.names() if n not in table.by_name and not _ignorable(n, table)]
     if unknown:
         raise ValueError(
@@ -117,15 +126,18 @@ def check_tensors(files: SafetensorsDir, table: PieceTable) -> None:
             f"{table.model.family} model with this config.json, the first is {unknown[0]}; "
             "use the config.json that belongs to these weights"
         )
-    if table.model.tie_word_embeddings and _HEAD in files:
-        _check_tied(files)
+    embedding, head = map(table.model.hf_name, (_EMBEDDING, _HEAD))
+    if table.model.tie_word_embeddings and head in files:
+        _check_tied(files, embedding, head)
 
 
 def _check_layers(files: SafetensorsDir, table: PieceTable) -> None:
     """Raises ValueError if the files have more or fewer layers than config.json says."""
     m = table.model
-    held = {int(found[1]) for n in files.names() if (found := _LAYER.match(n))}
-    held -= {i for i in held if f"model.layers.{i}.eh_proj.weight" in files}  # predicts further
+    layers = m.hf_name("model.layers.")
+    layer = re.compile(re.escape(layers) + r"(\d+)\.")
+    held = {int(found[1]) for n in files.names() if (found := layer.match(n))}
+    held -= {i for i in held if f"{layers}{i}.eh_proj.weight" in files}  # predicts further
     if held and held == set(range(len(held))) and len(held) != m.num_layers:
         raise ValueError(
             f"{files.path}: config.json says num_hidden_layers={m.num_layers}, the weights are of "
@@ -133,30 +145,35 @@ def _check_layers(files: SafetensorsDir, table: PieceTable) -> None:
         )
 
 
-def _check_tied(files: SafetensorsDir) -> None:
-    rows, cols = files.stored(_EMBEDDING).shape
-    same = files.stored(_HEAD).shape == (rows, cols)
+def _check_tied(files: SafetensorsDir, embedding: str, head: str) -> None:
+    rows, cols = files.stored(embedding).shape
+    same = files.stored(head).shape == (rows, cols)
     step = max(1, _COMPARED_AT_ONCE // cols)
     for row in range(0, rows if same else 0, step):
         box = (slice(row, row + step), slice(None))
-        embedding = files.read(_EMBEDDING, box)
-        if not torch.equal(embedding, files.read(_HEAD, box).to(embedding.dtype)):
+        wanted = files.read(embedding, box)
+        if not torch.equal(wanted, files.read(head, box).to(wanted.dtype)):
             same = False
             break
     if not same:
         raise ValueError(
-            f"{files.path}: config.json says tie_word_embeddings=true, but lm_head.weight is "
-            "not the embedding; set it to false"
+            f"{files.path}: config.json says tie_word_embeddings=true, but {head} is not the "
+            "embedding; set it to false"
         )
 
 
 def _ignorable(name: str, table: PieceTable) -> bool:
     """Tells whether a tensor in the files is left unread: rotary frequencies, which old checkpoints
     stored and the config determines; the copy of a tied embedding; the language model's head where
-    a value model is made; layers that predict further tokens."""
-    if name.endswith("rotary_emb.inv_freq") or _predicts_further(name, table):
+    a value model is made; layers that predict further tokens; what is beside the language model."""
+    m = table.model
+    if (
+        name.endswith("rotary_emb.inv_freq")
+        or _predicts_further(name, table)
+        or is_beside(name, m.wrapper)
+    ):
         return True
-    return name == _HEAD and (table.model.tie_word_embeddings or table.model.new_head)
+    return name == m.hf_name(_HEAD) and (m.tie_word_embeddings or m.new_head)
 
 
 def _predicts_further(name: str, table: PieceTable) -> bool:
@@ -164,7 +181,7 @@ def _predicts_further(name: str, table: PieceTable) -> bool:
     whose layers follow the model's last."""
     m = table.model
     layers = range(m.num_layers, m.num_layers + m.mtp_layers)
-    return name.startswith(tuple(f"model.layers.{i}." for i in layers))
+    return name.startswith(tuple(m.hf_name(f"model.layers.{i}.") for i in layers))
 
 
 def save_hf(
@@ -186,8 +203,9 @@ def save_hf(
     group:           spans the layout's ranks; None is the default group.
     dtype:           of the files, one for all or each tensor's by HF name; None is that of the
                      first parameter. config.json names the one that most numbers have.
-    base_model_path: where generation config, tokenizer, chat template and code are copied from;
-                     config.json is always the one the model was built from.
+    base_model_path: where generation config, tokenizer, chat template, code and the tensors beside
+                     the language model (a vision tower) are copied from; config.json is always the
+                     one the model was built from.
     tokenizer:       its save_pretrained() replaces the copied tokenizer files.
 
     Files are cut by `max_shard_bytes` alone, so their bytes do not depend on the layout (see
@@ -195,6 +213,7 @@ def save_hf(
     """
 
     def finish(staging: Path, files: dict[str, list[Member]]) -> None:
+        files = write_beside(staging, table, base_model_path, files)
         if len(files) > 1:
             write_index(staging, files)
         write_sidecars(staging, base_model_path, tokenizer)
@@ -215,6 +234,46 @@ def save_hf(
     )
 
 
+def write_beside(
+    staging: Path,
+    table: PieceTable,
+    base_model_path: str | Path | None,
+    files: dict[str, list[Member]],
+) -> dict[str, list[Member]]:
+    """Adds to `files` one with what the base model has beside the language model, and gives all
+    the names of so many. Returns the tensors of each file."""
+    count = len(files) + 1
+    names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    members = copy_beside(staging / names[-1], table, base_model_path)
+    if not members:
+        return files
+    for old, new in zip(files, names[:-1], strict=True):
+        (staging / old).rename(staging / new)
+    return dict(zip(names, (*files.values(), members), strict=True))
+
+
+def copy_beside(
+    target: Path, table: PieceTable, base_model_path: str | Path | None
+) -> list[Member]:
+    """Writes to the file `target` what the base model has beside the language model; returns those
+    tensors. Without them there is no file, and a log line where the model is a part of a whole."""
+    members: list[Member] = []
+    if base_model_path is not None and any(Path(base_model_path).glob("*.safetensors")):
+        with SafetensorsDir(base_model_path) as files:
+            beside = [n for n in files.names() if is_beside(n, table.model.wrapper)]
+            members = files.copy(beside, target)
+    if not members and (wrapper := table.model.wrapper):
+        log.info(
+            "%s has the tensors of %s* and %s* alone: %s has none beside them, such as those of a "
+            "vision tower",
+            target.parent,
+            wrapper.model,
+            wrapper.head,
+            base_model_path or "no base model",
+        )
+    return members
+
+
 def write_sidecars(staging: Path, base_model_path: str | Path | None, tokenizer: Any) -> None:
     """Copies what stands beside the weights in the base model; `tokenizer` replaces its part."""
     if base_model_path is not None:
@@ -229,11 +288,17 @@ def write_sidecars(staging: Path, base_model_path: str | Path | None, tokenizer:
 
 
 def write_config(staging: Path, raw: Mapping[str, Any], dtype: torch.dtype) -> None:
-    """Writes config.json: `raw` with the dtype of the saved weights.
+    """Writes config.json: `raw` with the dtype of the saved weights, also within a text_config.
 
     The key is `dtype` since transformers 5 and `torch_dtype` before; the one in use is kept.
     """
-    key = "dtype" if "dtype" in raw else "torch_dtype"
-    config = {**raw, key: str(dtype).removeprefix("torch.")}
+
+    def with_dtype(raw: Mapping[str, Any]) -> dict[str, Any]:
+        key = "dtype" if "dtype" in raw else "torch_dtype"
+        return {**raw, key: str(dtype).removeprefix("torch.")}
+
+    config = with_dtype(raw)
+    if isinstance(text := raw.get(TEXT), Mapping):
+        config[TEXT] = with_dtype(text)
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
     (staging / "config.json").write_text(text, encoding="utf-8")

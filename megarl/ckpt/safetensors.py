@@ -49,7 +49,9 @@ _DAMAGE = (
 )
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# what is copied as it is, too
+_COPIED = DTYPES | {"F64": torch.float64, "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8}
+_DTYPE_NAMES = {dtype: name for name, dtype in _COPIED.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,25 @@ class SafetensorsDir:
         except SafetensorError as e:
             raise ValueError(f"{file}: cannot read {name}{list(box)} ({e})") from e
         return tensor
+
+    def copy(self, names: Sequence[str], target: Path) -> list[Member]:
+        """Copies the tensors of `names` to the new file `target`, if there are any; returns
+        them."""
+        members = []
+        for name in names:
+            s = self._stored[name]
+            if s.dtype not in _COPIED:
+                raise ValueError(f"{s.file}: cannot copy {name} of dtype {s.dtype}; take it out")
+            dtype = _COPIED[s.dtype]
+            members.append(Member(name, s.shape, dtype, 0, math.prod(s.shape) * dtype.itemsize))
+        if members:
+            with target.open("wb") as out:
+                out.write(shard_header(members))
+                for m in members:
+                    with self._stored[m.name].file.open("rb") as f:
+                        f.seek(self._stored[m.name].offset)
+                        out.write(f.read(m.nbytes))
+        return members
 
     def _files(self) -> list[str]:
         index, single = self.path / INDEX, self.path / SINGLE

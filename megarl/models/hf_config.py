@@ -11,18 +11,23 @@ Hugging Face calls them ForTokenClassification (the score has a bias) and ForSeq
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megarl.config.engine import ParallelConfig
-from megarl.models.families import family_of, find_family
+from megarl.models.families import family_of, find_family, find_wrapper
 from megarl.models.families.fields import count, number, positive, refuse_others
 from megarl.models.families.rope import rope
 from megarl.models.shapes import ModelConfig as ModelConfig
+from megarl.models.shapes import Wrapper
 
 DTYPES = ("float32", "bfloat16", "float16")
+
+TEXT = "text_config"
+_OF_THE_WHOLE = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
 
 # transformers' values of absent keys, unless a family's own `defaults` say otherwise
 DEFAULTS: Mapping[str, Any] = {
@@ -63,7 +68,13 @@ def read_hf_config(
         raise ValueError(f"{file}: not valid JSON ({e})") from None
     if not isinstance(raw, dict):
         raise ValueError(f"{file}: expected a JSON object, found {type(raw).__name__}")
-    raw |= override or {}
+    if wrapped := find_wrapper(language_model(raw)):
+        for key in sorted((override or {}).keys() - {TEXT, *_OF_THE_WHOLE}):
+            raise ValueError(
+                f"override_config.{key}: {wrapped[1].architecture} has its language model's keys "
+                f"in {TEXT}; write override_config.{TEXT}.{key}"
+            )
+    raw = overridden(raw, override or {})
     if head == "value":
         lm = parse_hf_config(language_model(raw), str(file))
         return value_model(lm, raw, str(file), new_bias=new_bias)
@@ -81,8 +92,8 @@ def adapter_given(path: str | Path) -> str:
 def parse_hf_config(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
     """Returns the ModelConfig of an already parsed config.json; `source` names it in errors. Raises
     ValueError naming the key that is missing, wrong or unsupported."""
-    family = find_family(raw, source)
-    full = {**DEFAULTS, **family.defaults, **raw}
+    family, wrapped = find_family(raw, source), find_wrapper(raw)
+    full = {**DEFAULTS, **family.defaults, **(text_settings(raw, source) if wrapped else raw)}
     checked = {k: v for k, v in _IMPLEMENTED.items() if k not in family.ignored_fields}
     refuse_others(full, checked, source)
     theta, scaling = rope(
@@ -106,7 +117,26 @@ def parse_hf_config(raw: Mapping[str, Any], source: str = "config.json") -> Mode
         recurrent=family.read_recurrent(full, source),
         mtp_layers=count(full, "num_nextn_predict_layers", source),
         raw=dict(raw),
+        wrapper=wrapped[1] if wrapped else None,
     )
+
+
+def overridden(raw: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a config.json with other values for the keys in `override`; of a text_config for the
+    keys within."""
+    merged = {**raw, **override}
+    if TEXT in raw and TEXT in override:
+        merged[TEXT] = {**raw[TEXT], **override[TEXT]}
+    return merged
+
+
+def text_settings(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Returns the config.json of the language model within the whole `raw`, which decides itself on
+    dtype and tied embeddings, as in transformers. Raises ValueError where there is none."""
+    if not isinstance(text := raw.get(TEXT), Mapping):
+        raise ValueError(f"{source}: {TEXT}={text!r}; expected the language model's settings")
+    of_whole = {key: raw[key] for key in _OF_THE_WHOLE if key in raw}
+    return {**text, **of_whole, "architectures": [find_family(raw, source).architecture]}
 
 
 def check_layout(model: ModelConfig, parallel: ParallelConfig) -> None:
@@ -206,7 +236,7 @@ def _divisors(n: int) -> list[int]:
 
 def transformers_config(path: str | Path, override: Mapping[str, Any] | None = None) -> Any:
     """Returns transformers' config of the model directory `path`, with other values for the keys in
-    `override`.
+    `override`; of the language model alone where the directory has a vision tower beside it.
 
     A model_type that transformers does not know is read as that of the architecture: Kimi-K2 calls
     itself "kimi_k2", and its architecture is DeepseekV3ForCausalLM.
@@ -215,17 +245,36 @@ def transformers_config(path: str | Path, override: Mapping[str, Any] | None = N
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     raw, _ = transformers.PretrainedConfig.get_config_dict(path)
+    raw = overridden(raw, override or {})
+    if wrapped := find_wrapper(raw):
+        raw = text_settings(raw, str(path))
     model = getattr(transformers, (raw.get("architectures") or [""])[0], None)
     known = raw.get("model_type") in CONFIG_MAPPING
-    if known and override:
-        return CONFIG_MAPPING[raw["model_type"]].from_dict({**raw, **override})
+    if known and (override or wrapped):
+        return CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
     if known or model is None:
         return transformers.AutoConfig.from_pretrained(path)
-    raw = {**raw, **(override or {})}
     return model.config_class.from_dict({k: v for k, v in raw.items() if k != "model_type"})
 
 
+def transformers_arguments(
+    path: str | Path, override: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Returns the arguments of transformers' from_pretrained that load the language model of the
+    directory `path`; `override` as in `transformers_config`."""
+    wrapper = wrapper_at(path)
+    names = None if wrapper is None else wrapper.key_mapping()
+    return {"config": transformers_config(path, override), "key_mapping": names}
+
+
+def wrapper_at(path: str | Path) -> Wrapper | None:
+    """Returns what wraps the language model in a model directory, None where nothing does."""
+    wrapped = find_wrapper(json.loads((Path(path) / "config.json").read_text(encoding="utf-8")))
+    return wrapped[1] if wrapped else None
+
+
 LM, TOKEN, SEQUENCE = "ForCausalLM", "ForTokenClassification", "ForSequenceClassification"
+WHOLE = "ForConditionalGeneration"
 
 
 def language_model(raw: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -233,7 +282,11 @@ def language_model(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     names = raw.get("architectures") or []
     if not isinstance(names, list):
         return raw  # parse_hf_config raises the error
-    return {**raw, "architectures": [n.replace(TOKEN, LM).replace(SEQUENCE, LM) for n in names]}
+    lm = WHOLE if TEXT in raw else LM
+    return {
+        **raw,
+        "architectures": [str(n).replace(TOKEN, lm).replace(SEQUENCE, lm) for n in names],
+    }
 
 
 def value_model(
@@ -248,7 +301,8 @@ def value_model(
     new = not any(n.endswith((TOKEN, SEQUENCE)) for n in names)
     if new:
         label = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-        name = family_of(lm).architecture.replace(LM, TOKEN if new_bias else SEQUENCE)
+        name = (lm.wrapper or family_of(lm)).architecture
+        name = re.sub(f"{LM}|{WHOLE}", TOKEN if new_bias else SEQUENCE, name)
         raw = {k: v for k, v in raw.items() if k != "num_labels"} | label
         raw = {**raw, "architectures": [name]}
     elif (labels := len(raw.get("id2label") or ()) or raw.get("num_labels", 2)) != 1:

@@ -6,6 +6,7 @@ which family a model is of.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -145,8 +146,39 @@ class Recurrent(Mixer):
         return 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Wrapper:
+    """Describes model directories in which a language model stands beside a vision tower:
+    config.json has its settings in `text_config`. architecture: of the whole, such as
+    Gemma3ForConditionalGeneration. model, head: how the names of the language model's tensors begin
+    in place of `model.` and `lm_head.`."""
+
+    architecture: str
+    model: str
+    head: str = "lm_head."
+
+    def name(self, plain: str) -> str:
+        """Returns the name of the tensor that the language model alone calls `plain`."""
+        for prefix, own in (("model.", self.model), ("lm_head.", self.head)):
+            if plain.startswith(prefix):
+                return own + plain.removeprefix(prefix)
+        return plain  # the score of a value model
+
+    def key_mapping(self) -> dict[str, str]:
+        """Returns transformers' patterns that give the language model its own names back."""
+        return {"^" + re.escape(self.model): "model.", "^" + re.escape(self.head): "lm_head."}
+
+
+def is_beside(name: str, wrapper: Wrapper | None) -> bool:
+    """Returns whether the tensor `name` of a model directory is no part of the language model: of a
+    vision tower, or of layers that predict further tokens and have names of their own."""
+    if name.startswith("mtp."):
+        return True
+    return wrapper is not None and not name.startswith((wrapper.model, wrapper.head, "score."))
+
+
 # fields of ModelConfig that do not change what the weights mean
-_NOT_THE_WEIGHTS = ("raw", "dtype", "initializer_range", "new_head")
+_NOT_THE_WEIGHTS = ("raw", "dtype", "initializer_range", "new_head", "wrapper")
 
 
 def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
@@ -174,6 +206,7 @@ class ModelConfig:
     mtp_layers: layers behind the last that predict further tokens; left out, as HF leaves them.
     head: "lm", or "value": one score per token in place of the vocabulary, with or without a bias;
     with `new_head` the directory is a language model's and has no score yet.
+    wrapper: the whole that the language model is a part of.
     """
 
     family: str
@@ -196,6 +229,7 @@ class ModelConfig:
     head: str = "lm"
     score_bias: bool = False
     new_head: bool = field(default=False, compare=False)
+    wrapper: Wrapper | None = None
 
     def meaning(self) -> dict[str, Any]:
         """Returns the fields, as plain data, of which the weights' meaning depends: models between
@@ -207,6 +241,11 @@ class ModelConfig:
         if self.recurrent is not None and layer in self.recurrent.layers:
             return self.recurrent
         return self.attention
+
+    def hf_name(self, plain: str) -> str:
+        """Returns the HF name, in this model's directory, of what a language model alone calls
+        `plain`."""
+        return plain if self.wrapper is None else self.wrapper.name(plain)
 
     @property
     def experts(self) -> MoEShape:

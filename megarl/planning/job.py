@@ -25,7 +25,7 @@ from megarl.config.recipe_engines import (
 from megarl.config.recipes import BaseConfig, GRPOConfig, data_purpose
 from megarl.config.rollout import built_in_transport
 from megarl.config.run import ClusterConfig, PoolConfig
-from megarl.models.hf_config import ModelConfig, language_model, parse_hf_config
+from megarl.models.hf_config import TEXT, ModelConfig, language_model, parse_hf_config
 from megarl.parallel.layout import Layout
 from megarl.planning.advice import Cluster, make_layout
 from megarl.planning.memory import (
@@ -66,6 +66,8 @@ def find_shapes(name: str, cards: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not a JSON file: {e}") from e
     if not isinstance(raw, dict):
         raise ValueError(f"{path} is not a model's config.json: it holds a {type(raw).__name__}")
+    if isinstance(text := raw.get(TEXT), dict):
+        raw[TEXT] = {k: v for k, v in text.items() if k != "quantization_config"}
     return {k: v for k, v in raw.items() if k != "quantization_config"}
 
 

@@ -42,7 +42,9 @@ class ServerCore:
         self.model_path = args.model_path
         _make_resizable(self.runner.model)
         self.updates = WeightUpdates(
-            WeightStore(self.runner.model), self.runner.device, timeout=args.dist_timeout
+            WeightStore(self.runner.model, self.runner.wrapper),
+            self.runner.device,
+            timeout=args.dist_timeout,
         )
         self.occupation = Occupation(
             self.runner.model,

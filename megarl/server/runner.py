@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megarl.models.hf_config import transformers_config
+from megarl.models.hf_config import transformers_arguments, wrapper_at
 from megarl.parallel import cpu_kernels as products
 from megarl.server.args import ServerArgs
 from megarl.server.kv_cache import (
@@ -49,9 +49,10 @@ class ModelRunner:
         self.device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.deterministic = args.deterministic
         dtype = "auto" if args.dtype == "auto" else getattr(torch, args.dtype)
+        self.wrapper = wrapper_at(args.model_path)
         model: Any = AutoModelForCausalLM.from_pretrained(
             args.model_path,
-            config=transformers_config(args.model_path, args.override),
+            **transformers_arguments(args.model_path, args.override),
             dtype=dtype,
             attn_implementation="sdpa",
         )

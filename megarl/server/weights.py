@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from megarl.ckpt.safetensors import DTYPES, SafetensorsDir
+from megarl.models.shapes import Wrapper, is_beside
 from megarl.server.protocol import ControlError
 from megarl.weight_sync.receiver.megarl_receiver.fingerprint import hash_text, tensor_hash
 
@@ -31,11 +32,14 @@ class WeightStore:
 
     tensors: the tensors, or views of them. tied: for a head that is no tensor of its own, the name
     of its embedding by that of the head; HF checkpoints may or may not hold it. torn: the names of
-    tensors in which a load failed: they hold something between two versions.
+    tensors in which a load failed: they hold something between two versions. wrapper: what is
+    around the language model in its directory.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.tensors, self.dtype = dict(_hf_tensors(model)), model.dtype
+    def __init__(self, model: PreTrainedModel, wrapper: Wrapper | None = None) -> None:
+        hf_name = wrapper.name if wrapper else str
+        self.wrapper, self.dtype = wrapper, model.dtype
+        self.tensors = {hf_name(name): tensor for name, tensor in _hf_tensors(model)}
         self.model: Any = model
         vars(model)["load_weights"] = self.load_checked
         self.torn: set[str] = set()
@@ -43,7 +47,7 @@ class WeightStore:
         head: Any = model.get_output_embeddings()
         embedding: Any = model.get_input_embeddings()
         if head.weight.data_ptr() == embedding.weight.data_ptr():
-            names = {m: f"{n}.weight" for n, m in model.named_modules()}
+            names = {m: hf_name(f"{n}.weight") for n, m in model.named_modules()}
             self.tied[names[head]] = names[embedding]
             self.tensors.pop(names[head], None)
 
@@ -95,7 +99,8 @@ class WeightStore:
         """Loads a whole HF safetensors directory; ControlError names what is missing or wrong."""
         try:
             with SafetensorsDir(path) as files:
-                stored = {name: files.stored(name) for name in files.names()}
+                names = (name for name in files.names() if not is_beside(name, self.wrapper))
+                stored = {name: files.stored(name) for name in names}
                 for name, s in stored.items():
                     if s.dtype not in DTYPES:
                         raise ControlError(f"{name}: dtype {s.dtype} is not supported")

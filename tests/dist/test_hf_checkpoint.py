@@ -26,7 +26,7 @@ from megarl.transfer.gather import BucketGatherer, plan_buckets
 from tests.dist.models_util import built_model
 from tests.dist.world import World
 from tests.files import read_all, same
-from tests.tiny import save_tiny
+from tests.tiny import nest, save_tiny
 
 Parallel = dict[str, Any]
 # without a degree, the ranks are data-parallel
@@ -77,6 +77,23 @@ def test_round_trip_is_bit_exact(
     )  # fmt: skip
     assert all(zero)
     same(source, tmp_path / "b")
+
+
+def test_a_saved_whole_has_what_its_base_has_beside(world2: World, tmp_path: Path) -> None:
+    whole = nest(save_tiny(tmp_path / "a", "kimi_k2"), "KimiK25ForConditionalGeneration")
+    kw: dict[str, Any] = dict(bucket_bytes=30_000, max_shard_bytes=60_000)
+    layout, run = dict(tp=2, sequence_parallel=True), run_round_trip
+    assert all(
+        world2.run(run, whole, tmp_path / "b", layout, torch.float32, base_model_path=whole, **kw)
+    )
+    same(whole, tmp_path / "b")
+    assert all(world2.run(run, whole, tmp_path / "c", dict(pp=2), torch.float32, **kw))
+    prefixes = ("vision_tower.", "model.visual.", "mtp.")
+    text = {n: t for n, t in read_all(whole).items() if not n.startswith(prefixes)}
+    alone = read_all(tmp_path / "c")
+    assert alone.keys() == text.keys() and all(torch.equal(t, text[n]) for n, t in alone.items())
+    for name in "bc":
+        assert read_hf_config(tmp_path / name).raw == read_hf_config(whole).raw
 
 
 @contextmanager

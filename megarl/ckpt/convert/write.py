@@ -37,8 +37,14 @@ from megarl.ckpt.convert.rows import (
 )
 from megarl.ckpt.convert.source import COMPANIONS, Source, open_dist, open_hf, row_runs
 from megarl.ckpt.dist import complete, describe_model
-from megarl.ckpt.hf import MAX_SHARD_BYTES, write_config, write_sidecars
-from megarl.ckpt.safetensors import main_dtype, plan_shards, shard_header, write_index
+from megarl.ckpt.hf import (
+    MAX_SHARD_BYTES,
+    copy_beside,
+    write_beside,
+    write_config,
+    write_sidecars,
+)
+from megarl.ckpt.safetensors import SINGLE, main_dtype, plan_shards, shard_header, write_index
 from megarl.models.params import checkpoint_keys
 from megarl.parallel import mcore  # noqa: F401  before megatron
 from megarl.parallel.layout import Layout
@@ -84,6 +90,7 @@ def hf2dist(
         _write_metadata(staging, parts)
         (staging / COMPANIONS).mkdir()
         write_sidecars(staging / COMPANIONS, source.companions, None)
+        copy_beside(staging / COMPANIONS / SINGLE, source.table, source.path)
         complete(staging, _info(source, main_dtype(source.members(dtype))))
 
     with _without_checksums():
@@ -113,8 +120,9 @@ def dist2hf(
     files = {name: partial(_write_shard, source, shard) for name, shard in shards.items()}
 
     def finish(staging: Path, _: object) -> None:
-        if len(shards) > 1:
-            write_index(staging, shards)
+        whole = write_beside(staging, source.table, source.companions, shards)
+        if len(whole) > 1:
+            write_index(staging, whole)
         write_sidecars(staging, source.companions, None)
         write_config(staging, source.table.model.raw, main_dtype(members))
 

@@ -52,7 +52,7 @@ from megarl.engine.probe import (
     parts_of_layer,
 )
 from megarl.engine.routing import ROUTED
-from megarl.models.hf_config import read_hf_config, transformers_config
+from megarl.models.hf_config import read_hf_config, transformers_arguments
 from megarl.models.shapes import MoEShape
 from megarl.parallel.worlds import init_distributed
 from megarl.server.args import ServerArgs
@@ -380,7 +380,7 @@ def load_model(path: str, dtype: torch.dtype, override: dict[str, Any] | None = 
     """Returns transformers' model of a directory. Its experts compute one by one, in any dtype."""
     model: Any = AutoModelForCausalLM.from_pretrained(
         path,
-        config=transformers_config(path, override),
+        **transformers_arguments(path, override),
         dtype=dtype,
         attn_implementation="sdpa",
         experts_implementation="eager",

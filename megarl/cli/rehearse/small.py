@@ -22,8 +22,8 @@ from megarl.config.engine import ParallelConfig
 from megarl.config.loader import checked_config, config_yaml
 from megarl.config.recipe_engines import engines
 from megarl.config.recipes import BaseConfig, GRPOConfig
-from megarl.models.families import find_family
-from megarl.models.hf_config import DEFAULTS
+from megarl.models.families import find_family, find_wrapper
+from megarl.models.hf_config import DEFAULTS, LM, TEXT, WHOLE, text_settings
 from megarl.utils.importing import is_import_path
 
 OVERLAY = yaml.safe_load(Path(__file__).with_name("overlay.yaml").read_text(encoding="utf-8"))
@@ -103,6 +103,9 @@ def shrink_model(raw: Mapping[str, Any], *, layers: int, cluster_tp: int = 1) ->
     """Returns the config.json `raw` with small sizes. cluster_tp: where it was more than key/value
     heads, which ranks then repeat, it still is. Raises ValueError where the family of `raw` is not
     known."""
+    if find_wrapper(raw):
+        text = text_settings(raw, "config.json")
+        return {**raw, TEXT: shrink_model(text, layers=layers, cluster_tp=cluster_tp)}
     family = find_family(raw, "config.json")
     full = {**DEFAULTS, **family.defaults, **raw}
     kv_heads = full.get("num_key_value_heads") or full["num_attention_heads"]
@@ -128,8 +131,7 @@ def write_model(raw: Mapping[str, Any], directory: Path, *, head: str, seed: int
     from megarl.models.hf_config import read_hf_config
 
     directory.mkdir(parents=True)
-    names = raw.get("architectures") or ()
-    is_language_model = all(str(name).endswith("ForCausalLM") for name in names)
+    is_language_model = all(str(n).endswith((LM, WHOLE)) for n in raw.get("architectures") or ())
     ends = {"eos_token_id": _MARKS.index(END), "pad_token_id": _MARKS.index(PAD)}
     (directory / "config.json").write_text(json.dumps(dict(raw) | ends, indent=2) + "\n")
     model = read_hf_config(directory, head="lm" if is_language_model else head)
@@ -137,10 +139,8 @@ def write_model(raw: Mapping[str, Any], directory: Path, *, head: str, seed: int
     tensors: dict[str, torch.Tensor] = {}
     for param, _ in family_of(model).params(model):
         for name, shape in zip(param.hf, param.op.hf_shapes(model), strict=True):
-            random = torch.randn(shape, generator=generator) * _STD
-            tensors[name] = random + 1 if "norm" in name else random
-            if not param.buffer:
-                tensors[name] = tensors[name].to(getattr(torch, model.dtype))
+            value = torch.randn(shape, generator=generator) * _STD + float("norm" in name)
+            tensors[name] = value if param.buffer else value.to(getattr(torch, model.dtype))
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     write_tokenizer(directory)
     return sum(math.prod(t.shape) for t in tensors.values())

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.models.families.base import Family
-from megarl.models.shapes import ModelConfig
+from megarl.models.shapes import ModelConfig, Wrapper
 
 FAMILIES: dict[str, Family] = {}
 
@@ -45,10 +45,26 @@ def find_family(raw: Mapping[str, Any], source: str) -> Family:
     ]
     if fits:
         return max(fits, key=lambda f: f.model_type is not None)
+    if wrapped := find_wrapper(raw):
+        return wrapped[0]
     raise ValueError(
         f"{source}: architecture {names or kind!r} is not supported; supported: "
-        f"{', '.join(dict.fromkeys(f.architecture for f in FAMILIES.values()))}"
+        f"{', '.join(dict.fromkeys(name for f in FAMILIES.values() for name in _names(f)))}"
     )
+
+
+def find_wrapper(raw: Mapping[str, Any]) -> tuple[Family, Wrapper] | None:
+    """Returns the family of the language model within a config.json, and what wraps it, or None
+    where no family has a wrapper of its architectures."""
+    names = raw.get("architectures")
+    if not isinstance(names, list):
+        return None
+    pairs = ((f, w) for f in FAMILIES.values() for w in f.wrappers if w.architecture in names)
+    return next(pairs, None)
+
+
+def _names(family: Family) -> list[str]:
+    return [family.architecture, *(w.architecture for w in family.wrappers)]
 
 
 for _info in pkgutil.iter_modules(__path__):

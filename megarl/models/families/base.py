@@ -25,7 +25,7 @@ from megarl.models.families.params import (
     Param,
 )
 from megarl.models.families.rope import SCALINGS, ScalingReader, rope_settings
-from megarl.models.shapes import Attention, ModelConfig, Recurrent
+from megarl.models.shapes import Attention, ModelConfig, Recurrent, Wrapper
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class Family:
     differs.
 
     `model_type`: config.json's, needed where another family has the same architecture and no
-    model_type.
+    model_type. `wrappers`: what publishes it beside a vision tower.
     `mlp`, `norms`: parameters of a dense layer's MLP and of a layer's norms. `moe`: its
     mixture-of-experts block. `recurrent_params`: those of a recurrent layer before its MLP.
     `qkv_bias`, `qk_norm`, `interleaved`: see GroupedQuery; a text is the key of config.json that
@@ -53,6 +53,7 @@ class Family:
     name: str
     architecture: str
     model_type: str | None = None
+    wrappers: tuple[Wrapper, ...] = ()
     mlp: tuple[Param, ...] = MLP
     norms: tuple[Param, ...] = NORMS
     moe: MoE | None = None
@@ -90,6 +91,10 @@ class Family:
 
     def params(self, m: ModelConfig) -> Iterator[tuple[Param, int | None]]:
         """Yields every parameter of `m` in HF order, with the number of its layer."""
+        for p, layer in self._params(m):
+            yield (replace(p, hf=tuple(map(m.hf_name, p.hf))) if m.wrapper else p), layer
+
+    def _params(self, m: ModelConfig) -> Iterator[tuple[Param, int | None]]:
         yield (TIED_EMBEDDING if m.tie_word_embeddings else EMBEDDING), None
         for i in range(m.num_layers):
             for p in (*self._mixer_params(m, i), *self._mlp_params(m, i), *self.norms):

@@ -1,7 +1,14 @@
-"""Kimi-K2 (2025, arXiv 2507.20534): DeepSeek-V3's architecture under a model_type of its own."""
+"""Kimi-K2 (2025, arXiv 2507.20534): DeepSeek-V3's architecture under a model_type of its own, and
+the text half of Kimi-K2.5 (2026)."""
 
 from dataclasses import replace
 
 from megarl.models.families.deepseek import V3
+from megarl.models.shapes import Wrapper
 
-FAMILIES = (replace(V3, name="kimi_k2", model_type="kimi_k2"),)
+_K25 = Wrapper(
+    architecture="KimiK25ForConditionalGeneration",
+    model="language_model.model.",
+    head="language_model.lm_head.",
+)
+FAMILIES = (replace(V3, name="kimi_k2", model_type="kimi_k2", wrappers=(_K25,)),)

@@ -1,0 +1,159 @@
+"""Language models inside a whole: text_config, names of their own, a vision tower beside them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megarl.ckpt.convert import dist2hf, hf2dist, verify
+from megarl.ckpt.hf import load_hf
+from megarl.cli.rehearse.small import shrink_model, write_model
+from megarl.models.hf_config import read_hf_config, transformers_config
+from megarl.models.piece_table import build_piece_table
+from megarl.parallel.layout import Layout
+from megarl.server.args import ServerArgs
+from megarl.server.runner import ModelRunner
+from megarl.server.weights import WeightStore
+from tests.files import read_all, same
+from tests.tiny import nest, save_tiny, tiny_hf
+
+KIMI = "KimiK25ForConditionalGeneration"
+BESIDE = {"model.visual.blocks.0.weight", "vision_tower.ids", "mtp.fc.weight"}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(the language model alone, the whole)."""
+    root = tmp_path_factory.mktemp("nested")
+    alone, whole = (save_tiny(root / name, "kimi_k2", layers=2) for name in ("alone", "whole"))
+    return alone, nest(whole, KIMI)
+
+
+def params(path: Path, head: str = "lm") -> dict[str, torch.Tensor]:
+    table = build_piece_table(read_hf_config(path, head=head), Layout())
+    shapes = table.local_params(Layout().coords(0))
+    values = {n: torch.full(p.shape, torch.nan) for n, p in shapes.items()}
+    load_hf(path, table, Layout(), 0, values)
+    return values
+
+
+@pytest.mark.parametrize("head", ("lm", "value"))
+def test_a_whole_is_read_as_its_language_model(pair: tuple[Path, Path], head: str) -> None:
+    alone, whole = (read_hf_config(path, head=head) for path in pair)
+    assert whole.wrapper is not None and whole.wrapper.architecture == KIMI
+    assert replace(whole, wrapper=None) == alone and whole.meaning() == alone.meaning()
+    a, b = (params(path, head) for path in pair)
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_there_and_back_keeps_what_is_beside(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    _, whole = pair
+    hf2dist(whole, tmp_path / "ck")
+    for name, size in (("one", 1 << 30), ("many", 60_000)):
+        dist2hf(tmp_path / "ck", tmp_path / name, max_shard_bytes=size)
+        same(whole, tmp_path / name)
+        files = sorted(path.name for path in (tmp_path / name).glob("*.safetensors"))
+        assert files[-1] == f"model-{len(files):05d}-of-{len(files):05d}.safetensors"
+        assert read_hf_config(tmp_path / name).raw == read_hf_config(whole).raw
+        assert verify(whole, tmp_path / name) == []
+
+
+def test_a_model_saved_in_another_dtype_says_so_twice(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    hf2dist(pair[1], tmp_path / "ck", dtype=torch.bfloat16)
+    dist2hf(tmp_path / "ck", tmp_path / "b")
+    raw = read_hf_config(tmp_path / "b").raw
+    assert raw["dtype"] == raw["text_config"]["dtype"] == "bfloat16"
+    assert read_all(tmp_path / "b")["vision_tower.ids"].dtype == torch.int64
+
+
+def test_a_value_model_of_a_whole_is_read_back(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    m = read_hf_config(pair[1], head="value")
+    (tmp_path / "config.json").write_text(json.dumps(m.raw))
+    assert m.raw["architectures"] == ["KimiK25ForTokenClassification"]
+    again = read_hf_config(tmp_path, head="value")
+    assert again == m and not again.new_head
+    names = {t.name for t in build_piece_table(again, Layout()).tensors}
+    assert {"score.weight", "language_model.model.norm.weight"} <= names
+
+
+def test_overridden_keys_go_into_text_config(pair: tuple[Path, Path]) -> None:
+    _, whole = pair
+    override = {"text_config": {"rms_norm_eps": 0.25}}
+    m = read_hf_config(whole, override=override)
+    assert m.rms_norm_eps == m.raw["text_config"]["rms_norm_eps"] == 0.25
+    assert m.raw["text_config"]["hidden_size"] == m.hidden_size == 64
+    assert transformers_config(whole, override).rms_norm_eps == 0.25
+    with pytest.raises(ValueError, match=r"write override_config\.text_config\.rms_norm_eps"):
+        read_hf_config(whole, override={"rms_norm_eps": 0.25})
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    (
+        ({"text_config": None}, "text_config=None; expected the language model's settings"),
+        ({"quantization_config": {"bits": 4}}, "dequantise the checkpoint first"),
+        ({"dtype": "float64"}, "dtype 'float64' is not supported"),
+    ),
+)
+def test_what_a_whole_says_otherwise_is_refused(
+    pair: tuple[Path, Path], tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
+    raw = dict(read_hf_config(pair[1]).raw) | change
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match=words):
+        read_hf_config(tmp_path)
+
+
+def test_the_whole_decides_whether_embeddings_are_tied(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """As transformers' ForConditionalGeneration classes do."""
+    raw = dict(read_hf_config(pair[1]).raw) | {"tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert read_hf_config(tmp_path).tie_word_embeddings
+    tensors = load_file(pair[1] / "model.safetensors")
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"language_model\.lm_head\.weight is not"):
+        params(tmp_path)
+
+
+def test_an_unknown_tensor_of_the_language_model_is_refused(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    tensors = load_file(pair[1] / "model.safetensors")
+    tensors["language_model.model.layers.0.extra"] = torch.ones(1)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((pair[1] / "config.json").read_text())
+    with pytest.raises(ValueError, match=r"the first is language_model\.model\.layers\.0\.extra"):
+        params(tmp_path)
+
+
+def test_the_server_has_the_language_model_under_the_names_of_the_whole(
+    pair: tuple[Path, Path],
+) -> None:
+    _, whole = pair
+    runner = ModelRunner(ServerArgs(model_path=str(whole), dtype="float32", device="cpu"))
+    want = tiny_hf("kimi_k2", layers=2).state_dict()
+    assert all(torch.equal(want[n], t) for n, t in runner.model.state_dict().items())
+    store = WeightStore(runner.model, runner.wrapper)
+    table = build_piece_table(read_hf_config(whole), Layout())
+    assert store.tensors.keys() == {t.name for t in table.tensors}
+    store.tensors["language_model.model.norm.weight"].zero_()
+    store.load_directory(str(whole))
+    assert all(torch.equal(want[n], t) for n, t in runner.model.state_dict().items())
+
+
+def test_a_whole_has_a_small_one_to_rehearse_with(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    raw = shrink_model(read_hf_config(pair[1]).raw, layers=2)
+    write_model(raw, tmp_path / "small", head="lm", seed=0)
+    values = params(tmp_path / "small")
+    assert all(value.isfinite().all() for value in values.values())
+    assert read_hf_config(tmp_path / "small").wrapper == read_hf_config(pair[1]).wrapper
