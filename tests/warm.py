@@ -57,6 +57,8 @@ READ_ONCE = (
 MODULES = ("megarl.", "tests.", "torch.distributed.")  # and scripts: others know nothing of forks
 READ_AT_START = ("PYTHONPATH", "PYTHONUNBUFFERED")  # but these two, which `_become` follows
 READ_LATER = ("TORCHELASTIC_", "TORCH_NCCL_")  # nor these, which torchrun gives its ranks
+# megarl.utils.child starts `python -ISc TEXT COMMAND...`, which runs COMMAND after a byte of stdin
+FLAGS_OF_CHILD, RUN_BY_CHILD = "-ISc", "if os.read(0, 1):"
 # what a group may be sent: a zygote, which is in its parent's, ends with its link alone
 OF_THE_GROUP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 ROOM = 1 << 16  # bytes for a command line and for an environment, as /proc shows them
@@ -69,13 +71,15 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass
 class Request:
-    """Says what a new process is to be. files: the number of each descriptor that is sent."""
+    """Says what a new process is to be. files: the number of each descriptor that is sent. waits:
+    for a byte of its stdin, at whose end without one it ends."""
 
     command: list[str]
     env: dict[str, str]
     cwd: str
     files: list[int]
     session: bool
+    waits: bool = False
     ignored: list[int] = field(
         default_factory=lambda: [
             n for n in signal.valid_signals() if signal.getsignal(n) == signal.SIG_IGN
@@ -173,6 +177,9 @@ def _start_by(zygote: Zygote) -> None:
         numbers = (asked.umask, getattr(asked, "process_group", -1))
         plain = asked.close_fds and not any(special) and numbers == (-1, -1)
         words = [] if isinstance(asked.args, str | bytes) else list(map(os.fspath, asked.args))
+        waits = words[1:2] == [FLAGS_OF_CHILD] and RUN_BY_CHILD in words[2]
+        if waits:
+            words = words[3:]
         if not plain or not zygote.can_start(words, env):
             _cold(self, *arguments)
             return
@@ -181,7 +188,7 @@ def _start_by(zygote: Zygote) -> None:
         files |= {n: n for n in asked.pass_fds}
         self.pid = zygote.start(
             Request(words, env, cwd=os.fspath(asked.cwd or os.getcwd()), files=list(files),
-                    session=asked.start_new_session),
+                    session=asked.start_new_session, waits=waits),
             list(files.values()),
         )  # fmt: skip
         self._child_created = True  # type: ignore[attr-defined]
@@ -307,6 +314,8 @@ def _become(
     os.environ.update(request.env)
     _show(request)
     _place_files(request.files, descriptors, link)
+    if request.waits and not os.read(0, 1):
+        os._exit(0)
     unbuffered = "-u" in request.command or bool(request.env.get("PYTHONUNBUFFERED"))
     sys.stdin = sys.__stdin__ = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)))  # type: ignore[misc]
     sys.stdout = sys.__stdout__ = _text(1, unbuffered)  # type: ignore[misc]

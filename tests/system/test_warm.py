@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from megarl.utils.child import Child
 from tests.leftovers import Mark
 from tests.warm import cold_starts
 
@@ -129,3 +130,11 @@ def test_a_start_is_warm_and_others_are_cold(tmp_path: Path) -> None:
             [sys.executable, *command], env=os.environ | variables, text=True, timeout=60
         )
         assert out == f"{warm}\n", (command, variables)
+
+
+def test_a_child_of_a_job_is_warm(tmp_path: Path) -> None:
+    script, log = tmp_path / "modules.py", tmp_path / "log"
+    script.write_text("import os, sys\nprint('torch' in sys.modules, os.getpid() == os.getsid(0))")
+    child = Child("modules", [sys.executable, str(script)], env=os.environ, log_path=log)
+    child.wait(60)
+    assert child.poll() == 0 and log.read_text() == "True True\n"
