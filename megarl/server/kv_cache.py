@@ -25,6 +25,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 ATTENTION = "megarl_slots"
 _POSITIONS_STEP = 64
+_SINK_DIMS = 8  # one would do; kernels like multiples of 8
 
 
 def kv_shape(config: Any) -> tuple[list[int], int, int, int]:
@@ -234,14 +235,19 @@ class Prefill:
         v: Tensor,
         scale: float,
         window: int | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         """Stores k [B,K,S,D], v [B,K,S,E]; returns the attention output [B,S,K*G,E]. A position
-        attends to itself and the `window` - 1 before it; None: to all before it."""
+        attends to itself and the `window` - 1 before it; None: to all before it. `sinks` [K*G] are
+        scores of a further key, whose value is 0."""
         rows, width = slice(self.row, self.row + k.shape[0]), k.shape[2]
         place = self.cache.places[layer]
         self.cache.keys[place, rows, :, :width] = k
         self.cache.values[place, rows, :, :width] = v
         mask = self._mask(width, window)
+        if sinks is not None:
+            q, k, v = _with_sinks(q, k, v, sinks / scale)
+            mask = None if mask is None else F.pad(mask, (1, 0, 1, 0), value=True)
         out = F.scaled_dot_product_attention(
             q,
             k,
@@ -251,7 +257,18 @@ class Prefill:
             scale=scale,
             enable_gqa=q.shape[1] != k.shape[1],
         )
+        if sinks is not None:
+            out = out[:, :, 1:, :-_SINK_DIMS]
         return out.transpose(1, 2)
+
+
+def _with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Puts a key in front whose product with a query is the head's of `sinks`, by a dimension more,
+    and a query that keeps the causal diagonal."""
+    q, k, v = (F.pad(x, (0, _SINK_DIMS, 1, 0)) for x in (q, k, v))
+    q[..., -1] = sinks[:, None]
+    k[:, :, 0, -1] = 1
+    return q, k, v
 
 
 class Decode:
@@ -295,6 +312,7 @@ class Decode:
         v: Tensor,
         scale: float,
         window: int | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         """Stores and returns what `Prefill.attend` does, for S of 1."""
         place = self.cache.places[layer]
@@ -308,8 +326,23 @@ class Decode:
         key, value = keys[self._all, :, seen], values[self._all, :, seen]
         if self.exact:  # fresh memory: kernels may treat unaligned views differently
             key, value = key.contiguous(), value.contiguous()
-        out = F.scaled_dot_product_attention(q, key, value, attn_mask=mask, scale=scale)
+        if sinks is None:
+            out = F.scaled_dot_product_attention(q, key, value, attn_mask=mask, scale=scale)
+        else:
+            out = _attend_with_sinks(q * scale, key, value, mask, sinks.view(1, *q.shape[1:3], 1))
         return out.reshape(batch, 1, heads, v.shape[-1])
+
+
+def _attend_with_sinks(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor
+) -> Tensor:
+    """Attends with scaled queries: torch's kernels know no sinks, and a key in front would copy all
+    keys at every step."""
+    scores = q @ k.transpose(-1, -2)
+    if mask is not None:
+        scores += mask
+    scores = torch.cat([scores, sinks.to(q.dtype).expand(len(q), -1, -1, -1)], -1)
+    return scores.softmax(-1, dtype=torch.float32)[..., :-1].to(v.dtype) @ v
 
 
 def _attend(
@@ -325,12 +358,12 @@ def _attend(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Has transformers' attention signature, and calls the forward's plan."""
-    for name in ("softcap", "s_aux"):
-        if options.get(name) is not None:
-            raise ValueError(f"the embedded server does not support attention with {name}")
+    if options.get("softcap") is not None:
+        raise ValueError(f"{type(module).__name__}: softcap is not supported; serve with SGLang")
     layer: int = module.layer_idx  # type: ignore[assignment]
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    return plan.attend(layer, q, k, v, scale, options.get("sliding_window")), None
+    window, sinks = options.get("sliding_window"), options.get("s_aux")
+    return plan.attend(layer, q, k, v, scale, window, sinks), None
 
 
 AttentionInterface.register(ATTENTION, _attend)

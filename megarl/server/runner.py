@@ -1,8 +1,8 @@
 """The model behind the server: batched prefill and decode over a slot KV cache.
 
-Any transformers causal LM whose layers have full or sliding-window attention, or a state that they
-keep in transformers' cache, and with a plain LM head runs here;
-`ModelRunner` checks itself against the model's own attention when it starts.
+Any transformers causal LM with a plain LM head runs here whose layers have full or sliding-window
+attention, with sinks or without, or a state that they keep in transformers' cache; `ModelRunner`
+checks itself against the model's own attention when it starts.
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ class ModelRunner:
             args.model_path,
             **transformers_arguments(args.model_path, args.override),
             dtype=dtype,
-            attn_implementation="sdpa",
         )
         self.model: Any = model.to(self.device).eval().requires_grad_(False)
         _use_fitting_experts(self.model)
@@ -129,8 +128,8 @@ class ModelRunner:
             raise ValueError(
                 f"{type(self.model).__name__}: the embedded server does not reproduce this model's "
                 f"logits (off by {(got - want).abs().max():.2g}); it supports full and sliding-"
-                "window attention, states kept in transformers' cache, and an LM head without "
-                "post-processing"
+                "window attention, sinks, states that layers keep in transformers' cache, and an "
+                "LM head without post-processing"
             )
         return sum(state.nbytes for state in cache.states.values())
 
@@ -301,8 +300,8 @@ def prompt_logprobs(
 class RouteRecorder:
     """Notes what the routers of `model` chose in the pass that ran last.
 
-    A router is the `gate` of a layer's `mlp`, as in all of transformers' models with experts; it
-    answers with logits, weights and the numbers of the chosen experts. Raises ValueError for a
+    A router is the `gate` or `router` of a layer's `mlp`, as in transformers' models with experts;
+    it answers with logits, weights and the numbers of the chosen experts. Raises ValueError for a
     model without.
     """
 
@@ -332,5 +331,6 @@ class RouteRecorder:
 
 def _gate(layer: Any) -> Any:
     """Returns a layer's router; None in a dense layer."""
-    gate = getattr(getattr(layer, "mlp", None), "gate", None)
+    mlp = getattr(layer, "mlp", None)
+    gate = getattr(mlp, "gate", getattr(mlp, "router", None))
     return gate if isinstance(gate, torch.nn.Module) else None

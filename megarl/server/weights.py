@@ -164,14 +164,16 @@ def _hf_tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (HF checkpoint name, tensor of the model or a view of it).
 
     transformers holds the experts of a layer fused, [E,2I,H] and [E,H,I]; checkpoints hold each
-    expert alone, Mixtral's under names of their own.
+    expert alone, Mixtral's under names of their own. Experts with biases are fused in both.
     """
     mixtral = model.config.model_type == "mixtral"
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
-    for full_name, tensor in model.state_dict().items():
+    state = model.state_dict()
+    for full_name, tensor in state.items():
         name = full_name.replace(".mlp.", ".block_sparse_moe.") if mixtral else full_name
         block, _, leaf = name.rpartition(".")
-        if tensor.ndim != 3 or leaf not in ("gate_up_proj", "down_proj"):
+        alone = leaf in ("gate_up_proj", "down_proj") and f"{full_name}_bias" not in state
+        if tensor.ndim != 3 or not alone:
             yield name, tensor
             continue
         for e, expert in enumerate(tensor.unbind(0)):

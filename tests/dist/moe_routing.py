@@ -16,7 +16,8 @@ REPLAY: dict[str, Any] = dict(router_replay="trainer")
 
 def hf_routers(hf: Any) -> dict[int, Any]:
     mlps = {i: layer.mlp for i, layer in enumerate(hf.model.layers)}
-    return {i: mlp.gate for i, mlp in mlps.items() if hasattr(mlp, "gate")}
+    found = {i: getattr(mlp, "gate", getattr(mlp, "router", None)) for i, mlp in mlps.items()}
+    return {i: router for i, router in found.items() if router is not None}
 
 
 def hf_routes(path: Path, tokens: list[int]) -> torch.Tensor:

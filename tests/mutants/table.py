@@ -363,6 +363,14 @@ MUTANTS = (
     ),
     Mutant(
         "server/kv_cache.py",
+        "q[..., -1] = sinks[:, None]",
+        "q[..., -1] = 0 * sinks[:, None]",
+        (
+            "tests/unit/test_server_runner.py::test_windows_in_some_layers_are_served_deterministically_too",
+        ),
+    ),
+    Mutant(
+        "server/kv_cache.py",
         "keep = min(positions, old.shape[3])",
         "keep = min(used, old.shape[3])",
         ("tests/unit/test_server_runner.py::test_rows_survive_growth_and_moves_of_the_cache",),

@@ -71,7 +71,7 @@ def reference(model, prompt, steps):
 APART = [200, *[5] * 55, *[17] * 30, *[40] * 4]
 
 
-@pytest.mark.parametrize("lengths", [[5, 1, 90, 17, 5, 40], APART])
+@pytest.mark.parametrize("lengths", [[5, 1, 90, 17, 7, 60], APART])
 def test_ragged_batches_give_the_models_logits(pair, lengths):
     runner, model = pair
     given = prompts(lengths)
@@ -81,14 +81,68 @@ def test_ragged_batches_give_the_models_logits(pair, lengths):
         torch.testing.assert_close(got[i], reference(model, p, 4), atol=1e-4, rtol=1e-4)
 
 
-def test_windows_in_some_layers_are_served_deterministically_too(tmp_path):
-    over = dict(use_sliding_window=True, sliding_window=5, max_window_layers=2)
-    path, model = save_tiny(tmp_path, "qwen2", **over), tiny_hf("qwen2", **over)
-    given = prompts([3, 17, 40])
+def small_model(name, **fields):
+    """A random model of transformers."""
+    base = dict(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        bos_token_id=2,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    cls = getattr(transformers, f"{name}ForCausalLM")
+    model = cls(cls.config_class(**(base | fields))).float().eval()
+    with torch.no_grad():
+        for key, p in model.named_parameters():
+            if key.endswith(("bias", "sinks")):
+                p.normal_()
+            elif p.ndim > 1:
+                p.mul_(4)
+    return model
+
+
+# every other layer has a window, and every head a sink
+GPT_OSS = dict(
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    head_dim=24,
+    sliding_window=5,
+    rope_parameters=dict(
+        rope_type="yarn", factor=8.0, original_max_position_embeddings=32, rope_theta=10000.0
+    ),
+)
+# the last layer of six attends in full, rotated by another base
+GEMMA = dict(
+    num_hidden_layers=6,
+    head_dim=24,
+    query_pre_attn_scalar=20,
+    sliding_window=5,
+    rope_parameters=dict(
+        full_attention=dict(rope_type="linear", factor=4.0, rope_theta=50000.0),
+        sliding_attention=dict(rope_type="default", rope_theta=300.0),
+    ),
+)
+QWEN = dict(num_hidden_layers=4, use_sliding_window=True, sliding_window=5, max_window_layers=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"), [("Qwen2", QWEN), ("GptOss", GPT_OSS), ("Gemma3", GEMMA)]
+)
+def test_windows_in_some_layers_are_served_deterministically_too(tmp_path, name, fields):
+    """Also with sinks, and with rotary bases that differ."""
+    model = small_model(name, **fields)
+    model.save_pretrained(tmp_path)
+    given = prompts([3, 17, 30, 40])
     for deterministic in (False, True):
         runner = ModelRunner(
             ServerArgs(
-                model_path=str(path), dtype="float32", device="cpu", deterministic=deterministic
+                model_path=str(tmp_path), dtype="float32", device="cpu", deterministic=deterministic
             )
         )
         for batch in [[p] for p in given] if deterministic else [given]:
@@ -193,7 +247,7 @@ def test_attention_the_server_does_not_have_is_refused_by_name(tmp_path):
         attn_logit_softcapping=30.0,
     )
     transformers.Gemma2ForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="Gemma2ForCausalLM"):
+    with pytest.raises(ValueError, match=r"Gemma2Attention.*softcap"):
         ModelRunner(ServerArgs(model_path=str(tmp_path), device="cpu"))
 
 
@@ -229,6 +283,22 @@ def test_experts_are_served_and_loaded_under_their_checkpoint_names(tmp_path):
     sums = store.checksums()
     store.load([(name, torch.zeros(16, 32))])
     store.load_directory(str(tmp_path))  # every name of the checkpoint is known
+    assert store.checksums() == sums
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: small_model("GptOss", **GPT_OSS), lambda: tiny_hf("qwen3_5_moe_text")]
+)
+def test_weights_are_loaded_under_their_checkpoint_names(tmp_path, make):
+    """Experts with biases are fused in checkpoints."""
+    model = make()
+    model.save_pretrained(tmp_path)
+    runner = ModelRunner(ServerArgs(model_path=str(tmp_path), dtype="float32", device="cpu"))
+    store = WeightStore(runner.model)
+    sums = store.checksums()
+    for tensor in store.tensors.values():
+        tensor.zero_()
+    store.load_directory(str(tmp_path))
     assert store.checksums() == sums
 
 

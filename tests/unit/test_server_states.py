@@ -17,8 +17,14 @@ from megarl.server.runner import ModelRunner
 from megarl.server.scheduler import Scheduler
 from megarl.server.sequence import ServedSequence
 from megarl.server.weights import WeightStore
-from tests.tiny import VOCAB, save_tiny, tiny_hf
-from tests.unit.test_server_runner import make_sequence, prompts, reference, teacher_forced
+from tests.tiny import save_tiny, tiny_hf
+from tests.unit.test_server_runner import (
+    make_sequence,
+    prompts,
+    reference,
+    small_model,
+    teacher_forced,
+)
 
 KIND = "qwen3_next"
 
@@ -215,23 +221,7 @@ OTHERS = {
 def test_other_layers_with_states_are_served(name, tmp_path):
     """As they keep them in transformers' cache: short convolutions, attention and a state-space
     model side by side in a layer, gated delta nets of another kind beside latent attention."""
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(
-        **dict(
-            vocab_size=VOCAB,
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=256,
-            bos_token_id=2,
-            eos_token_id=1,
-            pad_token_id=0,
-        )
-        | OTHERS[name]
-    )
-    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    model = small_model(name, **OTHERS[name])
     model.save_pretrained(tmp_path)
     given = prompts([5, 1, 70, 17, 5])
     got = teacher_forced(load(tmp_path), [make_sequence(p) for p in given], steps=4)
