@@ -19,6 +19,9 @@ from megarl.models.families import find_wrapper
 VOCAB = 130  # not a multiple of 128 * tp: the padded vocabulary is always exercised
 KINDS = ("llama", "qwen2", "qwen3", "mistral")
 MOE_KINDS = ("qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe")
+# gated delta networks and attention in turns
+HYBRID_MOE_KINDS = ("qwen3_next", "qwen3_5_moe_text")
+HYBRID_KINDS = ("qwen3_5_text", *HYBRID_MOE_KINDS)
 GLM_KINDS = ("glm", "glm4")
 # latent attention, with and without a latent of queries
 MLA_KINDS = ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "kimi_k2")
@@ -43,9 +46,10 @@ _MLA: dict[str, Any] = dict(
     num_key_value_heads=4, kv_lora_rank=20, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=16,
     n_shared_experts=2, moe_intermediate_size=48, first_k_dense_replace=1, rope_parameters=YARN,
 )  # fmt: skip
+# more value heads than key heads, of another size
 _DELTA: dict[str, Any] = dict(
     head_dim=32, linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=16,
-    linear_value_head_dim=24, layer_types=["linear_attention", "full_attention"] * 2,
+    linear_value_head_dim=24, full_attention_interval=2,
 )  # fmt: skip
 _DELTA_MOE = _DELTA | dict(
     num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48,
@@ -158,21 +162,19 @@ def tiny_hf(
         pad_token_id=0,
     )
     torch.manual_seed(seed)
-    name = _CLS[kind] + ("TextConfig" if kind.startswith("qwen3_5") else "Config")
+    name = _CLS[kind] + ("TextConfig" if kind.endswith("_text") else "Config")
     config = getattr(T, name)(**(base | _FAMILY.get(kind, {}) | over))
     model = getattr(T, _CLS[kind] + "ForCausalLM")(config).float().eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
             if "norm" in name:
                 p.add_(0.2 * torch.randn_like(p))
-            elif name.endswith("bias"):
-                p.normal_(std=0.3)
             elif name.endswith("A_log"):
                 p.copy_(torch.empty_like(p).uniform_(0.05, 2.0).log())
-            elif "conv1d" in name:
+            elif name.endswith("bias") or "conv1d" in name:
                 p.normal_(std=0.3)
             elif "linear_attn" in name:
-                pass  # larger weights make three steps ill-conditioned
+                pass  # three steps with larger weights are ill-conditioned
             else:
                 p.mul_(4.0)
         for name, bias in model.named_buffers():
@@ -234,7 +236,7 @@ def nest(path: Path, architecture: str) -> Path:
 
 
 # names of the linear maps of layers, which FP8 stores: not embeddings, head, norms, biases, routers
-LINEAR = re.compile(r"\.layers\.\d+\..*\.(\w+_proj|kv_a_proj_with_mqa|w[123])\.weight$")
+LINEAR = re.compile(r"\.layers\.\d+\..*\.(\w+_proj|in_proj_\w+|kv_a_proj_with_mqa|w[123])\.weight$")
 
 
 def is_linear(name: str) -> bool:

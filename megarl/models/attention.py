@@ -104,7 +104,7 @@ class SDPACoreAttention(MegatronModule):
         # every layer of a micro-batch sees the same params: plans are made once and kept on them
         plans = packed.__dict__.setdefault("_megarl_plans", {})
         if self.window not in plans:
-            plans[self.window] = self._plan(_slots(packed), q.device)
+            plans[self.window] = self._plan(packed_lengths(packed), q.device)
         return self._grouped(q, k, v, plans[self.window])
 
     def _plan(self, lengths: Sequence[int], device: torch.device) -> AttentionPlan:
@@ -156,7 +156,9 @@ class SDPACoreAttention(MegatronModule):
         return {}
 
 
-def _slots(packed: PackedSeqParams) -> Sequence[int]:
+def packed_lengths(packed: PackedSeqParams) -> Sequence[int]:
+    """Returns the lengths of packed sequences with their padding; a device stops for them, unless
+    they are SlotParams."""
     if isinstance(packed, SlotParams):
         return packed.slots
     cu = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from megarl.config.engine import ParallelConfig
 from megarl.models.attention import SDPACoreAttention, te_attention_with_tries
 from megarl.models.families import family_of
-from megarl.models.layers import GroupLimited, RMSNorm, ValueHead
+from megarl.models.layers import GroupLimited, RMSNorm, ValueHead, ZeroCentredRMSNorm
 from megarl.models.options import EngineOptions
 from megarl.models.params import init_params, mark_params, named_params
 from megarl.models.piece_table import VOCAB_DIVISIBLE_BY, PieceTable, build_piece_table
@@ -419,7 +419,7 @@ def _block_spec(
         vp_stage=vp_stage,
     )
     if not use_te:
-        _use_own_norm(spec)
+        _use_own_norm(spec, config)
     if not use_te or share_prefixes:
         attention = te_attention_with_tries() if use_te else SDPACoreAttention
         for layer in spec.layer_specs:
@@ -429,8 +429,9 @@ def _block_spec(
     return spec
 
 
-def _use_own_norm(spec: Any) -> None:
-    norm: Callable[..., Any] = RMSNorm
+def _use_own_norm(spec: Any, config: TransformerConfig) -> None:
+    zero_centred = config.layernorm_zero_centered_gamma
+    norm: Callable[..., Any] = ZeroCentredRMSNorm if zero_centred else RMSNorm
     for layer in spec.layer_specs:
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
         attention = layer.submodules.self_attention.submodules

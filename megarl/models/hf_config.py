@@ -99,11 +99,13 @@ def parse_hf_config(raw: Mapping[str, Any], source: str = "config.json") -> Mode
     theta, scaling = rope(
         full, source, partial=family.partial_rotary, scalings=family.rope_scalings
     )
+    moe = family.moe.read(full, source) if family.moe else None
+    dense = moe is None or moe.dense_layers
     return ModelConfig(
         family=family.name,
         num_layers=positive(full, "num_hidden_layers", source),
         hidden_size=positive(full, "hidden_size", source),
-        intermediate_size=positive(full, "intermediate_size", source),
+        intermediate_size=(positive if dense else count)(full, "intermediate_size", source),
         attention=family.read_attention(full, source),
         vocab_size=positive(full, "vocab_size", source),
         tie_word_embeddings=bool(full["tie_word_embeddings"]),
@@ -113,7 +115,7 @@ def parse_hf_config(raw: Mapping[str, Any], source: str = "config.json") -> Mode
         max_position_embeddings=positive(full, "max_position_embeddings", source),
         initializer_range=number(full, "initializer_range", source),
         dtype=_dtype(full, source),
-        moe=family.moe.read(full, source) if family.moe else None,
+        moe=moe,
         recurrent=family.read_recurrent(full, source),
         mtp_layers=count(full, "num_nextn_predict_layers", source),
         raw=dict(raw),

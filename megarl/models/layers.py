@@ -64,6 +64,18 @@ class RMSNorm(nn.RMSNorm):
         return self.weight * y.to(x.dtype)
 
 
+class ZeroCentredRMSNorm(RMSNorm):
+    """Multiplies with 1 + weight, in fp32, and casts last, as HF does for Gemma and Qwen3-Next."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns x [...,H] divided by its root mean square over H, times 1 + the weight [H]."""
+        weight = 1.0 + self.weight.float()
+        if x.dtype == torch.float32 and x.device.type == "cpu":
+            out: Tensor = _RMSNorm.apply(x, weight, self.eps)
+            return out
+        return F.rms_norm(x.float(), self.normalized_shape, weight, self.eps).to(x.dtype)
+
+
 class _RMSNorm(torch.autograd.Function):
     """w * x * r with r = 1 / sqrt(mean(x^2) + eps), x [..., H], r [..., 1].
 

@@ -248,10 +248,14 @@ class Sections(Op):
         groups, cols = size(m, self.groups), tuple(size(m, c) for c in self.cols)
         return tuple((groups * sum(size(m, d) for d in dims), *cols) for dims in self.sources)
 
+    def sections(self, m: ModelConfig, tp: int) -> tuple[int, ...]:
+        """Returns the rows of each section on one of `tp` ranks."""
+        groups = size(m, self.groups) // tp
+        return tuple(groups * size(m, d) for dims in self.sources for d in dims)
+
     def local_shape(self, m: ModelConfig, tp: int, vocab_rows: int) -> Shape:
         """Returns [rows of all sections / tp, *cols]."""
-        shapes = self.hf_shapes(m)
-        return (sum(shape[0] for shape in shapes) // tp, *shapes[0][1:])
+        return (sum(self.sections(m, tp)), *self.hf_shapes(m)[0][1:])
 
     def segments(self, m: ModelConfig, tp: int, vocab_rows: int) -> Iterator[Segment]:
         """Yields the rows of every group in every section."""

@@ -21,6 +21,7 @@ from megarl.parallel.layout import Coords
 # Transformer Engine spec -> local spec (dense layers), relative to the layer
 _ALIASES = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "self_attention.in_proj.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
     "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
     "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
@@ -186,6 +187,4 @@ def draw(tensor: HfTensor, seed: int, std: float) -> Tensor:
 
 
 _CONSTANTS = {"zeros": 0.0, "ones": 1.0}
-# megatron-core's range, and Mamba-2's; Hugging Face's begins at 0, of which the logarithm is not a
-# number
-_LOG_UNIFORM = (1.0, 16.0)
+_LOG_UNIFORM = (0.01, 16.0)

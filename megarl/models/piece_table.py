@@ -22,7 +22,7 @@ from itertools import groupby
 from megarl.models.families import family_of
 from megarl.models.families.params import Param
 from megarl.models.hf_config import ModelConfig
-from megarl.models.ops import Op, Segment, Shape
+from megarl.models.ops import Op, Sections, Segment, Shape
 from megarl.parallel.layout import Coords, Layout
 
 
@@ -210,13 +210,16 @@ class HfTensor:
 @dataclass(frozen=True, slots=True)
 class LocalParam:
     """Describes a parameter of the ranks at `place`. `padding`: rows [start, stop) that no HF
-    tensor fills. `replicated`: the ranks it could be cut over all hold the same whole parameter."""
+    tensor fills. `replicated`: the ranks it could be cut over all hold the same whole parameter.
+    `parts`: the parts that megatron-core's checkpoints keep one by one: what is behind the
+    parameter's name, and rows."""
 
     place: Place
     name: str
     shape: Shape
     padding: tuple[int, int]
     replicated: bool
+    parts: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -279,6 +282,11 @@ def build_piece_table(
         if (op, ranks) not in cuts:
             cuts[op, ranks] = shard_map(model, op, ranks, vocab)
         cut = cuts[op, ranks]
+        parts: tuple[tuple[str, int], ...] = ()
+        if isinstance(op, Sections) and param.parts:
+            parts = tuple(
+                zip((f".{part}" for part in param.parts), op.sections(model, ranks), strict=True)
+            )
         if layer is not None:
             chunk = chunk_of[layer]
         else:
@@ -289,7 +297,7 @@ def build_piece_table(
         for name, places in homes:
             for place, filled in zip(places, cut.filled, strict=True):
                 padding = (filled, cut.shape[0])
-                local.append(LocalParam(place, name, cut.shape, padding, op.replicated))
+                local.append(LocalParam(place, name, cut.shape, padding, op.replicated, parts))
         for hf_name, (shape, boxes) in zip(param.hf, cut.sources, strict=True):
             pieces = tuple(
                 Piece(places[box.rank], name, box.view, box.start, box.stop)

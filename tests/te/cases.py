@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megarl.parallel.layout import Layout
-from tests.tiny import GLM_KINDS, KINDS, MLA_KINDS, MOE_KINDS
+from tests.tiny import (
+    GLM_KINDS,
+    HYBRID_KINDS,
+    HYBRID_MOE_KINDS,
+    KINDS,
+    MLA_KINDS,
+    MOE_KINDS,
+)
 
 SP = dict(tp=2, sequence_parallel=True)
 # (kind of tiny model, layout, rank, head)
@@ -14,8 +21,8 @@ Case = tuple[str, Layout, int, str]
 
 def _cases() -> dict[str, Case]:
     found: dict[str, Case] = {}
-    for kind in (*KINDS, *GLM_KINDS, *MOE_KINDS, *MLA_KINDS):
-        sparse = kind in MOE_KINDS + MLA_KINDS
+    for kind in (*KINDS, *GLM_KINDS, *MOE_KINDS, *MLA_KINDS, *HYBRID_KINDS):
+        sparse = kind in MOE_KINDS + MLA_KINDS + HYBRID_MOE_KINDS
         found[f"{kind}-one"] = (kind, Layout(), 0, "lm")
         found[f"{kind}-tp"] = (kind, Layout(**SP), 1, "lm")
         last = Layout(**SP, pp=2, ep=2) if sparse else Layout(**SP, pp=2)

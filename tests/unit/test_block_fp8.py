@@ -21,7 +21,15 @@ from megarl.weight_sync.fp8 import BlockFp8
 from megarl.weight_sync.plan import plan_sync, update_body
 from megarl.weight_sync.transports import WeightSource
 from megarl.wire import block_fp8
-from tests.tiny import GLM_KINDS, KINDS, MLA_KINDS, MOE_KINDS, is_linear, save_tiny
+from tests.tiny import (
+    GLM_KINDS,
+    HYBRID_KINDS,
+    KINDS,
+    MLA_KINDS,
+    MOE_KINDS,
+    is_linear,
+    save_tiny,
+)
 
 E4M3 = torch.float8_e4m3fn
 
@@ -78,8 +86,10 @@ def test_the_largest_number_of_a_block_is_kept() -> None:
 
 def test_what_is_a_linear_map_of_a_layer(tmp_path: Path) -> None:
     """As families declare it, and by name: the rest is embeddings, head, norms, biases, routers."""
-    rest = re.compile(r"embed_tokens|lm_head|norm|bias|\.gate\.|shared_expert_gate|eh_proj")
-    for kind in (*KINDS, *MOE_KINDS, *MLA_KINDS, *GLM_KINDS):
+    rest = re.compile(
+        r"embed_tokens|lm_head|norm|bias|\.gate\.|shared_expert_gate|eh_proj|conv1d|A_log"
+    )
+    for kind in (*KINDS, *MOE_KINDS, *MLA_KINDS, *GLM_KINDS, *HYBRID_KINDS):
         path = save_tiny(tmp_path / kind, kind, layers=2)
         table = build_piece_table(read_hf_config(path), Layout())
         tensors = load_file(path / "model.safetensors")

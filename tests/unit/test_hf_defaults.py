@@ -18,7 +18,8 @@ CLASSES = {
     "llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen2_moe": "Qwen2Moe",
     "qwen3_moe": "Qwen3Moe", "mixtral": "Mixtral", "deepseek_v2": "DeepseekV2",
     "deepseek_v3": "DeepseekV3", "kimi_k2": "DeepseekV3", "glm": "Glm", "glm4": "Glm4",
-    "glm4_moe": "Glm4Moe", "mistral": "Mistral",
+    "glm4_moe": "Glm4Moe", "mistral": "Mistral", "qwen3_next": "Qwen3Next",
+    "qwen3_5_text": "Qwen3_5Text", "qwen3_5_moe_text": "Qwen3_5MoeText",
 }  # fmt: skip
 # without these no weight has a shape: a config.json that lacks one is refused, by name
 MLA = ("deepseek_v2", "deepseek_v3", "kimi_k2")
@@ -78,11 +79,16 @@ def full_config(name: str) -> dict[str, Any]:
         given |= dict(model_type=name)
     if family.partial_rotary:
         given |= dict(attention_bias=name == "glm4_moe", partial_rotary_factor=0.25)
+    if family.output_gate:
+        given |= dict(
+            partial_rotary_factor=0.5, linear_num_key_heads=8, linear_num_value_heads=96,
+            linear_key_head_dim=5, linear_value_head_dim=6, linear_conv_kernel_dim=3,
+        )  # fmt: skip
     if name == "glm4_moe":
         given |= dict(use_qk_norm=True)
     if name == "mistral":
         given |= dict(sliding_window=50)
-    if name in ("qwen2_moe", "qwen3_moe"):
+    if name in ("qwen2_moe", "qwen3_moe", "qwen3_next"):
         given |= dict(norm_topk_prob=True, decoder_sparse_step=3, mlp_only_layers=[1])
     defaults = getattr(transformers, CLASSES[name] + "Config")().to_dict()
     del defaults["rope_parameters"]  # would hold the base, too
@@ -123,7 +129,7 @@ def test_numbers_are_the_attributes_of_transformers_config(name: str) -> None:
         if FAMILIES[name].partial_rotary:
             assert isinstance(m.attention, GroupedQuery)
             assert m.attention.qkv_bias == hf.attention_bias
-            assert m.attention.qk_norm == getattr(hf, "use_qk_norm", False)
+            assert m.attention.qk_norm == getattr(hf, "use_qk_norm", m.attention.output_gate)
             factor = hf.rope_parameters["partial_rotary_factor"]
             assert m.attention.rotary_dim == m.attention.head_dim * factor
         if isinstance(m.attention, Latent):
@@ -134,7 +140,14 @@ def test_numbers_are_the_attributes_of_transformers_config(name: str) -> None:
             if hf.n_group is not None:
                 assert (m.moe.groups, m.moe.top_groups) == (hf.n_group, hf.topk_group)
         elif m.moe is not None and name != "mixtral":
-            assert m.moe.norm_topk_prob == hf.norm_topk_prob
+            assert m.moe.norm_topk_prob == getattr(hf, "norm_topk_prob", True)
+        if m.recurrent is not None:
+            types = ["linear_attention" if i in m.recurrent.layers else "full_attention"
+                     for i in range(m.num_layers)]  # fmt: skip
+            assert types == hf.layer_types
+            assert m.recurrent.products == 3 * (
+                hf.linear_num_value_heads * hf.linear_key_head_dim * hf.linear_value_head_dim
+            )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -176,9 +189,10 @@ def test_rotary_settings_said_twice_are_what_transformers_makes_of_them(
         if key in settings:
             assert getattr(m.rope_scaling, key) == settings[key], key
     if isinstance(m.attention, GroupedQuery):
-        module = getattr(transformers.models, name)
+        package = name.removesuffix("_text")
+        module = getattr(transformers.models, package)
         rotary = getattr(
-            getattr(module, f"modeling_{name}"), f"{CLASSES[name]}RotaryEmbedding"
+            getattr(module, f"modeling_{package}"), f"{CLASSES[name]}RotaryEmbedding"
         )(hf_config(name, raw))  # fmt: skip
         assert torch.equal(inv_freq(m), rotary.inv_freq)
 

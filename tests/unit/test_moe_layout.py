@@ -15,7 +15,7 @@ from megarl.models.options import EngineOptions
 from megarl.models.params import load_params, local_view
 from megarl.models.piece_table import PieceTable, build_piece_table
 from megarl.parallel.layout import Layout
-from tests.tiny import MOE_KINDS, tiny_hf
+from tests.tiny import HYBRID_MOE_KINDS, MOE_KINDS, tiny_hf
 
 BASE: dict[str, Any] = dict(
     vocab_size=30, hidden_size=8, intermediate_size=8, num_hidden_layers=4, num_attention_heads=4,
@@ -114,16 +114,17 @@ def test_parameters_of_a_published_model() -> None:
     assert round(sum(t.numel for t in table.tensors) / 1e9, 1) == 30.5
 
 
-@pytest.mark.parametrize("kind", MOE_KINDS)
+@pytest.mark.parametrize("kind", (*MOE_KINDS, *HYBRID_MOE_KINDS))
 def test_what_transformers_saves_is_read_back(kind: str, tmp_path: Any) -> None:
     tiny_hf(kind).save_pretrained(tmp_path)
     shape = read_hf_config(tmp_path).moe
     assert shape is not None and (shape.num_experts, shape.top_k) == (4, 2)
     assert shape.intermediate_size == (96 if kind == "mixtral" else 48)
-    assert shape.shared_intermediate_size == {"qwen2_moe": 40, "glm4_moe": 48}.get(kind, 0)
+    shared = {"qwen2_moe": 40, "glm4_moe": 48} | dict.fromkeys(HYBRID_MOE_KINDS, 40)
+    assert shape.shared_intermediate_size == shared.get(kind, 0)
     assert shape.norm_topk_prob == (kind != "qwen3_moe")
-    dense = {"qwen2_moe": (0, 2), "qwen3_moe": (1,), "mixtral": (), "glm4_moe": (0,)}
-    assert shape.dense_layers == dense[kind]
+    dense = {"qwen2_moe": (0, 2), "qwen3_moe": (1,), "glm4_moe": (0,), "qwen3_next": (1,)}
+    assert shape.dense_layers == dense.get(kind, ())
 
 
 def test_sparse_steps() -> None:

@@ -76,16 +76,31 @@ def open_source(path: Path, base: Path | None = None) -> Source:
 
 def row_runs(table: PieceTable) -> Iterator[Run]:
     """Yields every row of every HF tensor, in HF order, of the table of one rank: its source is the
-    HF tensor, its target the parameter."""
+    HF tensor, its target the parameter, or a part of one, as in `stored_params`."""
     assert table.layout.world_size == 1
+    parts = {p.name: p.parts or (("", p.shape[0]),) for p in table.params}
     for t in table.tensors:
         _, width = matrix(t.shape)
         for piece in t.pieces:
             hf_row = piece.start[0]
             for start, stop in piece.view.runs():
-                rows = (stop - start) // width
-                yield Run(t.name, hf_row, piece.param, start // width, rows)
+                row, rows = start // width, (stop - start) // width
+                first = 0  # row of the part
+                for part, size in parts[piece.param]:
+                    low, high = max(row, first), min(row + rows, first + size)
+                    if low < high:
+                        target = piece.param + part
+                        yield Run(t.name, hf_row + low - row, target, low - first, high - low)
+                    first += size
                 hf_row += rows
+
+
+def stored_params(table: PieceTable) -> Iterator[LocalParam]:
+    """Yields the parameters of one rank's table as checkpoints keep them: parts of one are tensors
+    of their own."""
+    for p in table.params:
+        for part, rows in p.parts or (("", p.shape[0]),):
+            yield replace(p, name=p.name + part, shape=(rows, *p.shape[1:]))
 
 
 def open_hf(path: Path) -> Source:
@@ -142,7 +157,8 @@ def _param_blocks(path: Path, table: PieceTable) -> dict[str, list[Block]]:
     ValueError if the checkpoint holds tensors of other names or shapes than the model's."""
     metadata = read_metadata(path)
     stored: Mapping[str, Any] = metadata.state_dict_metadata
-    places = {p.name: checkpoint_keys(p.name) for p in table.params}
+    params = list(stored_params(table))
+    places = {p.name: checkpoint_keys(p.name) for p in params}
     leading = {key: len(lead) for keys, lead in places.values() for key in keys}
     _check_keys(path, stored, leading, table)
     parts: dict[tuple[str, tuple[int, ...]], list[Any]] = {}  # by key and leading index
@@ -151,7 +167,7 @@ def _param_blocks(path: Path, table: PieceTable) -> dict[str, list[Block]]:
             assert all(size == 1 for size in chunk.sizes[:n]), chunk
             parts.setdefault((key, tuple(chunk.offsets[:n])), []).append(chunk)
     blocks = {}
-    for p in table.params:
+    for p in params:
         keys, lead = places[p.name]
         key = next((k for k in keys if k in stored), keys[0])
         _check_shape(path, key, stored.get(key), p, len(lead), table)

@@ -35,7 +35,14 @@ from megarl.ckpt.convert.rows import (
     matrix,
     moved,
 )
-from megarl.ckpt.convert.source import COMPANIONS, Source, open_dist, open_hf, row_runs
+from megarl.ckpt.convert.source import (
+    COMPANIONS,
+    Source,
+    open_dist,
+    open_hf,
+    row_runs,
+    stored_params,
+)
 from megarl.ckpt.dist import complete, describe_model
 from megarl.ckpt.hf import (
     MAX_SHARD_BYTES,
@@ -208,7 +215,7 @@ def _params(source: Source, dtype: torch.dtype | None) -> list[Member]:
                 f"{dtypes[run.target]}; choose one with --dtype"
             )
     params = []
-    for p in source.table.params:
+    for p in stored_params(source.table):
         rows, width = matrix(p.shape)
         params.append(
             Member(p.name, p.shape, dtypes[p.name], 0, rows * width * dtypes[p.name].itemsize)

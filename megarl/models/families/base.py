@@ -12,6 +12,7 @@ from megarl.models.families.grouped_query import GroupedQuery
 from megarl.models.families.params import (
     EMBEDDING,
     FINAL_NORM,
+    GATED_QKV,
     MLP,
     NORMS,
     OUTPUT,
@@ -37,9 +38,9 @@ class Family:
     model_type. `wrappers`: what publishes it beside a vision tower.
     `mlp`, `norms`: parameters of a dense layer's MLP and of a layer's norms. `moe`: its
     mixture-of-experts block. `recurrent_params`: those of a recurrent layer before its MLP.
-    `qkv_bias`, `qk_norm`, `interleaved`: see GroupedQuery; a text is the key of config.json that
-    says so. `slides`: which layers HF's implementation gives a sliding window, a rule of
-    megarl.models.families.grouped_query; None: it knows no window.
+    `qkv_bias`, `qk_norm`, `interleaved`, `output_gate`: see GroupedQuery; a text is the key of
+    config.json that says so. `slides`: which layers HF's implementation gives a sliding window, a
+    rule of megarl.models.families.grouped_query; None: it knows no window.
     `partial_rotary`: it reads partial_rotary_factor. `rope_scalings`: the kinds of rotary scaling
     it has, each with its reader.
     `config_class`: the name of megatron-core's class of TransformerConfig.
@@ -61,6 +62,7 @@ class Family:
     qkv_bias: bool | str = False
     qk_norm: bool | str = False
     interleaved: bool = False
+    output_gate: bool = False
     slides: str | None = None
     partial_rotary: bool = False
     rope_scalings: Mapping[str, ScalingReader] = field(default_factory=lambda: SCALINGS)
@@ -80,6 +82,7 @@ class Family:
             qkv_bias=_says(raw, self.qkv_bias),
             qk_norm=_says(raw, self.qk_norm),
             interleaved=self.interleaved,
+            output_gate=self.output_gate,
         )
 
     def read_recurrent(self, raw: Mapping[str, Any], source: str) -> Recurrent | None:
@@ -111,7 +114,7 @@ class Family:
         """Returns the parameters, before its MLP, of a layer that attends."""
         a = _grouped(m)
         bias, norms = (QKV_BIAS,) * a.qkv_bias, QK_NORMS * a.qk_norm
-        return (QKV, *bias, PROJ, *norms)
+        return (GATED_QKV if a.output_gate else QKV, *bias, PROJ, *norms)
 
     def _mixer_params(self, m: ModelConfig, layer: int) -> tuple[Param, ...]:
         recurrent = m.mixer(layer) is m.recurrent
@@ -131,6 +134,8 @@ class Family:
         fields: dict[str, Any] = dict(
             add_qkv_bias=a.qkv_bias, qk_layernorm=a.qk_norm, rotary_interleaved=a.interleaved
         )
+        if a.output_gate:
+            fields["attention_output_gate"] = True
         if a.interleaved or a.rotary_dim < a.head_dim:
             # for packed sequences megatron-core does not tell the kernel to rotate pairs of
             # neighbours, and the CPU kernel rotates whole heads

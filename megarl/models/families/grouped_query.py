@@ -20,27 +20,34 @@ EVERY, UNASKED = "every layer", "every layer, unasked"
 class GroupedQuery(Attention):
     """Attention in which every key/value head serves heads / kv_heads query heads. `qkv_bias`:
     queries, keys and values have a bias. `qk_norm`: queries and keys are normalised head by head.
-    `interleaved`: rotary embeddings turn pairs of neighbours, not of halves."""
+    `interleaved`: rotary embeddings turn pairs of neighbours, not of halves. `output_gate`: every
+    head's output is multiplied with a gate, which is projected beside its query."""
 
     qkv_bias: bool = False
     qk_norm: bool = False
     interleaved: bool = False
+    output_gate: bool = False
+
+    @property
+    def _projected(self) -> int:
+        queries = (1 + self.output_gate) * self.heads
+        return (queries + 2 * self.kv_heads) * self.head_dim
 
     def weights(self, hidden: int) -> int:
         """Returns how many numbers the projections of q, k, v and of the output have in a layer."""
-        projected = (self.heads + 2 * self.kv_heads) * self.head_dim
-        return hidden * (projected + self.heads * self.v_head_dim)
+        return hidden * (self._projected + self.heads * self.v_head_dim)
 
     def sizes_to_cut(self) -> dict[str, int]:
         """Returns the rows of q, k and v together, which tensor parallelism cuts evenly."""
-        return {"qkv rows": (self.heads + 2 * self.kv_heads) * self.head_dim}
+        return {"qkv rows": self._projected}
 
     def kept(self, tp: int) -> tuple[float, float]:
         """Returns the numbers of q and k before and after rotation, of v (a view of the
-        projection's output, which stays for it), of the output, and an fp32 sum a head."""
+        projection's output, which stays for it), of the output, an fp32 sum a head, and the fp32
+        gates."""
         heads, kv_heads = self.heads / tp, max(1.0, self.kv_heads / tp)
         own = (2 * heads + 3 * kv_heads) * self.head_dim + heads * self.v_head_dim
-        return 0, own + 2 * heads
+        return 0, own + 2 * heads * (1 + self.output_gate * self.v_head_dim)
 
     def cached(self, tp: int) -> int:
         """Returns the numbers of a key and a value of each of a GPU's heads, at least one."""

@@ -21,8 +21,9 @@ class Param:
     `expert`: the number of the expert it belongs to, which says who holds it.
     `buffer`: not trained, and fp32 in whichever dtype the model is.
     `initial`: what random weights are: "zeros", "ones", "normal" (N(0, initializer_range)) or
-    "log_uniform" (the logarithm of a uniform number in [1, 16)); "": ones where HF has a vector,
+    "log_uniform" (the logarithm of a uniform number in [0.01, 16)); "": ones where HF has a vector,
     else normal.
+    `parts`: names of the sections of `Sections` that megatron-core's checkpoints keep one by one.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Param:
     expert: int | None = None
     buffer: bool = False
     initial: str = ""
+    parts: tuple[str, ...] = ()
 
     def at_layer(self, i: int) -> Param:
         """Returns the parameter of layer i: its names become global."""
@@ -62,6 +64,7 @@ _QKV = ("q_proj", "k_proj", "v_proj")
 QKV = Param(
     "self_attention.linear_qkv.weight", tuple(f"self_attn.{x}.weight" for x in _QKV), FusedQKV()
 )
+GATED_QKV = replace(QKV, op=FusedQKV(gate=True))
 QKV_BIAS = Param(
     "self_attention.linear_qkv.bias",
     tuple(f"self_attn.{x}.bias" for x in _QKV),
