@@ -58,6 +58,8 @@ LAYOUTS = (
         ("deepseek-v3", 671e9, 37e9),
         ("qwen3-235b-a22b", 235e9, 22e9),
         ("Qwen/Qwen3-30B-A3B", 30.53e9, 3.3e9),
+        # the model card says 80B and 3B; these are the closed forms of its config.json
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct", 79_674_391_296, 3_874_929_408),
     ),
 )
 def test_published_parameter_counts(name: str, total: float, active: float) -> None:
