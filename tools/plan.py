@@ -57,6 +57,7 @@ from megarl.planning.memory import (  # noqa: E402
     model_bytes,
     parameters,
     server_weights,
+    state_bytes_per_sequence,
 )
 from megarl.planning.sync import (  # noqa: E402
     BroadcastEstimate,
@@ -301,6 +302,8 @@ def _serving(
     room = args.server_memory * cluster.gpu_bytes - weights
     yield f"\nserving on {receivers.gpus} GPUs, {receivers.servers} servers of tp{receivers.tp}"
     kv = f"{room / GIB:.1f} GiB of KV cache, {room / per_token:,.0f} tokens of a server"
+    if states := state_bytes_per_sequence(m, args.server_tp):
+        kv += f" less {states / per_token:,.0f} a sequence for its states"
     if room <= 0:
         kv = "which does NOT fit: raise --server-tp or take larger GPUs"
     yield f"  {weights / GIB:.1f} GiB of weights per GPU, {kv}"

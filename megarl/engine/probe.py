@@ -36,7 +36,7 @@ MLP_NORM, ROUTER, MLP, MLP_POST_NORM = "MLP norm", "router", "MLP", "norm of MLP
 # family
 _MODULES = {
     ATTENTION_NORM: ("input_layernorm", "input_layernorm"),
-    ATTENTION: ("self_attention", "self_attn"),
+    ATTENTION: ("self_attention", "self_attn", "linear_attn"),
     ATTENTION_POST_NORM: ("post_self_attn_layernorm", "post_self_attn_layernorm"),
     MLP_NORM: ("pre_mlp_layernorm", "post_attention_layernorm"),
     ROUTER: ("mlp.router", "mlp.gate"),

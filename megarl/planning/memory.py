@@ -260,3 +260,8 @@ def kv_bytes_per_token(m: ModelConfig, tp: int) -> int:
     """Returns the bytes of one token on one GPU of a server; a sliding window is not taken off. A
     latent is whole on every GPU, of key/value heads there is one at least."""
     return BF16 * sum(m.mixer(i).cached(tp) for i in range(m.num_layers))
+
+
+def state_bytes_per_sequence(m: ModelConfig, tp: int) -> int:
+    """Returns the bytes of one sequence's states on one GPU of a server, whatever its length."""
+    return 0 if m.recurrent is None else FP32 * len(m.recurrent.layers) * m.recurrent.state // tp

@@ -17,6 +17,7 @@ from tests.tiny import VOCAB
 LAYOUTS: dict[str, list[dict[str, Any]]] = {
     "qwen2": [dict(tp=2), SP, dict(pp=2, vpp=2), dict(cp=2)],
     "qwen3_moe": [dict(pp=2), dict(ep=2)],
+    "qwen3_5_text": [dict(tp=2)],
 }
 
 

@@ -7,6 +7,9 @@ import torch
 import transformers
 
 from megarl.data.tokenizer import load_hf_tokenizer
+from megarl.models.hf_config import read_hf_config
+from megarl.models.piece_table import build_piece_table
+from megarl.parallel.layout import Layout
 from megarl.server import kv_cache
 from megarl.server.args import ServerArgs, parse_args
 from megarl.server.protocol import SamplingParams
@@ -15,7 +18,16 @@ from megarl.server.sequence import ServedSequence, TextTools
 from megarl.server.weights import WeightStore
 from megarl.weight_sync.receiver.megarl_receiver.fingerprint import hash_text, tensor_hash
 from tests.dist.moe_routing import hf_routers
-from tests.tiny import KINDS, MLA_KINDS, MOE_KINDS, VOCAB, save_tiny, tiny_hf
+from tests.tiny import (
+    HYBRID_KINDS,
+    HYBRID_MOE_KINDS,
+    KINDS,
+    MLA_KINDS,
+    MOE_KINDS,
+    VOCAB,
+    save_tiny,
+    tiny_hf,
+)
 
 
 def make_sequence(prompt, extra_key=None):
@@ -286,19 +298,17 @@ def test_experts_are_served_and_loaded_under_their_checkpoint_names(tmp_path):
     assert store.checksums() == sums
 
 
-@pytest.mark.parametrize(
-    "make", [lambda: small_model("GptOss", **GPT_OSS), lambda: tiny_hf("qwen3_5_moe_text")]
-)
-def test_weights_are_loaded_under_their_checkpoint_names(tmp_path, make):
-    """Experts with biases are fused in checkpoints."""
-    model = make()
-    model.save_pretrained(tmp_path)
-    runner = ModelRunner(ServerArgs(model_path=str(tmp_path), dtype="float32", device="cpu"))
+@pytest.mark.parametrize("kind", HYBRID_KINDS)
+def test_weights_have_the_names_that_trainers_send(tmp_path, kind):
+    path = save_tiny(tmp_path, kind)
+    runner = ModelRunner(ServerArgs(model_path=str(path), dtype="float32", device="cpu"))
     store = WeightStore(runner.model)
+    table = build_piece_table(read_hf_config(path), Layout())
+    assert store.tensors.keys() == {t.name for t in table.tensors}
     sums = store.checksums()
     for tensor in store.tensors.values():
         tensor.zero_()
-    store.load_directory(str(tmp_path))
+    store.load_directory(str(path))
     assert store.checksums() == sums
 
 
@@ -353,24 +363,25 @@ def test_latent_attention_is_served_and_loaded(kind, tmp_path):
         assert torch.equal(store.tensors[name], other[name])
 
 
-@pytest.mark.parametrize("kind", (*MOE_KINDS, *MLA_KINDS))
+@pytest.mark.parametrize("kind", (*MOE_KINDS, *MLA_KINDS, *HYBRID_MOE_KINDS))
 def test_routes_are_those_of_the_model(kind, tmp_path):
     """Of every layer by its place in the model; two equal prompts, prefilled once, have their own
     afterwards."""
-    path, model, chosen = save_tiny(tmp_path, kind, layers=3), tiny_hf(kind, layers=3), {}
+    layers = 4 if kind in HYBRID_MOE_KINDS else 3
+    path, model, chosen = save_tiny(tmp_path, kind, layers=layers), tiny_hf(kind, layers=layers), {}
     args = ServerArgs(model_path=str(path), device="cpu", enable_return_routed_experts=True)
     given = prompts([5, 12, 5])
     seqs = [make_sequence(p) for p in [*given, given[0]]]
     teacher_forced(ModelRunner(args), seqs, steps=3)
     for i, router in hf_routers(model).items():
         router.register_forward_hook(lambda _m, _a, out, i=i: chosen.update({i: out[2]}))
-    assert 0 < len(hf_routers(model)) <= 3
+    assert 0 < len(hf_routers(model)) <= layers
     for s in seqs:
         with torch.no_grad():
             model(torch.tensor([s.tokens]))
         got = torch.cat(s.routes).long()
-        assert got.shape == (s.length, 3, model.config.num_experts_per_tok)
-        for i in range(3):
+        assert got.shape == (s.length, layers, model.config.num_experts_per_tok)
+        for i in range(layers):
             want = chosen[i].sort().values if i in chosen else torch.zeros_like(got[:, i])
             assert torch.equal(got[:, i].sort().values, want)
 

@@ -11,6 +11,8 @@ import pytest
 import torch
 import transformers
 
+from megarl.models.hf_config import read_hf_config
+from megarl.planning.memory import kv_bytes_per_token, state_bytes_per_sequence
 from megarl.server.args import ServerArgs
 from megarl.server.protocol import SamplingParams
 from megarl.server.runner import ModelRunner
@@ -195,6 +197,24 @@ def test_memory_is_for_the_states_of_all_rows_and_for_keys_and_values(path, monk
     per_position = 2 * 2 * 2 * 32 * 4  # of two layers: keys and values of two heads
     assert len(runner.cache.states) == 4
     assert memory - 8 * per_position < runner.cache.nbytes <= memory
+    runner.cache.clear()
+    assert runner.cache.nbytes == 0
+
+
+@pytest.mark.parametrize("kind", ["qwen3", KIND])
+def test_the_planner_counts_what_the_cache_takes(kind, tmp_path):
+    """But that transformers keeps an input of the convolution more than there is to look back at,
+    and that the planner's server is bf16."""
+    runner, m = load(save_tiny(tmp_path, kind)), read_hf_config(tmp_path)
+    seqs = [make_sequence(p) for p in prompts([5, 9, 30])]
+    runner.make_room(seqs, used=0)
+    runner.prefill(seqs, 0)
+    cache = runner.cache
+    tokens = cache.rows * cache.positions
+    assert cache.keys.nbytes + cache.values.nbytes == tokens * 2 * kv_bytes_per_token(m, 1)
+    more = sum(s[0, :, 0].nbytes for (kind, *_), s in cache.states.items() if kind == "conv")
+    states = sum(s[0].nbytes for s in cache.states.values())
+    assert states - more == state_bytes_per_sequence(m, 1)
 
 
 MAMBA = dict(mamba_n_heads=8, mamba_d_head=16, mamba_d_state=16, mamba_n_groups=1)

@@ -36,7 +36,13 @@ def moe() -> PreTrainedModel:
     return transformers.Qwen3MoeForCausalLM(config)
 
 
-@pytest.mark.parametrize("make", (untied, moe, lambda: tiny_hf("qwen3", layers=1, tie=True)))
+def hybrid() -> PreTrainedModel:
+    return tiny_hf("qwen3_next")
+
+
+@pytest.mark.parametrize(
+    "make", (untied, moe, lambda: tiny_hf("qwen3", layers=1, tie=True), hybrid)
+)
 def test_a_recorded_load_says_where_every_element_lands(make: Any) -> None:
     """Experts are held fused, and each comes alone; a tied head follows its embedding."""
     model = make()

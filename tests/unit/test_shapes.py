@@ -13,7 +13,11 @@ from megarl.models.flops import sequence_cost
 from megarl.models.hf_config import check_layout, parse_hf_config
 from megarl.models.shapes import Recurrent, differing
 from megarl.parallel.layout import Layout
-from megarl.planning.memory import kv_bytes_per_token, layer_activations
+from megarl.planning.memory import (
+    kv_bytes_per_token,
+    layer_activations,
+    state_bytes_per_sequence,
+)
 
 QWEN = parse_hf_config(
     dict(
@@ -69,6 +73,8 @@ def test_costs_follow_from_the_kinds() -> None:
 
 def test_memory_follows_from_the_kinds() -> None:
     assert kv_bytes_per_token(HYBRID, 1) * 4 == kv_bytes_per_token(QWEN, 1)
+    assert state_bytes_per_sequence(HYBRID, 2) == 4 * 3 * 4 * 256 // 2
+    assert state_bytes_per_sequence(QWEN, 2) == 0
     layer = [layer_activations(HYBRID, Layout(), i, tokens=10) for i in range(4)]
     assert layer[0] == layer[1] == layer[3] != layer[2]
     mlp = 64 + 3 * 96
