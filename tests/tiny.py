@@ -23,6 +23,7 @@ MOE_KINDS = ("qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe")
 HYBRID_MOE_KINDS = ("qwen3_next", "qwen3_5_moe_text")
 HYBRID_KINDS = ("qwen3_5_text", *HYBRID_MOE_KINDS)
 GLM_KINDS = ("glm", "glm4")
+WINDOW_ROPE_KINDS = ("gemma3_text",)  # layers with a window have rotary settings of their own
 # latent attention, with and without a latent of queries
 MLA_KINDS = ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "kimi_k2")
 _CLS = {
@@ -31,6 +32,7 @@ _CLS = {
     "deepseek_v2_lite": "DeepseekV2", "deepseek_v3": "DeepseekV3", "glm": "Glm", "glm4": "Glm4",
     "mistral": "Mistral", "glm4_moe": "Glm4Moe", "kimi_k2": "DeepseekV3",
     "qwen3_next": "Qwen3Next", "qwen3_5_text": "Qwen3_5", "qwen3_5_moe_text": "Qwen3_5Moe",
+    "gemma3_text": "Gemma3",
 }  # fmt: skip
 YARN = dict(
     rope_type="yarn",
@@ -62,6 +64,17 @@ _FAMILY: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": _DELTA_MOE,
     "qwen3": dict(head_dim=32),  # != hidden / heads on purpose
     "mistral": dict(sliding_window=5),
+    # layers 1 and 3 attend in full; scores are not scaled by the size of a head
+    "gemma3_text": dict(
+        head_dim=24,
+        query_pre_attn_scalar=20,
+        sliding_window=5,
+        sliding_window_pattern=2,
+        rope_parameters=dict(
+            full_attention=dict(rope_type="linear", factor=4.0, rope_theta=5e4),
+            sliding_attention=dict(rope_type="default", rope_theta=300.0),
+        ),
+    ),
     # the default of both is to rotate half of a head
     "glm": dict(head_dim=24, attention_bias=True, rms_norm_eps=1e-5),
     "glm4": dict(head_dim=24, attention_bias=False, rms_norm_eps=1e-5),
@@ -162,9 +175,8 @@ def tiny_hf(
         pad_token_id=0,
     )
     torch.manual_seed(seed)
-    name = _CLS[kind] + ("TextConfig" if kind.endswith("_text") else "Config")
-    config = getattr(T, name)(**(base | _FAMILY.get(kind, {}) | over))
-    model = getattr(T, _CLS[kind] + "ForCausalLM")(config).float().eval()
+    cls = getattr(T, _CLS[kind] + "ForCausalLM")
+    model = cls(cls.config_class(**(base | _FAMILY.get(kind, {}) | over))).float().eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
             if "norm" in name:

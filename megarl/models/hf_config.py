@@ -20,7 +20,6 @@ from typing import Any
 from megarl.config.engine import ParallelConfig
 from megarl.models.families import family_of, find_family, find_wrapper
 from megarl.models.families.fields import count, number, positive, refuse_others
-from megarl.models.families.rope import rope
 from megarl.models.shapes import ModelConfig as ModelConfig
 from megarl.models.shapes import Wrapper
 
@@ -96,9 +95,7 @@ def parse_hf_config(raw: Mapping[str, Any], source: str = "config.json") -> Mode
     full = {**DEFAULTS, **family.defaults, **(text_settings(raw, source) if wrapped else raw)}
     checked = {k: v for k, v in _IMPLEMENTED.items() if k not in family.ignored_fields}
     refuse_others(full, checked, source)
-    theta, scaling = rope(
-        full, source, partial=family.partial_rotary, scalings=family.rope_scalings
-    )
+    (theta, scaling), window_rope = family.read_rope(full, source)
     moe = family.moe.read(full, source) if family.moe else None
     dense = moe is None or moe.dense_layers
     return ModelConfig(
@@ -112,6 +109,7 @@ def parse_hf_config(raw: Mapping[str, Any], source: str = "config.json") -> Mode
         rms_norm_eps=number(full, "rms_norm_eps", source),
         rope_theta=theta,
         rope_scaling=scaling,
+        window_rope=window_rope,
         max_position_embeddings=positive(full, "max_position_embeddings", source),
         initializer_range=number(full, "initializer_range", source),
         dtype=_dtype(full, source),
@@ -299,11 +297,13 @@ def value_model(
     A language model's directory becomes a token classifier with a new head, without `new_bias` a
     sequence classifier. Raises ValueError for a classifier whose labels are not exactly one.
     """
-    names = raw.get("architectures") or [family_of(lm).architecture]
+    family = family_of(lm)
+    names = raw.get("architectures") or [family.architecture]
     new = not any(n.endswith((TOKEN, SEQUENCE)) for n in names)
     if new:
         label = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-        name = (lm.wrapper or family_of(lm)).architecture
+        whole = lm.wrapper.architecture if lm.wrapper else family.classifier
+        name = whole or family.architecture
         name = re.sub(f"{LM}|{WHOLE}", TOKEN if new_bias else SEQUENCE, name)
         raw = {k: v for k, v in raw.items() if k != "num_labels"} | label
         raw = {**raw, "architectures": [name]}

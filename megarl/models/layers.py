@@ -1,12 +1,14 @@
 """Defines what megatron-core's layers lack: RMSNorm and multi-head latent attention with Hugging
-Face's numerics, experts chosen by group, layers that also normalise their outputs, and the output
-layer of a value model: one number per token, in fp32.
+Face's numerics, experts chosen by group, layers that also normalise their outputs, rotary
+embeddings of layers with a window, and the output layer of a value model: one number per token, in
+fp32.
 
 T (packed) tokens, H hidden, E experts in equal groups, k experts per token.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -17,7 +19,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megarl.models.shapes import MoEShape
+from megarl.models.rope import inv_freq
+from megarl.models.shapes import ModelConfig, MoEShape
 from megarl.parallel import mcore  # noqa: F401  before megatron
 from megarl.parallel.packing import Packed
 
@@ -142,6 +145,12 @@ class SandwichLayer(TransformerLayer):
         self.mlp_bda = partial(_add, self.mlp_bda, self.post_mlp_layernorm)
 
 
+def sandwich(spec: Any) -> None:
+    """Makes every layer of megatron-core's `spec` a SandwichLayer."""
+    for layer in spec.layer_specs:
+        layer.module, layer.params = SandwichLayer, {"norm": spec.layer_norm}
+
+
 def _add(
     bias_dropout_add: Callable[..., Any], norm: nn.Module, *settings: bool
 ) -> Callable[[WithBias, Tensor, float], Tensor]:
@@ -155,6 +164,32 @@ def _add(
         return out
 
     return normed_add
+
+
+def scale_embeddings(chunk: GPTModel, factor: float) -> None:
+    """Multiplies the embeddings of tokens by `factor`, rounded to their dtype as HF does."""
+    if chunk.pre_process:
+        rounded = float(torch.tensor(factor).to(chunk.config.params_dtype))
+        chunk.embedding.register_forward_hook(lambda _module, _args, out: out * rounded)
+
+
+def rotate_windows(chunk: GPTModel, model: ModelConfig) -> None:
+    """Gives the layers with a sliding window the rotary embedding of `model.window_rope`, each as
+    a part of its attention."""
+    rotary = copy.copy(chunk.rotary_pos_emb)
+    rotary.inv_freq = inv_freq(model, window=True).to(rotary.inv_freq.device)
+    for layer in chunk.decoder.layers:
+        if layer.layer_number - 1 in model.attention.window_layers:
+            layer.self_attention.rotary_pos_emb = rotary
+            layer.self_attention.register_forward_pre_hook(_rotate_by_own, with_kwargs=True)
+
+
+def _rotate_by_own(attention: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Replaces the model's rotary angles among an attention's arguments by those of its own."""
+    rotary, packed = attention.rotary_pos_emb, kwargs["packed_seq_params"]
+    length = rotary.get_rotary_seq_len(None, None, args[0], attention.config, packed)
+    thd = packed is not None and packed.qkv_format == "thd"
+    return args, {**kwargs, "rotary_pos_emb": rotary(length, packed_seq=thd)}
 
 
 def settle_mla(chunk: GPTModel) -> None:

@@ -14,13 +14,16 @@ from torch import Tensor
 from megarl.models.shapes import ModelConfig, RopeScaling
 
 
-def inv_freq(model: ModelConfig) -> Tensor:
+def inv_freq(model: ModelConfig, *, window: bool = False) -> Tensor:
     """Returns the inverse frequencies, float32 [rotary_dim / 2] on the host, with linear or Llama-3
-    scaling where the model has it (Su et al., 2021, arXiv 2104.09864)."""
+    scaling where the model has it (Su et al., 2021, arXiv 2104.09864). window: those of layers with
+    a sliding window."""
     d = model.attention.rotary_dim
+    theta, scaling = model.rope_theta, model.rope_scaling
+    if window and model.window_rope is not None:
+        theta, scaling = model.window_rope
     exponent = torch.arange(0, d, 2, dtype=torch.int64).float() / d
-    freq = 1.0 / (model.rope_theta**exponent)
-    scaling = model.rope_scaling
+    freq = 1.0 / (theta**exponent)
     if scaling is None:
         return freq
     if scaling.type == "linear":

@@ -207,6 +207,7 @@ class ModelConfig:
     head: "lm", or "value": one score per token in place of the vocabulary, with or without a bias;
     with `new_head` the directory is a language model's and has no score yet.
     wrapper: the whole that the language model is a part of.
+    window_rope: rotary base and scaling of the layers with a window; None: those of all layers.
     """
 
     family: str
@@ -230,6 +231,7 @@ class ModelConfig:
     score_bias: bool = False
     new_head: bool = field(default=False, compare=False)
     wrapper: Wrapper | None = None
+    window_rope: tuple[float, RopeScaling | None] | None = None
 
     def meaning(self) -> dict[str, Any]:
         """Returns the fields, as plain data, of which the weights' meaning depends: models between

@@ -162,12 +162,15 @@ def rotary_packed(
     Raises AssertionError where a part of the head is to be turned.
     """
     assert freqs.shape[-1] == t.shape[-1]
-    known = getattr(cu_seqlens, "_rotary_tables", None)
-    if known is None or known[0] is not freqs or known[1].dtype != t.dtype:
+    tables = vars(cu_seqlens).setdefault("_rotary_tables", {})
+    known = tables.get(id(freqs))  # whose freqs are alive: no other's have this id
+    if known is None or known[1].dtype != t.dtype:
         lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).tolist()
         at = torch.cat([_positions(n, cp_size, cp_rank) for n in lengths])
         known = (freqs, *(table[at, 0] for table in _tables(freqs, t.dtype)))
-        cu_seqlens._rotary_tables = known  # type: ignore[attr-defined]
+        tables[id(freqs)] = known
+        if len(tables) > 2:  # layers may differ in their angles; recomputed layers bring new ones
+            del tables[next(iter(tables))]
     rotated: Tensor = _Rotate.apply(t, *known[1:])
     return rotated
 

@@ -58,6 +58,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": dict(seed=1),  # of seed 0 two experts nearly tie
     "qwen3_5_text": dict(num_key_value_heads=1),  # gates are cut where tensor parallelism goes on
     "qwen3_5_moe_text": {},
+    "gemma3_text": {},
 }
 # in the pairwise choice, families whose modules all occur in other families meet these layouts only
 # (the full product has all layouts)

@@ -23,7 +23,7 @@ def hf_model(kind: str, *, tie: bool, head: str = "lm", **over: Any) -> Any:
     causal = tiny_hf(kind, tie=tie, **over)
     if head == "lm":
         return causal
-    name = type(causal).__name__.replace("CausalLM", "{}Classification")
+    name = type(causal.model).__name__.replace("Model", "For{}Classification")
     cls = getattr(T, name.format("Token" if tie else "Sequence"), None)
     cls = cls or getattr(T, name.format("Sequence"), None)
     if cls is None:  # as transformers makes them

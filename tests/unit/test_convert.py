@@ -27,16 +27,25 @@ from megarl.ckpt.restricted import read_metadata
 from megarl.utils.files import seal
 from tests.files import read_all, same
 from tests.hostile import Hostile
-from tests.tiny import HYBRID_KINDS, KINDS, MLA_KINDS, MOE_KINDS, save_tiny, tiny_hf
+from tests.tiny import (
+    HYBRID_KINDS,
+    KINDS,
+    MLA_KINDS,
+    MOE_KINDS,
+    WINDOW_ROPE_KINDS,
+    save_tiny,
+    tiny_hf,
+)
 
 ROOT = Path(__file__).parents[2]
 SMALL: dict[str, Any] = dict(part_bytes=60_000)  # several files even of a tiny model
 
 
 CASES = [
-    *((k, False) for k in (*KINDS, *MOE_KINDS, *MLA_KINDS, *HYBRID_KINDS)),
+    *((k, False) for k in (*KINDS, *MOE_KINDS, *MLA_KINDS, *HYBRID_KINDS, *WINDOW_ROPE_KINDS)),
     ("llama", True),
     ("qwen3", True),
+    ("gemma3_text", True),
 ]
 
 

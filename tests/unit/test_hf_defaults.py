@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
 from typing import Any
 
 import pytest
@@ -20,7 +22,11 @@ CLASSES = {
     "deepseek_v3": "DeepseekV3", "kimi_k2": "DeepseekV3", "glm": "Glm", "glm4": "Glm4",
     "glm4_moe": "Glm4Moe", "mistral": "Mistral", "qwen3_next": "Qwen3Next",
     "qwen3_5_text": "Qwen3_5Text", "qwen3_5_moe_text": "Qwen3_5MoeText",
+    "gemma3_text": "Gemma3Text",
 }  # fmt: skip
+# whose layers with a window have rotary settings of their own
+BY_TYPE = tuple(name for name, family in FAMILIES.items() if family.rope_by_type)
+FULL, SLIDES = "full_attention", "sliding_attention"
 # without these no weight has a shape: a config.json that lacks one is refused, by name
 MLA = ("deepseek_v2", "deepseek_v3", "kimi_k2")
 SIZES = {
@@ -86,8 +92,12 @@ def full_config(name: str) -> dict[str, Any]:
         )  # fmt: skip
     if name == "glm4_moe":
         given |= dict(use_qk_norm=True)
-    if name == "mistral":
+    if name in ("mistral", *BY_TYPE):
         given |= dict(sliding_window=50)
+    if name == "gemma3_text":
+        given |= dict(
+            query_pre_attn_scalar=100, rope_local_base_freq=2e3, tie_word_embeddings=False
+        )
     if name in ("qwen2_moe", "qwen3_moe", "qwen3_next"):
         given |= dict(norm_topk_prob=True, decoder_sparse_step=3, mlp_only_layers=[1])
     defaults = getattr(transformers, CLASSES[name] + "Config")().to_dict()
@@ -120,7 +130,7 @@ def test_numbers_are_the_attributes_of_transformers_config(name: str) -> None:
     least = {k: raw[k] for k in raw if k in SIZES} | names_of(raw)
     for given in (raw, least):
         hf, m = hf_config(name, given), parse_hf_config(given)
-        assert m.rope_theta == hf.rope_parameters["rope_theta"]
+        assert m.rope_theta == hf.rope_parameters.get(FULL, hf.rope_parameters)["rope_theta"]
         assert m.attention.kv_heads == hf.num_key_value_heads
         for field in (
             "tie_word_embeddings", "rms_norm_eps", "initializer_range", "max_position_embeddings",
@@ -150,7 +160,7 @@ def test_numbers_are_the_attributes_of_transformers_config(name: str) -> None:
             )
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in BY_TYPE])
 @pytest.mark.parametrize(
     "beside",
     (
@@ -197,6 +207,54 @@ def test_rotary_settings_said_twice_are_what_transformers_makes_of_them(
         assert torch.equal(inv_freq(m), rotary.inv_freq)
 
 
+@pytest.mark.parametrize("name", BY_TYPE)
+@pytest.mark.parametrize(
+    "beside",
+    (
+        {},
+        dict(rope_theta=9e5),
+        dict(rope_scaling={**LINEAR}),
+        dict(rope_theta=9e5, rope_scaling={**LLAMA3, "rope_theta": 2e5}),
+        dict(rope_parameters={FULL: ROPE, SLIDES: {**LINEAR, "rope_theta": 3e3}}, rope_theta=9e5),
+        dict(rope_parameters={FULL: None, SLIDES: None}, rope_theta=9e5),
+        dict(rope_parameters={FULL: ROPE}, rope_scaling={**LINEAR}),
+        dict(rope_parameters={SLIDES: ROPE}),
+    ),
+    ids=str,
+)
+def test_rotary_settings_by_type_of_layer_are_transformers(
+    name: str, beside: dict[str, Any]
+) -> None:
+    raw = {k: v for k, v in full_config(name).items() if not k.startswith("rope")}
+    raw |= copy.deepcopy(beside)
+    config = hf_config(name, copy.deepcopy(raw))
+    m = parse_hf_config(raw)
+    assert m == parse_hf_config(completed(name, copy.deepcopy(raw)))
+    module = importlib.import_module(type(config).__module__.replace("configuration", "modeling"))
+    rotary = getattr(module, CLASSES[name].removesuffix("Text") + "RotaryEmbedding")(config)
+    for window, kind in enumerate((FULL, SLIDES)):
+        want = getattr(rotary, f"{kind}_inv_freq")
+        assert torch.equal(inv_freq(m, window=bool(window)), want)
+
+
+@pytest.mark.parametrize("name", BY_TYPE)
+@pytest.mark.parametrize(
+    ("over", "words"),
+    (
+        (dict(rope_parameters=ROPE), "rope_parameters=.*a set for each of full_attention"),
+        (dict(rope_scaling={"type": "linear", "factor": 2.0}), "'linear' lacks rope_type"),
+        (dict(rope_parameters={SLIDES: {"rope_theta": -1}}), "rope_theta=-1"),
+        (dict(rope_parameters={FULL: {"partial_rotary_factor": 0.5}}), "partial_rotary_factor=0.5"),
+        (dict(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "'dynamic' is not supported"),
+    ),
+)
+def test_rotary_settings_by_type_that_are_wrong_are_named(
+    name: str, over: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        parse_hf_config(full_config(name) | over)
+
+
 def _parse(raw: dict[str, Any]) -> ModelConfig | None:
     try:
         return parse_hf_config(raw)
@@ -206,7 +264,6 @@ def _parse(raw: dict[str, Any]) -> ModelConfig | None:
 
 
 WINDOWED = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "mistral")
-FULL, SLIDES = "full_attention", "sliding_attention"
 
 
 @pytest.mark.parametrize("name", WINDOWED)
@@ -236,6 +293,18 @@ def test_layers_that_slide_are_those_of_transformers(name: str, over: dict[str, 
         slides = tuple(range(4)) if hf.sliding_window is not None else ()
     assert found.window_layers == slides
     assert found.window == (hf.sliding_window if slides else None)
+
+
+@pytest.mark.parametrize("name", BY_TYPE)
+@pytest.mark.parametrize("types", (None, [SLIDES, FULL, SLIDES, SLIDES, FULL, FULL, FULL, FULL]))
+@pytest.mark.parametrize("over", ({}, dict(sliding_window_pattern=3)))
+def test_layers_with_a_pattern_are_those_of_transformers(
+    name: str, types: list[str] | None, over: dict[str, Any]
+) -> None:
+    raw = full_config(name) | dict(num_hidden_layers=8, layer_types=types, **over)
+    config = hf_config(name, raw)
+    slides = tuple(i for i, kind in enumerate(config.layer_types) if kind == SLIDES)
+    assert parse_hf_config(raw).attention.window_layers == slides
 
 
 @pytest.mark.parametrize("name", (*WINDOWED, "llama"))

@@ -19,7 +19,17 @@ from megarl.models.piece_table import build_piece_table
 from megarl.parallel import mcore  # noqa: F401  before megatron
 from megarl.parallel.layout import Layout
 from megarl.planning.memory import parameters
-from tests.tiny import GLM_KINDS, KINDS, MLA_KINDS, MOE_KINDS, VOCAB, YARN, save_tiny, tiny_hf
+from tests.tiny import (
+    GLM_KINDS,
+    KINDS,
+    MLA_KINDS,
+    MOE_KINDS,
+    VOCAB,
+    WINDOW_ROPE_KINDS,
+    YARN,
+    save_tiny,
+    tiny_hf,
+)
 
 from megatron.core.models.common.embeddings import YarnRotaryEmbedding
 
@@ -222,7 +232,7 @@ def test_groups_are_chosen_as_hugging_face_does(kind: str) -> None:
     assert not torch.equal(chosen.sort().values, biased.topk(m.moe.top_k).indices.sort().values)
 
 
-@pytest.mark.parametrize("kind", (*KINDS, *MOE_KINDS, *MLA_KINDS, *GLM_KINDS))
+@pytest.mark.parametrize("kind", (*KINDS, *MOE_KINDS, *MLA_KINDS, *GLM_KINDS, *WINDOW_ROPE_KINDS))
 def test_flops_are_those_torch_counts(kind: str) -> None:
     """Products of matrices are counted one by one; attention is computed in full, of which a causal
     one, or one through a window of 5, is the part of the pairs of tokens that it looks at."""
@@ -235,10 +245,12 @@ def test_flops_are_those_torch_counts(kind: str) -> None:
         hf(torch.arange(3, 3 + n)[None] % VOCAB).logits.sum().backward()
     by_op = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
     attention = by_op.pop("aten.bmm")
-    angles = 2 * n * hf.model.rotary_emb.inv_freq.numel()  # of positions, by a product in forward
+    # of positions, by a product in forward
+    angles = 2 * n * m.attention.rotary_dim // 2
     if attention % (6 * n * n):
         attention -= angles
-    pairs = sum(min(i + 1, 5 if kind == "mistral" else n) for i in range(n))
+    slides = [i in m.attention.window_layers for i in range(3)]
+    pairs = sum(min(i + 1, 5 if slides_ else n) for slides_ in slides for i in range(n)) / 3
     want = sum(by_op.values()) + attention * pairs / n**2
     assert train_flops(m, [n]) == pytest.approx(want, rel=1e-9)
     assert train_flops(m, [n, 2 * n]) > 3 * train_flops(m, [n])

@@ -25,6 +25,7 @@ from tests.tiny import (
     MLA_KINDS,
     MOE_KINDS,
     VOCAB,
+    WINDOW_ROPE_KINDS,
     save_tiny,
     tiny_hf,
 )
@@ -49,7 +50,7 @@ def prompts(lengths, seed=0):
     return [torch.randint(3, VOCAB, (n,), generator=g).tolist() for n in lengths]
 
 
-@pytest.fixture(scope="module", params=(*KINDS, "glm4", "qwen3_5_text"))
+@pytest.fixture(scope="module", params=(*KINDS, "glm4", "qwen3_5_text", *WINDOW_ROPE_KINDS))
 def pair(request, tmp_path_factory):
     """(runner, the HF model it serves)."""
     torch.set_num_threads(1)

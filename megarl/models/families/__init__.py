@@ -40,7 +40,7 @@ def find_family(raw: Mapping[str, Any], source: str) -> Family:
     fits = [
         f
         for f in FAMILIES.values()
-        if (f.architecture in names and f.model_type in (None, kind))
+        if ({f.architecture, f.classifier}.intersection(names) and f.model_type in (None, kind))
         or (not names and f.name == kind)
     ]
     if fits:

@@ -25,7 +25,14 @@ from megarl.models.families.params import (
     VALUE_HEAD_BIAS,
     Param,
 )
-from megarl.models.families.rope import SCALINGS, ScalingReader, rope_settings
+from megarl.models.families.rope import (
+    SCALINGS,
+    Rope,
+    ScalingReader,
+    rope,
+    rope_by_type,
+    rope_settings,
+)
 from megarl.models.shapes import Attention, ModelConfig, Recurrent, Wrapper
 
 
@@ -36,13 +43,16 @@ class Family:
 
     `model_type`: config.json's, needed where another family has the same architecture and no
     model_type. `wrappers`: what publishes it beside a vision tower.
+    `classifier`: in place of `architecture` where HF's classifiers of the family have another
+    name, with ForCausalLM for what they end in.
     `mlp`, `norms`: parameters of a dense layer's MLP and of a layer's norms. `moe`: its
     mixture-of-experts block. `recurrent_params`: those of a recurrent layer before its MLP.
     `qkv_bias`, `qk_norm`, `interleaved`, `output_gate`: see GroupedQuery; a text is the key of
     config.json that says so. `slides`: which layers HF's implementation gives a sliding window, a
     rule of megarl.models.families.grouped_query; None: it knows no window.
     `partial_rotary`: it reads partial_rotary_factor. `rope_scalings`: the kinds of rotary scaling
-    it has, each with its reader.
+    it has, each with its reader. `rope_by_type`: layers with a window have rotary settings of their
+    own.
     `config_class`: the name of megatron-core's class of TransformerConfig.
     `defaults`: what HF's config class takes for a key that config.json leaves out; those of all
     families are megarl.models.hf_config.DEFAULTS. They leave out the sizes that weights' shapes
@@ -55,6 +65,7 @@ class Family:
     architecture: str
     model_type: str | None = None
     wrappers: tuple[Wrapper, ...] = ()
+    classifier: str | None = None
     mlp: tuple[Param, ...] = MLP
     norms: tuple[Param, ...] = NORMS
     moe: MoE | None = None
@@ -66,6 +77,7 @@ class Family:
     slides: str | None = None
     partial_rotary: bool = False
     rope_scalings: Mapping[str, ScalingReader] = field(default_factory=lambda: SCALINGS)
+    rope_by_type: bool = False
     config_class: str = "TransformerConfig"
     defaults: Mapping[str, Any] = field(default_factory=dict)
     ignored_fields: tuple[str, ...] = ()
@@ -89,6 +101,13 @@ class Family:
         """Returns the kind of the layers that do not attend; None where all do. Raises ValueError
         naming the key that is wrong or unsupported."""
         return None
+
+    def read_rope(self, raw: Mapping[str, Any], source: str) -> tuple[Rope, Rope | None]:
+        """Returns rotary base and scaling, and those of layers with a window where they have their
+        own. Raises ValueError naming the setting that is wrong or unsupported."""
+        if self.rope_by_type:
+            return rope_by_type(raw, source, self.rope_scalings)
+        return rope(raw, source, partial=self.partial_rotary, scalings=self.rope_scalings), None
 
     # ---- the declaration
 
@@ -136,6 +155,8 @@ class Family:
         )
         if a.output_gate:
             fields["attention_output_gate"] = True
+        if a.scaled_by:
+            fields["softmax_scale"] = a.scaled_by**-0.5
         if a.interleaved or a.rotary_dim < a.head_dim:
             # for packed sequences megatron-core does not tell the kernel to rotate pairs of
             # neighbours, and the CPU kernel rotates whole heads
@@ -164,10 +185,13 @@ class Family:
 
     def patch(self, chunk: Any, m: ModelConfig) -> None:
         """Sets what the constructors of a built GPTModel take no argument for."""
+        from megarl.models.layers import rotate_windows
         from megarl.models.rope import inv_freq
 
         frequencies = chunk.rotary_pos_emb
         frequencies.inv_freq = inv_freq(m).to(frequencies.inv_freq.device)
+        if m.window_rope is not None:
+            rotate_windows(chunk, m)
 
 
 def _says(raw: Mapping[str, Any], field: bool | str) -> bool:

@@ -17,10 +17,9 @@ class Glm4(Family):
 
     def patch_spec(self, spec: Any, m: ModelConfig, first: int) -> None:
         """Makes every layer of `spec` a SandwichLayer."""
-        from megarl.models.layers import SandwichLayer
+        from megarl.models.layers import sandwich
 
-        for layer in spec.layer_specs:
-            layer.module, layer.params = SandwichLayer, {"norm": spec.layer_norm}
+        sandwich(spec)
 
 
 _COMMON: dict[str, Any] = dict(

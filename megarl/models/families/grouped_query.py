@@ -11,9 +11,10 @@ from megarl.models.families.fields import count, positive
 from megarl.models.shapes import Attention
 
 # Rules for which layers slide, as transformers' config classes and models have them. With BEHIND
-# and EVEN a given `layer_types` decides; with the other rules it must agree.
+# and EVEN a given `layer_types` decides, with BUT_NTH it alone; with the other rules it must agree.
 BEHIND, EVEN = "from max_window_layers", "even layers below max_window_layers"
 EVERY, UNASKED = "every layer", "every layer, unasked"
+BUT_NTH = "all but every sliding_window_pattern-th layer, unasked"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,12 +22,14 @@ class GroupedQuery(Attention):
     """Attention in which every key/value head serves heads / kv_heads query heads. `qkv_bias`:
     queries, keys and values have a bias. `qk_norm`: queries and keys are normalised head by head.
     `interleaved`: rotary embeddings turn pairs of neighbours, not of halves. `output_gate`: every
-    head's output is multiplied with a gate, which is projected beside its query."""
+    head's output is multiplied with a gate, which is projected beside its query. `scaled_by`: what
+    scores are divided by the root of; 0: head_dim."""
 
     qkv_bias: bool = False
     qk_norm: bool = False
     interleaved: bool = False
     output_gate: bool = False
+    scaled_by: int = 0
 
     @property
     def _projected(self) -> int:
@@ -95,6 +98,9 @@ def _sliding_layers(raw: Mapping[str, Any], rule: str | None, source: str) -> tu
     layers = tuple(range(positive(raw, "num_hidden_layers", source)))
     asked, window = bool(raw.get("use_sliding_window")), raw.get("sliding_window")
     by_type = _sliding_types(raw, len(layers), source)
+    if rule == BUT_NTH:
+        n = positive(raw, "sliding_window_pattern", source)
+        return tuple(i for i in layers if (i + 1) % n) if by_type is None else by_type
     if rule == UNASKED:
         found = () if window is None else layers
     elif not asked or (window is None and rule != EVEN):

@@ -9,6 +9,8 @@ from megarl.models.families.fields import number, positive
 from megarl.models.shapes import RopeScaling
 
 ScalingReader = Callable[[Mapping[str, Any], str], RopeScaling]
+Rope = tuple[float, RopeScaling | None]  # base, and how it is scaled
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def rope_settings(raw: Mapping[str, Any], source: str) -> Mapping[str, Any]:
@@ -42,11 +44,40 @@ def rope(
     *,
     partial: bool,
     scalings: Mapping[str, ScalingReader],
-) -> tuple[float, RopeScaling | None]:
+) -> Rope:
     """Returns (base, scaling or None). `partial`: heads may be rotated in part; `scalings`: the
     family's kinds of scaling and their readers. Raises ValueError naming the setting that is wrong
     or not supported."""
-    params = rope_settings(raw, source)
+    return _read(rope_settings(raw, source), source, partial, scalings)
+
+
+def rope_by_type(
+    raw: Mapping[str, Any], source: str, scalings: Mapping[str, ScalingReader]
+) -> tuple[Rope, Rope]:
+    """Returns (base, scaling or None) of layers that attend in full, and of those with a window.
+
+    `rope_parameters` (transformers 5) has a set for each type of layer. Of transformers 4 are
+    `rope_scaling`, which changes the set of full layers, and the bases where a set has none:
+    `rope_theta` and, of layers with a window, `rope_local_base_freq`. Raises ValueError as `rope`
+    does.
+    """
+    sets = raw.get("rope_parameters") or {}
+    if not isinstance(sets, Mapping) or sets.keys() - {FULL, SLIDING}:
+        raise ValueError(
+            f"{source}: rope_parameters={sets!r} is not supported in this family; supported: a set "
+            f"for each of {FULL} and {SLIDING}"
+        )
+    scaling = raw.get("rope_scaling") or {}
+    if scaling:
+        require(scaling, str(scaling.get("type")), ("rope_type",), source)
+    full = {"rope_theta": raw["rope_theta"], **(sets.get(FULL) or {}), **scaling}
+    window = {"rope_theta": raw["rope_local_base_freq"], **(sets.get(SLIDING) or {})}
+    return _read(full, source, False, scalings), _read(window, source, False, scalings)
+
+
+def _read(
+    params: Mapping[str, Any], source: str, partial: bool, scalings: Mapping[str, ScalingReader]
+) -> Rope:
     if not partial and params.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(
             f"{source}: partial_rotary_factor={params['partial_rotary_factor']} is not supported; "
