@@ -18,12 +18,15 @@ from megarl.models.families import find_wrapper
 
 VOCAB = 130  # not a multiple of 128 * tp: the padded vocabulary is always exercised
 KINDS = ("llama", "qwen2", "qwen3", "mistral")
-MOE_KINDS = ("qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe")
+MOE_KINDS = ("qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe", "minimax_m2")
 # gated delta networks and attention in turns
 HYBRID_MOE_KINDS = ("qwen3_next", "qwen3_5_moe_text")
 HYBRID_KINDS = ("qwen3_5_text", *HYBRID_MOE_KINDS)
 GLM_KINDS = ("glm", "glm4")
-WINDOW_ROPE_KINDS = ("gemma3_text",)  # layers with a window have rotary settings of their own
+WINDOW_ROPE_KINDS = (
+    "gemma3_text",
+    "olmo3",
+)  # layers with a window have rotary settings of their own
 # latent attention, with and without a latent of queries
 MLA_KINDS = ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "kimi_k2")
 _CLS = {
@@ -32,7 +35,7 @@ _CLS = {
     "deepseek_v2_lite": "DeepseekV2", "deepseek_v3": "DeepseekV3", "glm": "Glm", "glm4": "Glm4",
     "mistral": "Mistral", "glm4_moe": "Glm4Moe", "kimi_k2": "DeepseekV3",
     "qwen3_next": "Qwen3Next", "qwen3_5_text": "Qwen3_5", "qwen3_5_moe_text": "Qwen3_5Moe",
-    "gemma3_text": "Gemma3",
+    "gemma3_text": "Gemma3", "olmo3": "Olmo3", "minimax_m2": "MiniMaxM2",
 }  # fmt: skip
 YARN = dict(
     rope_type="yarn",
@@ -74,6 +77,19 @@ _FAMILY: dict[str, dict[str, Any]] = {
             full_attention=dict(rope_type="linear", factor=4.0, rope_theta=5e4),
             sliding_attention=dict(rope_type="default", rope_theta=300.0),
         ),
+    ),
+    "olmo3": dict(
+        sliding_window=5,
+        rope_parameters=dict(
+            full_attention=dict(rope_type="linear", factor=4.0, rope_theta=5e4),
+            sliding_attention=dict(rope_type="default", rope_theta=300.0),
+        ),
+    ),
+    "minimax_m2": dict(
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        head_dim=24,
+        rope_parameters=dict(rope_theta=1e4, partial_rotary_factor=0.5),
     ),
     # the default of both is to rotate half of a head
     "glm": dict(head_dim=24, attention_bias=True, rms_norm_eps=1e-5),
@@ -197,7 +213,7 @@ def tiny_hf(
 
 def hf_named(model: T.PreTrainedModel, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Values by parameter name -> by the name of HF's files, where every expert stands alone."""
-    mixtral = model.config.model_type == "mixtral"
+    mixtral = model.config.model_type in ("mixtral", "minimax_m2")
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     out = {}
     for name, value in values.items():

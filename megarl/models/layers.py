@@ -24,9 +24,11 @@ from megarl.models.shapes import ModelConfig, MoEShape
 from megarl.parallel import mcore  # noqa: F401  before megatron
 from megarl.parallel.packing import Packed
 
+from megatron.core import parallel_state as ps
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, mappings
 from megatron.core.transformer import TransformerConfig, TransformerLayer, multi_latent_attention
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
@@ -104,6 +106,47 @@ class _RMSNorm(torch.autograd.Function):
         return d_x, d_weight, None
 
 
+class WholeQueryNorm(RMSNorm):
+    """Normalises a token's queries of all heads together, those of all tensor-parallel ranks. Every
+    rank holds the whole weight; megatron-core adds up the parts of the gradient, as of all q and k
+    norms."""
+
+    heads_field = "num_attention_heads"
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        self.heads: int = getattr(config, self.heads_field)
+        super().__init__(config, self.heads * hidden_size, eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns x [...,n,d], this rank's n heads, divided by the root mean square of all heads'
+        numbers and multiplied with the weight's part."""
+        group = ps.get_tensor_model_parallel_group()
+        n, ranks = x.shape[-2], group.size()
+        y, weight = x.float(), self.weight.view(self.heads, -1)
+        squares = y.square().sum((-2, -1), keepdim=True)
+        if ranks > 1:
+            # the sum over ranks, and of its gradients, to which every rank's heads have a part
+            squares = mappings.reduce_from_tensor_model_parallel_region(squares)
+            squares = mappings.copy_to_tensor_model_parallel_region(squares)
+            weight = weight.narrow(0, self.heads * group.rank() // ranks, n)
+        # keys are repeated where there are more ranks than heads
+        squares = squares / (ranks * n * x.shape[-1])
+        return weight * (y * torch.rsqrt(squares + self.eps)).to(x.dtype)
+
+
+class WholeKeyNorm(WholeQueryNorm):
+    """Normalises a token's keys of all heads together; see WholeQueryNorm."""
+
+    heads_field = "num_query_groups"
+
+
+def normalise_whole_heads(spec: Any) -> None:
+    """Has every attention of megatron-core's `spec` normalise q and k over all heads."""
+    for layer in spec.layer_specs:
+        attention = layer.submodules.self_attention.submodules
+        attention.q_layernorm, attention.k_layernorm = WholeQueryNorm, WholeKeyNorm
+
+
 class GroupLimited:
     """Chooses a token's experts from its best groups alone. megatron-core judges a group by its
     best k // (groups a token may go to) experts; DeepSeek-V2 judges by the best one (2024, section
@@ -149,6 +192,23 @@ def sandwich(spec: Any) -> None:
     """Makes every layer of megatron-core's `spec` a SandwichLayer."""
     for layer in spec.layer_specs:
         layer.module, layer.params = SandwichLayer, {"norm": spec.layer_norm}
+
+
+def normalise_no_inputs(spec: Any) -> None:
+    """Takes the norms before attention and MLP out of the dense layers of megatron-core's `spec`.
+    Transformer Engine's are a part of the linear layers behind them."""
+    for layer in spec.layer_specs:
+        parts = layer.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
+        mlp = getattr(parts.mlp, "keywords", None) or vars(parts.mlp)  # newer ones are partial
+        for linears, name in (
+            (parts.self_attention.submodules, "linear_qkv"),
+            (mlp["submodules"], "linear_fc1"),
+        ):
+            if getattr(linears, name) is not ColumnParallelLinear:
+                from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
+
+                setattr(linears, name, TEColumnParallelLinear)
 
 
 def _add(

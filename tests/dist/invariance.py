@@ -59,6 +59,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": dict(num_key_value_heads=1),  # gates are cut where tensor parallelism goes on
     "qwen3_5_moe_text": {},
     "gemma3_text": {},
+    "olmo3": dict(num_key_value_heads=1),  # shared by tensor-parallel ranks, under a norm over all
+    "minimax_m2": {},
 }
 # in the pairwise choice, families whose modules all occur in other families meet these layouts only
 # (the full product has all layouts)
@@ -71,6 +73,9 @@ SOME_LAYOUTS = {
     "qwen3_next": ("dp2", "etp2", "pp2split", "tp2cp2"),
     "qwen3_5_text": ("dp1", "tp2", "pp2vpp2", "cp2"),
     "qwen3_5_moe_text": ("tp2sp", "ep2", "tp2ep2", "pp2"),
+    "gemma3_text": ("dp2", "tp2sp", "pp2vpp2", "cp2"),
+    "olmo3": ("dp1", "tp2", "tp2sp", "pp2vpp2"),
+    "minimax_m2": ("dp2", "pp2split", "tp2ep2", "tp2cp2"),
 }
 SP: dict[str, Any] = dict(tp=2, sequence_parallel=True)
 # name -> (processes, parallel); the remaining degree is data parallelism

@@ -12,7 +12,6 @@ from tests.tiny import (
     KINDS,
     MLA_KINDS,
     MOE_KINDS,
-    WINDOW_ROPE_KINDS,
 )
 
 SP = dict(tp=2, sequence_parallel=True)
@@ -22,7 +21,7 @@ Case = tuple[str, Layout, int, str]
 
 def _cases() -> dict[str, Case]:
     found: dict[str, Case] = {}
-    for kind in (*KINDS, *GLM_KINDS, *WINDOW_ROPE_KINDS, *MOE_KINDS, *MLA_KINDS, *HYBRID_KINDS):
+    for kind in (*KINDS, *GLM_KINDS, *MOE_KINDS, *MLA_KINDS, *HYBRID_KINDS):
         sparse = kind in MOE_KINDS + MLA_KINDS + HYBRID_MOE_KINDS
         found[f"{kind}-one"] = (kind, Layout(), 0, "lm")
         found[f"{kind}-tp"] = (kind, Layout(**SP), 1, "lm")

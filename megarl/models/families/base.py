@@ -23,6 +23,7 @@ from megarl.models.families.params import (
     TIED_EMBEDDING,
     VALUE_HEAD,
     VALUE_HEAD_BIAS,
+    WHOLE_QK_NORMS,
     Param,
 )
 from megarl.models.families.rope import (
@@ -47,9 +48,9 @@ class Family:
     name, with ForCausalLM for what they end in.
     `mlp`, `norms`: parameters of a dense layer's MLP and of a layer's norms. `moe`: its
     mixture-of-experts block. `recurrent_params`: those of a recurrent layer before its MLP.
-    `qkv_bias`, `qk_norm`, `interleaved`, `output_gate`: see GroupedQuery; a text is the key of
-    config.json that says so. `slides`: which layers HF's implementation gives a sliding window, a
-    rule of megarl.models.families.grouped_query; None: it knows no window.
+    `qkv_bias`, `qk_norm`, `whole_norm`, `interleaved`, `output_gate`: see GroupedQuery; a text is
+    the key of config.json that says so. `slides`: which layers HF's implementation gives a sliding
+    window, a rule of megarl.models.families.grouped_query; None: it knows no window.
     `partial_rotary`: it reads partial_rotary_factor. `rope_scalings`: the kinds of rotary scaling
     it has, each with its reader. `rope_by_type`: layers with a window have rotary settings of their
     own.
@@ -72,6 +73,7 @@ class Family:
     recurrent_params: tuple[Param, ...] = ()
     qkv_bias: bool | str = False
     qk_norm: bool | str = False
+    whole_norm: bool = False
     interleaved: bool = False
     output_gate: bool = False
     slides: str | None = None
@@ -93,6 +95,7 @@ class Family:
             rotary_dim=_rotary_dim(raw, a.head_dim, source) if self.partial_rotary else a.head_dim,
             qkv_bias=_says(raw, self.qkv_bias),
             qk_norm=_says(raw, self.qk_norm),
+            whole_norm=self.whole_norm,
             interleaved=self.interleaved,
             output_gate=self.output_gate,
         )
@@ -132,7 +135,8 @@ class Family:
     def attention_params(self, m: ModelConfig) -> tuple[Param, ...]:
         """Returns the parameters, before its MLP, of a layer that attends."""
         a = _grouped(m)
-        bias, norms = (QKV_BIAS,) * a.qkv_bias, QK_NORMS * a.qk_norm
+        bias = (QKV_BIAS,) * a.qkv_bias
+        norms = WHOLE_QK_NORMS if a.whole_norm else QK_NORMS * a.qk_norm
         return (GATED_QKV if a.output_gate else QKV, *bias, PROJ, *norms)
 
     def _mixer_params(self, m: ModelConfig, layer: int) -> tuple[Param, ...]:
@@ -182,6 +186,10 @@ class Family:
                 mixer = self.recurrent_spec(m, layer.submodules.self_attention)
                 parts = replace(layer.submodules, self_attention=mixer)
                 spec.layer_specs[i] = replace(layer, submodules=parts)
+        if self.whole_norm:
+            from megarl.models.layers import normalise_whole_heads
+
+            normalise_whole_heads(spec)
 
     def patch(self, chunk: Any, m: ModelConfig) -> None:
         """Sets what the constructors of a built GPTModel take no argument for."""

@@ -12,7 +12,7 @@ from megarl.models.families.fields import positive, refuse_others
 from megarl.models.families.grouped_query import BUT_NTH, GroupedQuery
 from megarl.models.families.params import Param
 from megarl.models.ops import H, Replicated
-from megarl.models.shapes import Attention, ModelConfig
+from megarl.models.shapes import Attention, ModelConfig, Wrapper
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +44,7 @@ class Gemma3(Family):
         """Makes every layer of `spec` also normalise its outputs."""
         from megarl.models.layers import sandwich
 
+        super().patch_spec(spec, m, first)
         sandwich(spec)
 
     def patch(self, chunk: Any, m: ModelConfig) -> None:
@@ -69,16 +70,24 @@ _NORMS = tuple(
         ("post_mlp_layernorm", "post_feedforward_layernorm"),
     )
 )
+_WHOLE = Wrapper(
+    architecture="Gemma3ForConditionalGeneration",
+    model="language_model.model.",
+    head="language_model.lm_head.",
+)
 FAMILIES = (
     Gemma3(
         name="gemma3_text",
         architecture="Gemma3ForCausalLM",
         classifier="Gemma3TextForCausalLM",
+        wrappers=(_WHOLE,),
         norms=_NORMS,
         qk_norm=True,
         slides=BUT_NTH,
         rope_by_type=True,
-        defaults={
+        defaults={  # the published wholes leave out sizes, too
+            "vocab_size": 262208,
+            "num_attention_heads": 8,
             "num_key_value_heads": 4,
             "head_dim": 256,
             "max_position_embeddings": 131072,

@@ -20,16 +20,23 @@ BUT_NTH = "all but every sliding_window_pattern-th layer, unasked"
 @dataclass(frozen=True, kw_only=True)
 class GroupedQuery(Attention):
     """Attention in which every key/value head serves heads / kv_heads query heads. `qkv_bias`:
-    queries, keys and values have a bias. `qk_norm`: queries and keys are normalised head by head.
-    `interleaved`: rotary embeddings turn pairs of neighbours, not of halves. `output_gate`: every
-    head's output is multiplied with a gate, which is projected beside its query. `scaled_by`: what
-    scores are divided by the root of; 0: head_dim."""
+    queries, keys and values have a bias. `qk_norm`: queries and keys are normalised head by head,
+    with `whole_norm` all heads of a token together. `interleaved`: rotary embeddings turn pairs of
+    neighbours, not of halves. `output_gate`: every head's output is multiplied with a gate, which
+    is projected beside its query. `scaled_by`: what scores are divided by the root of; 0: head_dim.
+    """
 
     qkv_bias: bool = False
     qk_norm: bool = False
     interleaved: bool = False
     output_gate: bool = False
     scaled_by: int = 0
+    whole_norm: bool = False
+
+    @property
+    def keys(self) -> int:
+        """Returns the size of all heads' keys together."""
+        return self.kv_heads * self.head_dim
 
     @property
     def _projected(self) -> int:

@@ -83,6 +83,11 @@ QK_NORMS = tuple(
     )
     for x in "qk"
 )
+# where all heads are normalised together; every rank holds all
+WHOLE_QK_NORMS = tuple(
+    replace(norm, op=Replicated(f"attention.{width}"))
+    for norm, width in zip(QK_NORMS, ("query", "keys"), strict=True)
+)
 _INNER = "intermediate_size"
 MLP = (
     Param("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), GateUp()),
