@@ -115,6 +115,8 @@ def test_sliding_window_that_is_off_is_fine() -> None:
 @pytest.mark.parametrize(
     "over, words",
     (
+        (dict(architectures=[None]), "architectures.*list of names"),
+        (dict(architectures=[["LlamaForCausalLM"]]), "architectures.*list of names"),
         (dict(architectures=["Gemma2ForCausalLM"]), "Gemma2ForCausalLM.*supported: .*Llama"),
         (dict(architectures=["LlamaForSequenceClassification"]), "SequenceClassification"),
         (dict(hidden_act="gelu"), "hidden_act='gelu'.*silu"),

@@ -35,7 +35,7 @@ def find_family(raw: Mapping[str, Any], source: str) -> Family:
     """Returns the family of a config.json by its architectures, or without them by its model_type.
     Raises ValueError, listing the known ones, if there is none. `source` names the file."""
     names, kind = raw.get("architectures") or [], raw.get("model_type")
-    if not isinstance(names, list):
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"{source}: architectures={names!r}; expected a list of names")
     fits = [
         f
