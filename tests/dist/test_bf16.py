@@ -27,6 +27,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen2", {}),
     ("qwen3", dict(tp=2, sequence_parallel=True)),
     ("llama", dict(cp=2)),
+    ("qwen3_5_text", dict(tp=2, sequence_parallel=True)),
 ]
 
 
@@ -78,6 +79,6 @@ def check(kind: str, got: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         assert 0 < ours <= FACTOR * theirs, (what, ours / theirs)
 
 
-@pytest.mark.parametrize(("kind", "parallel"), CASES, ids=("qwen2-dp2", "qwen3-sp", "llama-cp2"))
+@pytest.mark.parametrize(("kind", "parallel"), CASES, ids=str)
 def test_bf16_is_as_close_to_fp32_as_hugging_face(kind, parallel, world2, tmp_path):
     check(kind, world2.run(engine_figures, save_models(tmp_path, kind), parallel)[0])

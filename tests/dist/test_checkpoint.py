@@ -142,6 +142,7 @@ CASES: dict[str, tuple[int, Parallel, dict[str, Any], str, bool]] = {
     "tp2sp-sandwich": (2, dict(tp=2, sequence_parallel=True), ZERO, "glm4", False),
     "dp2-bf16-plain": (2, dict(), BF16 | PLAIN, "qwen2", False),
     "pp2-dense-first": (2, dict(pp=2), ZERO, "qwen3_moe-dense-first", False),
+    "cp2-states": (2, dict(cp=2), ZERO, "qwen3_next", False),
 }
 
 
@@ -219,6 +220,7 @@ MOVES: dict[str, tuple[str, dict[str, Any], bool, Place, Place]] = {
     "cp2-pp2-uneven": (
         "qwen3", ZERO, True, (2, dict(cp=2)), (2, dict(pp=2, pipeline_split=[3, 1])),
     ),
+    "tp2sp-cp2-states": ("qwen3_next", ZERO, False, (2, SP2), (2, dict(cp=2))),
     "pp2vpp2-tp2sp-plain": ("qwen3", PLAIN, False, (2, dict(pp=2, vpp=2)), (2, SP2)),
     "pp2-ep2-dense-first": (
         "deepseek_v3-dense-first", ZERO, False, (2, dict(pp=2)), (2, dict(ep=2)),

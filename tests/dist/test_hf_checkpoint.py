@@ -79,8 +79,17 @@ def test_round_trip_is_bit_exact(
     same(source, tmp_path / "b")
 
 
-def test_a_saved_whole_has_what_its_base_has_beside(world2: World, tmp_path: Path) -> None:
-    whole = nest(save_tiny(tmp_path / "a", "kimi_k2"), "KimiK25ForConditionalGeneration")
+@pytest.mark.parametrize(
+    "kind, architecture",
+    [
+        ("kimi_k2", "KimiK25ForConditionalGeneration"),
+        ("qwen3_5_moe_text", "Qwen3_5MoeForConditionalGeneration"),
+    ],
+)
+def test_a_saved_whole_has_what_its_base_has_beside(
+    world2: World, tmp_path: Path, kind: str, architecture: str
+) -> None:
+    whole = nest(save_tiny(tmp_path / "a", kind), architecture)
     kw: dict[str, Any] = dict(bucket_bytes=30_000, max_shard_bytes=60_000)
     layout, run = dict(tp=2, sequence_parallel=True), run_round_trip
     assert all(

@@ -55,6 +55,7 @@ CASES: list[tuple[int, str, tuple[str, ...], Parallel, dict[str, Any]]] = [
     (2, "qwen3_moe", ALL, dict(ep=2), PLAIN),
     (2, "qwen2_moe", ALL, dict(**SP, ep=2), PLAIN),
     (2, "glm4", ("q_proj", "gate_up_proj", "down_proj"), SP, PLAIN),
+    (2, "qwen3_5_text", ALL, SP, PLAIN),
 ]
 FULL: list[tuple[int, str, tuple[str, ...], Parallel, dict[str, Any]]] = [
     (2, "llama", ALL, dict(pp=2, vpp=2), PLAIN),
@@ -62,6 +63,7 @@ FULL: list[tuple[int, str, tuple[str, ...], Parallel, dict[str, Any]]] = [
     (4, "qwen3", ALL, dict(**SP, pp=2), ZERO),
     (4, "glm", ALL, dict(tp=4), PLAIN),
     (2, "mixtral", ALL, dict(etp=2), PLAIN),
+    (2, "qwen3_next", ALL, dict(cp=2), PLAIN),
     (2, "qwen3_moe", ALL, SP, ZERO),
     (2, "qwen3_moe", ALL, dict(**SP, etp=2), PLAIN),
     (4, "qwen3_moe", ALL, dict(**SP, ep=2, etp=2), PLAIN | RECOMPUTE),

@@ -164,14 +164,20 @@ def run_aux(path: str, parallel: Parallel, b: Any, routing: torch.Tensor) -> dic
 
 
 @pytest.mark.parametrize(
-    "n, parallel",
-    [(2, dict(**SP, ep=2)), pytest.param(1, dict(), marks=pytest.mark.full)],
-    ids=("sp2ep2", "1"),
+    "n, parallel, kind",
+    [
+        (2, dict(**SP, ep=2), "mixtral"),
+        pytest.param(1, dict(), "mixtral", marks=pytest.mark.full),
+        pytest.param(2, dict(**SP, ep=2), "qwen3_5_moe_text", marks=pytest.mark.full),
+    ],
+    ids=str,
 )
-def test_auxiliary_losses_and_loads(n: int, parallel: Parallel, worlds: Any, models: Path) -> None:
+def test_auxiliary_losses_and_loads(
+    n: int, parallel: Parallel, kind: str, worlds: Any, models: Path
+) -> None:
     """Load balancing: E/(k T^2) * sum_e (tokens of e) * (sum_t p_te), Fedus et al. 2021, eq. 4-6,
     for k experts; z: the mean of logsumexp^2, Zoph et al. 2022, eq. 5. One micro-batch."""
-    hf, b = tiny_hf("mixtral"), select(engine_jobs.batch(), [0, 1, 2, 3, 4, 5])
+    hf, b = tiny_hf(kind), select(engine_jobs.batch(), [0, 1, 2, 3, 4, 5])
     assert b["attention_mask"].sum() % 2 == 0  # no padding
     logits: list[torch.Tensor] = []
     for router in hf_routers(hf).values():
@@ -188,7 +194,7 @@ def test_auxiliary_losses_and_loads(n: int, parallel: Parallel, worlds: Any, mod
     want = hf_named(hf, {n: p.grad for n, p in hf.named_parameters() if p.grad is not None})
 
     crowd = torch.tensor([1, 3]).expand(*b["input_ids"].shape, 4, 2)
-    got = worlds(n).run(run_aux, save_model(models, "mixtral", False), parallel, b, crowd)[0]
+    got = worlds(n).run(run_aux, save_model(models, kind, False), parallel, b, crowd)[0]
     for key, value in want.items():
         assert (got["grads"][key] - value).norm() <= 1e-4 * value.norm(), key
     stats = got["stats"]

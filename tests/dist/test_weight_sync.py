@@ -54,7 +54,7 @@ from tests.embedded_server import (
     version,
 )
 from tests.files import read_all
-from tests.tiny import MOE_KINDS, save_tiny
+from tests.tiny import HYBRID_KINDS, HYBRID_MOE_KINDS, MOE_KINDS, save_tiny
 from tests.transports import documented_transport
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -154,9 +154,9 @@ def test_tied_bf16_weights(world: World, tied: Server, i: int, home: Path, tmp_p
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", (*MOE_KINDS, "glm4", "mistral", "kimi_k2"))
+@pytest.mark.parametrize("kind", (*MOE_KINDS, "glm4", "mistral", "kimi_k2", *HYBRID_KINDS))
 def test_every_family_reaches_a_server(world: World, kind: str, tmp_path: Path) -> None:
-    parallel = dict(ep=2) if kind in (*MOE_KINDS, "kimi_k2") else dict(tp=2)
+    parallel = dict(ep=2) if kind in (*MOE_KINDS, *HYBRID_MOE_KINDS, "kimi_k2") else dict(tp=2)
     source, saved = save_tiny(tmp_path / "new", kind, seed=50), tmp_path / "saved"
     old = save_tiny(tmp_path / "old", kind)
     with embedded_server(old, log=tmp_path / "log") as server:

@@ -17,7 +17,7 @@ from megarl.models.families.experts import (
 from megarl.models.families.fields import positive, refuse_others
 from megarl.models.families.params import Param
 from megarl.models.ops import Dim, H, Op, Replicated, RowParallel, Sections
-from megarl.models.shapes import Attention, ModelConfig, MoEShape, Recurrent
+from megarl.models.shapes import Attention, ModelConfig, MoEShape, Recurrent, Wrapper
 
 _STATE, _FULL = "linear_attention", "full_attention"
 
@@ -218,6 +218,10 @@ def _moe(read: Callable[[Mapping[str, Any], str], MoEShape]) -> MoE:
     return MoE(read, shared=(*shared_expert("mlp.shared_expert"), SHARED_GATE))
 
 
+def _beside_vision(architecture: str) -> Wrapper:
+    return Wrapper(architecture=architecture, model="model.language_model.")
+
+
 _DEFAULTS: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 256,
@@ -255,6 +259,7 @@ FAMILIES = (
     Hybrid(
         name="qwen3_5_text",
         architecture="Qwen3_5ForCausalLM",
+        wrappers=(_beside_vision("Qwen3_5ForConditionalGeneration"),),
         recurrent_params=_BY_PART,
         defaults={**_DEFAULTS, "num_key_value_heads": 4},
         **_COMMON,
@@ -262,6 +267,7 @@ FAMILIES = (
     Hybrid(
         name="qwen3_5_moe_text",
         architecture="Qwen3_5MoeForCausalLM",
+        wrappers=(_beside_vision("Qwen3_5MoeForConditionalGeneration"),),
         moe=_moe(_every_layer),
         recurrent_params=_BY_PART,
         defaults=_DEFAULTS,
