@@ -31,11 +31,15 @@ PY312_STAMP := $(PY312_VENV)/.installed
 PY312_TESTS := test_config*.py test_launcher_*.py test_rpc.py test_help.py
 PROBES ?= env adam connections head
 CPU := MEGARL_DEVICE=cpu
+# a test's processes read what was compiled before
+unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(CPU) OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest
-# over several processes, each file in one of them
-SPREAD := --numprocesses=logical --maxprocesses=4 --dist=loadfile
+# over several processes, each file in one of them, in their order here: the long ones of recipes
+# come before many short ones
+FILES := --dist=loadfile --no-loadscope-reorder
+SPREAD := --numprocesses=logical --maxprocesses=4 $(FILES)
 # over two, for tests that wait for other processes most of the time
-PAIRED := --numprocesses=2 --dist=loadfile
+PAIRED := --numprocesses=2 $(FILES)
 CODE := megarl examples benchmarks tests docs/hooks.py setup.py $(wildcard tools/*.py)
 
 .DEFAULT_GOAL := help
@@ -146,7 +150,7 @@ e2e: install  ## recipes with real servers and launchers
 
 test: install  ## 15 minutes: lint, docs, units, layouts over processes, recipes
 	TIER="make test: 15" $(MAKE) --jobs=2 --output-sync lint docs unit
-	TIER="make test: 15" $(PYTEST) -m "not full and not realmodel and not system" tests/dist tests/e2e
+	TIER="make test: 15" $(PYTEST) $(PAIRED) -m "not full and not realmodel and not system" tests/e2e tests/dist
 
 test-system: install  ## 15 minutes: launchers, recovery, failures, servers that are killed
 	@$(MAKE) --no-print-directory slurm || echo "Slurm could not be installed; its tests are skipped"
