@@ -31,8 +31,11 @@ _SINK_DIMS = 8  # one would do; kernels like multiples of 8
 def kv_shape(config: Any) -> tuple[list[int], int, int, int]:
     """Returns an HF model's (numbers of the layers that attend, key/value heads, dimension of a
     key, dimension of a value)."""
-    kinds = enumerate(DynamicCache(config=config).layers)
-    layers = [i for i, kind in kinds if isinstance(kind, DynamicLayer)]
+    layers = [
+        i
+        for i, kind in enumerate(DynamicCache(config=config).layers)
+        if isinstance(kind, DynamicLayer) or not hasattr(kind, "update_conv_state")
+    ]
     heads = config.num_attention_heads
     if getattr(config, "kv_lora_rank", None) is not None:  # latent attention
         keys = config.qk_nope_head_dim + config.qk_rope_head_dim

@@ -164,9 +164,10 @@ def _hf_tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (HF checkpoint name, tensor of the model or a view of it).
 
     transformers holds the experts of a layer fused, [E,2I,H] and [E,H,I]; checkpoints hold each
-    expert alone, Mixtral's under names of their own. Experts with biases are fused in both.
+    expert alone, those of Mixtral and MiniMax under names of their own. Experts with biases are
+    fused in both.
     """
-    mixtral = model.config.model_type == "mixtral"
+    mixtral = model.config.model_type in ("mixtral", "minimax_m2")
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     state = model.state_dict()
     for full_name, tensor in state.items():

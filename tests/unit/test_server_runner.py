@@ -299,7 +299,7 @@ def test_experts_are_served_and_loaded_under_their_checkpoint_names(tmp_path):
     assert store.checksums() == sums
 
 
-@pytest.mark.parametrize("kind", HYBRID_KINDS)
+@pytest.mark.parametrize("kind", (*HYBRID_KINDS, *WINDOW_ROPE_KINDS, "minimax_m2"))
 def test_weights_have_the_names_that_trainers_send(tmp_path, kind):
     path = save_tiny(tmp_path, kind)
     runner = ModelRunner(ServerArgs(model_path=str(path), dtype="float32", device="cpu"))
