@@ -265,6 +265,8 @@ def _check(m: ModelConfig, tp: int, ep: int) -> None:
     if tp % ep:
         raise ValueError(f"ep={ep} does not divide the server's tp={tp}")
     sizes = [("attention heads", m.attention.heads, tp)]
+    if m.recurrent is not None:
+        sizes += [(name, size, tp) for name, size in m.recurrent.sizes_to_share().items()]
     if m.moe is not None:
         sizes.append(("experts", m.moe.num_experts, ep))
         sizes.append(("columns of an expert", m.moe.intermediate_size, tp // ep))

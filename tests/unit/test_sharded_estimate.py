@@ -91,6 +91,12 @@ def test_a_model_that_does_not_divide_is_refused(tp: int, ep: int, words: str) -
         server_tables(config("Qwen3MoeForCausalLM"), tp, ep)
 
 
+def test_states_that_do_not_divide_are_refused() -> None:
+    m = config("Qwen3NextForCausalLM", linear_num_key_heads=3, linear_num_value_heads=6)
+    with pytest.raises(ValueError, match="3 linear_num_key_heads do not divide over 2 ranks"):
+        server_tables(m, 2)
+
+
 def llama() -> ModelConfig:
     return config(vocab_size=128, tie_word_embeddings=True)
 
