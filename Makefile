@@ -29,6 +29,8 @@ PYTHON312 ?= $(shell for python in python3.12 \
 PY312_VENV ?= .venv-py312
 PY312_STAMP := $(PY312_VENV)/.installed
 PY312_TESTS := test_config*.py test_launcher_*.py test_rpc.py test_help.py
+# the word by which test-drawn draws
+DRAW ?= $(shell git rev-parse --short HEAD 2>/dev/null || date +%F)
 PROBES ?= env adam connections head
 CPU := MEGARL_DEVICE=cpu
 # a test's processes read what was compiled before
@@ -44,7 +46,7 @@ CODE := megarl examples benchmarks tests docs/hooks.py setup.py $(wildcard tools
 
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart quickstart-ppo demo-smollm2 lint format house docs unit dist e2e test \
-	test-all test-system test-slurm slurm install-sglang install-verifiers test-sglang test-te \
+	test-all test-system test-drawn test-slurm slurm install-sglang install-verifiers test-sglang test-te \
 	test-mcore test-py312 test-wheel worlds test-gpu first-day test-realmodel constraints clean pair \
 	bench-train bench-layouts bench-sync bench-data-plane bench-gateway bench-server bench-grpo \
 	bench-convert bench-gpu bench-client bench-rollout-workers bench-controller bench-tries bench-slices
@@ -158,6 +160,10 @@ test-system: install  ## 15 minutes: launchers, recovery, failures, servers that
 
 test-all: lint docs install-verifiers  ## everything that runs without a GPU
 	MEGARL_VERIFIERS_PYTHON=$(abspath $(VERIFIERS_VENV))/bin/python $(PYTEST) -m "not realmodel" --timeout=3600 tests/unit tests/dist tests/e2e tests/system
+
+test-drawn: install  ## 5 minutes: rows of the invariance table's full product, drawn by the commit (DRAW=its hash)
+	TIER="make test-drawn: 5" MEGARL_DRAW=$(DRAW) $(PYTEST) --numprocesses=2 \
+		tests/dist/test_invariance.py::test_the_full_product
 
 test-slurm: install slurm  ## the Slurm launcher on a real Slurm: nodes are killed, jobs queue again
 	$(PYTEST) tests/system/test_slurm.py

@@ -30,7 +30,10 @@ def pytest_sessionfinish() -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Prints the time beside TIER, set by the Makefile: target and minutes, "make test-te: 3"."""
+    """Prints the time beside TIER, set by the Makefile: target and minutes, "make test-te: 3"; and
+    by which word rows of the invariance table were drawn."""
+    if word := os.environ.get("MEGARL_DRAW"):
+        terminalreporter.write_line(f"drawn by MEGARL_DRAW={word}")
     name, colon, budget = os.environ.get("TIER", "").partition(":")
     if colon:
         took = (time.monotonic() - STARTED) / 60

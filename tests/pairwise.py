@@ -1,14 +1,23 @@
-"""All-pairs choices from a product too large to run: most faults need one or two settings to meet
+"""Choices from a product too large to run. All pairs: most faults need one or two settings to meet
 (Kuhn, Wallace, Gallo: Software fault interactions and implications for software testing, 2004).
+Rows that are drawn, other ones by every word, for the others.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
-from typing import Any
+from typing import Any, TypeVar
 
 Row = dict[str, Any]
+T = TypeVar("T")
+
+
+def drawn(rows: Sequence[T], word: str, most: int) -> list[T]:
+    """Returns `most` of the rows in their order, the same ones for the same word."""
+    count = min(most, len(rows))
+    return [rows[i] for i in sorted(random.Random(word).sample(range(len(rows)), count))]
 
 
 def all_pairs(

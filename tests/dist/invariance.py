@@ -11,6 +11,7 @@ quarter of the bounds, at biases of keys, whose gradients nearly cancel.
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -26,7 +27,7 @@ from megarl.observability import stats_tracker
 from tests.dist.engine_jobs import Tensors, make_engine, state
 from tests.dist.losses import LOSSES
 from tests.dist.reference import STEPS, hf_model, hf_outputs, hf_steps
-from tests.pairwise import Row, all_pairs
+from tests.pairwise import Row, all_pairs, drawn
 from tests.tiny import HYBRID_MOE_KINDS, MLA_KINDS, MOE_KINDS, random_batch, save_hf
 
 OUTPUTS = 1e-5  # absolute: log-probabilities and values are of order one
@@ -179,6 +180,17 @@ def all_cases() -> list[Case]:
         Case(**row, **dict(zip(("recompute", "tie", "zero"), rest[i * 5 % len(rest)])))
         for i, row in enumerate(filter(possible, rows))
     ]
+
+
+DRAW = "MEGARL_DRAW"  # the word by which rows of the product are drawn, a commit's hash
+DRAWN = 150  # of them: some 5 minutes on two cores
+
+
+def drawn_cases() -> list[Case]:
+    """Returns the rows of `all_cases` that DRAW in the environment draws; all, where it is not
+    set."""
+    word = os.environ.get(DRAW, "")
+    return drawn(all_cases(), word, DRAWN) if word else all_cases()
 
 
 # ---- the two sides

@@ -7,9 +7,9 @@ import pytest
 
 from tests.dist.invariance import (
     Case,
-    all_cases,
     batch,
     check,
+    drawn_cases,
     pairwise_cases,
     reference,
     save,
@@ -36,7 +36,7 @@ def test_engine_equals_hugging_face(case, worlds, models):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", all_cases(), ids=str)
+@pytest.mark.parametrize("case", drawn_cases(), ids=str)
 def test_the_full_product(case, worlds, models):
     test_engine_equals_hugging_face(case, worlds, models)
 
