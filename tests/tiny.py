@@ -22,6 +22,7 @@ MOE_KINDS = ("qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe", "minimax_m2")
 # gated delta networks and attention in turns
 HYBRID_MOE_KINDS = ("qwen3_next", "qwen3_5_moe_text")
 HYBRID_KINDS = ("qwen3_5_text", *HYBRID_MOE_KINDS)
+OSS_KINDS = ("gpt_oss",)
 GLM_KINDS = ("glm", "glm4")
 WINDOW_ROPE_KINDS = (
     "gemma3_text",
@@ -36,6 +37,7 @@ _CLS = {
     "mistral": "Mistral", "glm4_moe": "Glm4Moe", "kimi_k2": "DeepseekV3",
     "qwen3_next": "Qwen3Next", "qwen3_5_text": "Qwen3_5", "qwen3_5_moe_text": "Qwen3_5Moe",
     "gemma3_text": "Gemma3", "olmo3": "Olmo3", "minimax_m2": "MiniMaxM2",
+    "gpt_oss": "GptOss",
 }  # fmt: skip
 YARN = dict(
     rope_type="yarn",
@@ -152,6 +154,21 @@ _FAMILY: dict[str, dict[str, Any]] = {
         num_nextn_predict_layers=0,
         rope_parameters=YARN | dict(beta_fast=1.0, mscale_all_dim=1.0),
     ),
+    # every other layer has a window; the clamps of gates are met
+    "gpt_oss": dict(
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        head_dim=24,
+        sliding_window=5,
+        swiglu_limit=1.5,
+        rope_parameters=dict(
+            rope_type="yarn",
+            factor=8.0,
+            truncate=False,
+            original_max_position_embeddings=32,
+            rope_theta=10000.0,
+        ),
+    ),
     "glm4_moe": dict(
         n_routed_experts=4,
         num_experts_per_tok=2,
@@ -199,7 +216,7 @@ def tiny_hf(
                 p.add_(0.2 * torch.randn_like(p))
             elif name.endswith("A_log"):
                 p.copy_(torch.empty_like(p).uniform_(0.05, 2.0).log())
-            elif name.endswith("bias") or "conv1d" in name:
+            elif name.endswith(("bias", "sinks")) or "conv1d" in name:
                 p.normal_(std=0.3)
             elif "linear_attn" in name:
                 pass  # three steps with larger weights are ill-conditioned
@@ -212,7 +229,10 @@ def tiny_hf(
 
 
 def hf_named(model: T.PreTrainedModel, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Values by parameter name -> by the name of HF's files, where every expert stands alone."""
+    """Values by parameter name -> by the name of HF's files, where every expert stands alone, but
+    gpt-oss's."""
+    if model.config.model_type == "gpt_oss":
+        return dict(values)
     mixtral = model.config.model_type in ("mixtral", "minimax_m2")
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     out = {}

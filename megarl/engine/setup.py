@@ -185,6 +185,11 @@ def _sharing(cfg: TrainEngineConfig, model: ModelConfig, attention: str) -> Shar
             "have a state, which cannot branch where sequences part; use "
             "mb_spec.share_prefixes=false"
         )
+    if model.attention.sinks:
+        problems.append(
+            f"mb_spec.share_prefixes=true: {model.family} has attention sinks, which attention "
+            "over a trie does not have; use mb_spec.share_prefixes=false"
+        )
     if choice == "true":
         raise_if_any(problems)
         return Sharing(0.0, logged=True)

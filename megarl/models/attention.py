@@ -1,5 +1,5 @@
 """Core attention on torch SDPA for megatron-core's local layer spec: causal, grouped-query, packed
-sequences and tries of them, context parallelism, sliding windows. The contract is that of
+sequences and tries of them, context parallelism, sliding windows, sinks. The contract is that of
 TEDotProductAttention:
 
 sbhd: query [s, b, nq, d], key [s, b, nk, d], value [s, b, nk, v]  ->  [s, b, nq * v]
@@ -30,7 +30,10 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.transformer.utils import (
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
 
 
 @dataclass(kw_only=True)
@@ -63,7 +66,7 @@ class SDPACoreAttention(MegatronModule):
         assert not attention_dropout and not config.attention_dropout
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
-        self.cp_group = pg_collection.cp
+        self.cp_group, self.tp_group = pg_collection.cp, pg_collection.tp
         self.scale = softmax_scale or 1.0 / math.sqrt(k_channels or config.kv_channels)
         skip = config.window_attn_skip_freq
         slides = is_layer_window_attention(config.window_size, skip, layer_number)
@@ -151,9 +154,53 @@ class SDPACoreAttention(MegatronModule):
         k, v = kv.index_select(0, plan.kv_order).split((k.shape[-1], v.shape[-1]), dim=-1)
         return k, v
 
-    def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
-        """Returns nothing to save: there are no parameters."""
-        return {}
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Returns megatron-core's sharded tensors: of sinks, which ranks cut by heads, or none."""
+        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )
+        return sharded
+
+
+class SinkAttention(SDPACoreAttention):
+    """Attention in which each head has a sink: a learnable number that is one more score of every
+    query, without a value (gpt-oss, 2025, arXiv 2508.10925). Tries are not supported.
+
+    A key in front of a sequence is the sink. Its score with a query of head i is number i of
+    further numbers of the key, as many as query heads share it; its value is zero. A query in
+    front keeps torch's causal kernel:
+
+        keys      s  k0 k1
+        query -   x            causal: its output is left out
+        query 0   x  x
+        query 1   x  x  x
+    """
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        heads = config.num_attention_heads // self.tp_group.size()
+        sinks = torch.empty(heads, dtype=config.params_dtype, device=device)
+        self.softmax_offset = torch.nn.Parameter(sinks)  # Transformer Engine's name
+
+    def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        nk, repeats = k.shape[1], q.shape[1] // k.shape[1]
+        which = torch.eye(repeats, dtype=q.dtype, device=q.device).repeat(nk, 1)[None, :, None]
+        q = torch.cat([q, which.expand(len(q), -1, q.shape[2], -1)], -1)
+        scores = (self.softmax_offset / self.scale).to(k.dtype).view(1, nk, 1, repeats)
+        sink = F.pad(scores, (k.shape[-1], 0)).expand(len(k), -1, -1, -1)
+        k = torch.cat([sink, F.pad(k, (0, repeats))], 2)
+        v = F.pad(v, (0, 0, 1, 0))
+        if mask is not None:
+            return super()._sdpa(q, k, v, F.pad(mask, (1, 0), value=True))
+        return super()._sdpa(F.pad(q, (0, 0, 1, 0)), k, v, None)[:, :, 1:]
 
 
 def packed_lengths(packed: PackedSeqParams) -> Sequence[int]:

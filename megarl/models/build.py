@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from megarl.config.engine import ParallelConfig
-from megarl.models.attention import SDPACoreAttention, te_attention_with_tries
+from megarl.models.attention import SDPACoreAttention, SinkAttention, te_attention_with_tries
 from megarl.models.families import family_of
 from megarl.models.layers import GroupLimited, RMSNorm, ValueHead, ZeroCentredRMSNorm
 from megarl.models.options import EngineOptions
@@ -51,6 +51,14 @@ def cp_comm_type(asked: str, model: ModelConfig, parallel: ParallelConfig, atten
     Transformer Engine cannot do it.
     """
     slides = model.attention.window is not None and parallel.cp > 1
+    # under context parallelism every rank gets the sinks' whole gradient, and the sum is too large
+    te_with_sinks = attention == "te" and model.attention.sinks
+    if te_with_sinks and (parallel.cp > 1 or not is_te_min_version("2.8")):
+        raise ValueError(
+            f"attention='te' with parallel.cp={parallel.cp}: {model.family} has attention sinks, "
+            "which Transformer Engine trains from 2.8 on and with parallel.cp=1 alone "
+            f"({get_te_version()} is installed); use attention='sdpa'"
+        )
     if asked == "auto":
         if attention == "te" and not slides:
             return "p2p"
@@ -421,7 +429,8 @@ def _block_spec(
     if not use_te:
         _use_own_norm(spec, config)
     if not use_te or share_prefixes:
-        attention = te_attention_with_tries() if use_te else SDPACoreAttention
+        own = SinkAttention if model.attention.sinks else SDPACoreAttention
+        attention = te_attention_with_tries() if use_te else own
         for layer in spec.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = attention
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)

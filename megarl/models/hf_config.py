@@ -200,6 +200,11 @@ def _check_expert_layout(m: ModelConfig, p: ParallelConfig) -> None:
                 f"parallel.{degree}={getattr(p, degree)} does not divide {name}={size}; choose "
                 f"{degree} from {_divisors(size)}"
             )
+    if m.moe.bias and p.etp > 1:
+        raise ValueError(
+            f"parallel.etp={p.etp}: {m.family}'s experts have biases, which every rank would add; "
+            "set parallel.etp=1"
+        )
     if p.tp > 1 and not p.sequence_parallel:
         raise ValueError(
             f"parallel.tp={p.tp} with a mixture-of-experts model ({m.family}) needs tokens shared "

@@ -29,6 +29,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, mappings
 from megatron.core.transformer import TransformerConfig, TransformerLayer, multi_latent_attention
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
@@ -250,6 +251,17 @@ def _rotate_by_own(attention: Any, args: Any, kwargs: dict[str, Any]) -> tuple[A
     length = rotary.get_rotary_seq_len(None, None, args[0], attention.config, packed)
     thd = packed is not None and packed.qkv_format == "thd"
     return args, {**kwargs, "rotary_pos_emb": rotary(length, packed_seq=thd)}
+
+
+def add_bias_out_of_place(chunk: GPTModel) -> None:
+    """Lets experts with biases train: megatron-core adds an expert's bias in place to what an
+    autograd function returned (mlp.py, 0.16 and 0.19), which torch refuses. They get a copy."""
+    for module in chunk.modules():
+        if isinstance(module, SequentialMLP):
+            for expert in module.local_experts:
+                expert.linear_fc2.register_forward_hook(
+                    lambda _m, _a, out: (out[0].clone(), out[1])
+                )
 
 
 def settle_mla(chunk: GPTModel) -> None:

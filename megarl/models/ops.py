@@ -44,6 +44,44 @@ class Segment:
     cols: int
 
 
+@dataclass(frozen=True, slots=True)
+class View:
+    """A strided view of a contiguous local parameter, in elements."""
+
+    offset: int
+    shape: Shape
+    strides: Shape
+
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """Returns an iterator over [start, stop) of the contiguous runs that the view touches, in
+        the parameter's order."""
+        dims = sorted((s, n) for n, s in zip(self.shape, self.strides, strict=True) if n > 1)
+        run = 1
+        while dims and dims[0][0] == run:
+            run *= dims.pop(0)[1]
+        starts = [self.offset]
+        for stride, n in reversed(dims):
+            starts = [s + i * stride for s in starts for i in range(n)]
+        return ((s, s + run) for s in starts)
+
+    def backwards(self) -> View:
+        """Returns the view of this view's numbers, in its own order, that are the parameter, which
+        it must be all of."""
+        order = sorted(range(len(self.shape)), key=self.strides.__getitem__, reverse=True)
+        dense = [math.prod(self.shape[d + 1 :]) for d in range(len(self.shape))]
+        return View(0, tuple(self.shape[d] for d in order), tuple(dense[d] for d in order))
+
+
+@dataclass(frozen=True, slots=True)
+class SliceMap:
+    """A rank's view of its parameter, and the box [start, stop) of the HF tensor that it equals."""
+
+    rank: int
+    view: View
+    start: Shape
+    stop: Shape
+
+
 class Op(ABC):
     """One invertible step from HF tensors to a Megatron parameter. `replicated`: every
     tensor-parallel rank holds the same whole parameter. `linear`: a linear map of a layer, which is
@@ -273,3 +311,68 @@ class Sections(Op):
                     row = below + local * rows
                     yield Segment(rank, source, row, hf_row, rows, 0, width)
                 below += per * rows
+
+
+class Permuted(Op):
+    """A parameter whose rows are not rows of its one HF tensor: it says its views itself."""
+
+    @abstractmethod
+    def slices(self, m: ModelConfig, ranks: int) -> tuple[SliceMap, ...]:
+        """Returns what each of `ranks` ranks holds of the HF tensor."""
+
+    def segments(self, m: ModelConfig, tp: int, vocab_rows: int) -> Iterator[Segment]:
+        """Raises TypeError: there are no common rows."""
+        raise TypeError(f"{self} has views in place of rows")
+
+
+@dataclass(frozen=True)
+class Transposed(Permuted):
+    """A matrix [rows, cols] cut along its columns, which is [cols, rows] in HF."""
+
+    rows: Dim
+    cols: Dim
+
+    def hf_shapes(self, m: ModelConfig) -> tuple[Shape, ...]:
+        """Returns one shape, [cols, rows]."""
+        return ((size(m, self.cols), size(m, self.rows)),)
+
+    def local_shape(self, m: ModelConfig, tp: int, vocab_rows: int) -> Shape:
+        """Returns [rows, cols / tp]."""
+        return size(m, self.rows), size(m, self.cols) // tp
+
+    def slices(self, m: ModelConfig, ranks: int) -> tuple[SliceMap, ...]:
+        """Returns each rank's columns, which are rows of HF's matrix."""
+        rows, per = self.local_shape(m, ranks, 0)
+        view = View(0, (per, rows), (1, per))
+        return tuple(SliceMap(r, view, (r * per, 0), ((r + 1) * per, rows)) for r in range(ranks))
+
+
+@dataclass(frozen=True)
+class GateUpInTurns(Permuted):
+    """SwiGLU's first matrix, or its bias without `cols`: every rank holds its rows of gate, then
+    its rows of up. In HF the matrix is [cols, 2 * rows], with columns of gate and up in turns."""
+
+    rows: Dim
+    cols: Dim | None = None
+
+    def hf_shapes(self, m: ModelConfig) -> tuple[Shape, ...]:
+        """Returns one shape, [cols, 2 * rows], or [2 * rows] of a bias."""
+        return ((*self._width(m), 2 * size(m, self.rows)),)
+
+    def local_shape(self, m: ModelConfig, tp: int, vocab_rows: int) -> Shape:
+        """Returns [2 * rows / tp, cols], or [2 * rows / tp] of a bias."""
+        return 2 * size(m, self.rows) // tp, *self._width(m)
+
+    def slices(self, m: ModelConfig, ranks: int) -> tuple[SliceMap, ...]:
+        """Returns each rank's columns of HF's matrix."""
+        width, per = self._width(m), size(m, self.rows) // ranks
+        row = math.prod(width)
+        view = View(0, (*width, per, 2), (*(1 for _ in width), row, per * row))
+        first = tuple(0 for _ in width)
+        return tuple(
+            SliceMap(r, view, (*first, 2 * per * r), (*width, 2 * per * (r + 1)))
+            for r in range(ranks)
+        )
+
+    def _width(self, m: ModelConfig) -> Shape:
+        return () if self.cols is None else (size(m, self.cols),)

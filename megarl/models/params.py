@@ -31,7 +31,7 @@ _LAYERS = "decoder.layers."
 # experts one by one (local spec), or a layer's in one module (Transformer Engine's grouped GEMM)
 _EXPERT = re.compile(
     r"mlp\.experts\.(?:local_experts\.(?P<e>\d+)\.)?"
-    r"(?P<fc>linear_fc[12](?:\.weight|_lora\.[AB]))(?P<grouped_e>\d*)"
+    r"(?P<fc>linear_fc[12](?:\.weight|\.bias|_lora\.[AB]))(?P<grouped_e>\d*)"
 )
 
 
@@ -110,6 +110,9 @@ def mark_params(table: PieceTable, c: Coords, params: Mapping[str, Tensor]) -> N
     megatron-core says so for ep > 1 only: with etp unlike tp it would average an expert over the
     wrong ranks, and a checkpoint of another ep would have its optimizer state under other names.
 
+    sequence_parallel=False: both layer specs mark an expert's second bias, whose gradients would
+    then be summed over tensor-parallel ranks, although data parallelism has summed them.
+
     shared: a part of an expert that all its ranks hold, of an adapter say, is counted on the first
     of them, which need not be the first of the dense weights'.
     """
@@ -121,6 +124,7 @@ def mark_params(table: PieceTable, c: Coords, params: Mapping[str, Tensor]) -> N
         param.tensor_model_parallel = not local.replicated  # type: ignore[attr-defined]
         if local.place.ep is not None:
             param.allreduce = False  # type: ignore[attr-defined]
+            param.sequence_parallel = False  # type: ignore[attr-defined]
             param.shared = local.replicated and c.etp > 0  # type: ignore[attr-defined]
             param.tensor_model_parallel = True  # type: ignore[attr-defined]
 

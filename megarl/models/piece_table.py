@@ -22,38 +22,9 @@ from itertools import groupby
 from megarl.models.families import family_of
 from megarl.models.families.params import Param
 from megarl.models.hf_config import ModelConfig
-from megarl.models.ops import Op, Sections, Segment, Shape
+from megarl.models.ops import Op, Permuted, Sections, Segment, Shape, SliceMap
+from megarl.models.ops import View as View
 from megarl.parallel.layout import Coords, Layout
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """A strided view of a contiguous local parameter, in elements."""
-
-    offset: int
-    shape: Shape
-    strides: Shape
-
-    def runs(self) -> Iterator[tuple[int, int]]:
-        """Returns an iterator over [start, stop) of the contiguous runs that the view touches."""
-        shape, strides, run = list(self.shape), list(self.strides), 1
-        while shape and strides[-1] == run:
-            run *= shape.pop()
-            strides.pop()
-        starts = [self.offset]
-        for n, stride in zip(shape, strides, strict=True):
-            starts = [s + i * stride for s in starts for i in range(n)]
-        return ((s, s + run) for s in starts)
-
-
-@dataclass(frozen=True, slots=True)
-class SliceMap:
-    """A rank's view of its parameter, and the box [start, stop) of the HF tensor that it equals."""
-
-    rank: int
-    view: View
-    start: Shape
-    stop: Shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +42,10 @@ class ShardMap:
 
 def shard_map(model: ModelConfig, op: Op, ranks: int, vocab: int) -> ShardMap:
     """Cuts the HF tensors of `op` over `ranks` ranks; `vocab` is the padded vocabulary in rows."""
+    if isinstance(op, Permuted):
+        shape = op.local_shape(model, ranks, vocab)
+        (source,) = op.hf_shapes(model)
+        return ShardMap(((source, op.slices(model, ranks)),), shape, (shape[0],) * ranks)
     segments = sorted(
         op.segments(model, ranks, vocab), key=lambda s: (s.source, s.tp, s.hf_row, s.hf_col)
     )
@@ -272,7 +247,7 @@ def build_piece_table(
     with its layer or None, stand in for those of the model's family. Raises AssertionError where
     coverage fails."""
     vocab = padded_vocab_size(model.vocab_size, layout.tp, vocab_divisible_by)
-    tensors: list[HfTensor] = []
+    tensors: dict[str, HfTensor] = {}
     local: list[LocalParam] = []
     chunk_of = layout.chunk_of(model.num_layers)
     last = (layout.pp - 1, layout.vpp - 1)
@@ -298,28 +273,42 @@ def build_piece_table(
             for place, filled in zip(places, cut.filled, strict=True):
                 padding = (filled, cut.shape[0])
                 local.append(LocalParam(place, name, cut.shape, padding, op.replicated, parts))
-        for hf_name, (shape, boxes) in zip(param.hf, cut.sources, strict=True):
+        sources = zip(param.hf, param.hf_shapes(model), cut.sources, strict=True)
+        for hf_name, shape, (_, boxes) in sources:
             pieces = tuple(
-                Piece(places[box.rank], name, box.view, box.start, box.stop)
+                Piece(places[box.rank], name, box.view, *hf_box(param, box))
                 for name, places in homes
                 for box in boxes
             )
             # owners come first: the first home's, of what ranks hold alike the first rank's
             owners = sum(box.rank == 0 for box in boxes) if op.replicated else len(boxes)
-            tensors.append(
-                HfTensor(
-                    hf_name,
-                    shape,
-                    pieces[:owners],
-                    pieces[owners:],
-                    buffer=param.buffer,
-                    linear=op.linear,
-                    initial=param.initial,
-                )
+            tensor = HfTensor(
+                hf_name,
+                shape,
+                pieces[:owners],
+                pieces[owners:],
+                buffer=param.buffer,
+                linear=op.linear,
+                initial=param.initial,
             )
-    table = PieceTable(model, layout, vocab, tuple(tensors), tuple(local))
+            if param.stacked and (others := tensors.get(hf_name)) is not None:
+                owned = others.pieces + tensor.pieces
+                tensor = replace(others, pieces=owned, replicas=others.replicas + tensor.replicas)
+            else:
+                assert hf_name not in tensors, f"two parameters are made of {hf_name}"
+            tensors[hf_name] = tensor
+    table = PieceTable(model, layout, vocab, tuple(tensors.values()), tuple(local))
     check_coverage(table)
     return table
+
+
+def hf_box(param: Param, box: SliceMap) -> tuple[Shape, Shape]:
+    """Returns the box [start, stop) of a parameter's HF tensor, which may be that of all
+    experts."""
+    if not param.stacked:
+        return box.start, box.stop
+    assert param.expert is not None
+    return (param.expert, *box.start), (param.expert + 1, *box.stop)
 
 
 def _places(

@@ -15,9 +15,9 @@ from megarl.models.shapes import ModelConfig, RopeScaling
 
 
 def inv_freq(model: ModelConfig, *, window: bool = False) -> Tensor:
-    """Returns the inverse frequencies, float32 [rotary_dim / 2] on the host, with linear or Llama-3
-    scaling where the model has it (Su et al., 2021, arXiv 2104.09864). window: those of layers with
-    a sliding window."""
+    """Returns the inverse frequencies, float32 [rotary_dim / 2] on the host, with linear, Llama-3
+    or YaRN scaling where the model has it (Su et al., 2021, arXiv 2104.09864). window: those of
+    layers with a sliding window."""
     d = model.attention.rotary_dim
     theta, scaling = model.rope_theta, model.rope_scaling
     if window and model.window_rope is not None:
@@ -28,7 +28,28 @@ def inv_freq(model: ModelConfig, *, window: bool = False) -> Tensor:
         return freq
     if scaling.type == "linear":
         return freq / scaling.factor
+    if scaling.type == "yarn":
+        return _yarn(theta, d, scaling)
     return _llama3(freq, scaling)
+
+
+def _yarn(base: float, d: int, s: RopeScaling) -> Tensor:
+    """Scales as YaRN does (Peng et al., 2023, arXiv 2309.00071, section 3.2): numbers that turn at
+    least beta_fast times over the original context are kept, those that turn at most beta_slow
+    times stretched by `factor`, those between blended linearly in their place."""
+
+    def place(turns: float) -> float:
+        ratio = s.original_max_position_embeddings / (turns * 2 * math.pi)
+        return d * math.log(ratio) / (2 * math.log(base))
+
+    first, last = place(s.beta_fast), place(s.beta_slow)
+    if not s.exact:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, d - 1)
+    last += 0.001 * (first == last)
+    powers = base ** (torch.arange(0, d, 2).float() / d)
+    kept = 1 - ((torch.arange(d // 2).float() - first) / (last - first)).clamp(0, 1)
+    return 1.0 / (s.factor * powers) * (1 - kept) + 1.0 / powers * kept
 
 
 def _llama3(freq: Tensor, s: RopeScaling) -> Tensor:

@@ -29,6 +29,7 @@ class RopeScaling:
     beta_slow: float = 1.0
     mscale: float = 1.0
     mscale_all_dim: float = 0.0
+    exact: bool = False  # the bounds between kept and stretched numbers are not rounded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,8 @@ class MoEShape:
     sigmoid: each expert has a score of its own, in place of a softmax over all. score_bias: a bias
     is added to the scores when experts are chosen. groups: the number of equal groups of experts; a
     token goes to experts of the best `top_groups`, and a group is judged by the sum of its
-    `group_best` highest scores. 1: no groups.
+    `group_best` highest scores. 1: no groups. bias: router and experts have biases. limit: bounds
+    an expert's gate from above, and its up from both sides; 0: none.
     """
 
     num_experts: int
@@ -58,6 +60,8 @@ class MoEShape:
     groups: int = 1
     top_groups: int = 1
     group_best: int = 1
+    bias: bool = False
+    limit: float = 0.0
 
 
 class Mixer(ABC):
@@ -101,7 +105,8 @@ class Attention(Mixer):
     head's query and key; its value has `v_head_dim`. rotary_dim: how many
     numbers of a head are rotated. window: a token of the layers `window_layers` attends to itself
     and the `window` - 1 tokens before it; None: every layer attends to all tokens before. latent:
-    keys and values of all heads come from one vector.
+    keys and values of all heads come from one vector. sinks: every head has a learnable score
+    besides those of the tokens.
     """
 
     latent: ClassVar[bool] = False
@@ -112,6 +117,7 @@ class Attention(Mixer):
     rotary_dim: int
     window: int | None = None
     window_layers: tuple[int, ...] = ()
+    sinks: bool = False
 
     @property
     def query(self) -> int:

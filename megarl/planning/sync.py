@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from megarl.models.families import family_of
 from megarl.models.hf_config import ModelConfig
 from megarl.models.ops import FusedQKV, Segment
-from megarl.models.piece_table import View, build_piece_table, padded_vocab_size, shard_map
+from megarl.models.piece_table import View, build_piece_table, hf_box, padded_vocab_size, shard_map
 from megarl.parallel.layout import Layout
 from megarl.planning.advice import Cluster
 from megarl.planning.memory import BF16, parameters, server_weights, stage_numel
@@ -91,7 +91,7 @@ def estimate_broadcast(
     """
     total = BF16 * parameters(m)[0]
     buckets = -(-total // bucket_bytes)
-    tensors = sum(len(p.hf) for p, _ in family_of(m).params(m))
+    tensors = len({name for p, _ in family_of(m).params(m) for name in p.hf})
     nvlink, nic = _gathered(m, layout, cluster)
     nodes = math.ceil(receivers.gpus / cluster.gpus_per_node)
     gather = (nic / cluster.nic + nvlink / cluster.nvlink) / cluster.link_efficiency
@@ -255,8 +255,10 @@ def server_tables(m: ModelConfig, tp: int, ep: int = 1) -> list[TargetTable]:
         offset = below * math.prod(cut.shape)
         for tensor, (_, boxes) in zip(param.hf, cut.sources, strict=True):
             for b in boxes:
+                if b.rank and param.expert is not None and op.replicated:
+                    continue  # an expert's bias is added on the first of its ranks
                 view = View(offset + b.view.offset, b.view.shape, b.view.strides)
-                entries[first + b.rank].append(Slice(tensor, b.start, b.stop, name, (view,)))
+                entries[first + b.rank].append(Slice(tensor, *hf_box(param, b), name, (view,)))
     model = f"{m.family}-{m.num_layers}x{m.hidden_size}-tp{tp}-ep{ep}"
     return [TargetTable(e, f"{model}-rank{rank}") for rank, e in enumerate(entries)]
 

@@ -28,7 +28,7 @@ from tests.dist.engine_jobs import Tensors, make_engine, state
 from tests.dist.losses import LOSSES
 from tests.dist.reference import STEPS, hf_model, hf_outputs, hf_steps
 from tests.pairwise import Row, all_pairs, drawn
-from tests.tiny import HYBRID_MOE_KINDS, MLA_KINDS, MOE_KINDS, random_batch, save_hf
+from tests.tiny import HYBRID_MOE_KINDS, MLA_KINDS, MOE_KINDS, OSS_KINDS, random_batch, save_hf
 
 OUTPUTS = 1e-5  # absolute: log-probabilities and values are of order one
 FIGURES = 2e-5  # losses and gradient norms of all steps, relative where they are above one
@@ -62,6 +62,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {},
     "olmo3": dict(num_key_value_heads=1),  # shared by tensor-parallel ranks, under a norm over all
     "minimax_m2": {},
+    "gpt_oss": {},
 }
 # in the pairwise choice, families whose modules all occur in other families meet these layouts only
 # (the full product has all layouts)
@@ -70,6 +71,7 @@ SOME_LAYOUTS = {
     "mixtral": ("dp2", "etp2", "tp2ep2", "pp2"),
     "qwen3_moe": ("dp1", "ep2", "pp2split", "tp2cp2"),
     "glm": ("dp2", "tp2", "cp2", "pp2vpp2"),
+    "gpt_oss": ("cp2", "tp2ep2", "pp2vpp2", "tp2cp2"),
     "kimi_k2": ("dp1", "tp2ep2", "tp2pp2", "cp2"),
     "qwen3_next": ("dp2", "etp2", "pp2split", "tp2cp2"),
     "qwen3_5_text": ("dp1", "tp2", "pp2vpp2", "cp2"),
@@ -123,11 +125,14 @@ AXES: dict[str, tuple[Any, ...]] = dict(
 
 
 def possible(row: Row) -> bool:
-    """Only MoE families have experts, and their tensor parallelism needs sequence parallelism."""
+    """Only MoE families have experts, and their tensor parallelism needs sequence parallelism;
+    experts with biases are not cut."""
     parallel = {**LAYOUTS, **MORE_LAYOUTS}[row["layout"]][1] if "layout" in row else {}
     if "family" not in row:
         return True
-    if row["family"] in (*MOE_KINDS, *MLA_KINDS, *HYBRID_MOE_KINDS):
+    if row["family"] in OSS_KINDS and "etp" in parallel:
+        return False
+    if row["family"] in (*MOE_KINDS, *MLA_KINDS, *HYBRID_MOE_KINDS, *OSS_KINDS):
         return "tp" not in parallel or "sequence_parallel" in parallel
     return not parallel.keys() & {"ep", "etp"}
 

@@ -86,10 +86,12 @@ def hf_steps(model: Any, b: Tensors, loss: Loss) -> dict[str, Any]:
 
     params = dict(model.named_parameters())
     fixed = {n: x for n, x in model.named_buffers() if n.endswith("e_score_correction_bias")}
+    # biases of all experts together are a matrix
+    vectors = {n for n, p in params.items() if p.ndim == 1 or n.endswith("_bias")}
     adam = torch.optim.AdamW(
         [
-            dict(params=[p for p in params.values() if p.ndim > 1], weight_decay=0.1),
-            dict(params=[p for p in params.values() if p.ndim == 1], weight_decay=0.0),
+            dict(params=[p for n, p in params.items() if n not in vectors], weight_decay=0.1),
+            dict(params=[params[n] for n in params if n in vectors], weight_decay=0.0),
         ],
         lr=OPTIMIZER["lr"], betas=(0.9, 0.95), eps=OPTIMIZER["eps"],
     )  # fmt: skip

@@ -13,7 +13,7 @@ from megarl.ckpt.convert import dist2hf, hf2dist, inspect, verify
 from tests.dist.engine_jobs import batch, loss_fn, make_engine, save_model, weight_fn
 from tests.dist.models_util import built_model
 from tests.dist.world import World
-from tests.tiny import HYBRID_KINDS, KINDS, MLA_KINDS, MOE_KINDS
+from tests.tiny import HYBRID_KINDS, KINDS, MLA_KINDS, MOE_KINDS, OSS_KINDS
 
 Parallel = dict[str, Any]
 SP2: Parallel = dict(tp=2, sequence_parallel=True)
@@ -88,7 +88,7 @@ def test_trained_at_tp2_pp2(world4: World, tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("optim", [False, True], ids=["weights", "optimizer"])
-@pytest.mark.parametrize("kind", [*KINDS, *MOE_KINDS, *MLA_KINDS, *HYBRID_KINDS])
+@pytest.mark.parametrize("kind", [*KINDS, *MOE_KINDS, *MLA_KINDS, *HYBRID_KINDS, *OSS_KINDS])
 def test_trained_at_tp2_pp2_product(world4: World, tmp_path: Path, kind: str, optim: bool) -> None:
     path = save_model(tmp_path, kind, tie=kind == "qwen3")
     experts = {} if kind in (*KINDS, "qwen3_5_text") else dict(ep=2)

@@ -15,6 +15,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         shared_expert_intermediate_size=8, partial_rotary_factor=1.0, linear_num_key_heads=4,
         linear_num_value_heads=8, linear_key_head_dim=2, linear_value_head_dim=3,
     ),
+    "GptOssForCausalLM": dict(num_local_experts=4, num_experts_per_tok=2),
     "DeepseekV3ForCausalLM": dict(
         n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=8, n_shared_experts=1,
         first_k_dense_replace=1, n_group=1, topk_group=1, kv_lora_rank=6, q_lora_rank=None,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megarl.config.engine import ParallelConfig
@@ -73,6 +75,18 @@ def test_heads_must_be_shared_out(installed):
     assert resolve("te", way="a2a", tp=2) == "a2a"
     with pytest.raises(ValueError, match=r"tp\*cp = 4\*2 must divide num_attention_heads=16"):
         resolve("te", way="a2a", tp=4)
+
+
+def test_sinks_need_a_new_enough_transformer_engine_and_no_context_parallelism(installed):
+    sinks = replace(MODEL, attention=replace(MODEL.attention, sinks=True))
+    installed("2.7")
+    assert resolve("sdpa", sinks) == "all_gather"
+    with pytest.raises(ValueError, match=r"attention='te'.* sinks.* 2\.8 on.*'sdpa'"):
+        resolve("te", sinks, cp=1)
+    installed("2.20")
+    assert resolve("te", sinks, cp=1) == "p2p"
+    with pytest.raises(ValueError, match=r"parallel\.cp=2: llama has attention sinks.*'sdpa'"):
+        resolve("te", sinks)
 
 
 def test_latent_attention_goes_by_p2p(installed):

@@ -32,6 +32,7 @@ from tests.tiny import (
     KINDS,
     MLA_KINDS,
     MOE_KINDS,
+    OSS_KINDS,
     WINDOW_ROPE_KINDS,
     save_tiny,
     tiny_hf,
@@ -42,7 +43,10 @@ SMALL: dict[str, Any] = dict(part_bytes=60_000)  # several files even of a tiny 
 
 
 CASES = [
-    *((k, False) for k in (*KINDS, *MOE_KINDS, *MLA_KINDS, *HYBRID_KINDS, *WINDOW_ROPE_KINDS)),
+    *(
+        (k, False)
+        for k in (*KINDS, *MOE_KINDS, *MLA_KINDS, *HYBRID_KINDS, *WINDOW_ROPE_KINDS, *OSS_KINDS)
+    ),
     ("llama", True),
     ("qwen3", True),
     ("gemma3_text", True),

@@ -22,7 +22,7 @@ CLASSES = {
     "deepseek_v3": "DeepseekV3", "kimi_k2": "DeepseekV3", "glm": "Glm", "glm4": "Glm4",
     "glm4_moe": "Glm4Moe", "mistral": "Mistral", "qwen3_next": "Qwen3Next",
     "qwen3_5_text": "Qwen3_5Text", "qwen3_5_moe_text": "Qwen3_5MoeText",
-    "gemma3_text": "Gemma3Text", "olmo3": "Olmo3", "minimax_m2": "MiniMaxM2",
+    "gemma3_text": "Gemma3Text", "olmo3": "Olmo3", "minimax_m2": "MiniMaxM2", "gpt_oss": "GptOss",
 }  # fmt: skip
 # whose layers with a window have rotary settings of their own
 BY_TYPE = tuple(name for name, family in FAMILIES.items() if family.rope_by_type)
@@ -92,6 +92,8 @@ def full_config(name: str) -> dict[str, Any]:
         )  # fmt: skip
     if name == "glm4_moe":
         given |= dict(use_qk_norm=True)
+    if name == "gpt_oss":
+        given |= dict(sliding_window=50, swiglu_limit=3.0)
     if name in ("mistral", *BY_TYPE):
         given |= dict(sliding_window=50)
     if name == "gemma3_text":
@@ -153,6 +155,8 @@ def test_numbers_are_the_attributes_of_transformers_config(name: str) -> None:
             assert m.moe.scale == hf.routed_scaling_factor
             if hf.n_group is not None:
                 assert (m.moe.groups, m.moe.top_groups) == (hf.n_group, hf.topk_group)
+        elif name == "gpt_oss":
+            assert m.moe is not None and m.moe.limit == hf.swiglu_limit
         elif m.moe is not None and name != "mixtral":
             assert m.moe.norm_topk_prob == getattr(hf, "norm_topk_prob", True)
         if m.recurrent is not None:
@@ -267,7 +271,7 @@ def _parse(raw: dict[str, Any]) -> ModelConfig | None:
         return None
 
 
-WINDOWED = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "mistral")
+WINDOWED = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "mistral", "gpt_oss")
 
 
 @pytest.mark.parametrize("name", WINDOWED)
@@ -290,6 +294,10 @@ def test_layers_that_slide_are_those_of_transformers(name: str, over: dict[str, 
     """By what transformers' models read when they make a layer's mask."""
     raw = {k: v for k, v in full_config(name).items() if "window" not in k and k != "layer_types"}
     raw |= dict(num_hidden_layers=4, **over)
+    if name == "gpt_oss" and raw.get("sliding_window", 1) is None:
+        with pytest.raises(ValueError, match="sliding_window"):
+            parse_hf_config(raw)
+        return
     hf, found = hf_config(name, raw), parse_hf_config(raw).attention
     if hasattr(hf, "layer_types"):
         slides = tuple(i for i, kind in enumerate(hf.layer_types) if kind == SLIDES)
@@ -317,6 +325,9 @@ def test_layers_with_a_pattern_are_those_of_transformers(
 def test_layer_types_count_or_must_agree(name: str) -> None:
     raw = full_config(name) | dict(num_hidden_layers=4, use_sliding_window=True, sliding_window=32)
     types = dict(layer_types=[FULL, SLIDES, FULL, FULL])
+    if name == "gpt_oss":
+        assert parse_hf_config(raw | types).attention.window_layers == (1,)
+        return
     if name in ("qwen2", "qwen3", "qwen2_moe"):
         assert parse_hf_config(raw | types).attention.window_layers == (1,)
         with pytest.raises(ValueError, match=r"layers \[1\], but with use_sliding_window=False"):

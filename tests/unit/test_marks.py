@@ -35,6 +35,7 @@ LAYOUTS = {
     "qwen3_moe": Layout(tp=2, ep=2, sequence_parallel=True),
     "mixtral": Layout(tp=2, etp=2, sequence_parallel=True),
     "deepseek_v3": Layout(tp=2, ep=2, sequence_parallel=True),
+    "gpt_oss": Layout(tp=2, ep=2, sequence_parallel=True),
 }
 
 

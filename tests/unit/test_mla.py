@@ -24,6 +24,7 @@ from tests.tiny import (
     KINDS,
     MLA_KINDS,
     MOE_KINDS,
+    OSS_KINDS,
     VOCAB,
     WINDOW_ROPE_KINDS,
     YARN,
@@ -232,7 +233,9 @@ def test_groups_are_chosen_as_hugging_face_does(kind: str) -> None:
     assert not torch.equal(chosen.sort().values, biased.topk(m.moe.top_k).indices.sort().values)
 
 
-@pytest.mark.parametrize("kind", (*KINDS, *MOE_KINDS, *MLA_KINDS, *GLM_KINDS, *WINDOW_ROPE_KINDS))
+@pytest.mark.parametrize(
+    "kind", (*KINDS, *MOE_KINDS, *MLA_KINDS, *GLM_KINDS, *WINDOW_ROPE_KINDS, *OSS_KINDS)
+)
 def test_flops_are_those_torch_counts(kind: str) -> None:
     """Products of matrices are counted one by one; attention is computed in full, of which a causal
     one, or one through a window of 5, is the part of the pairs of tokens that it looks at."""

@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 
 from megarl.config.engine import ParallelConfig
+from megarl.models.families import family_of
 from megarl.models.families.params import QKV, Param
 from megarl.models.hf_config import ModelConfig, check_layout, parse_hf_config
 from megarl.models.ops import FusedQKV, Op, Sections
 from megarl.models.piece_table import (
     Piece,
     PieceTable,
+    View,
     build_piece_table,
     check_coverage,
     padded_vocab_size,
@@ -174,6 +176,66 @@ def test_sections_are_cut_each(tp: int, by_group: bool, cols: tuple[Any, ...], w
     ]
     table = check_op(m, tp, Sections(4, sizes, cols, by_group), hf, ranks)
     assert table.by_name["hf0"].shape[1:] == tuple(c if c != "hidden_size" else 12 for c in cols)
+
+
+OSS: dict[str, Any] = dict(
+    architectures=["GptOssForCausalLM"], num_local_experts=4, num_experts_per_tok=2,
+    hidden_size=6, intermediate_size=4, num_hidden_layers=2,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("etp", (1, 2))
+def test_experts_that_share_hf_tensors_have_a_box_each(etp: int) -> None:
+    """Gate and up are in turns and matrices the other way round in HF: [E, H, 2I] and [E, I, H].
+    Layouts refuse to cut experts with biases; tables of servers cut them."""
+    m = config(**OSS)
+    hidden, per = 6, 4 // etp
+    table = build_piece_table(m, Layout(ep=2, etp=etp, dp=2 * etp))
+    block = "model.layers.1.mlp.experts."
+
+    def number(name: str, e: int, row: int, col: int) -> int:
+        shape = (*table.by_name[block + name].shape, 1)
+        return (e * shape[1] + row) * shape[2] + col
+
+    for name in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"):
+        t = table.by_name[block + name]
+        assert t.shape[0] == 4 and not t.linear
+        for piece in (*t.pieces, *t.replicas):
+            e, rank = int(piece.param.split(".")[6]), piece.place.etp
+            assert rank is not None and piece.place.ep == e // 2
+            gate_up = [2 * (rank * per + i) + part for part in (0, 1) for i in range(per)]
+            local = {
+                "gate_up_proj": [[number(name, e, h, i) for h in range(hidden)] for i in gate_up],
+                "gate_up_proj_bias": [[number(name, e, i, 0)] for i in gate_up],
+                "down_proj": [
+                    [number(name, e, rank * per + i, h) for i in range(per)] for h in range(hidden)
+                ],
+                "down_proj_bias": [[number(name, e, h, 0)] for h in range(hidden)],
+            }[name]
+            box = product(*(range(a, b) for a, b in zip(piece.start, piece.stop)))
+            assert read_view(flat(local), piece) == [number(name, *(*i, 0)[:3]) for i in box]
+
+
+@pytest.mark.parametrize("expert", (3, 0))
+def test_an_expert_that_is_missing_or_there_twice_is_found(expert: int) -> None:
+    m = config(**OSS)
+    params = [
+        (replace(p, expert=expert, name=p.name.replace("experts.1", f"experts.{expert}")), layer)
+        if p.expert == 1
+        else (p, layer)
+        for p, layer in family_of(m).params(m)
+    ]
+    with pytest.raises(AssertionError, match="experts"):
+        build_piece_table(m, Layout(), params=params)
+
+
+def test_a_views_runs_are_in_the_parameters_order() -> None:
+    assert list(View(5, (4, 3, 2), (1, 4, 12)).runs()) == [(5, 29)]  # dense, permuted
+    assert list(View(0, (2, 3), (1, 4)).runs()) == [(0, 2), (4, 6), (8, 10)]
+    assert list(View(0, (3, 2), (4, 1)).runs()) == [(0, 2), (4, 6), (8, 10)]
+    there = View(0, (5, 3, 2), (1, 5, 15))
+    assert there.backwards() == View(0, (2, 3, 5), (1, 2, 6))
+    assert there.backwards().backwards() == there
 
 
 def test_gate_and_up_stand_one_after_the_other_on_every_rank() -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.utils import _create_file_view
 
+from megarl.models.ops import View
 from megarl.utils.files import human
 from megarl.wire.buckets import Member
 
@@ -44,15 +45,52 @@ class Block:
     cols: int
 
 
+@dataclass(frozen=True, slots=True)
+class Permutation:
+    """Says that rows [row, row + rows) of a matrix are `view` of the numbers of rows [source_row,
+    source_row + source_rows) of the matrix that `blocks` make up. These are read together."""
+
+    blocks: tuple[Rows, ...]
+    source_row: int
+    source_rows: int
+    view: View
+    row: int
+    rows: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Returns the dtype in the files."""
+        return self.blocks[0].dtype
+
+    def read(self, columns: int) -> Tensor:
+        """Returns the rows, [rows, columns], in the files' dtype."""
+        width = self.rows * columns // self.source_rows
+        numbers = torch.empty(self.source_rows, width, dtype=self.dtype)
+        read_rows(self.blocks, self.source_row, numbers)
+        return numbers.as_strided(self.view.shape, self.view.strides).reshape(self.rows, columns)
+
+
+Rows = Block | Permutation
+
+
 class Run(NamedTuple):
-    """Says that rows [row, row + rows) of matrix `source` are rows [target_row, ...) of
-    `target`."""
+    """Says that rows [row, row + rows) of matrix `source` are rows [target_row, ...) of `target`.
+    With a view they are `target_rows` rows, and their numbers are the view of the source's."""
 
     source: str
     row: int
     target: str
     target_row: int
     rows: int
+    view: View | None = None
+    target_rows: int = 0
+
+    def reversed(self) -> Run:
+        """Returns the run from the target to the source."""
+        there, here = (self.target, self.target_row), (self.source, self.row)
+        if self.view is None:
+            return Run(*there, *here, self.rows)
+        return Run(*there, *here, self.target_rows, self.view.backwards(), self.rows)
 
 
 def matrix(shape: Sequence[int]) -> tuple[int, int]:
@@ -60,21 +98,27 @@ def matrix(shape: Sequence[int]) -> tuple[int, int]:
     return shape[0], math.prod(shape[1:])
 
 
-def moved(blocks: Mapping[str, Iterable[Block]], runs: Iterable[Run]) -> dict[str, list[Block]]:
+def moved(blocks: Mapping[str, Sequence[Rows]], runs: Iterable[Run]) -> dict[str, list[Rows]]:
     """Returns where the rows of each target lie, given `blocks` of each source."""
-    targets: dict[str, list[Block]] = {}
+    targets: dict[str, list[Rows]] = {}
     for run in runs:
+        if run.view is not None:
+            rows = (run.row, run.rows, run.view, run.target_row, run.target_rows)
+            block = Permutation(tuple(blocks[run.source]), *rows)
+            targets.setdefault(run.target, []).append(block)
+            continue
         for b in blocks[run.source]:
+            assert isinstance(b, Block)
             low, high = max(run.row, b.row), min(run.row + run.rows, b.row + b.rows)
             if low < high:
                 offset = b.offset + (low - b.row) * b.cols * b.dtype.itemsize
                 row = run.target_row + low - run.row
-                block = replace(b, offset=offset, row=row, rows=high - low)
-                targets.setdefault(run.target, []).append(block)
+                part = replace(b, offset=offset, row=row, rows=high - low)
+                targets.setdefault(run.target, []).append(part)
     return targets
 
 
-def read_rows(blocks: Iterable[Block], row: int, out: Tensor) -> None:
+def read_rows(blocks: Iterable[Rows], row: int, out: Tensor) -> None:
     """Reads rows [row, row + n) of the matrix that `blocks` make up into `out` [n, width].
 
     They are cast to `out`'s dtype. Memory beyond `out`: as much again, in the file's dtype, where
@@ -85,6 +129,10 @@ def read_rows(blocks: Iterable[Block], row: int, out: Tensor) -> None:
     for b in blocks:
         low, high = max(row, b.row), min(row + rows, b.row + b.rows)
         if low >= high:
+            continue
+        if isinstance(b, Permutation):
+            out[low - row : high - row] = b.read(width)[low - b.row : high - b.row]
+            filled += (high - low) * width
             continue
         place = out[low - row : high - row, b.col : b.col + b.cols]
         offset = b.offset + (low - b.row) * b.cols * b.dtype.itemsize
@@ -162,7 +210,7 @@ class Buffer:
 
 
 def chunks(
-    blocks: Iterable[Block], member: Member, buffer: Buffer, itemsize: int | None = None
+    blocks: Iterable[Rows], member: Member, buffer: Buffer, itemsize: int | None = None
 ) -> Iterator[tuple[int, Tensor]]:
     """Yields (row, rows [n, columns]) of a tensor, in its dtype; each is overwritten by the next.
     They are as many at a time as fit into `buffer`, if a number takes `itemsize` bytes there."""

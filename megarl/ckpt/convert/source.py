@@ -17,7 +17,7 @@ import torch
 from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from megarl.ckpt.convert.rows import Block, Run, matrix, moved, torch_block
+from megarl.ckpt.convert.rows import Block, Rows, Run, matrix, moved, torch_block
 from megarl.ckpt.files import MARKER, check_contents, read_info
 from megarl.ckpt.hf import check_tensors
 from megarl.ckpt.restricted import read_metadata
@@ -53,7 +53,7 @@ class Source:
     kind: str
     path: Path
     table: PieceTable
-    blocks: Mapping[str, Sequence[Block]]
+    blocks: Mapping[str, Sequence[Rows]]
     companions: Path
     info: Mapping[str, Any] = field(default_factory=dict)
 
@@ -79,10 +79,16 @@ def row_runs(table: PieceTable) -> Iterator[Run]:
     HF tensor, its target the parameter, or a part of one, as in `stored_params`."""
     assert table.layout.world_size == 1
     parts = {p.name: p.parts or (("", p.shape[0]),) for p in table.params}
+    params = {p.name: matrix(p.shape) for p in table.params}
     for t in table.tensors:
         _, width = matrix(t.shape)
         for piece in t.pieces:
             hf_row = piece.start[0]
+            height, columns = params[piece.param]
+            if columns != width:  # a row of all experts' tensor is one expert
+                order = piece.view.backwards()
+                yield Run(t.name, hf_row, piece.param, 0, piece.stop[0] - hf_row, order, height)
+                continue
             for start, stop in piece.view.runs():
                 row, rows = start // width, (stop - start) // width
                 first = 0  # row of the part
@@ -141,7 +147,7 @@ def open_dist(path: Path, base: Path | None = None) -> Source:
     info = read_info(path)
     check_contents(path)
     table = build_piece_table(_model_of(path, info, base), Layout())
-    to_hf = (Run(r.target, r.target_row, r.source, r.row, r.rows) for r in row_runs(table))
+    to_hf = (run.reversed() for run in row_runs(table))
     return Source(
         kind=DIST,
         path=path,

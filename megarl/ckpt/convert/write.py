@@ -29,6 +29,7 @@ from megarl.ckpt.convert.rows import (
     MAX_MEMORY,
     Block,
     Buffer,
+    Rows,
     as_bytes,
     chunk_bytes,
     chunks,
@@ -224,7 +225,7 @@ def _params(source: Source, dtype: torch.dtype | None) -> list[Member]:
 
 
 def _write_part(
-    blocks: Mapping[str, Sequence[Block]], params: Sequence[Member], path: Path, buffer: Buffer
+    blocks: Mapping[str, Sequence[Rows]], params: Sequence[Member], path: Path, buffer: Buffer
 ) -> list[Part]:
     """Writes a file of chunks, each by torch.save; returns where they are."""
     parts = []

@@ -9,7 +9,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megarl.models.ops import FusedQKV, GateUp, H, Op, Replicated, RowParallel, VocabParallel
+from megarl.models.ops import (
+    FusedQKV,
+    GateUp,
+    H,
+    Op,
+    Replicated,
+    RowParallel,
+    Shape,
+    VocabParallel,
+)
+from megarl.models.shapes import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -24,6 +34,7 @@ class Param:
     "log_uniform" (the logarithm of a uniform number in [0.01, 16)); "": ones where HF has a vector,
     else normal.
     `parts`: names of the sections of `Sections` that megatron-core's checkpoints keep one by one.
+    `stacked`: its HF tensor is that of all experts, one after the other: [E, ...].
     """
 
     name: str
@@ -35,6 +46,12 @@ class Param:
     buffer: bool = False
     initial: str = ""
     parts: tuple[str, ...] = ()
+    stacked: bool = False
+
+    def hf_shapes(self, m: ModelConfig) -> tuple[Shape, ...]:
+        """Returns the shapes of its HF tensors, which may be those of all experts."""
+        shapes = self.op.hf_shapes(m)
+        return tuple((m.experts.num_experts, *s) for s in shapes) if self.stacked else shapes
 
     def at_layer(self, i: int) -> Param:
         """Returns the parameter of layer i: its names become global."""

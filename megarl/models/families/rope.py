@@ -106,7 +106,8 @@ def _llama3(params: Mapping[str, Any], source: str) -> RopeScaling:
     numbers, context = _LLAMA3, "original_max_position_embeddings"
     require(params, "llama3", (*numbers, context), source)
     values: dict[str, Any] = {k: number(params, k, source) for k in numbers}
-    return RopeScaling(type="llama3", **values, **{context: positive(params, context, source)})
+    values[context] = positive(params, context, source)
+    return RopeScaling(type="llama3", **values)
 
 
 def require(params: Mapping[str, Any], kind: str, names: tuple[str, ...], source: str) -> None:
