@@ -15,7 +15,7 @@ from megarl.config.algo import PPOActorConfig, PPOCriticConfig
 from tests.dist.algorithms import gradients, near_logps, presets_in_turn
 from tests.dist.engine_jobs import Tensors, make_engine, save_model, state
 from tests.dist.invariance import FIGURES, GRADIENTS, UPDATES, worst
-from tests.tiny import random_batch
+from tests.tiny import random_batch, save_tiny
 from tests.unit.presets import preset
 
 N, EPISODES = 11, 4  # samples, and episodes they belong to
@@ -101,7 +101,7 @@ def estimates(path: str, parallel: dict[str, Any]) -> dict[str, Tensors]:
 
 @pytest.fixture(scope="module")
 def model(models):
-    return save_model(models, "qwen3", True)
+    return str(save_tiny(models / "of-two-layers", "qwen3", tie=True, layers=2))
 
 
 def test_estimates_are_the_same_bits_for_every_layout_and_origin(worlds, model):
