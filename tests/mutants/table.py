@@ -502,6 +502,24 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "models/gated_delta.py",
+        "earlier = earlier.masked_fill((position[back:] < back)[:, None], 0.0)",
+        "pass",
+        ("tests/unit/test_gated_delta.py::test_the_convolution_ends_where_a_sequence_begins",),
+    ),
+    Mutant(
+        "models/gated_delta.py",
+        "state = state * kept[here] + k[here].mT @ change",
+        "state = state + k[here].mT @ change",
+        ("tests/unit/test_gated_delta.py::test_the_rule_is_the_recurrence",),
+    ),
+    Mutant(
+        "models/gated_delta.py",
+        "if self.tp_size == 1 or self.config.sequence_parallel:",
+        "if self.tp_size:",
+        ("tests/dist/test_gated_delta.py::test_every_rank_adds_its_heads_to_the_norms_gradient",),
+    ),
+    Mutant(
         "models/ops.py",
         "yield Segment(rank, 0, 0, 0, rows, rank * cols, cols)",
         "yield Segment(rank, 0, 0, 0, rows, 0, cols)",
