@@ -154,9 +154,13 @@ def test_tied_bf16_weights(world: World, tied: Server, i: int, home: Path, tmp_p
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", (*MOE_KINDS, "glm4", "mistral", "kimi_k2", *HYBRID_KINDS))
+@pytest.mark.parametrize(
+    "kind", (*MOE_KINDS, "glm4", "mistral", "kimi_k2", "gpt_oss", *HYBRID_KINDS)
+)
 def test_every_family_reaches_a_server(world: World, kind: str, tmp_path: Path) -> None:
-    parallel = dict(ep=2) if kind in (*MOE_KINDS, *HYBRID_MOE_KINDS, "kimi_k2") else dict(tp=2)
+    parallel = (
+        dict(ep=2) if kind in (*MOE_KINDS, *HYBRID_MOE_KINDS, "kimi_k2", "gpt_oss") else dict(tp=2)
+    )
     source, saved = save_tiny(tmp_path / "new", kind, seed=50), tmp_path / "saved"
     old = save_tiny(tmp_path / "old", kind)
     with embedded_server(old, log=tmp_path / "log") as server:

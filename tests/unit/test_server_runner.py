@@ -299,7 +299,7 @@ def test_experts_are_served_and_loaded_under_their_checkpoint_names(tmp_path):
     assert store.checksums() == sums
 
 
-@pytest.mark.parametrize("kind", (*HYBRID_KINDS, *WINDOW_ROPE_KINDS, "minimax_m2"))
+@pytest.mark.parametrize("kind", (*HYBRID_KINDS, *WINDOW_ROPE_KINDS, "minimax_m2", "gpt_oss"))
 def test_weights_have_the_names_that_trainers_send(tmp_path, kind):
     path = save_tiny(tmp_path, kind)
     runner = ModelRunner(ServerArgs(model_path=str(path), dtype="float32", device="cpu"))
@@ -364,7 +364,7 @@ def test_latent_attention_is_served_and_loaded(kind, tmp_path):
         assert torch.equal(store.tensors[name], other[name])
 
 
-@pytest.mark.parametrize("kind", (*MOE_KINDS, *MLA_KINDS, *HYBRID_MOE_KINDS))
+@pytest.mark.parametrize("kind", (*MOE_KINDS, *MLA_KINDS, *HYBRID_MOE_KINDS, "gpt_oss"))
 def test_routes_are_those_of_the_model(kind, tmp_path):
     """Of every layer by its place in the model; two equal prompts, prefilled once, have their own
     afterwards."""
