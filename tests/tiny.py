@@ -29,12 +29,13 @@ WINDOW_ROPE_KINDS = (
     "olmo3",
 )  # layers with a window have rotary settings of their own
 # latent attention, with and without a latent of queries
-MLA_KINDS = ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "kimi_k2")
+MLA_KINDS = ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "kimi_k2", "glm4_moe_lite")
 _CLS = {
     "llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen2_moe": "Qwen2Moe",
     "qwen3_moe": "Qwen3Moe", "mixtral": "Mixtral", "deepseek_v2": "DeepseekV2",
     "deepseek_v2_lite": "DeepseekV2", "deepseek_v3": "DeepseekV3", "glm": "Glm", "glm4": "Glm4",
     "mistral": "Mistral", "glm4_moe": "Glm4Moe", "kimi_k2": "DeepseekV3",
+    "glm4_moe_lite": "Glm4MoeLite",
     "qwen3_next": "Qwen3Next", "qwen3_5_text": "Qwen3_5", "qwen3_5_moe_text": "Qwen3_5Moe",
     "gemma3_text": "Gemma3", "olmo3": "Olmo3", "minimax_m2": "MiniMaxM2",
     "gpt_oss": "GptOss",
@@ -168,6 +169,16 @@ _FAMILY: dict[str, dict[str, Any]] = {
             original_max_position_embeddings=32,
             rope_theta=10000.0,
         ),
+    ),
+    "glm4_moe_lite": _MLA
+    | dict(
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        q_lora_rank=24,
+        routed_scaling_factor=1.8,
+        n_shared_experts=1,
+        rms_norm_eps=1e-5,
+        rope_parameters=dict(rope_type="default", rope_theta=1e6),
     ),
     "glm4_moe": dict(
         n_routed_experts=4,

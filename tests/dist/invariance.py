@@ -56,6 +56,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4": {},
     "glm4_moe": {},
     "kimi_k2": {},
+    "glm4_moe_lite": {},
     "qwen3_next": dict(seed=1),  # of seed 0 two experts nearly tie
     "qwen3_5_text": dict(num_key_value_heads=1),  # gates are cut where tensor parallelism goes on
     "qwen3_5_moe_text": {},
@@ -73,6 +74,7 @@ SOME_LAYOUTS = {
     "glm": ("dp2", "tp2", "cp2", "pp2vpp2"),
     "gpt_oss": ("cp2", "tp2ep2", "pp2vpp2", "tp2cp2"),
     "kimi_k2": ("dp1", "tp2ep2", "tp2pp2", "cp2"),
+    "glm4_moe_lite": ("dp2", "etp2", "tp2sp", "pp2split"),
     "qwen3_next": ("dp2", "etp2", "pp2split", "tp2cp2"),
     "qwen3_5_text": ("dp1", "tp2", "pp2vpp2", "cp2"),
     "qwen3_5_moe_text": ("tp2sp", "ep2", "tp2ep2", "pp2"),

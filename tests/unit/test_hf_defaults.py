@@ -20,7 +20,8 @@ CLASSES = {
     "llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen2_moe": "Qwen2Moe",
     "qwen3_moe": "Qwen3Moe", "mixtral": "Mixtral", "deepseek_v2": "DeepseekV2",
     "deepseek_v3": "DeepseekV3", "kimi_k2": "DeepseekV3", "glm": "Glm", "glm4": "Glm4",
-    "glm4_moe": "Glm4Moe", "mistral": "Mistral", "qwen3_next": "Qwen3Next",
+    "glm4_moe": "Glm4Moe", "glm4_moe_lite": "Glm4MoeLite",
+    "mistral": "Mistral", "qwen3_next": "Qwen3Next",
     "qwen3_5_text": "Qwen3_5Text", "qwen3_5_moe_text": "Qwen3_5MoeText",
     "gemma3_text": "Gemma3Text", "olmo3": "Olmo3", "minimax_m2": "MiniMaxM2", "gpt_oss": "GptOss",
 }  # fmt: skip
@@ -28,7 +29,7 @@ CLASSES = {
 BY_TYPE = tuple(name for name, family in FAMILIES.items() if family.rope_by_type)
 FULL, SLIDES = "full_attention", "sliding_attention"
 # without these no weight has a shape: a config.json that lacks one is refused, by name
-MLA = ("deepseek_v2", "deepseek_v3", "kimi_k2")
+MLA = ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite")
 SIZES = {
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok",
@@ -77,6 +78,10 @@ def full_config(name: str) -> dict[str, Any]:
         given |= dict(q_lora_rank=48, num_key_value_heads=128)
     if name in (*MLA, "glm4_moe"):
         given |= dict(first_k_dense_replace=2, routed_scaling_factor=3.0, n_group=2, topk_group=1)
+    if name == "glm4_moe_lite":
+        del given["first_k_dense_replace"]  # transformers reads mlp_layer_types
+        given |= dict(num_attention_heads=20, num_key_value_heads=20)
+        given |= dict(mlp_layer_types=["sparse", "dense"] * 23 + ["sparse"])
     if name == "deepseek_v2":
         given |= dict(topk_method="group_limited_greedy")
     if name in ("deepseek_v3", "kimi_k2", "glm4_moe"):
@@ -107,7 +112,10 @@ def full_config(name: str) -> dict[str, Any]:
         given |= dict(norm_topk_prob=True, decoder_sparse_step=3, mlp_only_layers=[1])
     defaults = getattr(transformers, CLASSES[name] + "Config")().to_dict()
     del defaults["rope_parameters"]  # would hold the base, too
-    return defaults | given | {"layer_types": None, "head_dim": given.get("head_dim")}
+    full = defaults | given | {"layer_types": None, "head_dim": given.get("head_dim")}
+    if name == "glm4_moe_lite":
+        del full["head_dim"]  # to transformers another name of qk_rope_head_dim
+    return full
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -157,6 +165,10 @@ def test_numbers_are_the_attributes_of_transformers_config(name: str) -> None:
                 assert (m.moe.groups, m.moe.top_groups) == (hf.n_group, hf.topk_group)
         elif name == "gpt_oss":
             assert m.moe is not None and m.moe.limit == hf.swiglu_limit
+        elif name == "glm4_moe_lite":
+            kinds = ["dense" if i in m.experts.dense_layers else "sparse" for i in range(47)]
+            assert kinds == hf.mlp_layer_types and m.experts.scale == hf.routed_scaling_factor
+            assert (m.experts.groups, m.experts.top_groups) == (hf.n_group, hf.topk_group)
         elif m.moe is not None and name != "mixtral":
             assert m.moe.norm_topk_prob == getattr(hf, "norm_topk_prob", True)
         if m.recurrent is not None:

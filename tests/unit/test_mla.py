@@ -28,6 +28,7 @@ from tests.tiny import (
     VOCAB,
     WINDOW_ROPE_KINDS,
     YARN,
+    hf_named,
     save_tiny,
     tiny_hf,
 )
@@ -60,6 +61,19 @@ KIMI: dict[str, Any] = {
         "beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0,
         "original_max_position_embeddings": 4096, "type": "yarn",
     },
+}  # fmt: skip
+# GLM-4.7-Flash's
+FLASH: dict[str, Any] = {
+    "architectures": ["Glm4MoeLiteForCausalLM"], "vocab_size": 154880, "hidden_size": 2048,
+    "intermediate_size": 10240, "moe_intermediate_size": 1536, "num_hidden_layers": 47,
+    "num_nextn_predict_layers": 1, "num_attention_heads": 20, "num_key_value_heads": 20,
+    "n_shared_experts": 1, "n_routed_experts": 64, "routed_scaling_factor": 1.8,
+    "kv_lora_rank": 512, "q_lora_rank": 768, "qk_rope_head_dim": 64, "v_head_dim": 256,
+    "qk_nope_head_dim": 192, "topk_method": "noaux_tc", "n_group": 1, "topk_group": 1,
+    "num_experts_per_tok": 4, "first_k_dense_replace": 1, "norm_topk_prob": True,
+    "max_position_embeddings": 202752, "rope_theta": 1000000, "rope_scaling": None,
+    "partial_rotary_factor": 1.0, "attention_bias": False, "rms_norm_eps": 1e-05,
+    "model_type": "glm4_moe_lite", "tie_word_embeddings": False,
 }  # fmt: skip
 V2_LITE: dict[str, Any] = {
     "architectures": ["DeepseekV2ForCausalLM"], "vocab_size": 102400, "hidden_size": 2048,
@@ -113,6 +127,24 @@ def test_kimi_k2_has_its_published_size() -> None:
     assert read(KIMI, architectures=None).family == "kimi_k2"
 
 
+def test_glm_flash_has_its_published_size() -> None:
+    """Its model card has 30B parameters, 3B of them per token."""
+    m = read(FLASH)
+    assert m.family == "glm4_moe_lite" and m.mtp_layers == 1 and m.experts.dense_layers == (0,)
+    total, active = parameters(m)
+    assert (total, active) == (pytest.approx(30e9, rel=0.05), pytest.approx(3e9, rel=0.3))
+
+
+def test_glm_flash_has_experts_where_transformers_has_them() -> None:
+    hf = tiny_hf("glm4_moe_lite", layers=3, mlp_layer_types=["sparse", "dense", "sparse"],
+                 first_k_dense_replace=None)  # fmt: skip
+    m = parse_hf_config({**hf.config.to_dict(), "architectures": [type(hf).__name__]})
+    table = build_piece_table(m, Layout())
+    want = hf_named(hf, hf.state_dict())
+    assert {t.name: t.shape for t in table.tensors} == {n: tuple(t.shape) for n, t in want.items()}
+    assert "model.layers.0.mlp.experts.3.up_proj.weight" in want
+
+
 @pytest.mark.parametrize("kind", MLA_KINDS)
 def test_every_element_once_in_every_layout(kind: str, tmp_path: Any) -> None:
     """check_coverage runs inside build_piece_table."""
@@ -123,7 +155,7 @@ def test_every_element_once_in_every_layout(kind: str, tmp_path: Any) -> None:
     for layout in (Layout(tp=4, ep=2, dp=1), Layout(tp=2, pp=2, vpp=2, etp=2), Layout(cp=2, ep=2)):
         table = build_piece_table(m, layout)
         biases = [t for t in table.tensors if t.buffer]
-        assert len(biases) == (3 if kind in ("deepseek_v3", "kimi_k2") else 0)
+        assert len(biases) == (3 if kind in ("deepseek_v3", "kimi_k2", "glm4_moe_lite") else 0)
         assert {t.name for t in table.tensors} - {t.name for t in table.trained.tensors} == {
             t.name for t in biases
         }
@@ -145,6 +177,15 @@ def test_every_element_once_in_every_layout(kind: str, tmp_path: Any) -> None:
         (V3, dict(rope_scaling={**V3["rope_scaling"], "truncate": False}), "truncate=False"),
         (V3, dict(rope_scaling={**V3["rope_scaling"], "mscale": None}), "mscale_all_dim=1.0"),
         (V3, dict(rope_scaling={"type": "yarn", "factor": 4}), "lacks original_max_position"),
+        (FLASH, dict(first_k_dense_replace=3), "first_k_dense_replace=3.*1"),
+        (FLASH, dict(mlp_layer_types=["sparse"] * 46), "for each of 47 layers"),
+        (FLASH, dict(mlp_layer_types=["dense"] * 47), "one that is sparse"),
+        (FLASH, dict(mlp_layer_types=["dense", "shared"] + ["sparse"] * 45), "mlp_layer_types"),
+        (FLASH, dict(mlp_layer_types="sparse"), "mlp_layer_types='sparse'"),
+        (FLASH, dict(mlp_layer_types=["sparse", "dense"] + ["sparse"] * 45), "leave it out"),
+        (FLASH, dict(head_dim=128), "head_dim=128.*64"),
+        (FLASH, dict(scoring_func="softmax"), "scoring_func='softmax'"),
+        (FLASH, dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5"),
         (V2_LITE, dict(norm_topk_prob=True), "norm_topk_prob=True"),
         (V2_LITE, dict(topk_method="noaux_tc"), "topk_method='noaux_tc'"),
         (V2_LITE, dict(num_experts_per_tok=65), "num_experts_per_tok=65"),

@@ -32,7 +32,7 @@ DEGREES = ("tp", "pp", "vpp", "cp", "ep", "etp")
 _LEAST_FIRST = ("etp", "cp", "ep", "tp", "pp")  # what a rehearsal can do without, first
 END, PAD, USER, ASSISTANT = "<|end|>", "<|pad|>", "<|user|>", "<|assistant|>"
 _MARKS = (PAD, END, USER, ASSISTANT)
-_OF_THE_TOKENIZER = ("bos_token_id", "eos_token_id", "pad_token_id")
+_LEFT_OUT = ("bos_token_id", "eos_token_id", "pad_token_id", "layer_types", "mlp_layer_types")
 _STD = 0.1
 _TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}"
@@ -109,7 +109,7 @@ def shrink_model(raw: Mapping[str, Any], *, layers: int, cluster_tp: int = 1) ->
     family = find_family(raw, "config.json")
     full = {**DEFAULTS, **family.defaults, **raw}
     kv_heads = full.get("num_key_value_heads") or full["num_attention_heads"]
-    small = {k: v for k, v in raw.items() if k not in (*_OF_THE_TOKENIZER, "layer_types")}
+    small = {k: v for k, v in raw.items() if k not in _LEFT_OUT}
     small = {"model_type": family.name} | small
     small |= {key: size for key, size in OVERLAY["model"].items() if full.get(key)}
     small |= {key: min(full[key], n) for key, n in OVERLAY["model_limit"].items() if full.get(key)}
