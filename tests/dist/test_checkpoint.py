@@ -139,7 +139,7 @@ CASES: dict[str, tuple[int, Parallel, dict[str, Any], str, bool]] = {
     "cp2": (2, dict(cp=2), ZERO, "qwen3", True),
     "pp2-uneven": (2, dict(pp=2, pipeline_split=[1, 3]), ZERO, "qwen2", True),
     "ep2": (2, dict(ep=2), ZERO, "qwen3_moe", False),
-    "tp2sp-sandwich": (2, dict(tp=2, sequence_parallel=True), ZERO, "glm4", False),
+    "tp2sp-sandwich": (2, dict(tp=2, sequence_parallel=True), ZERO, "olmo3", False),
     "dp2-bf16-plain": (2, dict(), BF16 | PLAIN, "qwen2", False),
     "pp2-dense-first": (2, dict(pp=2), ZERO, "qwen3_moe-dense-first", False),
     "cp2-states": (2, dict(cp=2), ZERO, "qwen3_next", False),

@@ -29,11 +29,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4": {},
     "mixtral": {},
     "qwen3_moe": dict(mlp_only_layers=[], norm_topk_prob=True),
+    # on CPUs with AMX this server does not scale the angles of layers without a window
+    "gemma3_text": dict(
+        tie=True,
+        rope_parameters={
+            f"{kind}_attention": dict(rope_type="default", rope_theta=base)
+            for kind, base in (("full", 5e4), ("sliding", 300.0))
+        },
+    ),
 }
 OPTIONS = {"mixtral": {"enable_return_routed_experts": True}}
 LAYOUTS = {
     "llama": dict(pp=2), "qwen2": dict(tp=2), "glm4": dict(tp=2), "mixtral": dict(etp=2),
-    "qwen3_moe": dict(ep=2),
+    "qwen3_moe": dict(ep=2), "gemma3_text": dict(tp=2),
 }  # fmt: skip
 _versions = itertools.count(1)
 

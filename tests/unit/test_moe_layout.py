@@ -119,7 +119,7 @@ def test_what_transformers_saves_is_read_back(kind: str, tmp_path: Any) -> None:
     tiny_hf(kind).save_pretrained(tmp_path)
     shape = read_hf_config(tmp_path).moe
     assert shape is not None and (shape.num_experts, shape.top_k) == (4, 2)
-    assert shape.intermediate_size == (96 if kind == "mixtral" else 48)
+    assert shape.intermediate_size == (96 if kind in ("mixtral", "minimax_m2") else 48)
     shared = {"qwen2_moe": 40, "glm4_moe": 48} | dict.fromkeys(HYBRID_MOE_KINDS, 40)
     assert shape.shared_intermediate_size == shared.get(kind, 0)
     assert shape.norm_topk_prob == (kind != "qwen3_moe")
