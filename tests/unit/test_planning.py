@@ -60,6 +60,8 @@ LAYOUTS = (
         ("Qwen/Qwen3-30B-A3B", 30.53e9, 3.3e9),
         # the model card says 80B and 3B; these are the closed forms of its config.json
         ("Qwen/Qwen3-Next-80B-A3B-Instruct", 79_674_391_296, 3_874_929_408),
+        # the model card's 5.13B leave the embedding out of what a token meets
+        ("openai/gpt-oss-120b", 116.83e9, 5.13e9 + 201088 * 2880),
     ),
 )
 def test_published_parameter_counts(name: str, total: float, active: float) -> None:
