@@ -84,7 +84,7 @@ _FAMILY: dict[str, dict[str, Any]] = {
     "olmo3": dict(
         sliding_window=5,
         rope_parameters=dict(
-            full_attention=dict(rope_type="linear", factor=4.0, rope_theta=5e4),
+            full_attention=YARN | dict(mscale=None, rope_theta=5e4),
             sliding_attention=dict(rope_type="default", rope_theta=300.0),
         ),
     ),

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from megarl.config.engine import ParallelConfig
 from megarl.models.attention import SDPACoreAttention, SinkAttention, te_attention_with_tries
 from megarl.models.families import family_of
-from megarl.models.layers import GroupLimited, RMSNorm, ValueHead, ZeroCentredRMSNorm
+from megarl.models.layers import GroupLimited, RMSNorm, ValueHead, ZeroCentredRMSNorm, tell_factor
 from megarl.models.options import EngineOptions
 from megarl.models.params import init_params, mark_params, named_params
 from megarl.models.piece_table import VOCAB_DIVISIBLE_BY, PieceTable, build_piece_table
@@ -269,6 +269,8 @@ def transformer_config(
     }
     kind = getattr(transformer, family.config_class)
     config: TransformerConfig = kind(**{**fields, **overrides})
+    if not config.multi_latent_attention:
+        tell_factor(config, model.rope_scaling)
     return config
 
 

@@ -9,6 +9,7 @@ T (packed) tokens, H hidden, E experts in equal groups, k experts per token.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -20,11 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megarl.models.rope import inv_freq
-from megarl.models.shapes import ModelConfig, MoEShape
+from megarl.models.shapes import ModelConfig, MoEShape, RopeScaling
 from megarl.parallel import mcore  # noqa: F401  before megatron
 from megarl.parallel.packing import Packed
 
 from megatron.core import parallel_state as ps
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
+    _yarn_get_concentration_factor_from_config as rotary_factor,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, mappings
 from megatron.core.transformer import TransformerConfig, TransformerLayer, multi_latent_attention
@@ -234,13 +238,30 @@ def scale_embeddings(chunk: GPTModel, factor: float) -> None:
         chunk.embedding.register_forward_hook(lambda _module, _args, out: out * rounded)
 
 
+def tell_factor(config: Any, scaling: RopeScaling | None) -> None:
+    """Sets what megatron-core multiplies cos and sin with, in a config without latent attention:
+    0.1 mscale ln(scaling) + 1, of fields that TransformerConfig does not declare. Its fused kernels
+    have no such factor."""
+    factor = 1.0 if scaling is None else scaling.rotary_factor
+    if factor != rotary_factor(config):
+        config.yarn_rotary_scaling_factor, config.yarn_mscale_all_dim = math.exp(10), 0.0
+        config.yarn_mscale = factor - 1.0
+        config.apply_rope_fusion = False
+
+
 def rotate_windows(chunk: GPTModel, model: ModelConfig) -> None:
     """Gives the layers with a sliding window the rotary embedding of `model.window_rope`, each as
     a part of its attention."""
     rotary = copy.copy(chunk.rotary_pos_emb)
     rotary.inv_freq = inv_freq(model, window=True).to(rotary.inv_freq.device)
+    assert model.window_rope is not None
+    config = copy.copy(chunk.config)
+    tell_factor(config, model.window_rope[1])
     for layer in chunk.decoder.layers:
         if layer.layer_number - 1 in model.attention.window_layers:
+            if rotary_factor(config) != rotary_factor(chunk.config):
+                layer.self_attention.config = config  # the second is what newer ones read
+                layer.self_attention._yarn_concentration_factor = rotary_factor(config)
             layer.self_attention.rotary_pos_emb = rotary
             layer.self_attention.register_forward_pre_hook(_rotate_by_own, with_kwargs=True)
 

@@ -6,6 +6,7 @@ which family a model is of.
 
 from __future__ import annotations
 
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -16,7 +17,11 @@ from typing import Any, ClassVar
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
     """Says how rotary embeddings are scaled. "linear" uses `factor` only; "llama3" and "yarn" use
-    `factor`, `original_max_position_embeddings` and the fields under their names."""
+    `factor`, `original_max_position_embeddings` and the fields under their names.
+
+    attention_factor: what cos and sin are multiplied with; 0: what `mscale` and `mscale_all_dim`
+    say.
+    """
 
     type: str
     factor: float
@@ -30,6 +35,18 @@ class RopeScaling:
     mscale: float = 1.0
     mscale_all_dim: float = 0.0
     exact: bool = False  # the bounds between kept and stretched numbers are not rounded
+    attention_factor: float = 0.0
+
+    def gain(self, mscale: float) -> float:
+        """Returns YaRN's factor for longer contexts, 0.1 mscale ln(factor) + 1."""
+        return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
+
+    @property
+    def rotary_factor(self) -> float:
+        """Returns what YaRN multiplies cos and sin with; 1 in other kinds."""
+        if self.type != "yarn":
+            return 1.0
+        return self.attention_factor or self.gain(self.mscale) / self.gain(self.mscale_all_dim)
 
 
 @dataclass(frozen=True, kw_only=True)

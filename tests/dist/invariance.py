@@ -28,7 +28,15 @@ from tests.dist.engine_jobs import Tensors, make_engine, state
 from tests.dist.losses import LOSSES
 from tests.dist.reference import STEPS, hf_model, hf_outputs, hf_steps
 from tests.pairwise import Row, all_pairs, drawn
-from tests.tiny import HYBRID_MOE_KINDS, MLA_KINDS, MOE_KINDS, OSS_KINDS, random_batch, save_hf
+from tests.tiny import (
+    HYBRID_MOE_KINDS,
+    MLA_KINDS,
+    MOE_KINDS,
+    OSS_KINDS,
+    YARN,
+    random_batch,
+    save_hf,
+)
 
 OUTPUTS = 1e-5  # absolute: log-probabilities and values are of order one
 FIGURES = 2e-5  # losses and gradient norms of all steps, relative where they are above one
@@ -45,14 +53,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": dict(rope_parameters=LLAMA3, num_key_value_heads=1),
     # later half of the layers (all of Mistral's); sequences are longer than the window
     "qwen2": dict(use_sliding_window=True, sliding_window=5, max_window_layers=2),
-    "qwen3": {},
+    "qwen3": dict(rope_parameters=YARN | dict(mscale=None)),
     "mistral": {},
     "qwen2_moe": {},
     "qwen3_moe": {},
     "mixtral": {},
     "deepseek_v2": dict(n_routed_experts=8, n_group=4),  # ep=4 wants a multiple of 4
-    "deepseek_v3": {},
-    "glm": {},
+    "deepseek_v3": dict(rope_parameters=YARN | dict(attention_factor=1.3, truncate=False)),
+    "glm": dict(rope_parameters=YARN | dict(truncate=False, partial_rotary_factor=0.5)),
     "glm4": {},
     "glm4_moe": {},
     "kimi_k2": {},

@@ -14,7 +14,7 @@ from megarl.models.trie_params import trie_params
 from megarl.parallel.trie import build_trie
 from tests.dist.models_util import all_gather_dim, built_model, positions, thd
 from tests.dist.world import World
-from tests.tiny import GLM_KINDS, MLA_KINDS, VOCAB, save_tiny
+from tests.tiny import GLM_KINDS, MLA_KINDS, VOCAB, YARN, save_tiny
 
 LLAMA3 = dict(
     rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
@@ -66,6 +66,7 @@ FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **{k: (k, {}) for k in ("llama", "qwen2", "qwen3", *GLM_KINDS, *MLA_KINDS)},
     **{k: (k, {}) for k in ("qwen3_moe", "glm4_moe")},
+    "yarn": ("qwen3", dict(rope_parameters=YARN)),
     "llama3-rope": ("llama", dict(rope_parameters=LLAMA3)),
 }
 

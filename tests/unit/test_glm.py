@@ -113,7 +113,7 @@ def test_names_and_shapes_are_those_transformers_saves(
         (dict(partial_rotary_factor=0.0), "partial_rotary_factor=0.0"),
         (dict(partial_rotary_factor=1.5), "partial_rotary_factor=1.5"),
         (dict(partial_rotary_factor="half"), "partial_rotary_factor='half'"),
-        (dict(rope_scaling={"type": "yarn", "factor": 4.0}), "'yarn'.*linear, llama3"),
+        (dict(rope_scaling={"type": "dynamic", "factor": 4.0}), "'dynamic'.*linear, llama3"),
         (dict(hidden_act="gelu"), "hidden_act='gelu'"),
         (dict(attention_dropout=0.1), "attention_dropout=0.1"),
         (dict(architectures=["ChatGLMModel"]), "ChatGLMModel.*GlmForCausalLM"),

@@ -125,7 +125,7 @@ def test_sliding_window_that_is_off_is_fine() -> None:
         (dict(attention_dropout=0.1), "attention_dropout=0.1"),
         (dict(quantization_config={"quant_method": "fp8"}), "quantization_config.*dequantise"),
         (dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5"),
-        (dict(rope_scaling={"rope_type": "yarn", "factor": 4.0}), "'yarn'.*linear, llama3"),
+        (dict(rope_scaling={"rope_type": "dynamic", "factor": 4.0}), "'dynamic'.*linear, llama3"),
         (dict(rope_scaling={"rope_type": "llama3", "factor": 4.0}), "lacks low_freq_factor"),
         (dict(rope_parameters={"full_attention": {"rope_theta": 1.0}}), "per layer type"),
         (

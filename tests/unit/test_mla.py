@@ -174,8 +174,17 @@ def test_every_element_once_in_every_layout(kind: str, tmp_path: Any) -> None:
         (V3, dict(kv_lora_rank=None), "kv_lora_rank is missing"),
         (V3, dict(quantization_config={"quant_method": "fp8"}), "quantization_config.*dequantise"),
         (V3, dict(rope_scaling={"type": "linear", "factor": 2}), "'linear'.*default, yarn"),
-        (V3, dict(rope_scaling={**V3["rope_scaling"], "truncate": False}), "truncate=False"),
-        (V3, dict(rope_scaling={**V3["rope_scaling"], "mscale": None}), "mscale_all_dim=1.0"),
+        (V3, dict(rope_scaling={**V3["rope_scaling"], "truncate": "no"}), "truncate='no'"),
+        (
+            V3,
+            dict(rope_scaling={**V3["rope_scaling"], "attention_factor": 0}),
+            "factor=0;.*above 0",
+        ),
+        (
+            V3,
+            dict(rope_scaling={**V3["rope_scaling"], "attention_factor": 2, "factor": 1}),
+            "attention_factor=2.0 with factor=1.0.*latent attention",
+        ),
         (V3, dict(rope_scaling={"type": "yarn", "factor": 4}), "lacks original_max_position"),
         (FLASH, dict(first_k_dense_replace=3), "first_k_dense_replace=3.*1"),
         (FLASH, dict(mlp_layer_types=["sparse"] * 46), "for each of 47 layers"),
@@ -232,6 +241,10 @@ def test_layouts_that_do_not_fit_name_the_values() -> None:
         dict(beta_fast=16, beta_slow=2),
         dict(beta_fast=1.0, beta_slow=1.0, factor=32.0, mscale_all_dim=1.0),
         dict(factor=0.5),
+        dict(attention_factor=1.3),
+        dict(attention_factor=0.9, mscale=None, mscale_all_dim=None),
+        dict(mscale=None),
+        dict(truncate=False),
     ),
 )
 def test_yarn_is_hugging_faces_to_the_bit(over: dict[str, Any]) -> None:
@@ -244,6 +257,7 @@ def test_yarn_is_hugging_faces_to_the_bit(over: dict[str, Any]) -> None:
     ours = YarnRotaryEmbedding(
         f["qk_pos_emb_head_dim"], rotary_base=f["rotary_base"], use_cpu_initialization=True,
         scaling_factor=f["rotary_scaling_factor"],
+        correction_range_round_to_int=over.get("truncate", True),
         **{k: f[k] for k in (
             "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"
         )},

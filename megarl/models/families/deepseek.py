@@ -6,7 +6,7 @@ Refuses what megatron-core's parts would compute differently from Hugging Face's
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from megarl.models.families.base import Family
@@ -20,7 +20,7 @@ from megarl.models.families.experts import (
 )
 from megarl.models.families.fields import number, positive, refuse_others
 from megarl.models.families.params import PROJ, Param
-from megarl.models.families.rope import require
+from megarl.models.families.rope import yarn
 from megarl.models.ops import ColumnParallel, H, Op, Replicated
 from megarl.models.shapes import Attention, ModelConfig, MoEShape, RopeScaling
 
@@ -95,25 +95,22 @@ _KEYS_AND_VALUES = (
 
 
 def _yarn(params: Mapping[str, Any], source: str) -> RopeScaling:
-    """Reads YaRN (Peng et al., 2023, arXiv 2309.00071) with DeepSeek's `mscale`. cos and sin are
-    multiplied by g(mscale) / g(mscale_all_dim), attention scores by g(mscale_all_dim)^2, where g(m)
-    = 0.1 m ln(factor) + 1. Raises ValueError for a field that is missing or not implemented."""
-    refuse_others(params, {"attention_factor": (), "truncate": (True,)}, source)
-    require(params, "yarn", ("factor", "original_max_position_embeddings"), source)
-    mscale, all_dim = (number(params, k, source, 0.0) for k in ("mscale", "mscale_all_dim"))
-    if all_dim and not mscale:
-        raise ValueError(f"{source}: rope scaling has mscale_all_dim={all_dim} but no mscale")
-    return RopeScaling(
-        type="yarn",
-        factor=number(params, "factor", source),
-        original_max_position_embeddings=positive(
-            params, "original_max_position_embeddings", source
-        ),
-        beta_fast=number(params, "beta_fast", source, 32.0) or 32.0,
-        beta_slow=number(params, "beta_slow", source, 1.0) or 1.0,
-        mscale=mscale if all_dim else 1.0,  # alone, it is not read
-        mscale_all_dim=all_dim,
-    )
+    """Reads YaRN with DeepSeek's `mscale_all_dim`: attention scores are multiplied by its gain
+    squared. megarl's other fields hold what megatron-core has: its factor on cos and sin is
+    gain(mscale) / gain(mscale_all_dim). Raises ValueError for a field that is missing or not
+    implemented."""
+    s = yarn(params, source)
+    all_dim = number(params, "mscale_all_dim", source, 0.0)
+    if not s.attention_factor and all_dim == s.mscale_all_dim:
+        return s
+    excess = s.rotary_factor * s.gain(all_dim) - 1.0
+    if s.factor <= 1 and excess:
+        raise ValueError(
+            f"{source}: attention_factor={s.attention_factor} with factor={s.factor} is not "
+            "supported in latent attention; supported: a factor above 1"
+        )
+    mscale = excess / (s.gain(1.0) - 1.0) if excess else 0.0
+    return replace(s, mscale=mscale, mscale_all_dim=all_dim, attention_factor=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,23 +169,28 @@ class DeepSeek(Family):
             rotary_scaling_factor=1.0,  # the default is 40, and scales scores whatever the type
             apply_rope_fusion=False,  # the kernel works in place and for YaRN alone
         )
-        if (yarn := m.rope_scaling) is not None:
+        if (scaling := m.rope_scaling) is not None:
             fields |= dict(
                 rope_type="yarn",
-                rotary_scaling_factor=yarn.factor,
-                original_max_position_embeddings=yarn.original_max_position_embeddings,
-                beta_fast=yarn.beta_fast,
-                beta_slow=yarn.beta_slow,
-                mscale=yarn.mscale,
-                mscale_all_dim=yarn.mscale_all_dim,
+                rotary_scaling_factor=scaling.factor,
+                original_max_position_embeddings=scaling.original_max_position_embeddings,
+                beta_fast=scaling.beta_fast,
+                beta_slow=scaling.beta_slow,
+                mscale=scaling.mscale,
+                mscale_all_dim=scaling.mscale_all_dim,
             )
         return fields
 
     def patch(self, chunk: Any, m: ModelConfig) -> None:
-        """Sets the latents' norms and projections; the frequencies stay megatron-core's own."""
+        """Sets the latents' norms and projections, and YaRN's rounding; the frequencies stay
+        megatron-core's own."""
         from megarl.models.layers import settle_mla
 
         settle_mla(chunk)
+        if m.rope_scaling is not None and m.rope_scaling.exact:
+            for module in chunk.modules():
+                if hasattr(module, "correction_range_round_to_int"):
+                    module.correction_range_round_to_int = False
 
 
 def _v2_experts(raw: Mapping[str, Any], source: str) -> MoEShape:

@@ -3,19 +3,18 @@ biases in all linear maps, and experts with a clamped gate, which share HF's ten
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from megarl.models.families.base import Family
 from megarl.models.families.experts import MoE, softmax_experts
-from megarl.models.families.fields import number, positive, refuse_others
+from megarl.models.families.fields import number, refuse_others
 from megarl.models.families.grouped_query import BUT_NTH
 from megarl.models.families.params import Param
-from megarl.models.families.rope import require
+from megarl.models.families.rope import yarn
 from megarl.models.ops import GateUpInTurns, H, Op, Replicated, Sections, Transposed
-from megarl.models.shapes import Attention, ModelConfig, MoEShape, RopeScaling
+from megarl.models.shapes import Attention, ModelConfig, MoEShape
 
 _E, _INNER = "experts.num_experts", "experts.intermediate_size"
 
@@ -61,23 +60,6 @@ def _experts(raw: Mapping[str, Any], source: str) -> MoEShape:
     return replace(shape, bias=True, limit=limit)
 
 
-def _yarn(params: Mapping[str, Any], source: str) -> RopeScaling:
-    """Reads YaRN (Peng et al., 2023, arXiv 2309.00071). Raises ValueError for a field that is
-    missing or not implemented."""
-    others = dict.fromkeys(("attention_factor", "mscale", "mscale_all_dim"), ())
-    refuse_others(params, {**others, "truncate": (True, False)}, source)
-    context = "original_max_position_embeddings"
-    require(params, "yarn", ("factor", context), source)
-    return RopeScaling(
-        type="yarn",
-        factor=number(params, "factor", source),
-        original_max_position_embeddings=positive(params, context, source),
-        beta_fast=number(params, "beta_fast", source, 32.0) or 32.0,
-        beta_slow=number(params, "beta_slow", source, 1.0) or 1.0,
-        exact=params.get("truncate") is False,
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class GptOss(Family):
     """gpt-oss's 20B and 120B models, dequantised."""
@@ -97,11 +79,7 @@ class GptOss(Family):
         clamps before it adds the bias, gpt-oss after it."""
         from megatron.core.fusions.fused_bias_geglu import quick_gelu
 
-        yarn, scale = m.rope_scaling, 1.0
-        if yarn is not None and yarn.factor > 1:  # of cos and sin, so squared of scores
-            scale = 0.1 * math.log(yarn.factor) + 1
         return super().transformer_fields(m) | dict(
-            softmax_scale=scale**2 / math.sqrt(m.attention.head_dim),
             softmax_type="learnable",
             add_bias_linear=True,
             bias_activation_fusion=False,
@@ -126,7 +104,7 @@ FAMILIES = (
         moe=Experts(_experts),
         qkv_bias=True,
         slides=BUT_NTH,
-        rope_scalings={"yarn": _yarn},
+        rope_scalings={"yarn": yarn},
         defaults={
             "num_key_value_heads": 8,
             "head_dim": 64,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megarl.models.families.fields import number, positive
+from megarl.models.families.fields import number, positive, refuse_others
 from megarl.models.shapes import RopeScaling
 
 ScalingReader = Callable[[Mapping[str, Any], str], RopeScaling]
@@ -72,6 +72,8 @@ def rope_by_type(
         require(scaling, str(scaling.get("type")), ("rope_type",), source)
     full = {"rope_theta": raw["rope_theta"], **(sets.get(FULL) or {}), **scaling}
     window = {"rope_theta": raw["rope_local_base_freq"], **(sets.get(SLIDING) or {})}
+    for settings in (full, window):  # transformers looks for it beside the sets
+        refuse_others(settings, {"truncate": (True,)}, source)
     return _read(full, source, False, scalings), _read(window, source, False, scalings)
 
 
@@ -110,6 +112,29 @@ def _llama3(params: Mapping[str, Any], source: str) -> RopeScaling:
     return RopeScaling(type="llama3", **values)
 
 
+def yarn(params: Mapping[str, Any], source: str) -> RopeScaling:
+    """Reads YaRN (Peng et al., 2023, arXiv 2309.00071) as transformers does: `mscale` and
+    `mscale_all_dim` count together. Raises ValueError for a field that is missing or wrong."""
+    require(params, "yarn", ("factor", "original_max_position_embeddings"), source)
+    refuse_others(params, {"truncate": (True, False)}, source)
+    mscale, all_dim = (number(params, k, source, 0.0) for k in ("mscale", "mscale_all_dim"))
+    if (given := params.get("attention_factor")) == 0:
+        raise ValueError(f"{source}: attention_factor={given!r}; expected a number above 0")
+    return RopeScaling(
+        type="yarn",
+        factor=number(params, "factor", source),
+        original_max_position_embeddings=positive(
+            params, "original_max_position_embeddings", source
+        ),
+        beta_fast=number(params, "beta_fast", source, 32.0) or 32.0,
+        beta_slow=number(params, "beta_slow", source, 1.0) or 1.0,
+        mscale=mscale if mscale and all_dim else 1.0,
+        mscale_all_dim=all_dim if mscale else 0.0,
+        attention_factor=number(params, "attention_factor", source, 0.0),
+        exact=not params.get("truncate", True),
+    )
+
+
 def require(params: Mapping[str, Any], kind: str, names: tuple[str, ...], source: str) -> None:
     """Raises ValueError, naming them, unless a scaling of this kind has all settings of `names`."""
     if missing := [k for k in names if params.get(k) is None]:
@@ -117,4 +142,4 @@ def require(params: Mapping[str, Any], kind: str, names: tuple[str, ...], source
 
 
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor")
-SCALINGS: Mapping[str, ScalingReader] = {"linear": _linear, "llama3": _llama3}
+SCALINGS: Mapping[str, ScalingReader] = {"linear": _linear, "llama3": _llama3, "yarn": yarn}
