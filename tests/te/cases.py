@@ -27,6 +27,8 @@ def _cases() -> dict[str, Case]:
         found[f"{kind}-tp"] = (kind, Layout(**SP), 1, "lm")
         last = Layout(**SP, pp=2, ep=2) if sparse else Layout(**SP, pp=2)
         found[f"{kind}-last"] = (kind, last, 3, "lm")
+    found["gemma3_text-tp"] = ("gemma3_text", Layout(**SP), 1, "lm")
+    found["olmo3-tp"] = ("olmo3", Layout(**SP), 1, "lm")
     found["qwen3-value"] = ("qwen3", Layout(**SP), 1, "value")
     found["qwen2-cp"] = ("qwen2", Layout(tp=2, cp=2), 3, "lm")
     found["mixtral-etp"] = ("mixtral", Layout(**SP, ep=2, etp=2, dp=2), 3, "lm")
