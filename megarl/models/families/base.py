@@ -46,7 +46,8 @@ class Family:
     model_type. `wrappers`: what publishes it beside a vision tower.
     `classifier`: in place of `architecture` where HF's classifiers of the family have another
     name, with ForCausalLM for what they end in.
-    `mlp`, `norms`: parameters of a dense layer's MLP and of a layer's norms. `moe`: its
+    `mlp`, `norms`: parameters of a dense layer's MLP and of a layer's norms. `zero_centred`: its
+    norms multiply with 1 + weight, not those within a recurrent layer. `moe`: its
     mixture-of-experts block. `recurrent_params`: those of a recurrent layer before its MLP.
     `qkv_bias`, `qk_norm`, `whole_norm`, `interleaved`, `output_gate`: see GroupedQuery; a text is
     the key of config.json that says so. `slides`: which layers HF's implementation gives a sliding
@@ -69,6 +70,7 @@ class Family:
     classifier: str | None = None
     mlp: tuple[Param, ...] = MLP
     norms: tuple[Param, ...] = NORMS
+    zero_centred: bool = False
     moe: MoE | None = None
     recurrent_params: tuple[Param, ...] = ()
     qkv_bias: bool | str = False
@@ -117,6 +119,8 @@ class Family:
     def params(self, m: ModelConfig) -> Iterator[tuple[Param, int | None]]:
         """Yields every parameter of `m` in HF order, with the number of its layer."""
         for p, layer in self._params(m):
+            if self.zero_centred and p.name.endswith("layernorm.weight"):
+                p = replace(p, initial="zeros")
             yield (replace(p, hf=tuple(map(m.hf_name, p.hf))) if m.wrapper else p), layer
 
     def _params(self, m: ModelConfig) -> Iterator[tuple[Param, int | None]]:
@@ -157,6 +161,8 @@ class Family:
         fields: dict[str, Any] = dict(
             add_qkv_bias=a.qkv_bias, qk_layernorm=a.qk_norm, rotary_interleaved=a.interleaved
         )
+        if self.zero_centred:
+            fields["layernorm_zero_centered_gamma"] = True
         if a.output_gate:
             fields["attention_output_gate"] = True
         if a.scaled_by:

@@ -75,6 +75,14 @@ def softmax_experts(raw: Mapping[str, Any], source: str) -> MoEShape:
     return replace(_experts(raw, key, source), dense_layers=_dense_layers(raw, source))
 
 
+def mixtral_experts(raw: Mapping[str, Any], source: str) -> MoEShape:
+    """Reads a softmax router's block whose experts have the MLP's size, and the weights of a
+    token's experts sum to 1 whatever the config says. Raises ValueError as `softmax_experts`
+    does."""
+    raw = {**raw, "norm_topk_prob": True, "moe_intermediate_size": raw.get("intermediate_size")}
+    return softmax_experts(raw, source)
+
+
 def _experts(raw: Mapping[str, Any], key: str, source: str) -> MoEShape:
     """Reads the sizes of a block whose config has the number of its experts under `key`."""
     experts, top_k = positive(raw, key, source), positive(raw, "num_experts_per_tok", source)

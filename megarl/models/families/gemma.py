@@ -3,7 +3,7 @@ MLP, and layers with a sliding window that have a rotary base of their own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from megarl.models.shapes import Attention, ModelConfig, Wrapper
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma3(Family):
-    """A family whose norms multiply with 1 + weight, and whose embeddings are scaled."""
+    """A family whose embeddings are scaled."""
 
     def read_attention(self, raw: Mapping[str, Any], source: str) -> Attention:
         """Reads grouped-query attention and what its scores are scaled by. Raises ValueError naming
@@ -27,18 +27,12 @@ class Gemma3(Family):
         assert isinstance(a, GroupedQuery)
         return replace(a, scaled_by=positive(raw, "query_pre_attn_scalar", source))
 
-    def params(self, m: ModelConfig) -> Iterator[tuple[Param, int | None]]:
-        """Yields every parameter; norms start with 0, as they are added to 1."""
-        for param, layer in super().params(m):
-            yield (replace(param, initial="zeros") if "norm" in param.name else param), layer
-
     def transformer_fields(self, m: ModelConfig) -> dict[str, Any]:
-        """Returns the fields with Gemma's norms and activation: megatron-core's fused GeGLU takes
-        the approximation by tanh, as HF's gelu_pytorch_tanh does."""
+        """Returns the fields with Gemma's activation: megatron-core's fused GeGLU takes the
+        approximation by tanh, as HF's gelu_pytorch_tanh does."""
         import torch.nn.functional as F
 
-        fields = dict(layernorm_zero_centered_gamma=True, activation_func=F.gelu)
-        return super().transformer_fields(m) | fields
+        return super().transformer_fields(m) | {"activation_func": F.gelu}
 
     def patch_spec(self, spec: Any, m: ModelConfig, first: int) -> None:
         """Makes every layer of `spec` also normalise its outputs."""
@@ -82,6 +76,7 @@ FAMILIES = (
         classifier="Gemma3TextForCausalLM",
         wrappers=(_WHOLE,),
         norms=_NORMS,
+        zero_centred=True,
         qk_norm=True,
         slides=BUT_NTH,
         rope_by_type=True,

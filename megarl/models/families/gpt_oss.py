@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megarl.models.families.base import Family
-from megarl.models.families.experts import MoE, softmax_experts
+from megarl.models.families.experts import MoE, mixtral_experts
 from megarl.models.families.fields import number, refuse_others
 from megarl.models.families.grouped_query import BUT_NTH
 from megarl.models.families.params import Param
@@ -50,13 +50,12 @@ class Experts(MoE):
 
 
 def _experts(raw: Mapping[str, Any], source: str) -> MoEShape:
-    """Reads gpt-oss's block: the weights of a token's experts sum to 1, and every layer has
-    experts, whatever the config says."""
+    """Reads gpt-oss's block: Mixtral's in every layer, with biases and clamped gates, whatever the
+    config says."""
     refuse_others(raw, {"swiglu_alpha": (1.702,), "attention_bias": (True,)}, source)
     if not (limit := number(raw, "swiglu_limit", source)):
         raise ValueError(f"{source}: swiglu_limit={limit}; expected a positive number")
-    raw = {**raw, "norm_topk_prob": True, "moe_intermediate_size": raw.get("intermediate_size")}
-    shape = softmax_experts({**raw, "decoder_sparse_step": 1, "mlp_only_layers": None}, source)
+    shape = mixtral_experts({**raw, "decoder_sparse_step": 1, "mlp_only_layers": None}, source)
     return replace(shape, bias=True, limit=limit)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megarl.models.families.base import Family
-from megarl.models.families.experts import ROUTER_BIAS, MoE, softmax_experts
+from megarl.models.families.experts import ROUTER_BIAS, MoE, mixtral_experts
 from megarl.models.families.fields import positive, refuse_others
 from megarl.models.shapes import Attention, MoEShape
 
@@ -35,10 +35,8 @@ class MiniMaxM2(Family):
 
 
 def _experts(raw: Mapping[str, Any], source: str) -> MoEShape:
-    """Reads the block: an expert has the MLP's size, and the weights of a token's experts sum to 1
-    whatever the config says."""
-    raw = {**raw, "norm_topk_prob": True, "moe_intermediate_size": raw.get("intermediate_size")}
-    return replace(softmax_experts(raw, source), sigmoid=True, score_bias=True)
+    """Reads the block: Mixtral's with a sigmoid router and a bias, whatever the config says."""
+    return replace(mixtral_experts(raw, source), sigmoid=True, score_bias=True)
 
 
 _BIAS = replace(ROUTER_BIAS, hf=("block_sparse_moe.e_score_correction_bias",))

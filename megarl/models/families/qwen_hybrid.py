@@ -3,8 +3,8 @@ network (Yang et al., 2024, arXiv 2412.06464), the others attend, and their outp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from megarl.models.families.base import Family
@@ -131,7 +131,7 @@ def _delta_params(
 
 @dataclass(frozen=True, kw_only=True)
 class Hybrid(Family):
-    """A family with gated delta networks, whose norms multiply with 1 + weight."""
+    """A family with gated delta networks."""
 
     def read_attention(self, raw: Mapping[str, Any], source: str) -> Attention:
         """Reads the attention of the layers that attend, all of them to all tokens before."""
@@ -158,18 +158,11 @@ class Hybrid(Family):
             kernel=positive(raw, "linear_conv_kernel_dim", source),
         )
 
-    def params(self, m: ModelConfig) -> Iterator[tuple[Param, int | None]]:
-        """Yields every parameter; norms start with 0, which 1 is added to."""
-        for param, layer in super().params(m):
-            centred = param.name.endswith("layernorm.weight")
-            yield (replace(param, initial="zeros") if centred else param), layer
-
     def transformer_fields(self, m: ModelConfig) -> dict[str, Any]:
         """Returns the fields with the sizes of gated delta networks."""
         d = m.recurrent
         assert isinstance(d, GatedDelta)
         return super().transformer_fields(m) | dict(
-            layernorm_zero_centered_gamma=True,
             linear_conv_kernel_dim=d.kernel,
             linear_key_head_dim=d.key_dim,
             linear_value_head_dim=d.value_dim,
@@ -236,6 +229,7 @@ _DEFAULTS: dict[str, Any] = {
     "linear_num_value_heads": 32,
 }
 _COMMON: dict[str, Any] = dict(
+    zero_centred=True,
     qk_norm=True,
     output_gate=True,
     partial_rotary=True,
@@ -259,6 +253,7 @@ FAMILIES = (
     Hybrid(
         name="qwen3_5_text",
         architecture="Qwen3_5ForCausalLM",
+        classifier="Qwen3_5TextForCausalLM",
         wrappers=(_beside_vision("Qwen3_5ForConditionalGeneration"),),
         recurrent_params=_BY_PART,
         defaults={**_DEFAULTS, "num_key_value_heads": 4},
@@ -267,6 +262,7 @@ FAMILIES = (
     Hybrid(
         name="qwen3_5_moe_text",
         architecture="Qwen3_5MoeForCausalLM",
+        classifier="Qwen3_5MoeTextForCausalLM",
         wrappers=(_beside_vision("Qwen3_5MoeForConditionalGeneration"),),
         moe=_moe(_every_layer),
         recurrent_params=_BY_PART,
