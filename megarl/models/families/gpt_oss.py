@@ -76,6 +76,8 @@ class GptOss(Family):
     def transformer_fields(self, m: ModelConfig) -> dict[str, Any]:
         """Returns the fields of sinks, biases and clamped gates. megatron-core's fused activation
         clamps before it adds the bias, gpt-oss after it."""
+        from megarl.parallel import mcore  # noqa: F401  before megatron
+
         from megatron.core.fusions.fused_bias_geglu import quick_gelu
 
         return super().transformer_fields(m) | dict(
