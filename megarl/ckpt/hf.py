@@ -136,12 +136,12 @@ def _check_layers(files: SafetensorsDir, table: PieceTable) -> None:
     m = table.model
     layers = m.hf_name("model.layers.")
     layer = re.compile(re.escape(layers) + r"(\d+)\.")
-    held = {int(found[1]) for n in files.names() if (found := layer.match(n))}
-    held -= {i for i in held if f"{layers}{i}.eh_proj.weight" in files}  # predicts further
-    if held and held == set(range(len(held))) and len(held) != m.num_layers:
+    numbers = {int(match[1]) for n in files.names() if (match := layer.match(n))}
+    numbers -= {i for i in numbers if f"{layers}{i}.eh_proj.weight" in files}  # predicts further
+    if numbers and numbers == set(range(len(numbers))) and len(numbers) != m.num_layers:
         raise ValueError(
             f"{files.path}: config.json says num_hidden_layers={m.num_layers}, the weights are of "
-            f"{len(held)} layers; set it to that, or use the config.json that belongs to them"
+            f"{len(numbers)} layers; set it to that, or use the config.json that belongs to them"
         )
 
 
@@ -151,8 +151,8 @@ def _check_tied(files: SafetensorsDir, embedding: str, head: str) -> None:
     step = max(1, _COMPARED_AT_ONCE // cols)
     for row in range(0, rows if same else 0, step):
         box = (slice(row, row + step), slice(None))
-        wanted = files.read(embedding, box)
-        if not torch.equal(wanted, files.read(head, box).to(wanted.dtype)):
+        rows_read = files.read(embedding, box)
+        if not torch.equal(rows_read, files.read(head, box).to(rows_read.dtype)):
             same = False
             break
     if not same:

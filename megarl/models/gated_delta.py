@@ -167,14 +167,14 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, at: Seq
     later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
     decay = (g[..., :, None] - g[..., None, :]).masked_fill(later, -float("inf")).exp()
     rated = k * beta[..., None]
-    known = torch.cat([v * beta[..., None], rated * g.exp()[..., None]], -1)
+    right_side = torch.cat([v * beta[..., None], rated * g.exp()[..., None]], -1)
     system = (rated @ k.mT) * decay
-    solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
+    solved = torch.linalg.solve_triangular(system, right_side, upper=False, unitriangular=True)
     values, keys = solved.split((v.shape[-1], k.shape[-1]), -1)
     within = (q @ k.mT) * decay
     q = q * g.exp()[..., None]
     k = k * (g[..., -1:] - g).exp()[..., None]
-    kept = g[..., -1].exp()[..., None, None]
+    chunk_decay = g[..., -1].exp()[..., None, None]
 
     state = q.new_zeros(counts[0], q.shape[1], k.shape[-1], v.shape[-1])
     outs, begin = [], 0
@@ -182,7 +182,7 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, at: Seq
         here, state = slice(begin, begin + n), state[:n]
         change = values[here] - keys[here] @ state
         outs.append(q[here] @ state + within[here] @ change)
-        state = state * kept[here] + k[here].mT @ change
+        state = state * chunk_decay[here] + k[here].mT @ change
         begin += n
     return torch.cat(outs).transpose(1, 2).flatten(0, 1)[slot].to(dtype)
 
@@ -241,8 +241,8 @@ class GatedDelta(GatedDeltaNet):
     def _norm(self, out: Tensor) -> Tensor:
         if self.tp_size == 1 or self.config.sequence_parallel:
             return self.out_norm(out)
-        # every rank has heads of its own, and megatron-core sums the gradient of a weight that all
-        # ranks hold only under sequence parallelism (true of 0.19.2)
+        # Ranks have different heads, so the weight's gradient must be summed over them.
+        # megatron-core does so under sequence parallelism only (true of 0.19.2).
         weight = mappings.copy_to_tensor_model_parallel_region(self.out_norm.weight)
         return torch.func.functional_call(self.out_norm, {"weight": weight}, (out,))
 
@@ -298,8 +298,8 @@ def delta_spec(attention: ModuleSpec) -> ModuleSpec:
 
 
 class GatedAttention(SelfAttention):
-    """Attention whose output is gated, also with more tensor-parallel ranks than key/value heads:
-    megatron-core 0.16 then gives every rank the gates of all heads of its group, not of its own."""
+    """Attention whose output is gated. With more tensor-parallel ranks than key/value heads,
+    megatron-core 0.16 gives a rank the gates of a whole query group; they are cut to its heads."""
 
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
         """Returns megatron-core's queries, keys, values, and the gates of these queries."""

@@ -267,7 +267,7 @@ def rotate_windows(chunk: GPTModel, model: ModelConfig) -> None:
 
 
 def _rotate_by_own(attention: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Replaces the model's rotary angles among an attention's arguments by those of its own."""
+    """Passes the attention the rotary angles of its own embedding instead of the model's."""
     rotary, packed = attention.rotary_pos_emb, kwargs["packed_seq_params"]
     length = rotary.get_rotary_seq_len(None, None, args[0], attention.config, packed)
     thd = packed is not None and packed.qkv_format == "thd"

@@ -34,9 +34,10 @@ def inv_freq(model: ModelConfig, *, window: bool = False) -> Tensor:
 
 
 def _yarn(base: float, d: int, s: RopeScaling) -> Tensor:
-    """Scales as YaRN does (Peng et al., 2023, arXiv 2309.00071, section 3.2): numbers that turn at
-    least beta_fast times over the original context are kept, those that turn at most beta_slow
-    times stretched by `factor`, those between blended linearly in their place."""
+    """Scales as YaRN does (Peng et al., 2023, arXiv 2309.00071, section 3.2): a pair of
+    numbers that turns at least beta_fast times over the original context keeps its frequency. One
+    that turns at most beta_slow times is stretched by `factor`. Between them both are blended,
+    linearly in the pair's place."""
 
     def place(turns: float) -> float:
         ratio = s.original_max_position_embeddings / (turns * 2 * math.pi)
@@ -48,8 +49,8 @@ def _yarn(base: float, d: int, s: RopeScaling) -> Tensor:
     first, last = max(first, 0), min(last, d - 1)
     last += 0.001 * (first == last)
     powers = base ** (torch.arange(0, d, 2).float() / d)
-    kept = 1 - ((torch.arange(d // 2).float() - first) / (last - first)).clamp(0, 1)
-    return 1.0 / (s.factor * powers) * (1 - kept) + 1.0 / powers * kept
+    unscaled = 1 - ((torch.arange(d // 2).float() - first) / (last - first)).clamp(0, 1)
+    return 1.0 / (s.factor * powers) * (1 - unscaled) + 1.0 / powers * unscaled
 
 
 def _llama3(freq: Tensor, s: RopeScaling) -> Tensor:

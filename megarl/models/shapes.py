@@ -100,9 +100,9 @@ class Mixer(ABC):
 
     @abstractmethod
     def kept(self, tp: int) -> tuple[float, float]:
-        """Returns how many numbers of a token a layer keeps for backward, besides its input and the
-        input of its output projection: those that sequence parallelism cuts, and those of one of
-        `tp` ranks."""
+        """Returns (shared, own): how many numbers of a token a layer keeps for backward. Sequence
+        parallelism cuts `shared` over ranks; `own` is that of one of `tp` ranks. The inputs of the
+        layer and of its output projection are not counted."""
 
     @abstractmethod
     def cached(self, tp: int) -> int:

@@ -127,6 +127,16 @@ def test_every_family_gets_a_model_that_loads(architecture: str, tmp_path: Path)
     check_layout(m, parallel(tp=2, pp=2, vpp=2, ep=2 if m.moe else 1))
 
 
+def test_numbers_that_are_rotated_shrink_with_their_heads() -> None:
+    raw = dict(  # as MiniMax-M2 is published
+        architectures=["MiniMaxM2ForCausalLM"], vocab_size=200064, hidden_size=3072, head_dim=128,
+        intermediate_size=1536, num_hidden_layers=62, num_attention_heads=48, rotary_dim=64,
+        num_key_value_heads=8, num_local_experts=256, num_experts_per_tok=8,
+    )  # fmt: skip
+    attention = parse_hf_config(shrink_model(raw, layers=8)).attention
+    assert (attention.head_dim, attention.rotary_dim) == (16, 8)
+
+
 @pytest.mark.parametrize(
     ("world", "stages", "ranks"),
     [

@@ -109,8 +109,7 @@ def shrink_model(raw: Mapping[str, Any], *, layers: int, cluster_tp: int = 1) ->
     family = find_family(raw, "config.json")
     full = {**DEFAULTS, **family.defaults, **raw}
     kv_heads = full.get("num_key_value_heads") or full["num_attention_heads"]
-    small = {k: v for k, v in raw.items() if k not in _LEFT_OUT}
-    small = {"model_type": family.name} | small
+    small = {"model_type": family.name, **{k: v for k, v in raw.items() if k not in _LEFT_OUT}}
     small |= {key: size for key, size in OVERLAY["model"].items() if full.get(key)}
     small |= {key: min(full[key], n) for key, n in OVERLAY["model_limit"].items() if full.get(key)}
     if full.get("head_dim"):

@@ -16,6 +16,7 @@ from megarl.models.families.params import (
     MLP,
     NORMS,
     OUTPUT,
+    POST_NORMS,
     PROJ,
     QK_NORMS,
     QKV,
@@ -46,7 +47,8 @@ class Family:
     model_type. `wrappers`: what publishes it beside a vision tower.
     `classifier`: in place of `architecture` where HF's classifiers of the family have another
     name, with ForCausalLM for what they end in.
-    `mlp`, `norms`: parameters of a dense layer's MLP and of a layer's norms. `zero_centred`: its
+    `mlp`, `norms`: parameters of a dense layer's MLP and of a layer's norms, which say what is
+    normalised: inputs of attention and MLP, their outputs, or both. `zero_centred`: its
     norms multiply with 1 + weight, not those within a recurrent layer. `moe`: its
     mixture-of-experts block. `recurrent_params`: those of a recurrent layer before its MLP.
     `qkv_bias`, `qk_norm`, `whole_norm`, `interleaved`, `output_gate`: see GroupedQuery; a text is
@@ -192,10 +194,15 @@ class Family:
                 mixer = self.recurrent_spec(m, layer.submodules.self_attention)
                 parts = replace(layer.submodules, self_attention=mixer)
                 spec.layer_specs[i] = replace(layer, submodules=parts)
-        if self.whole_norm:
-            from megarl.models.layers import normalise_whole_heads
+        from megarl.models import layers
 
-            normalise_whole_heads(spec)
+        names = {p.name for p in self.norms}
+        if self.whole_norm:
+            layers.normalise_whole_heads(spec)
+        if names.intersection(p.name for p in POST_NORMS):
+            layers.sandwich(spec)
+        if names.isdisjoint(p.name for p in NORMS):
+            layers.normalise_no_inputs(spec)
 
     def patch(self, chunk: Any, m: ModelConfig) -> None:
         """Sets what the constructors of a built GPTModel take no argument for."""

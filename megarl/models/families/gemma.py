@@ -34,13 +34,6 @@ class Gemma3(Family):
 
         return super().transformer_fields(m) | {"activation_func": F.gelu}
 
-    def patch_spec(self, spec: Any, m: ModelConfig, first: int) -> None:
-        """Makes every layer of `spec` also normalise its outputs."""
-        from megarl.models.layers import sandwich
-
-        super().patch_spec(spec, m, first)
-        sandwich(spec)
-
     def patch(self, chunk: Any, m: ModelConfig) -> None:
         """Scales embeddings by the root of their size, besides setting rotary frequencies."""
         from megarl.models.layers import scale_embeddings

@@ -4,7 +4,7 @@ latent attention."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from megarl.models.families.base import Family
@@ -12,18 +12,7 @@ from megarl.models.families.deepseek import V3
 from megarl.models.families.experts import ROUTER_BIAS, MoE, shared_expert, sigmoid_experts
 from megarl.models.families.fields import positive, refuse_others
 from megarl.models.families.params import FUSED_MLP, NORMS, POST_NORMS
-from megarl.models.shapes import ModelConfig, MoEShape
-
-
-@dataclass(frozen=True, kw_only=True)
-class Glm4(Family):
-    """GLM-4-0414, which also normalises the outputs of attention and MLP."""
-
-    def patch_spec(self, spec: Any, m: ModelConfig, first: int) -> None:
-        """Makes every layer of `spec` a SandwichLayer."""
-        from megarl.models.layers import sandwich
-
-        sandwich(spec)
+from megarl.models.shapes import MoEShape
 
 
 def _flash_experts(raw: Mapping[str, Any], source: str) -> MoEShape:
@@ -103,7 +92,7 @@ _FLASH = replace(
 )
 FAMILIES = (
     Family(name="glm", architecture="GlmForCausalLM", **_DENSE),
-    Glm4(name="glm4", architecture="Glm4ForCausalLM", norms=(*NORMS, *POST_NORMS), **_DENSE),
+    Family(name="glm4", architecture="Glm4ForCausalLM", norms=(*NORMS, *POST_NORMS), **_DENSE),
     _GLM4_MOE,
     _FLASH,
 )

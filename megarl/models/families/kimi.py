@@ -1,5 +1,5 @@
-"""Kimi-K2 (2025, arXiv 2507.20534): DeepSeek-V3's architecture under a model_type of its own, and
-the text half of Kimi-K2.5 (2026)."""
+"""Declares Kimi-K2 (2025, arXiv 2507.20534) and the text model of Kimi-K2.5 (2026). Both have
+DeepSeek-V3's architecture; the model_type differs."""
 
 from dataclasses import replace
 

@@ -12,12 +12,12 @@ from megarl.models.families.fields import refuse_others
 from megarl.models.families.grouped_query import BUT_NTH
 from megarl.models.families.params import Param
 from megarl.models.ops import H, Replicated
-from megarl.models.shapes import Attention, ModelConfig
+from megarl.models.shapes import Attention
 
 
 @dataclass(frozen=True, kw_only=True)
 class Olmo3(Family):
-    """A family with norms behind attention and MLP only."""
+    """A family whose HF implementation knows no other pattern of windows."""
 
     def read_attention(self, raw: Mapping[str, Any], source: str) -> Attention:
         """Reads grouped-query attention. Raises ValueError naming the key that is wrong, or that
@@ -25,14 +25,6 @@ class Olmo3(Family):
         unread = ("sliding_window_pattern", "rope_local_base_freq")
         refuse_others(raw, {key: (self.defaults[key],) for key in unread}, source)
         return super().read_attention(raw, source)
-
-    def patch_spec(self, spec: Any, m: ModelConfig, first: int) -> None:
-        """Moves the norms of every layer of `spec` behind attention and MLP."""
-        from megarl.models.layers import normalise_no_inputs, sandwich
-
-        super().patch_spec(spec, m, first)
-        sandwich(spec)
-        normalise_no_inputs(spec)
 
 
 _NORMS = (
