@@ -509,7 +509,7 @@ MUTANTS = (
     ),
     Mutant(
         "models/gated_delta.py",
-        "state = state * kept[here] + k[here].mT @ change",
+        "state = state * chunk_decay[here] + k[here].mT @ change",
         "state = state + k[here].mT @ change",
         ("tests/unit/test_gated_delta.py::test_the_rule_is_the_recurrence",),
     ),
