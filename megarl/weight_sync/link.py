@@ -374,9 +374,13 @@ class RankTable:
     refusal: str
 
     @classmethod
-    def of(cls, packed: bytes, refused: Mapping[str, str]) -> RankTable:
-        """Reads a table. refused: what a loader may not do, by its name in the table."""
+    def of(cls, packed: bytes, refused: Mapping[str, str], *, nested: bool = False) -> RankTable:
+        """Reads a table. refused: what a loader may not do, by its name in the table. nested: the
+        model stands beside another, whose parameters no tensor fills."""
         table = json.loads(zlib.decompress(packed))
+        if nested:
+            reached = {*table["computed"], *(param for _, _, _, param, *_ in table["entries"])}
+            table["unfilled"] = [p for p in table["unfilled"] if p in reached]
         entries = TargetTable(read_entries(table["entries"]), hashlib.sha256(packed).hexdigest())
         refusals = [f"{kind}: {few([*table[n]])}" for n, kind in refused.items() if table[n]]
         return cls(entries, table["digest"], ", ".join(refusals))

@@ -281,9 +281,9 @@ class SliceSync:
             return record(self._link, spec_of(self._table, self._dtype), deadline)
 
         packed = self.source.from_rank(self._speaker, ask)
-        tables = {
-            raw: RankTable.of(raw, self.refused) for ranks in packed.values() for raw in ranks
-        }
+        nested = self._table.model.wrapper is not None
+        read = partial(RankTable.of, refused=self.refused, nested=nested)
+        tables = {raw: read(raw) for ranks in packed.values() for raw in ranks}
         why = [
             f"server {server}, rank {rank}, {tables[raw].refusal}"
             for server, ranks in packed.items()

@@ -30,7 +30,7 @@ from megarl.wire import block_fp8
 from tests.dist.uploads import Upload, flipped, run_uploads, sharded
 from tests.dist.world import World
 from tests.stock_server import StockServer
-from tests.tiny import is_linear, save_tiny
+from tests.tiny import is_linear, nest, save_tiny
 
 SOME = 100_000  # bytes of two rounds: several of them
 TP2: dict[str, Any] = dict(tp=2)
@@ -86,6 +86,20 @@ def fp8(
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {"tp2": TP2, "pp2": dict(pp=2), "ep2": dict(ep=2)}
+
+
+def test_a_language_model_goes_into_the_whole_around_it(world: World, tmp_path: Path) -> None:
+    """A server's vision tower, which no trainer has, stays as it is."""
+    path = nest(save_tiny(tmp_path, "kimi_k2", layers=2), "KimiK25ForConditionalGeneration")
+    tensors = load_file(path / "model.safetensors")
+    own = {n: t for n, t in tensors.items() if n.startswith("language_model.")}
+    with StockServer({n: tuple(t.shape) for n, t in tensors.items()}) as server:
+        meta = WeightUpdateMeta(
+            type="distributed", version=1, addresses=(server.address,), timeout=60.0, sharded="on"
+        )
+        for (figures,) in world.run(run_uploads, TP2, [Upload(path, None, meta)]):
+            assert isinstance(figures, dict) and figures["weight_sync/sharded"] == 1, figures
+        assert server.holds(own)
 
 
 @pytest.mark.parametrize("way", LAYOUTS)

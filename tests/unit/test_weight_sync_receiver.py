@@ -270,6 +270,17 @@ class Odd(Model):
             self.f.data[:5].copy_(torch.cat([w["y"], torch.ones(4, 4)]))
         elif self.how == "two casts":
             self.f.data[:1].copy_(w["y"].bfloat16().float())
+        elif self.how == "zeros":  # of which another rank has the rest
+            self.f.data[:6].copy_(w["x"].zero_()[:, :4])
+        elif self.how == "zeros beside others":
+            zeros = w["y"].zero_()
+            self.f.data[:7].copy_(torch.cat([w["x"], zeros]))
+        elif self.how == "zeros after a view":
+            view = w["x"][:2]
+            w["x"].zero_()
+            self.f.data[:2].copy_(view)
+        elif self.how == "zeros in a view":
+            w["x"][:2].zero_()
 
 
 def test_what_cannot_be_followed_is_said() -> None:
@@ -277,9 +288,21 @@ def test_what_cannot_be_followed_is_said() -> None:
     assert table.twice == {"d": 12} and table.unfilled["d"] == 12
     assert record(Odd("joined with real numbers"), SPEC).computed == {"f": ["y"]}
     assert record(Odd("two casts"), SPEC).computed == {"f": ["y"]}
-    for how, words in (("item", "looks at the numbers"), ("elsewhere", "no parameter")):
+    assert record(Odd("zeros beside others"), SPEC).computed == {"f": ["x", "y"]}
+    for how, words in (
+        ("item", "looks at the numbers"),
+        ("elsewhere", "no parameter"),
+        ("zeros after a view", "zero_"),
+        ("zeros in a view", "zero_"),
+    ):
         with pytest.raises(Unsupported, match=words):
             record(Odd(how), SPEC)
+
+
+def test_zeros_that_replace_a_tensor_are_constants() -> None:
+    """As other padding they are there, so nothing is sent."""
+    table = record(Odd("zeros"), SPEC)
+    assert table.unfilled["f"] == 4 and not table.entries and not table.computed
 
 
 class Neighbours(torch.nn.Module):

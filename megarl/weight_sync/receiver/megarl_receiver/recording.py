@@ -138,6 +138,7 @@ class Recorder(TorchDispatchMode):
                 self.homes[p.untyped_storage().data_ptr()] = name
                 self.storages[name] = p
         self.device = next(iter(self.storages.values())).device
+        self.used, self.zeros = set[int](), set[int]()  # HF tensors
         # (source tensor, its offset, shape and strides, parameter, its offset and strides)
         self.writes: list[tuple[int, int, Ints, Ints, str, int, Ints]] = []
         self.fills: list[tuple[str, torch.Tensor]] = []
@@ -175,6 +176,12 @@ class Recorder(TorchDispatchMode):
     def op(self, func: Any, args: Any, kwargs: dict[str, Any], probes: list[Probe]) -> Any:
         """Does what torch is asked to do with probes. Raises Unsupported for what it cannot."""
         like, schema = probes[0], func._schema
+        # what a rank leaves to another; a view or a copy from before would not follow
+        source = like.source
+        if func is aten.zero_.default and source is not None and source not in self.used:
+            self.zeros.add(source)
+            return like
+        self.used.update(p.source for p in probes if p.source is not None)
         if func is aten.copy_.default and not isinstance(args[0], Probe):
             self.write(args[0], args[1])
             return args[0]
@@ -230,7 +237,10 @@ class Recorder(TorchDispatchMode):
             raise Unsupported("a loaded tensor is copied into memory that is no parameter")
         offset, there = int(target.storage_offset()), target.stride()
         ids = probe.ids.expand(target.shape)
-        if probe.tainted or not _exact((*probe.casts, target.dtype)):
+        zeros = self.zeros & self.sources(probe) if self.zeros else set()
+        if zeros and not probe.tainted and zeros == self.sources(probe):
+            self.fills.append((home, target))
+        elif zeros or probe.tainted or not _exact((*probe.casts, target.dtype)):
             self.computed.append((home, probe.tainted or self.sources(probe), target))
         elif probe.source is not None:
             at = int(ids.storage_offset())

@@ -2,8 +2,9 @@
 
 SGLang has a plain torch path beside each kernel that serving text on a CPU comes by, but imports
 the kernels' names all the same: they are there, and raise where they are called. One has no other
-path and is written out here. Its LoRA layers want pinned memory, which torch only has with a GPU,
-and so does its store of routes, which asks CUDA's runtime for it.
+path and is written out here, and those of gated delta networks are in `mamba`. Its LoRA layers want
+pinned memory, which torch only has with a GPU, and so does its store of routes, which asks CUDA's
+runtime for it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from . import mamba
 
 __version__ = "0.0.0+stub"
 
@@ -55,6 +58,11 @@ if not torch.cuda.is_available():
     torch.Tensor.pin_memory = lambda self, *_: self
     for _name in ("tensor", "empty", "zeros"):
         setattr(torch, _name, _unpinned(getattr(torch, _name)))
+
+
+for _name in dir(mamba):
+    if _name.endswith("_cpu"):
+        setattr(torch.ops.sgl_kernel, _name, getattr(mamba, _name))
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
