@@ -127,18 +127,17 @@ def _contradictions(cfg: BaseConfig, seen: BaseConfig, newest: Checkpoint) -> It
         if behind is not None and Path(behind).resolve() != Path(path).resolve():
             yield f"{key}={now[key]}: it was {before[key]}; {away}"
             continue
-        old, new = newest.info["models"][name], architecture(seen, name)
-        if changed := [k for k in sorted(old | new) if old.get(k) != new.get(k)]:
-            names = ", ".join(f"{k} {old.get(k)} -> {new.get(k)}" for k in changed)
+        apart = differences(newest.info["models"][name], architecture(seen, name))
+        changed = [f"{k} {a} -> {b}" for k, a, b in apart if k.split(".")[-1] not in _VOLATILE]
+        if changed:
+            names = ", ".join(sorted(changed))
             yield f"{key}={now[key]}: its config.json has changed since ({names}); {away}"
 
 
 def architecture(cfg: BaseConfig, name: str) -> dict[str, Any]:
-    """Returns the keys of the engine's config.json that change the model, as override_config has
-    them."""
+    """Returns the engine's config.json, with the keys of override_config as that has them."""
     file = Path(model_path(cfg, name)) / "config.json"
-    config = json.loads(file.read_text(encoding="utf-8")) | model_override(cfg, name)
-    return {k: v for k, v in config.items() if k not in _VOLATILE}
+    return dict(json.loads(file.read_text(encoding="utf-8"))) | model_override(cfg, name)
 
 
 def config_changes(cfg: BaseConfig) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,6 +44,26 @@ def test_a_run_goes_on_without_a_variable_that_its_start_had(
     check_run_dir(cfg)
     cfg.model.path = str(write_stub(tmp_path / "other"))
     with pytest.raises(ConfigError, match="it was"):
+        check_run_dir(cfg)
+
+
+def test_a_changed_key_of_a_model_beside_a_vision_tower_is_named(tmp_path: Path) -> None:
+    model = write_stub(tmp_path / "model")
+    text = {"rope_theta": 1e4, "dtype": "bfloat16"}
+    cfg = load_config(None, ["recipe=sft", f"model.path={model}", f"fileroot={tmp_path}"])
+
+    def write(**changed: Any) -> None:
+        (model / "config.json").write_text(json.dumps({"text_config": text | changed}))
+
+    write()
+    checkpoint = run_dir(cfg) / RECOVER_DIR / "step_000004"
+    checkpoint.mkdir(parents=True)
+    info = {"models": {"model": architecture(cfg, "model")}, "version": 4}
+    (checkpoint / MARKER).write_text(json.dumps(seal(info)))
+    write(dtype="float32")
+    check_run_dir(cfg)
+    write(rope_theta=5.0)
+    with pytest.raises(ConfigError, match=r"\(text_config.rope_theta 10000.0 -> 5.0\)"):
         check_run_dir(cfg)
 
 
