@@ -20,6 +20,7 @@ from megarl.algos.losses import LOSS_WEIGHTS, critic_loss, sft_loss, token_weigh
 from megarl.algos.metrics import explained_variance
 from megarl.algos.rows import Data, as_batch, only, put, refuse_branches, trained_tokens
 from megarl.api.batch import Batch, Tokens
+from megarl.api.context import CONTEXT_FAILED, in_context, out_of_context
 from megarl.api.engine import PARTS, LossFn, LossWeightFn, PendingSave, TrainEngine
 from megarl.api.records import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from megarl.config.algo import PPOCriticConfig, RefConfig, ValueModelConfig
@@ -98,7 +99,7 @@ class Role:
         if isinstance(data, Batch):
             self.engine.place(batch)
         longer = _one_token_longer(batch)
-        inputs = longer if isinstance(data, Batch) else longer.padded()
+        inputs = longer if isinstance(data, Batch) else longer.padded(names=["input_ids"])
         values = self.engine.forward(inputs, outputs=("values",))
         if not isinstance(values, Tokens):
             values = Tokens.from_padded(values, longer.lengths)
@@ -168,14 +169,15 @@ def _one_token_longer(batch: Batch) -> Batch:
     ids = batch["input_ids"]
     rows = ids.pieces(torch.arange(len(ids.lengths)))
     longer = torch.cat([ids.values[:0], *(F.pad(row, (0, 1)) for row in rows)])
-    tokens = {"input_ids": Tokens(longer, ids.lengths + 1)}
-    out = Batch(batch.lengths + 1, {}, tokens, home=batch.home, comm=batch.comm)
-    out.placed = batch.placed
-    return out
+    return batch.with_ids(longer, batch.lengths + 1)
 
 
 # what a teacher says of a batch, by the name of the engine's output; k = lm_head_topk
-NAMED = {"teacher_logprobs": "topk_logprobs", "teacher_tail": "topk_tail"}
+NAMED = {
+    "given_ids": "topk_ids",
+    "teacher_logprobs": "topk_logprobs",
+    "teacher_tail": "topk_tail",
+}
 
 
 class Policy(Protocol):
@@ -235,22 +237,30 @@ class LoRARef(Ref):
 class Teacher(Ref):
     """Computes what a frozen policy thinks of a batch's tokens, and of what it would have said."""
 
-    def teach(self, batch: Data, *, top: bool = True) -> None:
+    @among_its_ranks
+    def teach(self, batch: Data, *, top: bool = True) -> Tensor:
         """Adds batch["teacher_logp"] [B,S], the logprobs of the batch's tokens, 0 at t=0; and with
         `top` of each position the k likeliest tokens, "given_ids" [B,S,k] int32, their
         "teacher_logprobs" [B,S,k], and "teacher_tail" [B,S], the log of the probability of all
-        others. Raises ValueError for a k above the vocabulary. Collective."""
-        outputs = ("logprobs", *(("topk_ids", *NAMED.values()) if top else ()))
-        computed = self.forward(batch, outputs, self.temperature)
-        if not top:
-            put(batch, "teacher_logp", computed)
-            return
-        put(batch, "teacher_logp", computed["logprobs"])
-        for name, output in NAMED.items():
-            put(batch, name, computed[output])
-        ids = computed["topk_ids"]
-        ids = Tokens(ids.values.int(), ids.lengths) if isinstance(ids, Tokens) else ids.int()
-        put(batch, "given_ids", ids)
+        others. A batch with contexts (api.context) is read below them, and its prompts get padding.
+        Returns which samples have failed, [B] bool, whose fields are not to be used. Raises
+        ValueError for a k above the vocabulary. Collective."""
+        names = {"teacher_logp": "logprobs", **(NAMED if top else {})}
+        whole = as_batch(batch)
+        if isinstance(batch, Batch):
+            self.engine.place(batch)
+        read = in_context(whole)
+        inputs = read if isinstance(batch, Batch) else read.padded(names=["input_ids"])
+        computed = self.forward(inputs, tuple(names.values()), self.temperature)
+        for name, output in names.items():
+            values = computed if len(names) == 1 else computed[output]
+            if not isinstance(values, Tokens):
+                values = Tokens.from_padded(values, read.lengths)
+            values = out_of_context(whole, name, values)
+            if name == "given_ids":
+                values = Tokens(values.values.int(), values.lengths)
+            put(batch, name, values)
+        return whole.get(CONTEXT_FAILED, torch.zeros(len(whole), dtype=torch.bool))
 
 
 class RewardModel(Role):

@@ -236,6 +236,15 @@ class Batch:
         out.placed = False
         return out
 
+    def with_ids(self, values: Tensor, lengths: Tensor) -> Batch:
+        """A Batch of other token ids `values` [T] of the held rows, rows that all ranks know to be
+        of `lengths` [B], held by the same ranks and in the same units."""
+        tokens = {IDS: Tokens(values, lengths[self.rows])}
+        units = {name: self.per_sample[name] for name in UNITS if name in self.per_sample}
+        out = Batch(lengths, units, tokens, home=self.home, comm=self.comm)
+        out.placed = self.placed
+        return out
+
     def padded(
         self, rows: Sequence[int] | Tensor | None = None, names: Sequence[str] | None = None
     ) -> Padded:

@@ -168,8 +168,10 @@ class TeacherConfig(TrainEngineConfig):
     """host:port of servers that hold the teacher, with the timeouts of rollout; empty makes the
     teacher an engine"""
     lm_head_topk: Annotated[int, POSITIVE] = 64
-    """likeliest tokens of each position by which the student is compared; all others count as
-    one; the whole vocabulary makes it exact"""
+    context: str = ""
+    """what the teacher reads in place of the last user message: a Jinja template (question, the
+    row's columns, feedback, sibling), or the import path of a function; empty is the student's
+    own prompt (docs/algorithms.md)"""
 
 
 @dataclass(kw_only=True)

@@ -280,8 +280,7 @@ def _distill_problems(cfg: DistillConfig) -> Iterator[str]:
             f"actor.loss=policy with actor.advantages={advantages}: neither asks the teacher; take "
             "actor.loss=distill, or actor.advantages=teacher"
         )
-    if cfg.teacher.addresses:
-        yield from rule_problems(rules.TEACHER_SERVERS, cfg)
+    yield from rule_problems(rules.TEACHER_SERVERS, cfg)
 
 
 PHASES = re.findall(

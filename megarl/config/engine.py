@@ -167,7 +167,8 @@ class TrainEngineConfig:
     """backward recomputes activations instead of keeping them: selective: of
     options.recompute_modules; full: of whole layers"""
     lm_head_topk: Annotated[int, POSITIVE] = 8
-    """tokens in the outputs topk_logprobs and topk_ids"""
+    """tokens in the outputs topk_logprobs and topk_ids; of a teacher (there 64) those by which the
+    student is compared: all others count as one, the whole vocabulary makes it exact"""
     attention: Annotated[str, Choices("auto", "te", "sdpa")] = "auto"
     """core attention; auto is Transformer Engine on GPU where installed, else torch SDPA"""
     router_replay: Annotated[str, Choices("off", "trainer", "rollout", true="trainer")] = "off"

@@ -69,7 +69,7 @@ actor.advantages.type=teacher    | | needs a teacher; take recipe=distill
 """
 TEACHER_SERVERS = """
 teacher.path                     | !teacher.addresses | whose servers hold the teacher
-gconfig.temperature!=1           |
+gconfig.temperature!=1 & teacher.addresses |
     | servers of teacher.addresses give logprobs at temperature 1; set it to 1, or teacher.path
 """
 SFT = """

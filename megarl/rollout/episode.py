@@ -217,6 +217,7 @@ async def _gathered(
             )
         )
         batch: Padded | None = None
+        notes = len(episode.notes)
         try:
             returned = await episode.workflow.arun_episode(engine, data)
             if returned is None:
@@ -242,6 +243,10 @@ async def _gathered(
             episode.good += count
             episode.missing -= count
             episode.retried += count if again else 0
+        for note in episode.notes[notes:]:
+            kept = [] if batch is None else sorted({*rollout_ids(parts[-1]).tolist()})
+            at = kept.index(note["rollout"]) if note["rollout"] in kept else None
+            note["rollout"] = -1 if at is None else episode.good - len(kept) + at
         if not episode.missing:
             break
         if counted:

@@ -56,8 +56,8 @@ class Episode:
     good: how many rollouts did not fail, whether they are in `batch` or were rejected.
     retried: how many of these were made anew in place of failed ones.
     missing: how many rollouts it ended without, because they failed and were not made anew.
-    notes: {"rollout": its index, name: text} of every reward that came with texts, such as a
-        judge's, in the order of scoring.
+    notes: {"rollout": its number in `batch`, name: text} of every reward that came with texts, such
+        as a judge's, in the order of scoring; -1 where it is not in the batch.
     rewards: of these, once the episode has ended, one for each rollout.
     began: the oldest version that its tokens may be of: that of its begin, or of answers that are
         kept; None before it begins.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megarl.api.batch import Batch, Tokens
+from megarl.api.context import CONTEXT_FAILED, in_context, out_of_context
 from megarl.api.failures import on_every_rank
 from megarl.observability.logging import get_logger, warn_on_rank_zero
 from megarl.utils.http import (
@@ -58,18 +59,21 @@ class ServerTeacher:
         self.whole = top >= vocab_size
 
     def teach(self, batch: Batch, *, top: bool = True) -> Tensor:
-        """Adds what Teacher.teach adds; returns which samples no server answered for, [B] bool,
-        whose fields are not to be used. Each rank asks for the rows it holds. Collective."""
+        """Adds what Teacher.teach adds; returns which samples have failed, [B] bool, whose fields
+        are not to be used: those that no server answered for, too. Each rank asks for the rows it
+        holds. Collective."""
+        read = in_context(batch)
 
         def of_held_rows() -> tuple[list[Fields], Tensor]:
-            return self._ask(batch, self.top if top else 0)
+            return self._ask(read, self.top if top else 0)
 
-        fields, failed = on_every_rank("teacher", of_held_rows, batch.comm)
-        lengths = batch.lengths[batch.rows]
+        fields, unanswered = on_every_rank("teacher", of_held_rows, batch.comm)
         for name, nothing in _nothing(0, self.top if top else 0).items():
             values = torch.cat([nothing, *(one[name] for one in fields)])
-            batch[name] = Tokens(values, lengths)
-        return batch.gather(failed)
+            said = Tokens(values, read.lengths[read.rows])
+            batch[name] = out_of_context(batch, name, said)
+        failed = batch.gather(unanswered)
+        return failed | batch.get(CONTEXT_FAILED, torch.zeros_like(failed))
 
     def _ask(self, batch: Batch, k: int) -> tuple[list[Fields], Tensor]:
         """Returns what is said of each held row, and whether its requests failed, [b] bool."""

@@ -318,12 +318,19 @@ def _check_rendering(cfg: BaseConfig, first: First, alone: bool = False) -> None
 
 
 def _unrendered(cfg: BaseConfig, first: First, tokenizer: Any) -> Iterator[str]:
-    """Yields a line for each source of whose row the tokenizer cannot make tokens."""
+    """Yields a line for each source of whose row the tokenizer, or a teacher's template, cannot
+    make tokens."""
+    from megarl.data.context import TeacherContext, is_function
     from megarl.data.tokenizer import encode_rows
 
+    context = cfg.teacher.context if isinstance(cfg, DistillConfig) else ""
+    template = context and not is_function(context)
     for name, (purpose, row) in first.items():
         try:
-            list(encode_rows([row], sources(cfg)[name], tokenizer, purpose))
+            encoded = next(encode_rows([row], sources(cfg)[name], tokenizer, purpose))
+            if template and name.startswith("train_dataset"):
+                teacher = TeacherContext(context, cfg.train_dataset, tokenizer)
+                teacher.prompt({"row_id": 0, **encoded})
         except ValueError as e:
             yield f"{name}: {e}"
 

@@ -369,12 +369,12 @@ class DistillTrainer(RLTrainer):
 
     def ask_teacher(self, batch: Batch) -> Batch:
         """Returns the batch with what the teacher says of it, as far as the actor's loss reads it,
-        and without the samples that no server answered for."""
-        if self.cfg.teacher.addresses:
-            return self.session.drop(batch, self.teacher.teach(batch, top=self.wants_top), "server")
-        self.actor.place(batch)  # else it would lie as the teacher's layout wants it
-        self.teacher.teach(batch, top=self.wants_top)
-        return batch
+        and without the samples that no server answered for, or whose context is too long."""
+        of_servers = bool(self.cfg.teacher.addresses)
+        if not of_servers:
+            self.actor.place(batch)  # else it would lie as the teacher's layout wants it
+        failed = self.teacher.teach(batch, top=self.wants_top)
+        return self.session.drop(batch, failed, "server" if of_servers else "other")
 
     def destroy(self) -> None:
         """Destroys the teacher, then the other roles. Collective."""

@@ -10,12 +10,14 @@ from torch import Tensor
 
 from megarl.algos.rows import rollouts_of
 from megarl.api.batch import Batch, Padded
+from megarl.api.context import add_contexts, prompt_lengths
 from megarl.config.dataset import DatasetConfig
 from megarl.config.earlier_run import RECOVER_DIR
 from megarl.config.loader import run_dir
 from megarl.config.recipe_engines import model_path
-from megarl.config.recipes import GRPOConfig
+from megarl.config.recipes import DistillConfig, GRPOConfig
 from megarl.config.run import EpisodesConfig, WandbConfig
+from megarl.data.context import TeacherContext
 from megarl.data.dataset import build_dataloader, build_dataset, check_context, go_on
 from megarl.data.draws import Curriculum, Draws, pass_rate
 from megarl.models.hf_config import read_hf_config
@@ -23,7 +25,7 @@ from megarl.observability.logging import get_logger, warn_on_rank_zero
 from megarl.observability.stats_tracker import record_timing
 from megarl.parallel.ranks import on_rank_zero
 from megarl.rollout.client import RemoteSGLangEngine
-from megarl.rollout.episodes import Outcome
+from megarl.rollout.episodes import Episode, Outcome, State
 from megarl.trainer.context import HERE, Workers
 from megarl.trainer.episode_recorder import EpisodeRecorder, computed_part, computed_tokens
 from megarl.trainer.evaluation import HeldOut, evaluate_unless_stopped, make_pool, make_workflow
@@ -203,6 +205,12 @@ class RolloutDriver:
             cfg, tokenizer, self.pool, trained=self.data, shows=self.shows
         )
         self.results = Results(cfg.train_dataset, self.loader.sampler)
+        self.context: TeacherContext | None = None
+        self.taken: dict[int, Episode] = {}  # by the next batch, where a teacher has a context
+        if isinstance(cfg, DistillConfig) and cfg.teacher.context:
+            self.context = TeacherContext.for_run(cfg, tokenizer)
+            rows = map(self.data.__getitem__, range(len(self.data)))
+            self.context.check(rows, max_new_tokens=cfg.gconfig.max_new_tokens)
 
     def dataset_size(self) -> int:
         """Returns the number of rows of the training data."""
@@ -238,6 +246,15 @@ class RolloutDriver:
             )
         if self.recorder is not None:
             executor.observer = self.recorder.ended
+        if self.context is not None:
+            executor.observer = self._ended
+
+    def _ended(self, episode: Episode) -> None:
+        """Takes an episode that a batch takes, or that is rejected."""
+        if self.recorder is not None:
+            self.recorder.ended(episode)
+        if episode.state is State.TAKEN:
+            self.taken[episode.number] = episode
 
     def next_batch(self) -> list[Padded]:
         """Returns the samples of the next batch, by episode. Raises StopRequested where a signal
@@ -255,7 +272,12 @@ class RolloutDriver:
         self.results.take(self.client.executor.outcomes)
         if self.recorder is not None:
             self.recorder.handed_out(self.client.get_version())
-        return parts
+        if self.context is None:
+            return parts
+        episodes = [self.taken.pop(int(part["episode_ids"][0])) for part in parts]
+        own = [prompt_lengths(part) for part in parts]
+        groups = zip(episodes, parts, own, strict=True)
+        return add_contexts(parts, own, [self.context.of_group(*group) for group in groups])
 
     def failed(self, batch: Batch, failed: Tensor, kind: str) -> None:
         """Books the samples under `failed` [B], which leave the batch, as failed."""

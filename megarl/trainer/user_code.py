@@ -36,6 +36,7 @@ from megarl.config.rollout import (
 )
 from megarl.config.schema import all_keys
 from megarl.config.secrets import keep_written
+from megarl.data.context import is_function
 from megarl.data.sources import sources_of
 from megarl.rollout.rewards import (
     get_reward_fn,
@@ -87,6 +88,7 @@ CALLS = {
     "loss": Call(("config",), (), "loss(config) -> LossSpec"),
     "surrogate": Call(("config",), (), "surrogate(config) -> function"),
     "advantages": Call(("config",), (), "advantages(config) -> AdvantageSpec"),
+    "context": Call(("row",), ("feedback", "sibling"), "context(row, *, feedback, sibling)"),
     "collate": Call(("rows",), (), "collate(rows)"),
     "sampler": Call(("dataset",), ("seed",), "sampler(dataset, *, seed)"),
     "backend": Call(
@@ -245,6 +247,8 @@ def _named_code(cfg: BaseConfig, row_keys: Mapping[str, tuple[str, ...]]) -> Ite
             yield _named("rollout.workflow", cfg.rollout.workflow, "workflow", **about)
         if cfg.rollout.backend != ours.rollout.backend:
             yield _named("rollout.backend", cfg.rollout.backend, "backend")
+        if (teacher := getattr(cfg, "teacher", None)) and is_function(teacher.context):
+            yield _named("teacher.context", SeamConfig(type=teacher.context), "context")
         for kind in ALGORITHMS:
             if (seam := getattr(cfg.actor, kind)) != getattr(ours.actor, kind):
                 yield _named(f"actor.{kind}", seam, kind, config=cfg.actor)

@@ -261,11 +261,13 @@ def hurt(path: Path, like: Path) -> Path:
 
 @MODES
 def test_distillation_draws_a_student_to_its_teacher(mode, model, tmp_path):
+    """Which reads a template of its own, by which it sees what the student does."""
     done = launch(
         "quickstart_distill.yaml", f"actor.path={hurt(tmp_path / 'hurt', model)}",
         f"teacher.path={model}", f"fileroot={tmp_path}", "experiment_name=e",
         "total_train_steps=10", "train_dataset.batch_size=32", "train_dataset.size=40",
         "train_dataset.options.level=1", "valid_dataset=null", "actor.optimizer.lr=3e-4", mode,
+        "teacher.context='{{ question }}'",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
     rows = stats(tmp_path / "e" / "distill")

@@ -24,9 +24,13 @@ class BigramEngine(TrainEngine):
         self.table = torch.randn(VOCAB, VOCAB, generator=g, requires_grad=True)
         self.lr, self.rows, self.version, self.calls = lr, rows, 0, []
 
+    def logits(self, ids):
+        """Those of x_t at t-1, from tokens [b,S]."""
+        return self.table[ids[:, :-1]]
+
     def _outputs(self, batch, outputs, temperature):
         ids = batch["input_ids"]
-        logits = self.table[ids[:, :-1]] / temperature
+        logits = self.logits(ids) / temperature
         logp = logits.log_softmax(-1)
         made = {
             "logprobs": logp.gather(-1, ids[:, 1:, None])[..., 0],
@@ -36,7 +40,7 @@ class BigramEngine(TrainEngine):
         made["topk_logprobs"], made["topk_ids"] = top = logp.topk(self.topk)
         made["topk_tail"] = _outside(logp, top.indices)
         if "given_ids" in batch:
-            ids = batch["given_ids"][:, 1:].long()
+            ids = batch["given_ids"][:, 1:].long().clamp(min=0)  # -1 names none: nothing is read
             made["given_logprobs"] = logp.gather(-1, ids)
             made["given_tail"] = _outside(logp, ids)
         first = {k: torch.zeros_like(v[:, :1]) for k, v in made.items()}

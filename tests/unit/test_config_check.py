@@ -627,7 +627,7 @@ def test_a_recipe_that_does_not_ask_its_teacher_is_refused():
         ),
         (
             ["recipe=distill", "teacher.addresses=[a:1]", "gconfig.temperature=0.7"],
-            "gconfig.temperature=0.7: servers of teacher.addresses",
+            "gconfig.temperature=0.7 with teacher.addresses=['a:1']: servers of",
         ),
         (["recipe=distill", "teacher.optimizer.lr=1"], "teacher.optimizer: a frozen model"),
     ],

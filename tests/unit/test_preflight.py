@@ -9,11 +9,13 @@ import os
 import huggingface_hub
 import pytest
 
+from examples.tiny_model import make_model
 from megarl.config.algo import PPOActorConfig
 from megarl.config.errors import ConfigError
 from megarl.config.recipes import DistillConfig, GRPOConfig, SFTConfig
 from megarl.config.script import fetch_hub_models
 from megarl.trainer.preflight import (
+    check_data,
     check_models,
     check_writable,
     largest_token,
@@ -150,3 +152,24 @@ def test_a_teacher_speaks_of_the_students_tokens_or_is_refused(tmp_path):
     file.write_text(json.dumps(whole))
     with pytest.raises(ConfigError, match=r"teacher.path=.*its tokenizer is not the student's"):
         check_models(cfg)
+
+
+@pytest.mark.parametrize(
+    ("context", "problem"),
+    [
+        ("{{ question }} is {{ answer }}", None),
+        ("{{ question }} is {{ solution }}", "teacher.context: row .*'solution' is undefined"),
+        ("{% if %}", "teacher.context=.*no Jinja template"),
+    ],
+)
+def test_a_teachers_template_that_asks_for_what_no_row_has_is_refused(tmp_path, context, problem):
+    make_model(tmp_path / "m", hidden=64, layers=1)
+    cfg = DistillConfig()
+    cfg.actor.path, cfg.teacher.context = str(tmp_path / "m"), context
+    cfg.train_dataset.type, cfg.train_dataset.size = "arithmetic", 40
+    cfg.train_dataset.batch_size = 8
+    if problem is None:
+        check_data(cfg, renders=True)
+    else:
+        with pytest.raises(ConfigError, match=problem):
+            check_data(cfg, renders=True)
