@@ -164,11 +164,16 @@ def opo(config: PPOActorConfig) -> AdvantageSpec:
     return AdvantageSpec(per_sample=per_sample, needs_groups=True)
 
 
-def gdpo(config: PPOActorConfig, *, parts: dict[str, Any], batch: bool = True) -> AdvantageSpec:
+def gdpo(
+    config: PPOActorConfig, *, parts: dict[str, Any], batch: bool | None = None
+) -> AdvantageSpec:
     """Returns `gdpo_advantages`. parts: by the name of a part of the reward its weight, or what the
     reward `weighted` says of it. The reward itself, and what shapes it, is not read; with kl_ctl
     the KL to the reference is taken from each token's advantage. A part that no sample of a batch
-    has is left out of it. Raises ValueError for a weight that is no number."""
+    has is left out of it. Raises ValueError for a weight that is no number.
+
+    batch: whether the std of all divides (TRL: always); None: with two parts or more, as in the
+    authors' code (NVlabs/GDPO). One part is then `grpo_advantages` of the part times its weight."""
     weights = [_weight_of_part(name, part) for name, part in parts.items()]
     names = [f"{REWARD_PART}{name}" for name in parts]
 
@@ -177,7 +182,10 @@ def gdpo(config: PPOActorConfig, *, parts: dict[str, Any], batch: bool = True) -
             need(samples, names, what="actor.advantages=gdpo")
         lacking = torch.full(samples["group_ids"].shape, torch.nan)
         rewards = torch.stack([samples.get(name, lacking) for name in names])
-        return gdpo_advantages(rewards, weights, samples["group_ids"], batch)
+        if batch is None and len(names) == 1:  # rounded as the reward that has no other part
+            rewards = (rewards.double() * weights[0]).float()
+            return gdpo_advantages(rewards, [1.0], samples["group_ids"], batch=False)
+        return gdpo_advantages(rewards, weights, samples["group_ids"], batch is not False)
 
     return AdvantageSpec(per_sample=per_sample, kl_to_go=True, needs_groups=True)
 

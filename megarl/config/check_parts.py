@@ -396,16 +396,16 @@ def _judge_problems(cfg: GRPOConfig) -> Iterator[str]:
         return
     for key, data in sources(cfg).items():
         whole = {"type": data.reward.type, "options": data.reward.options}
-        rewards: dict[str, Any] = {f"{key}.reward": whole}
-        for name, part in dict(data.reward.options.get("parts") or {}).items():
-            rewards[f"{key}.reward.options.parts.{name}"] = part
+        parts = data.reward.options.get("parts")
+        own: dict[str, Any] = parts if isinstance(parts, dict) else {}
+        rewards = {"": whole} | {f".options.parts.{name}": part for name, part in own.items()}
         for where, reward in rewards.items():
             reward = reward if isinstance(reward, dict) else {"type": reward}
             named = (reward.get("options") or {}).get("base_url")
             if reward.get("type") == "judge" and not named:
                 yield (
-                    f"{where}=judge: nothing says which server judges; set its option base_url, or "
-                    "have the launcher start one by judge.path"
+                    f"{key}.reward{where}=judge: nothing says which server judges; set its option "
+                    "base_url, or have the launcher start one by judge.path"
                 )
 
 

@@ -42,9 +42,9 @@ kl_ctl>0                         | ref | set ref.path, or ref={}
 actor.kl_controller!=null & !actor.kl_coef & !kl_ctl |
     | adapts actor.kl_coef and kl_ctl, which are 0; set the first value of one of them
 episodes.entropy                 | actor.recompute_logprob=true,auto | it comes of that pass
-actor.advantages.type=gdpo & !actor.advantages.options.parts | train_dataset.reward.type=weighted
+actor.advantages.type=gdpo       | actor.advantages.options.parts | set train_dataset.reward to
+    {type: weighted, options: {parts: ...}}, or name the parts of a reward of your own here
 actor.advantages.type=gdpo       | reward_model=null | whose score has no parts
-actor.advantages.type=gdpo       | !actor.dynamic_sampling | which picks groups by the sum of parts
 server.restarts>0                | server.count>1 | the run goes on with the others meanwhile
 server.count=0 & !rollout.addresses & !rollout.addresses_file |
     | name running servers in one of these, or have one started by server.count=1

@@ -40,10 +40,10 @@ _MARKER = re.compile(r"<.*>|\[[A-Z_]+\]|(Bearer|Basic)\s*")
 _INTERPOLATION = re.compile(r"\$\{(?:[^{}]|\$\{[^{}]*\})*\}")
 _ENV_NAME = re.compile(r"oc\.env:\s*([A-Za-z_]\w*)")
 # resolvers that read what they are given alone; what reads more, or cannot be followed: another
-# resolver, a key that counts from its own place, a name that is interpolated itself
+# resolver but that of a key, a key that counts from its own place, a name that is interpolated
 _HARMLESS = re.compile(r"\$\{(oc\.create|oc\.decode|oc\.dict\.keys):")
-_READER = re.compile(r"\$\{([^${}]+:|\.|[^${}]*\$\{)")
-_KEYS = re.compile(r"\$\{([^${}:]+)")
+_READER = re.compile(r"\$\{((?!oc\.select:\w)[^${}]+:|\.|[^${}]*\$\{)")
+_KEYS = re.compile(r"\$\{(?:oc\.select:)?([^${}:,]+)")
 _ATTRIBUTE = "_as_written"  # of a loaded configuration; not one of its fields
 
 Place = tuple[str | int, ...]

@@ -100,7 +100,10 @@ class RemoteSGLangEngine(InferenceEngine):
         if tokenizer is not None:
             common["tokenizer"] = tokenizer
         client = cls._of_config(cfg, common)
-        client.should_accept = has_signal if cfg.actor.dynamic_sampling else None
+        if cfg.actor.dynamic_sampling:
+            advantages = cfg.actor.advantages
+            parts = advantages.options.get("parts") if advantages.type == "gdpo" else None
+            client.should_accept = partial(has_signal, parts=parts or ())
         return client
 
     @classmethod

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -130,10 +130,13 @@ def _failed(episode: Episode, error: Exception) -> None:
     episode.error = error
 
 
-def has_signal(batch: Padded) -> bool:
+def has_signal(batch: Padded, parts: Collection[str] = ()) -> bool:
     """Returns whether the rewards of a group differ; equal rewards teach nothing (DAPO's dynamic
-    sampling, arXiv 2503.14476)."""
-    return bool(batch["rewards"].min() != batch["rewards"].max())
+    sampling, arXiv 2503.14476). parts: names of parts of the reward, of which one has to differ
+    instead; a rollout that lacks a part differs from none."""
+    names = [f"{REWARD_PART}{name}" for name in parts]
+    fields = [batch[name] for name in names if name in batch] or [batch["rewards"]]
+    return any(len(values[~values.isnan()].unique()) > 1 for values in fields)
 
 
 async def run_all(episodes: Sequence[Episode], width: int, run: Runner) -> None:

@@ -58,7 +58,9 @@ def rollout_metrics(data: Data, *, version: int) -> dict[str, float]:
     for name in batch:
         if name.startswith(REWARD_PART):
             part = rollouts.common(batch[name], name)
-            metrics[f"reward/{name.removeprefix(REWARD_PART)}"] = part.nanmean().item()
+            shown = f"reward/{name.removeprefix(REWARD_PART)}"
+            metrics[shown] = part.nanmean().item()
+            metrics[f"{shown}/std"] = part[~part.isnan()].std(unbiased=False).item()
             if name == f"{REWARD_PART}{LATE}":  # only answers that are late have it
                 metrics["reward/late"] = part.nan_to_num(0.0).mean().item()
     if "truncated" in batch:

@@ -12,6 +12,7 @@ from megarl.algos import LOSS_WEIGHTS, Actor, Critic, sequence_weight, token_wei
 from megarl.algos.estimators import gdpo_advantages
 from megarl.api.batch import Batch
 from megarl.config.algo import PPOActorConfig, PPOCriticConfig
+from megarl.config.base import SeamConfig
 from tests.dist.algorithms import gradients, near_logps, presets_in_turn
 from tests.dist.engine_jobs import Tensors, make_engine, save_model, state
 from tests.dist.invariance import FIGURES, GRADIENTS, UPDATES, worst
@@ -40,7 +41,7 @@ def samples() -> Tensors:
     b["logprobs"] = b["prox_logp"] + 0.01 * torch.randn(shape, generator=g) * mask
     b["versions"] = torch.where(mask, 0, -1).int()
     b["last_value"] = torch.randn(N, generator=g)
-    b["rewards"] = torch.randn(N, generator=g)
+    b["rewards"] = b["reward_part/whole"] = torch.randn(N, generator=g)
     b["truncated"] = torch.arange(N) % 3 == 0
     b["reward_part/right"] = torch.randn(N, generator=g)
     b["reward_part/short"] = torch.where(
@@ -82,6 +83,8 @@ def estimates(path: str, parallel: dict[str, Any]) -> dict[str, Tensors]:
     actor, out = make_actor(path, parallel, ppo_n_minibatches=3), {}
     white = Actor(PPOActorConfig(adv_norm="batch"), actor.engine, temperature=1.0)
     gdpo = Actor(preset("gdpo"), actor.engine, temperature=1.0)
+    one = SeamConfig(type="gdpo", options={"parts": {"whole": 1.0}})
+    alone = Actor(PPOActorConfig(advantages=one), actor.engine, temperature=1.0)
     for origin in ORIGINS:
         batch = bring(samples(), origin)
         actor.place(batch)
@@ -93,6 +96,8 @@ def estimates(path: str, parallel: dict[str, Any]) -> dict[str, Tensors]:
         made["whitened"], made["grouped"] = made["advantages"], whole(batch, "advantages")
         gdpo.compute_advantages(batch)
         made["gdpo"] = whole(batch, "advantages")
+        alone.compute_advantages(batch)
+        made["gdpo of one part"] = whole(batch, "advantages")
         made["W"] = torch.stack([batch.row_sums(w) for w in (token_weight, sequence_weight)])
         out[origin] = made
     actor.destroy()
@@ -118,6 +123,7 @@ def test_estimates_are_the_same_bits_for_every_layout_and_origin(worlds, model):
     alone = gdpo_advantages(parts, [1.0, 0.25], b["group_ids"], batch=True)
     mask = b["loss_mask"][:, : first["gdpo"].shape[1]]
     assert torch.equal(first["gdpo"], alone[:, None] * mask) and alone.all()
+    assert torch.equal(first["gdpo of one part"], first["grouped"])
     assert first["W"].sum() > N and first["whitened"].std() > 0.1
 
 
@@ -273,6 +279,8 @@ def branched() -> Tensors:
     b = samples()
     b["rollout_ids"] = torch.tensor(FORKED)
     b["rewards"], b["episode_ids"] = b["rewards"][FORKED], b["rollout_ids"] // 2
+    for name in ("reward_part/right", "reward_part/short"):
+        b[name] = b[name][FORKED]
     return b | {"group_ids": b["episode_ids"].clone()}
 
 
@@ -284,6 +292,12 @@ def branched_updates(path: str, n: int) -> dict[str, Any]:
     actor.compute_advantages(batch)
     made = {"advantages": whole(batch, "advantages")[:, 1:], "mask": whole(batch, "loss_mask")}
     made |= {"rows": batch.rows.tolist(), "parts": batch.minibatches}
+    gdpo, parts = (
+        Actor(preset("gdpo"), actor.engine, temperature=1.0),
+        bring(branched(), "all drive"),
+    )
+    gdpo.compute_advantages(parts)
+    made["gdpo"] = whole(parts, "advantages")
     made["stats"] = actor.ppo_update(batch)
     actor.destroy()
     return made
@@ -312,6 +326,10 @@ def test_a_rollout_with_branches_counts_once_and_stays_together(worlds, model):
     assert by_row.abs().sum() > 1 and any(by_row[i] for i in (0, 3))
     assert first["stats"]["loss"] == pytest.approx(float(loss), abs=1e-5)
     assert first["stats"]["grad_norm"] == pytest.approx(float(norm), rel=1e-3)
+    rows = [FORKED.index(r) for r in sorted(set(FORKED))]  # a rollout's first row
+    parts = torch.stack([b["reward_part/right"], b["reward_part/short"]])[:, rows]
+    by_rollout = gdpo_advantages(parts, [1.0, 0.25], b["group_ids"][rows], batch=True)
+    assert torch.equal(first["gdpo"], by_rollout[FORKED][:, None] * mask) and by_rollout.any()
     for made in [*both, *worlds(2).run(branched_updates, model, 3)]:
         for rows in [made["rows"], *made["parts"]]:
             inside = {FORKED[row] for row in rows}

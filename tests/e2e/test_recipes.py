@@ -101,6 +101,8 @@ def test_sft_learns(model):
     assert 0 <= rows[-1]["eval/accuracy_lo"] <= rows[-1]["eval/accuracy"] <= 1
 
 
+PARTS = {"answer": {"type": "arithmetic", "weight": 0.5}}
+PARTS["even"] = {"type": "format", "options": {"pattern": ".*[02468].*"}}
 # layout x synchrony x transport x loss: each value of each at least once
 CASES = {
     "tp2": ["actor.parallel.tp=2", "actor.ppo_n_minibatches=1"],
@@ -108,7 +110,8 @@ CASES = {
         "actor.parallel.tp=1", "actor.parallel.pp=2", "rollout.max_head_offpolicyness=2",
         "actor.use_decoupled_loss=true", "actor.lora.r=4",
         "actor.kl_coef=0.01",
-        "trainer=examples.custom_trainer:Annealed", "kl_start=0.1",
+        "trainer=examples.custom_trainer:Annealed", "kl_start=0.1", "algorithm=gdpo",
+        f"train_dataset.reward={json.dumps({'type': 'weighted', 'options': {'parts': PARTS}})}",
     ],
     "dp2-disk-kl": [
         "actor.parallel.tp=1", "weight_sync.type=disk", "actor.kl_coef=0.01",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+from functools import partial
 
 import pytest
 import torch
@@ -27,8 +28,10 @@ from megarl.algos.specs import NAMES, advantages_of
 from megarl.config.algo import PPOActorConfig
 from megarl.config.base import SeamConfig
 from megarl.config.check import check_config
+from megarl.config.container import View
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
+from megarl.trainer.user_code import check_code
 
 
 @st.composite
@@ -158,6 +161,21 @@ def test_gdpo_of_one_part_is_grpo_to_the_bit(drawn):
     assert not scaled[grpo == 0].any()
 
 
+@settings(deadline=None)
+@given(grouped(), st.sampled_from([1.0, 3.0, 0.25, -1.0, 0.0]))
+def test_algorithm_gdpo_with_one_part_is_grpo_to_the_bit(drawn, weight):
+    part, ids, _ = drawn
+    ours = PPOActorConfig(path="nowhere")
+    ours.advantages = SeamConfig(type="gdpo", options={"parts": {"right": weight}})
+    batch = {"reward_part/right": part, "group_ids": ids}
+    batch["rewards"] = (weight * part.double()).float()  # as the reward `weighted` has it
+    found = advantages_of(ours).per_sample(batch)
+    assert torch.equal(found, advantages_of(PPOActorConfig(path="nowhere")).per_sample(batch))
+    ours.advantages.options["batch"] = True  # as TRL
+    want = gdpo_advantages(part[None], [weight], ids, batch=True)
+    assert torch.equal(advantages_of(ours).per_sample(batch), want)
+
+
 def test_gdpo_tells_sums_apart_that_grpo_does_not():
     """The paper's example: of two rewards, earning one of (0, 1) and both of (0, 2) are alike to
     GRPO; and to it (1, 0) beside (0, 1) is nothing, which weights tell apart."""
@@ -203,10 +221,14 @@ def test_a_weight_of_gdpo_that_is_no_number_is_refused(part):
 @pytest.mark.parametrize(
     "words, problem",
     [
-        (["train_dataset.reward.type=exact"], "needs train_dataset.reward.type=weighted"),
+        (["train_dataset.reward.type=exact"], "needs actor.advantages.options.parts .it is null"),
+        (["train_dataset.reward.type=weighted"], "needs actor.advantages.options.parts"),
+        (
+            ["+train_dataset.reward.options.parts={}"],
+            "needs actor.advantages.options.parts .it is {}",
+        ),
         (["gconfig.n_samples=1"], "compares the samples of a prompt"),
         (["reward_model.path=x"], "score has no parts"),
-        (["actor.dynamic_sampling=true"], "by the sum of parts"),
     ],
 )
 def test_what_has_no_parts_to_compare_is_refused_at_the_start(words, problem):
@@ -221,6 +243,23 @@ def test_a_part_that_no_reward_has_is_refused_at_the_start():
     given.append("actor.advantages.options.parts={rihgt: 1.0, form: 0.5}")
     with pytest.raises(ConfigError, match=r"options.parts.rihgt: .* did you mean right\?"):
         check_config(load_config(None, given))
+
+
+@pytest.mark.parametrize(
+    "parts, problem",
+    [
+        ("[exact]", r"reward weighted: options.parts=\['exact'\]: not of type dict"),
+        ("{form: nosuch}", "train_dataset.reward: unknown reward 'nosuch'"),
+        ("{form: {type: exact, weight: .nan}}", "parts.form={'type': 'exact', 'weight': nan}"),
+    ],
+)
+def test_parts_of_a_reward_that_are_none_are_shown_as_they_were_given(parts, problem):
+    words = ["train_dataset.reward.type=weighted", f"train_dataset.reward.options.parts={parts}"]
+    view = View(load_config(None, ["algorithm=gdpo", "actor.path=nowhere", *words]))
+    with pytest.raises(ConfigError, match="no such directory"):
+        view.check(check_config)
+    with pytest.raises(ConfigError, match=problem):
+        view.check(partial(check_code, row_keys={}, makes=True, in_child=False))
 
 
 def test_pass_at_1_is_grpo_with_the_population_std():

@@ -82,6 +82,7 @@ def test_parts_are_weighted_and_reach_the_figures() -> None:
     metrics = rollout_metrics(kept | {"group_ids": torch.tensor([0, 0])}, version=0)
     assert metrics["reward/answer"] == 0.5 and metrics["reward/form"] == 1.0
     assert metrics["reward/short"] == pytest.approx(-0.2)
+    assert metrics["reward/answer/std"] == 0.5 and metrics["reward/form/std"] == 0.0
 
 
 def test_late_answers_are_counted_among_all() -> None:

@@ -120,6 +120,15 @@ def test_a_client_drops_groups_without_a_signal_where_dynamic_sampling_is_on() -
     assert not accept({"rewards": torch.tensor([1.0, 1.0])})
     assert accept({"rewards": torch.tensor([1.0, 0.0])})
 
+    parts = ["+actor.advantages.options.parts={right: 1.0, form: 0.5}", "algorithm=gdpo"]
+    of_gdpo = script_config(*parts, "actor.dynamic_sampling=true")
+    accept = RemoteSGLangEngine.for_run(of_gdpo).should_accept
+    alike, form = torch.ones(2), torch.tensor([0.0, 1.0])  # of two whose weighted sums are equal
+    assert accept({"rewards": alike, "reward_part/right": 1.0 - form / 2, "reward_part/form": form})
+    lacking = torch.tensor([1.0, torch.nan])  # a rollout without the part differs from none
+    assert not accept({"rewards": form, "reward_part/right": alike, "reward_part/form": lacking})
+    assert accept({"rewards": form})  # whose parts the advantages will ask for
+
 
 class OwnClient(RemoteSGLangEngine):
     """A backend of a user's."""

@@ -276,6 +276,12 @@ def test_a_resolver_that_reads_the_environment_is_kept_as_written(cfg, tmp_path,
     assert SECRET not in text and reads in text
 
 
+def test_a_value_that_another_key_gives_is_shown_where_none_of_it_is_the_environments() -> None:
+    reads = "+train_dataset.options.x=${oc.select:train_dataset.options.y,none}"
+    text = config_yaml(load_config(None, [reads, "+train_dataset.options.y=plain-value"]))
+    assert yaml.safe_load(text)["train_dataset"]["options"]["x"] == "plain-value"
+
+
 def test_an_error_shows_no_secret() -> None:
     wrong = ["server.api_key=of-mine", "rollout.x=https://u:of-mine@h", "seed=https://u:of-mine@h"]
     with pytest.raises(ConfigError) as caught:
