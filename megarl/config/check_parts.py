@@ -395,10 +395,9 @@ def _judge_problems(cfg: GRPOConfig) -> Iterator[str]:
         yield from _server_problems(cfg.judge, "judge")
         return
     for key, data in sources(cfg).items():
-        whole = {"type": data.reward.type, "options": data.reward.options}
         parts = data.reward.options.get("parts")
         own: dict[str, Any] = parts if isinstance(parts, dict) else {}
-        rewards = {"": whole} | {f".options.parts.{name}": part for name, part in own.items()}
+        rewards = {"": vars(data.reward)} | {f".options.parts.{n}": own[n] for n in own}
         for where, reward in rewards.items():
             reward = reward if isinstance(reward, dict) else {"type": reward}
             named = (reward.get("options") or {}).get("base_url")

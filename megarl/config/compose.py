@@ -265,7 +265,8 @@ def merged(below: Any, above: Any) -> Any:
     """Returns `above` over `below`, section by section. A section that names another `type` than
     the one below it names drops the `options` below, which were the other type's. One with a
     correction takes AReaL's keys below as the correction that they mean."""
-    if isinstance(untyped(below), str) and isinstance(above, dict) and below:
+    is_name = isinstance(untyped(below), str) and not is_interpolation(below)
+    if is_name and below and isinstance(above, dict):
         below = {"type": below}  # a seam in its short form
     is_seam = isinstance(below, dict) and "options" in below and below.keys() <= {"type", "options"}
     if is_seam and isinstance(untyped(above), str) and not is_interpolation(above):

@@ -30,7 +30,7 @@ from megarl.config.base import SeamConfig
 from megarl.config.check import check_config
 from megarl.config.container import View
 from megarl.config.errors import ConfigError
-from megarl.config.loader import load_config
+from megarl.config.loader import config_yaml, load_config
 from megarl.trainer.user_code import check_code
 
 
@@ -235,6 +235,20 @@ def test_what_has_no_parts_to_compare_is_refused_at_the_start(words, problem):
     given = ["algorithm=gdpo", "actor.path=nowhere", *words]
     with pytest.raises(ConfigError, match=rf"actor.advantages=gdpo.* {problem}"):
         check_config(load_config(None, given))
+
+
+def test_parts_that_a_file_names_are_those_that_are_compared(tmp_path):
+    """Also of a run's config.yaml, which a replay reads: its parts are written out."""
+    file, parts = tmp_path / "run.yaml", {"form": 0.5, "right": {"type": "exact", "weight": 2}}
+    actor = {"path": "nowhere", "advantages": {"options": {"parts": parts}}}
+    file.write_text(yaml.safe_dump({"algorithm": "gdpo", "actor": actor}))
+    assert load_config(file).actor.advantages.options["parts"] == parts
+    words = [
+        "algorithm=gdpo",
+        f"train_dataset.reward={{type: weighted, options: {{parts: {parts}}}}}",
+    ]
+    file.write_text(config_yaml(load_config(None, words)))
+    assert load_config(file).actor.advantages.options["parts"] == parts
 
 
 def test_a_part_that_no_reward_has_is_refused_at_the_start():

@@ -549,6 +549,7 @@ def test_lines_are_named_by_what_tells_them_apart(tmp_path):
             "step": s,
             "reward/mean": 0.5,
             "reward/format": 0.1 * s,
+            "reward/format/std": 0.1,
             "reward/pass_rate": 0.4 * s,
             "difficulty/1/pass_rate": 0.4 * s,
             "difficulty/2/pass_rate": 0.3 * s,

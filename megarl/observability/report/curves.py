@@ -54,7 +54,7 @@ class Curves:
 
 CHARTS = (
     Curves(title="Reward", keys="reward/(mean)", note="training batch", from_zero=True),
-    Curves(title="Parts of the reward", keys="reward/(?!mean|std|pass_|groups_)(.+)"),
+    Curves(title="Parts of the reward", keys="reward/(?!mean|std|pass_|groups_|.+/std$)(.+)"),
     Curves(title="Reward by data set", keys="dataset/(.+)/reward"),
     Curves(title="Pass rate by difficulty", keys="difficulty/(.+)/pass_rate"),
     Curves(title="Groups that teach nothing", keys="reward/groups_(all_.+)"),
