@@ -143,6 +143,7 @@ CASES: dict[str, tuple[int, Parallel, dict[str, Any], str, bool]] = {
     "dp2-bf16-plain": (2, dict(), BF16 | PLAIN, "qwen2", False),
     "pp2-dense-first": (2, dict(pp=2), ZERO, "qwen3_moe-dense-first", False),
     "cp2-states": (2, dict(cp=2), ZERO, "qwen3_next", False),
+    "tp2sp-ep2-sinks": (2, dict(tp=2, sequence_parallel=True, ep=2), ZERO, "gpt_oss", False),
 }
 
 

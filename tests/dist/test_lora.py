@@ -64,6 +64,7 @@ FULL: list[tuple[int, str, tuple[str, ...], Parallel, dict[str, Any]]] = [
     (4, "glm", ALL, dict(tp=4), PLAIN),
     (2, "mixtral", ALL, dict(etp=2), PLAIN),
     (2, "qwen3_next", ALL, dict(cp=2), PLAIN),
+    (2, "gpt_oss", ("q_proj", "v_proj", "o_proj"), dict(**SP, ep=2), PLAIN),
     (2, "qwen3_moe", ALL, SP, ZERO),
     (2, "qwen3_moe", ALL, dict(**SP, etp=2), PLAIN),
     (4, "qwen3_moe", ALL, dict(**SP, ep=2, etp=2), PLAIN | RECOMPUTE),

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
 
-from megarl.config.engine import ParallelConfig
+from megarl.config.engine import MicroBatchSpec, ParallelConfig, TrainEngineConfig
+from megarl.engine.setup import resolve
 from megarl.models.hf_config import ModelConfig, check_layout, parse_hf_config
 from megarl.models.params import draw
 from megarl.models.piece_table import build_piece_table
@@ -124,6 +128,15 @@ def test_experts_with_biases_are_not_cut() -> None:
     check_layout(m, ParallelConfig(tp=8, sequence_parallel=True, pp=4, ep=8))
     with pytest.raises(ValueError, match=r"parallel\.etp=2.*biases.*parallel\.etp=1"):
         check_layout(m, ParallelConfig(etp=2))
+
+
+def test_sinks_share_no_prefixes(tmp_path: Path) -> None:
+    config = {**OSS, "layer_types": ["full_attention"] * 24, "sliding_window": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    cfg = TrainEngineConfig(path=str(tmp_path), mb_spec=MicroBatchSpec(share_prefixes="true"))
+    with pytest.raises(ValueError, match=r"mb_spec\.share_prefixes=true: .* sinks.*=false"):
+        resolve(cfg, 1)
+    assert resolve(replace(cfg, mb_spec=MicroBatchSpec(share_prefixes="auto")), 1).sharing is None
 
 
 def test_layers_without_a_window_keep_their_sinks() -> None:
