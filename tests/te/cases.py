@@ -29,6 +29,7 @@ def _cases() -> dict[str, Case]:
         found[f"{kind}-last"] = (kind, last, 3, "lm")
     found["gemma3_text-tp"] = ("gemma3_text", Layout(**SP), 1, "lm")
     found["olmo3-tp"] = ("olmo3", Layout(**SP), 1, "lm")
+    found["gpt_oss-tp"] = ("gpt_oss", Layout(**SP, ep=2), 1, "lm")
     found["qwen3-value"] = ("qwen3", Layout(**SP), 1, "value")
     found["qwen2-cp"] = ("qwen2", Layout(tp=2, cp=2), 3, "lm")
     found["mixtral-etp"] = ("mixtral", Layout(**SP, ep=2, etp=2, dp=2), 3, "lm")
@@ -37,6 +38,7 @@ def _cases() -> dict[str, Case]:
 
 
 CASES = _cases()
+NEWEST_ALONE = ("gpt_oss-tp",)  # the oldest has no sinks
 LORA_CASES = ("qwen3-tp", "qwen3_moe-tp", "deepseek_v3-tp")
 FUSED_CASES = ("qwen3-one", "qwen3_moe-tp", "deepseek_v3-last", "qwen3-value", "llama-vpp")
 # name in configs/models -> (layout, owners of a sync)
