@@ -50,6 +50,7 @@ def of_group(ids, i):
     return [j for j in range(len(ids)) if ids[j] == ids[i]]
 
 
+@settings(deadline=None)
 @given(grouped())
 def test_baselines_equal_the_loop(drawn):
     rewards, ids, lengths = drawn
