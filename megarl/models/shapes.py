@@ -267,6 +267,12 @@ class ModelConfig:
             return self.recurrent
         return self.attention
 
+    def layer_type(self, layer: int) -> str:
+        """Returns the kind of the layer of this number as transformers' `layer_types` has it."""
+        if self.mixer(layer) is self.recurrent:
+            return "linear_attention"
+        return "sliding_attention" if layer in self.attention.window_layers else "full_attention"
+
     def hf_name(self, plain: str) -> str:
         """Returns the HF name, in this model's directory, of what a language model alone calls
         `plain`."""

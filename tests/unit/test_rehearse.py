@@ -38,6 +38,7 @@ from megarl.config.recipes import RECIPES
 from megarl.config.schema import all_keys
 from megarl.models.hf_config import check_layout, parse_hf_config, read_hf_config
 from megarl.utils.importing import call_isolated
+from tests.unit.test_gemma import GEMMA, OLMO
 from tests.unit.test_reallocation_plan import FAMILIES, config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -125,6 +126,26 @@ def test_every_family_gets_a_model_that_loads(architecture: str, tmp_path: Path)
     m = read_hf_config(tmp_path / "m")
     assert m.family == config(architecture).family and 10_000 < numel < 10_000_000
     check_layout(m, parallel(tp=2, pp=2, vpp=2, ep=2 if m.moe else 1))
+
+
+@pytest.mark.parametrize("layers", (2, 8))
+@pytest.mark.parametrize(
+    "raw",
+    [
+        GEMMA,
+        OLMO,
+        {k: v for k, v in config("Qwen3NextForCausalLM").raw.items() if "interval" not in k},
+        config(use_sliding_window=True, sliding_window=64, max_window_layers=3).raw,
+        config("GptOssForCausalLM", sliding_window=128).raw,
+    ],
+    ids=("gemma3", "olmo3", "qwen3_next", "qwen2", "gpt_oss"),
+)
+def test_kinds_of_layers_take_turns(raw: dict[str, Any], layers: int) -> None:
+    whole = parse_hf_config({**raw, "num_hidden_layers": 12, "layer_types": None})
+    small = parse_hf_config(shrink_model(dict(whole.raw), layers=layers))
+    kinds = [[m.layer_type(i) for i in range(m.num_layers)] for m in (whole, small)]
+    assert set(kinds[0]) == set(kinds[1]) and len(set(kinds[0])) == 2
+    assert abs(2 * kinds[1].count("full_attention") - layers) < 2
 
 
 def test_numbers_that_are_rotated_shrink_with_their_heads() -> None:

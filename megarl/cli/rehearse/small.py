@@ -22,8 +22,8 @@ from megarl.config.engine import ParallelConfig
 from megarl.config.loader import checked_config, config_yaml
 from megarl.config.recipe_engines import engines
 from megarl.config.recipes import BaseConfig, GRPOConfig
-from megarl.models.families import find_family, find_wrapper
-from megarl.models.hf_config import DEFAULTS, LM, TEXT, WHOLE, text_settings
+from megarl.models.families import family_of, find_wrapper
+from megarl.models.hf_config import DEFAULTS, LM, TEXT, WHOLE, parse_hf_config, text_settings
 from megarl.utils.importing import is_import_path
 
 OVERLAY = yaml.safe_load(Path(__file__).with_name("overlay.yaml").read_text(encoding="utf-8"))
@@ -100,22 +100,24 @@ def _settled(p: ParallelConfig, layers: int) -> ParallelConfig:
 
 
 def shrink_model(raw: Mapping[str, Any], *, layers: int, cluster_tp: int = 1) -> dict[str, Any]:
-    """Returns the config.json `raw` with small sizes. cluster_tp: where it was more than key/value
-    heads, which ranks then repeat, it still is. Raises ValueError where the family of `raw` is not
-    known."""
+    """Returns the config.json `raw` with small sizes; its kinds of layers take turns. cluster_tp:
+    where it was more than key/value heads, which ranks then repeat, it still is. Raises ValueError
+    where megarl does not support the model."""
     if find_wrapper(raw):
         text = text_settings(raw, "config.json")
         return {**raw, TEXT: shrink_model(text, layers=layers, cluster_tp=cluster_tp)}
-    family = find_family(raw, "config.json")
-    full = {**DEFAULTS, **family.defaults, **raw}
-    kv_heads = full.get("num_key_value_heads") or full["num_attention_heads"]
-    small = {"model_type": family.name, **{k: v for k, v in raw.items() if k not in _LEFT_OUT}}
+    m = parse_hf_config(raw)
+    full = {**DEFAULTS, **family_of(m).defaults, **raw}
+    small = {"model_type": m.family, **{k: v for k, v in raw.items() if k not in _LEFT_OUT}}
     small |= {key: size for key, size in OVERLAY["model"].items() if full.get(key)}
     small |= {key: min(full[key], n) for key, n in OVERLAY["model_limit"].items() if full.get(key)}
     if full.get("head_dim"):
         small["hidden_size"] = small["hidden_size"] * 3 // 2  # not heads * head_dim
-    if kv_heads < full["num_attention_heads"]:
-        small["num_key_value_heads"] = 1 if cluster_tp > kv_heads else 2
+    if m.attention.kv_heads < m.attention.heads:
+        small["num_key_value_heads"] = 1 if cluster_tp > m.attention.kv_heads else 2
+    kinds = list(dict.fromkeys(map(m.layer_type, range(m.num_layers))))
+    if len(kinds) > 1:
+        small["layer_types"] = [kinds[i % len(kinds)] for i in range(layers)]
     return small | {"num_hidden_layers": layers}
 
 
@@ -126,7 +128,6 @@ def write_model(raw: Mapping[str, Any], directory: Path, *, head: str, seed: int
     import torch
     from safetensors.torch import save_file
 
-    from megarl.models.families import family_of
     from megarl.models.hf_config import read_hf_config
 
     directory.mkdir(parents=True)
