@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megarl.api.batch import Batch, Padded, Tokens
 from megarl.models.attention import SlotParams
-from megarl.models.trie_params import trie_params
+from megarl.models.trie_params import packed_fields, trie_params
 from megarl.observability.logging import get_logger
 from megarl.parallel import mcore
 from megarl.parallel.groups import ProcessGroups
@@ -91,16 +91,7 @@ class MicroBatch:
             return trie_params(self.packed.trie)
         cu, longest = self.packed.cu_seqlens, max(self.packed.slots)
         place_tokens(cu, self.packed.position_ids)
-        return SlotParams(
-            qkv_format="thd",
-            cu_seqlens_q=cu,
-            cu_seqlens_kv=cu,
-            cu_seqlens_q_padded=cu,
-            cu_seqlens_kv_padded=cu,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-            slots=self.packed.slots,
-        )
+        return SlotParams(**packed_fields(cu, longest), slots=self.packed.slots)
 
 
 def alignment(layout: Layout, token_unit: int = 1) -> Alignment:

@@ -128,7 +128,9 @@ class Replicated(Op):
 
 
 @dataclass(frozen=True)
-class _Matrix(Op):
+class RowParallel(Op):
+    """A matrix [rows, cols] cut along its input dimension (columns)."""
+
     rows: Dim
     cols: Dim
     linear = True
@@ -137,25 +139,11 @@ class _Matrix(Op):
         """Returns one shape, [rows, cols]."""
         return ((size(m, self.rows), size(m, self.cols)),)
 
-
-class RowParallel(_Matrix):
-    """A matrix [rows, cols] cut along its input dimension (columns)."""
-
     def segments(self, m: ModelConfig, tp: int, vocab_rows: int) -> Iterator[Segment]:
         """Yields each rank's columns, which are all rows high."""
         rows, cols = size(m, self.rows), size(m, self.cols) // tp
         for rank in range(tp):
             yield Segment(rank, 0, 0, 0, rows, rank * cols, cols)
-
-
-class ColumnParallel(_Matrix):
-    """A matrix [rows, cols] cut along its output dimension (rows)."""
-
-    def segments(self, m: ModelConfig, tp: int, vocab_rows: int) -> Iterator[Segment]:
-        """Yields each rank's rows."""
-        per = size(m, self.rows) // tp
-        for rank in range(tp):
-            yield Segment(rank, 0, 0, rank * per, per, 0, size(m, self.cols))
 
 
 @dataclass(frozen=True)
@@ -177,30 +165,6 @@ class VocabParallel(Op):
             start, stop = rank * per, min((rank + 1) * per, m.vocab_size)
             if start < stop:
                 yield Segment(rank, 0, 0, start, stop - start, 0, m.hidden_size)
-
-
-@dataclass(frozen=True)
-class GateUp(Op):
-    """SwiGLU's first matrix: every rank holds its rows of gate, then its rows of up. `fused`: in HF
-    they are one matrix too, all of gate above all of up."""
-
-    rows: Dim = "intermediate_size"
-    fused: bool = False
-    linear = True
-
-    def hf_shapes(self, m: ModelConfig) -> tuple[Shape, ...]:
-        """Returns [rows, H] for gate and for up, or [2*rows, H] where HF fuses them."""
-        rows = size(m, self.rows)
-        return ((2 * rows, m.hidden_size),) if self.fused else ((rows, m.hidden_size),) * 2
-
-    def segments(self, m: ModelConfig, tp: int, vocab_rows: int) -> Iterator[Segment]:
-        """Yields each rank's rows of gate, then its rows of up."""
-        per = size(m, self.rows) // tp
-        for rank in range(tp):
-            for part in (0, 1):
-                source, first = (0, part * size(m, self.rows)) if self.fused else (part, 0)
-                hf_row = first + rank * per
-                yield Segment(rank, source, part * per, hf_row, per, 0, m.hidden_size)
 
 
 @dataclass(frozen=True)
@@ -296,21 +260,35 @@ class Sections(Op):
         return (sum(self.sections(m, tp)), *self.hf_shapes(m)[0][1:])
 
     def segments(self, m: ModelConfig, tp: int, vocab_rows: int) -> Iterator[Segment]:
-        """Yields the rows of every group in every section."""
+        """Yields the rows of every section that lie together in HF, too: a group's or a rank's."""
         groups, width = size(m, self.groups), math.prod(size(m, c) for c in self.cols)
         per, below = groups // tp, 0  # below: a rank's rows of the sections before
         for source, dims in enumerate(self.sources):
             rows_of = [size(m, d) for d in dims]
             for section, rows in enumerate(rows_of):
-                before = sum(rows_of[:section])
-                for group in range(groups):
+                before, run, apart = sum(rows_of[:section]) * groups, per, rows
+                if self.by_group:
+                    before, run, apart = sum(rows_of[:section]), 1, sum(rows_of)
+                for group in range(0, groups, run):
                     rank, local = divmod(group, per)
-                    hf_row = group * rows + before * groups
-                    if self.by_group:
-                        hf_row = group * sum(rows_of) + before
-                    row = below + local * rows
-                    yield Segment(rank, source, row, hf_row, rows, 0, width)
+                    row, hf_row = below + local * rows, before + group * apart
+                    yield Segment(rank, source, row, hf_row, run * rows, 0, width)
                 below += per * rows
+
+
+class ColumnParallel(Sections):
+    """A matrix [rows, cols] cut along its output dimension (rows)."""
+
+    def __init__(self, rows: Dim, cols: Dim) -> None:
+        super().__init__(rows, ((1,),), (cols,))
+
+
+class GateUp(Sections):
+    """SwiGLU's first matrix: every rank holds its rows of gate, then its rows of up. `fused`: in HF
+    they are one matrix too, all of gate above all of up."""
+
+    def __init__(self, rows: Dim = "intermediate_size", *, fused: bool = False) -> None:
+        super().__init__(rows, ((1, 1),) if fused else ((1,), (1,)), (H,))
 
 
 class Permuted(Op):

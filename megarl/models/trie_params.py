@@ -39,16 +39,15 @@ def trie_params(trie: Trie) -> TrieParams:
     cu = to_device(torch.tensor([0, tokens], dtype=torch.int32))
     place_tokens(cu, None)
     longest = longest_path(trie)
-    return TrieParams(
-        qkv_format="thd",
-        cu_seqlens_q=cu,
-        cu_seqlens_kv=cu,
-        cu_seqlens_q_padded=cu,
-        cu_seqlens_kv_padded=cu,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-        trie=trie,
-    )
+    return TrieParams(**packed_fields(cu, longest), trie=trie)
+
+
+def packed_fields(bounds: Tensor, longest: int) -> dict[str, Any]:
+    """Returns the fields of PackedSeqParams for sequences between these bounds [n+1]: queries and
+    keys have the same, with their padding and without."""
+    ends = ("q", "kv", "q_padded", "kv_padded")
+    fields: dict[str, Any] = {f"cu_seqlens_{x}": bounds for x in ends}
+    return fields | dict(qkv_format="thd", max_seqlen_q=longest, max_seqlen_kv=longest)
 
 
 def longest_path(trie: Trie) -> int:

@@ -204,17 +204,17 @@ class WeightEndpoints:
 
     async def update_weights_from_distributed(self, request: Request) -> Response:
         """Loads one bucket that rank 0 of a group broadcasts."""
-        body = await read_json(request)
-        load = functools.partial(self.core.updates.from_distributed, body)
-        suffix = await self._update(request, body, load)
-        return answer(_success("Succeeded to update parameter online." + suffix))
+        load = self.core.updates.from_distributed
+        return await self._bucket(request, load, "Succeeded to update parameter online.")
 
     async def update_weights_from_tensor(self, request: Request) -> Response:
         """Loads one bucket that lies in the sender's memory on this machine."""
+        return await self._bucket(request, self.core.updates.from_tensor, "Success")
+
+    async def _bucket(self, request: Request, load: Callable[..., None], done: str) -> Response:
         body = await read_json(request)
-        load = functools.partial(self.core.updates.from_tensor, body)
-        suffix = await self._update(request, body, load)
-        return answer(_success("Success" + suffix))
+        suffix = await self._update(request, body, functools.partial(load, body))
+        return answer(_success(done + suffix))
 
     async def update_weights_from_disk(self, request: Request) -> Response:
         """Loads a whole HF directory."""

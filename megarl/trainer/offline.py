@@ -294,8 +294,7 @@ class DPOTrainer(OfflineTrainer):
 
     def make_model(self) -> MegatronPreferencePolicy:
         """Returns the policy that trains."""
-        cfg = self.cfg
-        make = self.ctx.trainers.make
+        cfg, make = self.cfg, self.ctx.trainers.make
         return make(MegatronPreferencePolicy, cfg.model, cfg.preference, seed=cfg.seed)
 
     def collate(self) -> Callable[[list[Row]], Any]:
@@ -343,8 +342,7 @@ class RMTrainer(OfflineTrainer):
 
     def make_model(self) -> MegatronRewardLearner:
         """Returns the reward model that trains."""
-        cfg = self.cfg
-        make = self.ctx.trainers.make
+        cfg, make = self.cfg, self.ctx.trainers.make
         return make(MegatronRewardLearner, cfg.model, center=cfg.center, seed=cfg.seed)
 
     def collate(self) -> Callable[[list[Row]], Any]:

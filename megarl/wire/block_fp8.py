@@ -23,13 +23,6 @@ import torch
 BLOCK, STRIP = 128, 1024
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 SUFFIX = "_scale_inv"
-# what an HF config.json says about a directory of such weights
-QUANTIZATION_CONFIG: Mapping[str, Any] = {
-    "quant_method": "fp8",
-    "fmt": "e4m3",
-    "activation_scheme": "dynamic",
-    "weight_block_size": [BLOCK, BLOCK],
-}
 Spec = tuple[tuple[int, ...], torch.dtype]
 
 

@@ -241,7 +241,12 @@ def in_fp8(source: Path, target: Path) -> Path:
             tensors[name], tensors[name + block_fp8.SUFFIX] = block_fp8.quantize(t)
     save_file(tensors, file, metadata={"format": "pt"})
     config = json.loads((target / "config.json").read_text())
-    config["quantization_config"] = dict(block_fp8.QUANTIZATION_CONFIG)
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [block_fp8.BLOCK, block_fp8.BLOCK],
+    }
     (target / "config.json").write_text(json.dumps(config))
     return target
 
