@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megarl.api.batch import Batch, Padded, Tokens
 from megarl.models.attention import SlotParams
-from megarl.models.trie_params import packed_fields, trie_params
+from megarl.models.trie_params import BOUNDS, LONGEST, trie_params
 from megarl.observability.logging import get_logger
 from megarl.parallel import mcore
 from megarl.parallel.groups import ProcessGroups
@@ -91,7 +91,12 @@ class MicroBatch:
             return trie_params(self.packed.trie)
         cu, longest = self.packed.cu_seqlens, max(self.packed.slots)
         place_tokens(cu, self.packed.position_ids)
-        return SlotParams(**packed_fields(cu, longest), slots=self.packed.slots)
+        return SlotParams(
+            qkv_format="thd",
+            **dict.fromkeys(BOUNDS, cu),
+            **dict.fromkeys(LONGEST, longest),
+            slots=self.packed.slots,
+        )
 
 
 def alignment(layout: Layout, token_unit: int = 1) -> Alignment:

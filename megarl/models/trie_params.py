@@ -19,6 +19,10 @@ from megarl.parallel.packing import Trie
 
 from megatron.core.packed_seq_params import PackedSeqParams
 
+# fields of PackedSeqParams: queries and keys are alike, with their padding and without
+BOUNDS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+LONGEST = ("max_seqlen_q", "max_seqlen_kv")
+
 
 @dataclass(kw_only=True)
 class TrieParams(PackedSeqParams):
@@ -39,15 +43,12 @@ def trie_params(trie: Trie) -> TrieParams:
     cu = to_device(torch.tensor([0, tokens], dtype=torch.int32))
     place_tokens(cu, None)
     longest = longest_path(trie)
-    return TrieParams(**packed_fields(cu, longest), trie=trie)
-
-
-def packed_fields(bounds: Tensor, longest: int) -> dict[str, Any]:
-    """Returns the fields of PackedSeqParams for sequences between these bounds [n+1]: queries and
-    keys have the same, with their padding and without."""
-    ends = ("q", "kv", "q_padded", "kv_padded")
-    fields: dict[str, Any] = {f"cu_seqlens_{x}": bounds for x in ends}
-    return fields | dict(qkv_format="thd", max_seqlen_q=longest, max_seqlen_kv=longest)
+    return TrieParams(
+        qkv_format="thd",
+        **dict.fromkeys(BOUNDS, cu),
+        **dict.fromkeys(LONGEST, longest),
+        trie=trie,
+    )
 
 
 def longest_path(trie: Trie) -> int:

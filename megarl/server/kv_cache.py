@@ -15,7 +15,7 @@ head has them); a forward has B rows of S positions of H hidden, queries [B,K*G,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -210,6 +210,19 @@ class RowStates:
         return keys, values
 
 
+class Heads(NamedTuple):
+    """Holds queries q, keys k [B,K,S,D] and values v [B,K,S,E] of a layer, and how they attend: a
+    position to itself and the `window` - 1 before it; None: to all before it. `sinks` [K*G] are
+    scores of a further key, whose value is 0."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    window: int | None
+    sinks: Tensor | None
+
+
 class Prefill:
     """Plans the prefill of B right-padded prompts [B,S] into the rows from `row` on.
 
@@ -230,19 +243,9 @@ class Prefill:
             self._masks[width, window] = (apart >= 0) & (apart < window)
         return self._masks[width, window]
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        window: int | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """Stores k [B,K,S,D], v [B,K,S,E]; returns the attention output [B,S,K*G,E]. A position
-        attends to itself and the `window` - 1 before it; None: to all before it. `sinks` [K*G] are
-        scores of a further key, whose value is 0."""
+    def attend(self, layer: int, heads: Heads) -> Tensor:
+        """Stores keys and values; returns the attention output [B,S,K*G,E]."""
+        q, k, v, scale, window, sinks = heads
         rows, width = slice(self.row, self.row + k.shape[0]), k.shape[2]
         place = self.cache.places[layer]
         self.cache.keys[place, rows, :, :width] = k
@@ -307,24 +310,16 @@ class Decode:
         mask = torch.zeros(hidden.shape, dtype=self.cache.keys.dtype, device=last.device)
         return mask.masked_fill_(hidden, -torch.inf)[:, None, None]
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        window: int | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def attend(self, layer: int, heads: Heads) -> Tensor:
         """Stores and returns what `Prefill.attend` does, for S of 1."""
+        q, k, v, scale, window, sinks = heads
         place = self.cache.places[layer]
         keys, values = self.cache.keys[place], self.cache.values[place]
         keys[self.rows, :, self.positions] = k[:, :, 0]
         values[self.rows, :, self.positions] = v[:, :, 0]
-        batch, heads, _, dim = q.shape
+        batch, queries, _, dim = q.shape
         # the G queries that share a key/value head stand in for query positions: no repeated heads
-        q = q.reshape(batch, k.shape[1], heads // k.shape[1], dim)
+        q = q.reshape(batch, k.shape[1], queries // k.shape[1], dim)
         seen, mask = self._keys(window)
         key, value = keys[self._all, :, seen], values[self._all, :, seen]
         if self.exact:  # fresh memory: kernels may treat unaligned views differently
@@ -333,7 +328,7 @@ class Decode:
             out = F.scaled_dot_product_attention(q, key, value, attn_mask=mask, scale=scale)
         else:
             out = _attend_with_sinks(q * scale, key, value, mask, sinks.view(1, *q.shape[1:3], 1))
-        return out.reshape(batch, 1, heads, v.shape[-1])
+        return out.reshape(batch, 1, queries, v.shape[-1])
 
 
 def _attend_with_sinks(
@@ -366,7 +361,7 @@ def _attend(
     layer: int = module.layer_idx  # type: ignore[assignment]
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     window, sinks = options.get("sliding_window"), options.get("s_aux")
-    return plan.attend(layer, q, k, v, scale, window, sinks), None
+    return plan.attend(layer, Heads(q, k, v, scale, window, sinks)), None
 
 
 AttentionInterface.register(ATTENTION, _attend)
