@@ -749,7 +749,7 @@ def test_a_prompt_that_is_asked_again_has_another_seed(tokenizer: Any) -> None:
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "image_url",
         ),
-        ("/chat/completions", ask("x" * 400), "leaves no room in a context of 300"),
+        ("/chat/completions", ask("x" * 400), "maximum context length is 300 tokens"),
         ("/messages", ask("go", tools=[{"type": "web_search", "name": "w"}]), "input_schema"),
         ("/responses", {"input": "go", "previous_response_id": "r"}, "previous_response_id"),
         ("/responses", {"input": "go", "tools": [{"type": "web_search"}]}, "web_search"),

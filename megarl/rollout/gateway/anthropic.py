@@ -22,6 +22,11 @@ from megarl.rollout.gateway.session import Answer
 
 def read(body: Mapping[str, Any], *, key: str) -> ChatRequest:
     """Returns the request of a body of POST /v1/messages. Raises BadRequest."""
+    if (body.get("output_config") or {}).get("format") or body.get("output_format"):
+        raise BadRequest(
+            "output_config.format: answers are sampled without constraints, as the trainer "
+            "computes their logprobs; ask for the format in the prompt"
+        )
     messages: list[Message] = []
     if system := text_of(body.get("system"), "system"):
         messages.append(Message(role="system", content=system))
@@ -59,7 +64,7 @@ def _read_message(item: Mapping[str, Any], where: str) -> list[Message]:
         if block.get("type") != "tool_result":
             parts.append(block)
             continue
-        text = text_of(block.get("content"), f"{where}.content[{k}]")
+        text = text_of(block.get("content"), f"{where}.content[{k}]", images=True)
         call_id = str(block.get("tool_use_id", ""))
         messages.append(Message(role="tool", content=text, call_id=call_id))
     if parts or not messages:
@@ -124,6 +129,11 @@ def error(message: str, status: int, code: str) -> dict[str, Any]:
     kinds = {401: "authentication_error", 404: "not_found_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def failed(refusal: dict[str, Any]) -> tuple[str, Any]:
+    """Returns the event that ends a stream with a refusal."""
+    return "error", refusal
 
 
 def _event(kind: str, **fields: Any) -> tuple[str, Any]:

@@ -58,6 +58,7 @@ class Dialect(Protocol):
         self, body: Mapping[str, Any], answers: Sequence[Answer], model: str
     ) -> Iterator[tuple[str, Any]]: ...
     def error(self, message: str, status: int, code: str) -> dict[str, Any]: ...
+    def failed(self, refusal: dict[str, Any]) -> tuple[str, Any]: ...
 
 
 DIALECTS: dict[str, Dialect] = {
@@ -187,6 +188,7 @@ class Gateway:
     def _app(self) -> Starlette:
         calls: list[tuple[str, str, _Handler, Dialect]] = [
             *(("POST", path, partial(self._chat, dialect=d), d) for path, d in DIALECTS.items()),
+            ("POST", "/v1/messages/count_tokens", self._count, anthropic),
             ("GET", "/v1/models", self._models, openai_chat),
             ("POST", "/v1/reward", self._reward, openai_chat),
             ("POST", "/reward", self._reward, openai_chat),
@@ -198,17 +200,13 @@ class Gateway:
                 for prefix in ("", "/s/{session}")
                 for method, path, handler, dialect in calls
             ]
+            + [Route("/s/{session}", _alive, methods=["HEAD"])]
         )
 
     async def _chat(self, request: Request, *, dialect: Dialect) -> Response:
         session = self._session_of(request)
         body = await _read(request)
-        try:
-            chat = dialect.read(body, key=request.headers.get("idempotency-key", ""))
-        except BadRequest:
-            raise
-        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as e:
-            raise BadRequest(f"the body has another form than it should: {e}") from e
+        chat = _chat_of(request, body, dialect)
         model = str(body.get("model") or MODEL)
         # the clients of both vendors count their tries
         again = request.headers.get("x-stainless-retry-count", "0").lstrip("0").isdecimal()
@@ -220,6 +218,11 @@ class Gateway:
             return StreamingResponse(events, media_type="text/event-stream")
         await _wait(request, work)
         return _answer(dialect.write(body, work.result(), model))
+
+    async def _count(self, request: Request) -> Response:
+        session = self._session_of(request)
+        chat = _chat_of(request, await _read(request), anthropic)
+        return _answer({"input_tokens": await session.count(chat)})
 
     async def _models(self, request: Request) -> Response:
         self._check_known(request)
@@ -251,6 +254,20 @@ class Gateway:
         return _answer({"ok": True})
 
 
+async def _alive(request: Request) -> Response:
+    """Answers a client that looks whether somebody listens at its URL."""
+    return Response()
+
+
+def _chat_of(request: Request, body: Mapping[str, Any], dialect: Dialect) -> ChatRequest:
+    try:
+        return dialect.read(body, key=request.headers.get("idempotency-key", ""))
+    except BadRequest:
+        raise
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as e:
+        raise BadRequest(f"the body has another form than it should: {e}") from e
+
+
 def _listener(host: str, port: int) -> socket.socket:
     """Returns a socket that listens. It says that it speaks TCP: asyncio sends at once only on
     sockets that do, on others an answer waits 40 ms for the client's acknowledgement."""
@@ -279,7 +296,7 @@ async def _stream(
             yield _event(name, data)
     except Exception as e:
         _, content = _refusal(e, dialect)
-        yield _event("error", content)
+        yield _event(*dialect.failed(content))
     finally:
         work.cancel()
 

@@ -8,8 +8,7 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -24,6 +23,7 @@ from megarl.utils.importing import is_import_path, load_object
 if TYPE_CHECKING:  # a start reads GatewayConfig without torch
     from megarl.api.records import ModelResponse
 
+_IMAGES = ("image", "image_url", "input_image")  # types of parts, one of each dialect
 _THOUGHT = re.compile(r"^\s*(?:<think>)?.*?</think>", re.DOTALL)
 
 
@@ -121,6 +121,16 @@ class ChatRequest:
         return digest(replace(self, key=""))
 
 
+def too_long(length: str, context_length: int) -> BadRequest:
+    """Returns what a prompt is refused with that a context has no room for. Clients look for the
+    words of both vendors: one then shortens its history, another stops trying."""
+    return BadRequest(
+        f"prompt is too long: {length}. This model's maximum context length is {context_length} "
+        "tokens",
+        code="context_length_exceeded",
+    )
+
+
 def digest(*values: object) -> bytes:
     """Returns 16 bytes that differ where the values' representations do."""
     return hashlib.blake2b(repr(values).encode(errors="replace"), digest_size=16).digest()
@@ -129,9 +139,10 @@ def digest(*values: object) -> bytes:
 # -- reading
 
 
-def text_of(content: Any, where: str) -> str:
-    """Returns the text of a message's content: a string, None, or a list of parts of text. Raises
-    BadRequest for other parts."""
+def text_of(content: Any, where: str, *, images: bool = False) -> str:
+    """Returns the text of a message's content: a string, None, or a list of parts of text. With
+    `images` an image is a line of text that says so, and is counted. Raises BadRequest for other
+    parts."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -144,6 +155,9 @@ def text_of(content: Any, where: str) -> str:
         kind = type(part).__name__
         if isinstance(part, dict):
             text, kind = part.get("text", part.get("refusal")), str(part.get("type"))
+            if images and kind in _IMAGES:
+                add_counts({"images_unseen": 1})
+                text = "[image]\n"
         if not isinstance(text, str):
             raise BadRequest(f"{where} has a part of type {kind!r}; the policy reads text alone")
         texts.append(text)
@@ -279,6 +293,7 @@ def _routes(response: ModelResponse, start: int) -> dict[str, Any] | None:
 # (an answer's text, the tools of the request) -> what is no call, and (name, arguments as JSON
 # text) of each call
 Tools = Sequence[Mapping[str, Any]]
+Messages = Sequence[Mapping[str, Any]]  # as chat templates take them
 CallParser = Callable[[str, Tools], tuple[str, list[tuple[str, str]]]]
 
 # what a format's first call begins with
@@ -361,11 +376,7 @@ class Renderer:
             return
         _, longest = _vocabulary(self.tokenizer)
         if length > context_length * longest:
-            raise BadRequest(
-                f"the messages have {length} characters, which leave no room in a context of "
-                f"{context_length} tokens",
-                code="context_length_exceeded",
-            )
+            raise too_long(f"{length} characters", context_length)
 
     def check_ids(self, ids: Sequence[int]) -> None:
         """Raises BadRequest for an id that is none of the vocabulary's."""
@@ -376,10 +387,12 @@ class Renderer:
     def whole(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
         """Returns the ids of a chat from its beginning; see ChatTemplate.text. Raises BadRequest
         for messages that the template refuses."""
-        with _refused():
-            chat = [m.for_template() for m in messages]
-            add_counts({"special_in_content": self._template.special_in(chat)})
+
+        def render(chat: Messages) -> list[int]:
             return self._template.encode(self._template.text(chat, tools))
+
+        self._count_special(messages)
+        return _rendered(render, messages)
 
     def after(
         self,
@@ -389,16 +402,23 @@ class Renderer:
         last_token: int,
     ) -> list[int]:
         """Returns the ids in which `rest` is read; see ChatTemplate.after. Raises BadRequest."""
-        before, chat = [m.for_template() for m in history], [m.for_template() for m in rest]
-        with _refused():
-            add_counts({"special_in_content": self._template.special_in(chat)})
+
+        def render(before: Messages, chat: Messages) -> list[int]:
             return self._template.after(before, chat, tools, last_token=last_token)
 
+        self._count_special(rest)
+        return _rendered(render, history, rest)
+
+    def _count_special(self, messages: Sequence[Message]) -> None:
+        chat = [m.for_template() for m in messages]
+        add_counts({"special_in_content": self._template.special_in(chat)})
+
     def answer(
-        self, response: ModelResponse, tools: Sequence[Mapping[str, Any]], *, calls_so_far: int
+        self, response: ModelResponse, tools: Sequence[Mapping[str, Any]], *, request: bytes
     ) -> Message:
-        """Returns the policy's answer as a message. calls_so_far: number of the chat's calls, from
-        which a new one gets its id. Raises RuntimeError where the parser of calls fails."""
+        """Returns the policy's answer as a message. request: its fingerprint; with it ids of calls
+        are the same in every run, and of another call in a session never. Raises RuntimeError
+        where the parser of calls fails."""
         tokens = response.output_tokens
         if tokens and tokens[-1] in self.tokenizer.all_special_ids:
             tokens = tokens[:-1]
@@ -409,7 +429,11 @@ class Renderer:
         try:
             rest, parsed = self._parser(content, tools)
             calls = tuple(
-                ToolCall(id=f"call_{calls_so_far + i}", name=name, arguments=arguments)
+                ToolCall(
+                    id=f"call_{digest(request, tokens, i).hex()[:16]}",
+                    name=name,
+                    arguments=arguments,
+                )
                 for i, (name, arguments) in enumerate(parsed)
             )
         except Exception as e:
@@ -435,10 +459,32 @@ def _vocabulary(tokenizer: Any) -> tuple[int, int]:
     return max(tokens.values()) + 1, max(map(len, tokens))
 
 
-@contextmanager
-def _refused() -> Iterator[None]:
-    """Turns what a template raises into a BadRequest: it is given nothing but the request."""
+def _rendered(render: Callable[..., list[int]], *parts: Sequence[Message]) -> list[int]:
+    """Returns what `render` makes of a chat's parts; of folded ones where the template refuses
+    them. Raises BadRequest with the template's words: it is given nothing but the request."""
     try:
-        yield
+        return render(*([m.for_template() for m in part] for part in parts))
     except Exception as e:
-        raise BadRequest(str(e) or type(e).__name__) from e
+        refused = BadRequest(str(e) or type(e).__name__)
+        folded = [_folded(part, begins=i == 0) for i, part in enumerate(parts)]
+        if folded == [list(part) for part in parts]:
+            raise refused from e
+    try:
+        return render(*([m.for_template() for m in part] for part in folded))
+    except Exception as e:
+        raise refused from e
+
+
+def _folded(messages: Sequence[Message], *, begins: bool) -> list[Message]:
+    """Returns messages for a template that knows one system message, at the beginning of a chat:
+    those that stand there are one, the user tells later ones, and messages of the user that
+    follow one another are one."""
+    found: list[Message] = []
+    for m in messages:
+        if m.role == "system" and not (begins and all(f.role == "system" for f in found)):
+            m = Message(role="user", content=f"<system>\n{m.content}\n</system>")
+        if found and m.role == found[-1].role and m.role in ("system", "user"):
+            first = found.pop()
+            m = replace(first, content=f"{first.content}\n\n{m.content}")
+        found.append(m)
+    return found

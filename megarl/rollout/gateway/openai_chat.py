@@ -65,7 +65,7 @@ def read_message(item: Mapping[str, Any], where: str) -> Message:
     thought = item.get("reasoning_content") or item.get("reasoning") or ""
     return Message(
         role=role,
-        content=text_of(item.get("content"), f"{where}.content"),
+        content=text_of(item.get("content"), f"{where}.content", images=role == "tool"),
         reasoning=text_of(thought, f"{where}.reasoning_content"),
         calls=tuple(calls),
         call_id=str(item.get("tool_call_id") or ""),
@@ -119,6 +119,11 @@ def error(message: str, status: int, code: str) -> dict[str, Any]:
     """Returns the body of a refusal."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "code": code, "param": None}}
+
+
+def failed(refusal: dict[str, Any]) -> tuple[str, Any]:
+    """Returns the event that ends a stream with a refusal."""
+    return "error", refusal
 
 
 def _head(answers: Sequence[Answer], model: str, kind: str) -> dict[str, Any]:

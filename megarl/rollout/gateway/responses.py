@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from megarl.rollout.gateway import openai_chat
 from megarl.rollout.gateway.messages import (
@@ -22,6 +22,13 @@ from megarl.rollout.gateway.messages import (
 from megarl.rollout.gateway.session import Answer
 
 error = openai_chat.error
+
+# the parameters of a custom tool: one text
+_TEXT = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+}
 
 
 def read(body: Mapping[str, Any], *, key: str) -> ChatRequest:
@@ -43,17 +50,61 @@ def read(body: Mapping[str, Any], *, key: str) -> ChatRequest:
             _add(messages, item, f"input[{i}]")
     return ChatRequest(
         messages=tuple(messages),
-        tools=tools_of(body, body.get("tool_choice"), _read_tool),
+        tools=tools_of(
+            {"tools": [tool.function for tool in _tools(body).values()]}, body.get("tool_choice")
+        ),
         max_tokens=whole_number(body, "max_output_tokens"),
         key=key,
     )
 
 
-def _read_tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
-    if tool.get("type") != "function":
-        raise BadRequest(f"{where}.type={tool.get('type')!r}: only functions are supported")
-    names = ("name", "description", "parameters", "strict")
-    return {"type": "function", "function": {n: tool[n] for n in names if tool.get(n) is not None}}
+class _Tool(NamedTuple):
+    """Holds a tool of the client: the namespace that it is in, or "", its name there, whether it
+    takes a text without a form, and OpenAI's function object that the policy is told."""
+
+    namespace: str
+    name: str
+    free: bool
+    function: dict[str, Any]
+
+
+def _tools(body: Mapping[str, Any]) -> dict[str, _Tool]:
+    """Returns the body's tools by the names that the policy knows. Raises BadRequest for tools
+    that a vendor runs."""
+    tools = {}
+    for space, tool, where in _listed(objects(body.get("tools"), "tools")):
+        kind, name = tool.get("type"), tool.get("name")
+        if kind not in ("function", "custom"):
+            raise BadRequest(
+                f"{where}.type={kind!r}: functions, custom tools and namespaces of them are "
+                "supported, tools that a vendor runs are not"
+            )
+        if not isinstance(name, str):
+            raise BadRequest(f"{where} is no function with a name")
+        fields = ("description", "parameters", "strict")
+        function = {n: tool[n] for n in fields if tool.get(n) is not None}
+        if kind == "custom":
+            function["parameters"] = _TEXT
+        whole = _whole_name(space, name)
+        function = {"type": "function", "function": {"name": whole} | function}
+        tools[whole] = _Tool(space, name, kind == "custom", function)
+    return tools
+
+
+def _listed(
+    tools: Sequence[Mapping[str, Any]], space: str = "", where: str = "tools"
+) -> Iterator[tuple[str, Mapping[str, Any], str]]:
+    """Yields (namespace, tool, its place in the body)."""
+    for i, tool in enumerate(tools):
+        at = f"{where}[{i}]"
+        if tool.get("type") == "namespace" and not space:
+            yield from _listed(objects(tool.get("tools"), f"{at}.tools"), str(tool.get("name")), at)
+        else:
+            yield space, tool, at
+
+
+def _whole_name(space: Any, name: Any) -> str:
+    return f"{space}__{name}" if space else str(name)
 
 
 def _add(messages: list[Message], item: Mapping[str, Any], where: str) -> None:
@@ -68,12 +119,13 @@ def _add(messages: list[Message], item: Mapping[str, Any], where: str) -> None:
     elif kind == "reasoning":
         parts = item.get("content") or item.get("summary")
         _extend(messages, reasoning=text_of(parts, f"{where}.content"))
-    elif kind == "function_call":
-        arguments = item.get("arguments", "")
-        call = ToolCall.read(item.get("call_id"), item.get("name"), arguments)
-        _extend(messages, calls=(call,))
-    elif kind == "function_call_output":
-        text = text_of(item.get("output"), f"{where}.output")
+    elif kind in ("function_call", "custom_tool_call"):
+        free = kind == "custom_tool_call"
+        arguments = {"input": item.get("input", "")} if free else item.get("arguments", "")
+        name = _whole_name(item.get("namespace"), item.get("name"))
+        _extend(messages, calls=(ToolCall.read(item.get("call_id"), name, arguments),))
+    elif kind in ("function_call_output", "custom_tool_call_output"):
+        text = text_of(item.get("output"), f"{where}.output", images=True)
         messages.append(Message(role="tool", content=text, call_id=str(item.get("call_id", ""))))
     else:
         raise BadRequest(f"{where}.type={kind!r} is not supported")
@@ -112,7 +164,7 @@ def write(body: Mapping[str, Any], answers: Sequence[Answer], model: str) -> dic
         "error": None,
         "instructions": body.get("instructions"),
         "metadata": body.get("metadata") or {},
-        "output": _items(answer),
+        "output": _items(answer, _tools(body)),
         "parallel_tool_calls": True,
         "tool_choice": body.get("tool_choice", "auto"),
         "tools": body.get("tools") or [],
@@ -152,6 +204,9 @@ def _events(whole: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
             yield "response.output_text.delta", at | {"delta": part["text"], "logprobs": []}
             yield "response.output_text.done", at | {"text": part["text"], "logprobs": []}
             yield "response.content_part.done", at | {"part": part}
+        elif item["type"] == "custom_tool_call":
+            yield "response.custom_tool_call_input.delta", where | {"delta": item["input"]}
+            yield "response.custom_tool_call_input.done", where | {"input": item["input"]}
         elif item["type"] == "function_call":
             arguments = item["arguments"]
             yield "response.function_call_arguments.delta", where | {"delta": arguments}
@@ -165,10 +220,19 @@ def _events(whole: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 def _empty(item: dict[str, Any]) -> dict[str, Any]:
     if item["type"] == "function_call":
         return {"arguments": "", "status": "in_progress"}
+    if item["type"] == "custom_tool_call":
+        return {"input": ""}
     return {"content": [], "status": "in_progress"}
 
 
-def _items(answer: Answer) -> list[dict[str, Any]]:
+def failed(refusal: dict[str, Any]) -> tuple[str, Any]:
+    """Returns the event that ends a stream with a refusal."""
+    whole = {"object": "response", "status": "failed", "output": [], **refusal}
+    event = {"type": "response.failed", "sequence_number": 0, "response": whole}
+    return "response.failed", event
+
+
+def _items(answer: Answer, tools: Mapping[str, _Tool]) -> list[dict[str, Any]]:
     message, status = answer.message, "incomplete" if answer.cut else "completed"
     items: list[dict[str, Any]] = []
     if message.reasoning:
@@ -181,14 +245,20 @@ def _items(answer: Answer) -> list[dict[str, Any]]:
         head = {"id": f"msg_{answer.id}", "type": "message", "role": "assistant"}
         items.append(head | {"status": status, "content": [text]})
     for k, call in enumerate(message.calls):
-        items.append(
-            {
-                "id": f"fc_{answer.id}_{k}",
-                "type": "function_call",
-                "call_id": call.id,
-                "name": call.name,
-                "arguments": call.arguments,
-                "status": status,
-            }
-        )
+        tool = tools.get(call.name, _Tool("", call.name, False, {}))
+        item = {"id": f"fc_{answer.id}_{k}", "call_id": call.id, "name": tool.name}
+        if tool.namespace:
+            item["namespace"] = tool.namespace
+        if tool.free:
+            item |= {"type": "custom_tool_call", "input": _text(call)}
+        else:
+            item |= {"type": "function_call", "arguments": call.arguments, "status": status}
+        items.append(item)
     return items
+
+
+def _text(call: ToolCall) -> str:
+    """Returns the text that a custom tool is called with."""
+    values = call.values
+    text = values.get("input") if isinstance(values, dict) else None
+    return text if isinstance(text, str) else call.arguments

@@ -28,7 +28,9 @@ from megarl.rollout.gateway.messages import (
     Message,
     Renderer,
     TokenRequest,
+    ToolCall,
     digest,
+    too_long,
 )
 from megarl.rollout.trajectory import Trajectory, Turn
 
@@ -164,6 +166,7 @@ class Session:
         self._chats: list[_Chat] = []
         self._attempts: list[_Attempt] = []
         self._turns: dict[str, Turn] = {}  # by the answer's id
+        self._calls: dict[str, ToolCall] = {}  # of the policy, by id
         self._errors: dict[bytes, str] = {}  # by a digest of the request
         self._generating: set[asyncio.Task[Any]] = set()
         self._begun = self.lost = 0
@@ -188,6 +191,7 @@ class Session:
         self._check_open()
         if request.n > MAX_N:
             raise BadRequest(f"n={request.n}: ask for at most {MAX_N} answers at once")
+        request = self._as_sampled(request)
         parent = self._parent(request)
         place = -1 if parent is None else self._chats.index(parent)
         name = digest(place, request.fingerprint), request.key
@@ -221,6 +225,13 @@ class Session:
         for attempt in ended[: max(0, len(ended) - MAX_ENDED)]:
             self.lost += attempt.lost
             self._attempts.remove(attempt)
+
+    async def count(self, request: ChatRequest) -> int:
+        """Returns how many tokens the request's prompt has. Raises BadRequest for what cannot be
+        answered."""
+        self._check_open()
+        request = self._as_sampled(request)
+        return len(await self._prompt(self._parent(request), request))
 
     async def generate(self, request: TokenRequest) -> ModelResponse:
         """Returns the policy's answer to token ids, which goes into the trajectory of its trace.
@@ -289,6 +300,16 @@ class Session:
 
     # -- the chat that a request goes on with
 
+    def _as_sampled(self, request: ChatRequest) -> ChatRequest:
+        """Returns the request with the policy's calls, known by their ids, as it wrote them:
+        clients put defaults into arguments, strip them, rename calls of tools they do not have."""
+
+        def sampled(message: Message) -> Message:
+            calls = tuple(self._calls.get(call.id, call) for call in message.calls)
+            return message if calls == message.calls else replace(message, calls=calls)
+
+        return replace(request, messages=tuple(map(sampled, request.messages)))
+
     def _parent(self, request: ChatRequest) -> _Chat | None:
         """Returns the longest chat that ends with an answer and begins the request's messages."""
         if not request.messages:
@@ -315,11 +336,10 @@ class Session:
             ModelRequest(input_ids=prompt, gconfig=gconfig, seed=seed, routes_from=routed)
             for seed in self._seeds(prompt, request.n)
         ]
-        calls = sum(len(m.calls) for m in request.messages)
         return [
             Answer(
                 id=uuid.uuid4().hex,
-                message=self._renderer.answer(r, request.tools, calls_so_far=calls),
+                message=self._renderer.answer(r, request.tools, request=request.fingerprint),
                 response=r,
             )
             for r in await self._responses(request.fingerprint, requests)
@@ -375,10 +395,7 @@ class Session:
             most = min(most, max_tokens)
         if (context := self._context_length) is not None:
             if length >= context:
-                raise BadRequest(
-                    f"the chat has {length} tokens, which leaves no room in a context of {context}",
-                    code="context_length_exceeded",
-                )
+                raise too_long(f"{length} tokens", context)
             most = min(most, context - length)
         stops = [*gconfig.stop, *(s for s in stop if s not in gconfig.stop)]
         return gconfig.new(n_samples=1, max_new_tokens=most, stop=stops)
@@ -407,5 +424,6 @@ class Session:
         for answer in answers:
             turn = self.trajectory.wrote(answer.response, after=read)
             self._turns[answer.id] = turn
+            self._calls |= {call.id: call for call in answer.message.calls}
             chat = (*messages, answer.message)
             self._chats.append(_Chat(messages=chat, tools=digest(request.tools), turn=turn))
