@@ -236,12 +236,17 @@ def test_what_only_decoding_does_wrong_is_found(cases, monkeypatch):
     """A server whose cache loses the newest key agrees on prompts, and in a pass of its own."""
     plain = kv_cache.Decode.attend
 
-    def short(self: Any, layer: int, q: Any, k: Any, v: Any, scale: float, *seen: Any) -> Any:
-        plain(self, layer, q, k, v, scale, *seen)
+    def short(self: kv_cache.Decode, layer: int, heads: kv_cache.Heads) -> torch.Tensor:
+        plain(self, layer, heads)
         keys, values = self.cache.keys[layer, self.rows], self.cache.values[layer, self.rows]
         older = torch.arange(keys.shape[2]) < self.positions[:, None]
         out = functional.scaled_dot_product_attention(
-            q, keys, values, attn_mask=older[:, None, None], scale=scale, enable_gqa=True
+            heads.q,
+            keys,
+            values,
+            attn_mask=older[:, None, None],
+            scale=heads.scale,
+            enable_gqa=True,
         )
         return out.transpose(1, 2)
 
