@@ -391,8 +391,7 @@ class Renderer:
         def render(chat: Messages) -> list[int]:
             return self._template.encode(self._template.text(chat, tools))
 
-        self._count_special(messages)
-        return _rendered(render, messages)
+        return self._rendered(render, messages)
 
     def after(
         self,
@@ -406,12 +405,25 @@ class Renderer:
         def render(before: Messages, chat: Messages) -> list[int]:
             return self._template.after(before, chat, tools, last_token=last_token)
 
-        self._count_special(rest)
-        return _rendered(render, history, rest)
+        return self._rendered(render, history, rest)
 
-    def _count_special(self, messages: Sequence[Message]) -> None:
-        chat = [m.for_template() for m in messages]
-        add_counts({"special_in_content": self._template.special_in(chat)})
+    def _rendered(self, render: Callable[..., list[int]], *parts: Sequence[Message]) -> list[int]:
+        """Returns what `render` makes of a chat's parts, of which the last is read now; of folded
+        ones where the template refuses them. Raises BadRequest with the template's words: it is
+        given nothing but the request."""
+        chats = [[m.for_template() for m in part] for part in parts]
+        add_counts({"special_in_content": self._template.special_in(chats[-1])})
+        try:
+            return render(*chats)
+        except Exception as e:
+            refused = BadRequest(str(e) or type(e).__name__)
+            folded = [_folded(part, begins=i == 0) for i, part in enumerate(parts)]
+            if folded == [list(part) for part in parts]:
+                raise refused from e
+        try:
+            return render(*([m.for_template() for m in part] for part in folded))
+        except Exception as e:
+            raise refused from e
 
     def answer(
         self, response: ModelResponse, tools: Sequence[Mapping[str, Any]], *, request: bytes
@@ -457,22 +469,6 @@ def _vocabulary(tokenizer: Any) -> tuple[int, int]:
     """Returns the number of a tokenizer's ids, and the length of its longest token."""
     tokens: dict[str, int] = tokenizer.get_vocab()
     return max(tokens.values()) + 1, max(map(len, tokens))
-
-
-def _rendered(render: Callable[..., list[int]], *parts: Sequence[Message]) -> list[int]:
-    """Returns what `render` makes of a chat's parts; of folded ones where the template refuses
-    them. Raises BadRequest with the template's words: it is given nothing but the request."""
-    try:
-        return render(*([m.for_template() for m in part] for part in parts))
-    except Exception as e:
-        refused = BadRequest(str(e) or type(e).__name__)
-        folded = [_folded(part, begins=i == 0) for i, part in enumerate(parts)]
-        if folded == [list(part) for part in parts]:
-            raise refused from e
-    try:
-        return render(*([m.for_template() for m in part] for part in folded))
-    except Exception as e:
-        raise refused from e
 
 
 def _folded(messages: Sequence[Message], *, begins: bool) -> list[Message]:

@@ -304,11 +304,11 @@ class Session:
         """Returns the request with the policy's calls, known by their ids, as it wrote them:
         clients put defaults into arguments, strip them, rename calls of tools they do not have."""
 
-        def sampled(message: Message) -> Message:
+        messages = []
+        for message in request.messages:
             calls = tuple(self._calls.get(call.id, call) for call in message.calls)
-            return message if calls == message.calls else replace(message, calls=calls)
-
-        return replace(request, messages=tuple(map(sampled, request.messages)))
+            messages.append(message if calls == message.calls else replace(message, calls=calls))
+        return replace(request, messages=tuple(messages))
 
     def _parent(self, request: ChatRequest) -> _Chat | None:
         """Returns the longest chat that ends with an answer and begins the request's messages."""
