@@ -32,6 +32,8 @@ from tests.dist.world import World
 from tests.stock_server import StockServer
 from tests.tiny import is_linear, nest, save_tiny
 
+pytestmark = pytest.mark.system  # servers, launchers and time-outs that are waited for
+
 SOME = 100_000  # bytes of two rounds: several of them
 TP2: dict[str, Any] = dict(tp=2)
 

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from examples.tiny_model import make_model
 
+pytestmark = pytest.mark.system  # servers, launchers and time-outs that are waited for
 ROOT = Path(__file__).resolve().parents[2]
 PORTS = Path(__file__).resolve().parent / "ports"
 PROMPTS, STEPS = 4, 2  # of a step; one epoch

@@ -16,6 +16,7 @@ from examples.tiny_model import make_model
 from tests.dist.world import free_port
 from tests.embedded_server import embedded_server
 
+pytestmark = pytest.mark.system  # servers, launchers and time-outs that are waited for
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT, CONFIG = ROOT / "examples" / "gsm8k_grpo_spmd.py", ROOT / "configs" / "script_grpo.yaml"
 CONTROLLED = ROOT / "examples" / "gsm8k_grpo_controller.py"

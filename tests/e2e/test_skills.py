@@ -8,8 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from examples.tiny_model import make_model
 
+pytestmark = pytest.mark.system  # servers, launchers and time-outs that are waited for
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
