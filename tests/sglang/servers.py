@@ -71,6 +71,8 @@ class RealServer(Client):
         return [dict(rank["checksums"]) for rank in answer["ranks"]]
 
     def load(self, path: Path) -> None:
+        # an answer comes before its scheduler is idle; weights are refused until it is
+        self.ok("/flush_cache?timeout=10")
         self.ok("/update_weights_from_disk", {"model_path": str(path)})
 
     def said(self) -> list[tuple[int, float]]:
