@@ -182,7 +182,7 @@ test-te: install $(TE_STAMPS)  ## 3 minutes: Transformer Engine's layers and cal
 
 test-mcore: install $(MCORE_STAMP)  ## 5 minutes: engine, checkpoints, LoRA, syncs and layouts with the newest megatron-core
 	TIER="make test-mcore: 5" MEGARL_MCORE_HOME=$(abspath $(MCORE_HOME)) \
-		PYTHONPATH=$(abspath $(MCORE_HOME)):$(CURDIR) $(PYTEST) -m "not full and not realmodel" \
+		PYTHONPATH=$(abspath $(MCORE_HOME)):$(CURDIR) $(PYTEST) $(PAIRED) -m "not full and not realmodel" \
 		tests/mcore $(addprefix tests/dist/,test_engine.py test_checkpoint.py test_lora.py \
 		test_weight_sync.py test_invariance.py::test_engine_equals_hugging_face)
 
