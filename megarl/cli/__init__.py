@@ -27,6 +27,7 @@ READERS = ("report", "status", "view", "trace", "diff")
 COMMANDS = {
     "run": ("megarl.run", "run a recipe: one trainer process of a job"),
     "launch": ("megarl.launcher.local", "start servers and trainers on this machine"),
+    "data": ("megarl.cli.data", "show rows of data as the model reads them"),
     "eval": ("megarl.cli.evaluate", "measure a model on data sets"),
     "rehearse": ("megarl.cli.rehearse", "run a cluster's recipe small, on this machine"),
     "doctor": ("megarl.cli.doctor", "look whether hosts are ready for a recipe"),

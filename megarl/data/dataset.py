@@ -96,7 +96,7 @@ def build_dataset(
         prompts.update(prompt_key(row, part) for row in sources)
         named = {DATASET: name} if name else {}
         with_tokens = enumerate(encode_rows(sources, part, tokenizer, purpose), start=first_id)
-        rows = _short_enough([{"row_id": i} | row | named for i, row in with_tokens], part)
+        rows = short_enough([{"row_id": i} | row | named for i, row in with_tokens], part)
         parts[name] = range(len(encoded), len(encoded) + len(rows))
         encoded, first_id = encoded + rows, first_id + len(sources)
     return RowDataset(encoded, prompts=frozenset(prompts), parts=parts)
@@ -125,7 +125,9 @@ def check_context(
             )
 
 
-def _short_enough(rows: list[Row], cfg: SourceConfig) -> list[Row]:
+def short_enough(rows: list[Row], cfg: SourceConfig) -> list[Row]:
+    """Returns the rows of a source that its max_length leaves, and logs the number of others.
+    Raises ValueError where none is left."""
     if cfg.max_length is None:
         return rows
     kept = [row for row in rows if _length(row) <= cfg.max_length]

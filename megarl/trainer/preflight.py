@@ -338,15 +338,14 @@ def _unrendered(cfg: BaseConfig, first: First, tokenizer: Any) -> Iterator[str]:
 def _read_data(cfg: BaseConfig) -> tuple[dict[str, tuple[str, ...]], First]:
     """Returns what rewards get of the rows of each source, and its first row. Raises ConfigError
     naming each source that is not sound."""
-    purpose = data_purpose(cfg)
     problems, row_keys, first = [], {}, First()
     trained: set[int] = set()
     count = 0
     for key, data in sources(cfg).items():
         _, _, part = key.partition(".parts.")
         trains = key.startswith("train_dataset")
-        rewarded = rewards_answers(cfg) and (purpose == "rl" or not trains)
-        reads = "prompts" if rewarded and purpose == "sft" else purpose
+        reads = purpose_of(cfg, key)
+        rewarded = rewards_answers(cfg) and reads in ("rl", "prompts")
         try:
             rows: Sequence[dict[str, Any]] = load_rows(
                 data, seed=cfg.seed, purpose=reads, part=part
@@ -371,6 +370,13 @@ def _read_data(cfg: BaseConfig) -> tuple[dict[str, tuple[str, ...]], First]:
         problems.insert(0, f"train_dataset: {e}")
     raise_if_any(problems)
     return row_keys, first
+
+
+def purpose_of(cfg: BaseConfig, key: str) -> str:
+    """Returns what a run reads the data set or source `key` for (`purpose` of load_rows)."""
+    purpose = data_purpose(cfg)
+    answered = rewards_answers(cfg) and not key.startswith("train_dataset")
+    return "prompts" if answered and purpose == "sft" else purpose
 
 
 def _check_answers(data: SourceConfig, rows: Sequence[dict[str, Any]], cfg: BaseConfig) -> None:
