@@ -30,6 +30,7 @@ QUIET = (
     "record.keep=0",
     "stats_logger.wandb.mode=disabled",
     "stats_logger.tensorboard=false",
+    "stats_logger.tracker.type=",
     "stats_logger.report=false",
     "stats_logger.table=false",
     "profiler.start_step=null",

@@ -186,6 +186,8 @@ class StatsLoggerConfig:
     and every evaluation)"""
     tensorboard: bool = False
     """write tensorboard events into <run>/tensorboard"""
+    tracker: SeamConfig = field(default_factory=SeamConfig)
+    """a tracker of your own, which gets the configuration once and the metrics of every step"""
     table: bool = False
     """print a table of every step's metrics"""
     report: bool = True

@@ -1,5 +1,5 @@
-"""Writes the metrics of every step to the console, jsonl, tensorboard and wandb; at the end a
-summary of the run and its report.
+"""Writes the metrics of every step to the console, jsonl, tensorboard, wandb and a tracker of the
+user's; at the end a summary of the run and its report.
 
 <run>/stats.jsonl is always written: a RunLog with one object per step, {"step", "time" (Unix
 seconds), "elapsed_s", name: value, ...}. A run that continues from step k keeps the rows up to k;
@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -34,8 +34,9 @@ from megarl.config.script import note_read, warn_of_unread
 from megarl.config.secrets import public_tree
 from megarl.observability.logging import env_rank, get_logger
 from megarl.observability.run_log import RunLog
+from megarl.utils import stopping
 from megarl.utils.files import DiskFull, full_disk_named, write_whole
-from megarl.utils.importing import option_problems
+from megarl.utils.importing import in_one_line, load_object, option_problems
 
 log = get_logger(__name__)
 
@@ -44,6 +45,18 @@ UNGROUPED = "train"
 FIRST_GROUPS = ("reward", "eval", UNGROUPED, "response_len", "timing")
 # without tables, fast steps share a line: at most one in this many seconds
 PROGRESS_INTERVAL = 1.0
+
+
+class Sink(Protocol):
+    """Writes metrics somewhere; a tracker of the user's (stats_logger.tracker) is one, too. What it
+    raises here is a warning, the first time of each method, and ends no run."""
+
+    def write(self, step: int, stats: Mapping[str, float], total_steps: int | None) -> None:
+        """Writes the metrics after `step` finished steps of `total_steps` (None: not known). A
+        continued run writes the steps again that it makes again."""
+
+    def close(self, outcome: str) -> None:
+        """Ends it. outcome: "finished", "stopped" (by a signal) or "failed: " and the error."""
 
 
 class StatsLogger:
@@ -64,7 +77,8 @@ class StatsLogger:
         self._total_steps: int | None = None
         self._committed = False
         self._report = config.report and env_rank() == 0
-        self._sinks: list[ConsoleSink | TensorBoardSink | WandbSink] = []
+        self._sinks: list[Sink] = []
+        self._failed: list[Callable[..., None]] = []  # methods of sinks that raised
         self._wandb: WandbSink | None = None
         if env_rank() != 0:
             return
@@ -86,6 +100,10 @@ class StatsLogger:
                 run_config=run_config,
             )
             self._sinks.append(self._wandb)
+        if config.tracker.type:
+            make = load_object(config.tracker.type, what="stats_logger.tracker")
+            about = {"run_dir": self._run_dir, "from_step": from_step}
+            self._sinks.append(make(run_config, **about, **config.tracker.options))
 
     @classmethod
     def for_run(cls, cfg: BaseConfig, *, from_step: int | None = None) -> StatsLogger:
@@ -135,9 +153,9 @@ class StatsLogger:
                 clock = {"time": round(time.time(), 3), "elapsed_s": self._elapsed()}
                 self._log.append(step, row | clock)
             for sink in self._sinks:
-                sink.write(step, stats, total_steps)
+                self._tell(sink.write, step, stats, total_steps)
             if self._wandb is not None:
-                self._wandb.show(step, completions)
+                self._tell(self._wandb.show, step, completions)
 
     def close(
         self, *, final: Mapping[str, float] | None = None, error: BaseException | None = None
@@ -148,14 +166,27 @@ class StatsLogger:
         disk that is full is a warning: what the run has made is there without a summary.
         """
         sinks, self._sinks = self._sinks, []
+        outcome = "stopped" if stopping.status() else "finished"
+        if error is not None:
+            outcome = f"failed: {in_one_line(error)}"
         try:
             with full_disk_named("writing the summary", self._run_dir):
                 for sink in sinks:
-                    sink.close()
+                    self._tell(sink.close, outcome)
                 if sinks:
                     self._sum_up(final, error)
         except DiskFull as e:
             log.warning("the summary or the report is not written: %s", e)
+
+    def _tell(self, method: Callable[..., None], *args: Any) -> None:
+        """Calls a method of a sink; the first time that it raises is a warning."""
+        try:
+            method(*args)
+        except Exception as e:
+            if method not in self._failed:
+                self._failed.append(method)
+                name = getattr(method, "__qualname__", method)
+                log.warning("%s failed, and the run goes on: %s", name, in_one_line(e))
 
     def _elapsed(self) -> float:
         """Returns the seconds of the run, earlier starts included."""
@@ -199,8 +230,7 @@ def throughput(stats: Mapping[str, float]) -> dict[str, float]:
 
 class ConsoleSink:
     """Prints a table of each step's metrics and one line of progress; without tables, fast steps
-    share a line. As every sink it is told of the metrics after `step` finished steps of
-    `total_steps` (None: not known)."""
+    share a line."""
 
     def __init__(
         self,
@@ -227,7 +257,7 @@ class ConsoleSink:
         line = progress_line(step, stats, total_steps, seconds_per_step(self._ends))
         self._console.print(Text(line, style="bold"), soft_wrap=True)
 
-    def close(self) -> None:
+    def close(self, outcome: str) -> None:
         """Does nothing: the console stays open."""
 
 
@@ -337,7 +367,7 @@ class TensorBoardSink:
             self._writer.add_scalar(name, float(value), step)
         self._writer.flush()
 
-    def close(self) -> None:
+    def close(self, outcome: str) -> None:
         """Closes the event file."""
         self._writer.close()
 
@@ -397,7 +427,7 @@ class WandbSink:
         if tables:
             self._run.log({**tables, "step": step})
 
-    def close(self) -> None:
+    def close(self, outcome: str) -> None:
         """Logs the rows of samples.jsonl as a table and ends wandb's run."""
         if samples := RunLog(self._run_dir / "samples.jsonl").read():
             self._run.log({"samples": self._of(samples)})

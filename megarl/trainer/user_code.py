@@ -11,11 +11,9 @@ import contextlib
 import inspect
 import os
 import pickle
-import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
-from types import FrameType
 from typing import Any, TypeVar
 
 from megarl.config.algo import PreferenceConfig
@@ -54,19 +52,22 @@ from megarl.rollout.rewards.results import (
     reward_arguments,
 )
 from megarl.utils.importing import (
+    FASTER,
     call_isolated,
     call_problem,
     in_one_line,
     load_object,
     option_problems,
+    within,
 )
 
 T = TypeVar("T")
 IMPORT_TIMEOUT = 300  # seconds the import of a user's modules may take
 MAKE_TIMEOUT = 60  # seconds that one of a user's classes may take to be made
-_FASTER = "leave slow work to its first use"
 REWARD = f"reward({', '.join(OWN_ARGUMENTS)}, **row)"
 EPISODE = "async def arun_episode(self, engine, data)"
+# a tracker's methods, with what they are called with
+SINK = {"write": ("step", "stats", "total_steps"), "close": ("outcome",)}
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,9 @@ CALLS = {
         "Workflow(reward_fn, gconfig, tokenizer, *, reward_pool)",
     ),
     "trainer": Call(("cfg", "ctx"), (), "Trainer(cfg, ctx)"),
+    "tracker": Call(
+        ("config",), ("run_dir", "from_step"), "Tracker(config, *, run_dir, from_step)"
+    ),
     "loss": Call(("config",), (), "loss(config) -> LossSpec"),
     "surrogate": Call(("config",), (), "surrogate(config) -> function"),
     "advantages": Call(("config",), (), "advantages(config) -> AdvantageSpec"),
@@ -183,7 +187,7 @@ def isolated(
     try:
         return call_isolated(fn, *args, timeout=timeout, path=path, answers=ConfigError)
     except (TimeoutError, ChildProcessError) as e:
-        fix = f"; {_FASTER}" if isinstance(e, TimeoutError) else ""
+        fix = f"; {FASTER}" if isinstance(e, TimeoutError) else ""
         raise ConfigError([f"{', '.join(what)}: cannot be imported: {e}{fix}"]) from e
 
 
@@ -226,6 +230,8 @@ def _named_code(cfg: BaseConfig, row_keys: Mapping[str, tuple[str, ...]]) -> Ite
     """Yields the code that the configuration names, but for megarl's own by default."""
     if cfg.trainer.type:
         yield _named("trainer", cfg.trainer, "trainer")
+    if cfg.stats_logger.tracker.type:
+        yield _named("stats_logger.tracker", cfg.stats_logger.tracker, "tracker")
     for key, data in datasets(cfg).items():
         for kind in ("collate", "sampler"):
             if (seam := getattr(data, kind)).type:
@@ -292,13 +298,13 @@ def code_problems(
 def _problems(code: Named, makes: bool, import_timeout: int | None) -> Iterator[str]:
     what = f"{code.key}={code.target}: "
     try:
-        with _within(import_timeout, "imported"):
+        with within(import_timeout, "imported"):
             fn = _loaded(code)
         problems = list(_CHECKS.get(code.kind, _of_call)(code, fn, what))
         yield from problems
         if not problems and (makes or code.is_ours):
             make = _maker(code, fn)
-            with _within(MAKE_TIMEOUT if makes else None, "made"):
+            with within(MAKE_TIMEOUT if makes else None, "made"):
                 make()
     except ConfigError as e:
         yield from e.problems
@@ -346,25 +352,6 @@ def _maker(code: Named, fn: Any) -> Callable[[], object]:
         return fn(reward, gconfig, tokenizer, reward_pool=pool, **code.options)
 
     return make
-
-
-@contextlib.contextmanager
-def _within(seconds: int | None, done: str) -> Iterator[None]:
-    """Raises TimeoutError in what takes longer, in a process's main thread; None: no bound."""
-    if seconds is None:
-        yield
-        return
-
-    def late(number: int, frame: FrameType | None) -> None:
-        raise TimeoutError(f"it is not {done} after {seconds} s; {_FASTER}")
-
-    before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def _of_reward(code: Named, fn: Any, what: str) -> Iterator[str]:
@@ -454,6 +441,13 @@ def _of_call(code: Named, fn: Any, what: str) -> Iterator[str]:
 
         if not issubclass(fn, RemoteSGLangEngine):
             yield f"{what}no subclass of megarl.RemoteSGLangEngine; make it one"
+    if code.kind == "tracker" and inspect.isclass(fn):  # of another, only calling it would tell
+        for name, given in SINK.items():
+            method, shown = getattr(fn, name, None), f"def {name}(self, {', '.join(given)})"
+            if method is None:
+                yield f"{what}has no method {name}; expected {shown}"
+            elif problem := call_problem(method, ("self", *given), ()):
+                yield f"{what}{problem}; expected {shown}"
     if code.kind == "trainer" and not hasattr(fn, "fit"):
         yield f"{what}has no method fit; write a subclass of RLTrainer, PPOTrainer or SFTTrainer"
 

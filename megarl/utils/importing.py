@@ -20,6 +20,7 @@ import traceback
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,6 +29,7 @@ from megarl.utils.child import end_with_parent, signal_group
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+FASTER = "leave slow work to its first use"
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 _UNIONS = (types.UnionType, typing.Union)
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
@@ -162,6 +164,25 @@ def call_isolated(
             process.join()
             ours.close()
     raise AssertionError
+
+
+@contextmanager
+def within(seconds: int | None, done: str) -> Iterator[None]:
+    """Raises TimeoutError in what takes longer, in a process's main thread; None: no bound."""
+    if seconds is None:
+        yield
+        return
+
+    def late(number: int, frame: types.FrameType | None) -> None:
+        raise TimeoutError(f"it is not {done} after {seconds} s; {FASTER}")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _answer(

@@ -30,7 +30,8 @@ from tests.unit.bigram import BigramEngine, rollout
 def run(tmp_path: Path) -> Path:
     """A run of two processes with checkpoints of steps 2 and 4, and the batches of 3 to 5."""
     directory = tmp_path / "e" / "t"
-    save_config(load_config(None, [f"fileroot={tmp_path}"]), directory / "config.yaml")
+    tracked = "stats_logger.tracker=mine:Tracker"
+    save_config(load_config(None, [f"fileroot={tmp_path}", tracked]), directory / "config.yaml")
     for step in (2, 4):
         path = directory / RECOVER_DIR / f"step_{step:06d}"
         (path / "actor").mkdir(parents=True)
@@ -56,6 +57,7 @@ def test_what_is_run(run, capsys):
     cfg: Any = load_config(words[1], words[4:])
     assert cfg.replay == {"run": str(run), "step": 4, "what": "train"}
     assert cfg.seed == 3 and cfg.recover.mode == "auto"
+    assert not cfg.stats_logger.tracker.type  # whose run is the run that is replayed
     out = Path(cfg.fileroot, cfg.experiment_name, cfg.trial_name)
     assert out == run / "replay" / "step_000004"
     mine, copy = (d / RECOVER_DIR / "step_000002" / "actor" / "weights" for d in (run, out))

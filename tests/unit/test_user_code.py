@@ -65,6 +65,16 @@ class Picky(Flow):
     def __init__(self, reward_fn, gconfig, tokenizer, *, reward_pool):
         assert reward_fn and tokenizer.encode("1") and reward_pool and gconfig.n_samples == 2
         raise ValueError("no games today")
+class Told:
+    def __init__(self, config, *, run_dir, from_step, team=""): pass
+    def write(self, step, stats, total_steps): pass
+    def close(self, outcome): pass
+class Mute(Told):
+    def __init__(self, config, *, run_dir): pass
+class Endless(Told):
+    close = None
+class Short(Told):
+    def write(self, step, stats): pass
 class Late(Judge):
     def __init__(self): raise OSError("no route")
 """
@@ -111,6 +121,11 @@ CASES: dict[str, str | None] = {
     "rollout.workflow=mine:Alone": "arun_episode(",
     "rollout.workflow=mine:Empty": "arun_episode",
     "rollout.workflow=Flow": "'Flow' 'package.module:name'",
+    "stats_logger.tracker=mine:Told stats_logger.tracker.options.team=us": None,
+    "stats_logger.tracker=mine:Told stats_logger.tracker.options.teem=us": "options.teem='us' team",
+    "stats_logger.tracker=mine:Mute": "'from_step' Tracker(config",
+    "stats_logger.tracker=mine:Endless": "close def close(self, outcome)",
+    "stats_logger.tracker=mine:Short": "def write(self, step, stats, total_steps)",
     "rollout.backend=mine:Client": "Client megarl.RemoteSGLangEngine",
     "actor.loss=mine:fails": None,  # a start makes it, a check only reads its signature
     "train_dataset.type=mine:rows train_dataset.reward=mine:good": "AttributeError mine.py, line",
