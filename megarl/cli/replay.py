@@ -31,6 +31,7 @@ QUIET = (
     "stats_logger.wandb.mode=disabled",
     "stats_logger.tensorboard=false",
     "stats_logger.tracker.type=",
+    "stats_logger.metrics_port=null",
     "stats_logger.report=false",
     "stats_logger.table=false",
     "profiler.start_step=null",

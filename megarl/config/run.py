@@ -188,6 +188,9 @@ class StatsLoggerConfig:
     """write tensorboard events into <run>/tensorboard"""
     tracker: SeamConfig = field(default_factory=SeamConfig)
     """a tracker of your own, which gets the configuration once and the metrics of every step"""
+    metrics_port: Annotated[int, Bounds(ge=1, le=65535)] | None = None
+    """serve the metrics in Prometheus' text form at http://127.0.0.1:<port>/metrics of the process
+    that logs, to callers who have the job's token"""
     table: bool = False
     """print a table of every step's metrics"""
     report: bool = True

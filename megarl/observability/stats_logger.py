@@ -100,6 +100,10 @@ class StatsLogger:
                 run_config=run_config,
             )
             self._sinks.append(self._wandb)
+        if config.metrics_port is not None:
+            from megarl.observability.prometheus import PrometheusSink  # which few runs need
+
+            self._sinks.append(PrometheusSink(config.metrics_port, from_step))
         if config.tracker.type:
             make = load_object(config.tracker.type, what="stats_logger.tracker")
             about = {"run_dir": self._run_dir, "from_step": from_step}

@@ -43,7 +43,7 @@ _SWITCH_INTERVAL = 5e-4
 _PATHS = {"chat_completions": "/v1/chat/completions"}
 # its method is POST but for these
 _METHODS = {
-    **dict.fromkeys(("health", "ready", "model_info", "server_info"), ("GET",)),
+    **dict.fromkeys(("health", "ready", "model_info", "server_info", "metrics"), ("GET",)),
     **dict.fromkeys(("flush_cache", "weights_checker"), ("GET", "POST")),
 }
 # endpoints that neither show nor change anything of the server but its requests

@@ -12,6 +12,7 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 
+from megarl.observability.prometheus import MEDIA_TYPE, exposition
 from megarl.server.core import ServerCore
 from megarl.server.protocol import (
     MAX_VERSION_LENGTH,
@@ -94,6 +95,20 @@ class Endpoints:
                 "internal_states": [state],
             }
         )
+
+    async def metrics(self, request: Request) -> Response:
+        """Answers with its counts in Prometheus' text form."""
+        scheduler, memory = self.core.scheduler, self.core.occupation.usage()
+        counts = {
+            "requests": scheduler.requests_ended,
+            "tokens": scheduler.tokens_written,
+            "running": len(scheduler.running),
+            "waiting": len(scheduler.waiting),
+            "paused": scheduler.paused,
+            "cache_tokens": self.core.runner.max_total_tokens,
+        } | {f"{tag}_bytes": n for tag, n in memory.items()}
+        page = exposition({f"server/{name}": n for name, n in counts.items()})
+        return Response(page, media_type=MEDIA_TYPE)
 
     # ---- generation
 

@@ -92,6 +92,7 @@ class Scheduler:
         self.error: str | None = None
         self.running: list[ServedSequence] = []
         self.waiting: deque[ServedSequence | Exclusive] = deque()
+        self.requests_ended = self.tokens_written = 0  # since the start
         self._ended: list[ServedSequence] = []  # whose calls are to be told
         self._batch: SamplingBatch | None = None  # of `running`, while that is the same
         self._notify, self._on_death, self._threads = notify, on_death, threads
@@ -381,6 +382,8 @@ class Scheduler:
     ) -> None:
         """Ends a sequence, running or not; the next `_drop_finished` frees its row."""
         s.finish(reason, error=error)
+        self.requests_ended += 1
+        self.tokens_written += len(s.output)
         self._ended.append(s)
 
     def _fail(self, seqs: Iterable[ServedSequence], error: str) -> None:

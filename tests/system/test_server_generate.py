@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.embedded_server import embedded_server
 from tests.teaching import check_teacher
@@ -355,6 +356,22 @@ def test_state_endpoints(server, model_dir):
     assert info["model_path"] == str(model_dir) and info["weight_version"] == "default"
     info = server.get("/server_info")[1]
     assert info["context_length"] == CONTEXT and info["version"].startswith("0.5.23")
+
+
+def test_its_counts_are_a_page_of_prometheus(server):
+    def page():
+        status, text = server.get("/metrics")
+        assert status == 200
+        found = {s.name: s.value for f in text_string_to_metric_families(text) for s in f.samples}
+        return {name.removeprefix("megarl_server_"): value for name, value in found.items()}
+
+    before = page()
+    server.generate([PROMPT] * 3, max_new_tokens=4, ignore_eos=True)
+    after = page()
+    assert after["requests_total"] - before["requests_total"] == 3
+    assert after["tokens_total"] - before["tokens_total"] == 12
+    assert (after["running"], after["waiting"], after["paused"]) == (0, 0, 0)
+    assert after["weights_bytes"] > 0 and after["cache_tokens"] > 0
 
 
 def test_a_client_that_goes_away_frees_its_rows(server):

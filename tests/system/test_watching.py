@@ -1,5 +1,5 @@
-"""`megarl status`, `megarl trace` and SIGUSR2, on one small GRPO run that is watched, ends, goes on
-and is killed."""
+"""`megarl status`, `megarl trace`, SIGUSR2 and pages of metrics, on one small GRPO run that is
+watched, ends, goes on and is killed."""
 
 from __future__ import annotations
 
@@ -11,18 +11,23 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from megarl.cli.rehearse.small import shrink_model, write_model
 from megarl.planning.job import find_shapes
+from megarl.utils.env import JOB_TOKEN, free_port
 from tests.leftovers import Mark
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 3
+TOKEN = "the-token"
 
 
 class Job:
@@ -33,7 +38,9 @@ class Job:
         small = shrink_model(raw, layers=2)
         write_model(small, folder / "model", head="lm", seed=1)
         self.folder, self.run, self.mark = folder, folder / "e" / "grpo", Mark()
+        self.port = free_port("127.0.0.1")
         self.seen: list[dict[str, Any]] = []
+        self.scraped: dict[str, list[tuple[int, dict[str, Any]]]] = {}
 
     def start(self, steps: int) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "megarl.launcher.local", "--nproc", "2", "--config"]
@@ -46,10 +53,11 @@ class Job:
             "train_dataset.batch_size=4",
             "valid_dataset=null",
             "stats_logger.report=false",
+            f"stats_logger.metrics_port={self.port}",
             "train_dataset.reward=megarl.cli.rehearse.small:even_share",
         ]
         out = (self.folder / f"log_{steps}").open("w")
-        env = os.environ | self.mark.env | {"MEGARL_DEVICE": "cpu"}
+        env = os.environ | self.mark.env | {"MEGARL_DEVICE": "cpu", JOB_TOKEN: TOKEN}
         return subprocess.Popen(
             command, cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT, text=True
         )
@@ -58,8 +66,30 @@ class Job:
         done = megarl("status", str(self.run), "--json")
         return done.returncode, json.loads(done.stdout) if done.stdout else {}
 
+    def scrape(self) -> bool:
+        """Reads the pages of the run and of its server, with the token and without; returns
+        whether there is a step."""
+        servers = [s["address"] for s in self.seen[0]["servers"]]
+        for address in (f"127.0.0.1:{self.port}", *servers):
+            self.scraped[address] = [page(address, token) for token in (TOKEN, "")]
+        return self.scraped[f"127.0.0.1:{self.port}"][0][1].get("megarl_steps_total", 0) > 0
+
     def log(self, steps: int) -> str:
         return (self.folder / f"log_{steps}").read_text()
+
+
+def page(address: str, token: str) -> tuple[int, dict[str, float]]:
+    """The status and the samples of a page of metrics; (0, {}) where nobody listens."""
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    request = urllib.request.Request(f"http://{address}/metrics", headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            families = list(text_string_to_metric_families(answer.read().decode()))
+            return answer.status, {s.name: s.value for f in families for s in f.samples}
+    except urllib.error.HTTPError as e:
+        return e.code, {}
+    except OSError:
+        return 0, {}
 
 
 def megarl(*words: str) -> subprocess.CompletedProcess[str]:
@@ -77,7 +107,7 @@ def until(true: Callable[[], Any], process: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + 240
     while not true():
         assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.3)
+        time.sleep(0.1)
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +120,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
         job.seen.append(found | {"exit": status})
         pids = [p["pid"] for p in found["processes"]]
         os.kill(pids[1], signal.SIGUSR2)
+        until(job.scrape, process)
         assert process.wait(240) == 0, job.log(STEPS)
         yield job
     finally:
@@ -104,6 +135,17 @@ def test_a_run_that_goes_on(job: Job) -> None:
     assert [p["name"] for p in seen["processes"]] == ["trainer 0", "trainer 1"]
     assert [p["health"] for p in seen["processes"]] == ["alive", "alive"]
     assert [s["health"] for s in seen["servers"]] == ["alive"] and seen["last_error"] is None
+
+
+def test_its_metrics_and_its_servers_are_read_with_the_token_alone(job: Job) -> None:
+    driver, server = job.scraped.values()
+    assert [status for status, _ in driver] == [status for status, _ in server] == [200, 401]
+    assert driver[1][1] == server[1][1] == {}
+    samples = driver[0][1]
+    assert 0 < samples["megarl_steps_total"] <= STEPS and samples["megarl_reward_mean"] > 0
+    counts = [samples[f"megarl_rollout_{name}_total"] for name in ("submitted", "accepted")]
+    assert counts[0] >= counts[1] >= 4
+    assert server[0][1]["megarl_server_tokens_total"] > 0
 
 
 def test_sigusr2_writes_stacks_and_ends_nothing(job: Job) -> None:

@@ -1,0 +1,88 @@
+"""Writes numbers as Prometheus reads them (text format 0.0.4), and serves those of a run at
+http://127.0.0.1:<stats_logger.metrics_port>/metrics to callers who have the job's token."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import threading
+import time
+from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from megarl.config.errors import ConfigError
+from megarl.utils.env import JOB_TOKEN, job_token
+from megarl.utils.http import authorization
+
+MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+# metrics that count from the run's begin; failed_samples has more of them by kind
+_COUNTS = r"""steps|rollout/(submitted|accepted|rejected|failed|dropped|handed_out|lost_answers|
+(trained|skipped|retried)(_samples)?|worker_deaths|failed_samples(?!/len_mean)(/.+)?)|
+server/(requests|tokens)"""
+_COUNTER = re.compile(_COUNTS, re.VERBOSE)
+_SPECIAL = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}
+
+
+def exposition(values: Mapping[str, float]) -> str:
+    """Returns the page of some metrics: the gauge megarl_reward_mean for "reward/mean", the counter
+    megarl_rollout_submitted_total for "rollout/submitted". HELP has the name as it stands here."""
+    lines: dict[str, str] = {}  # of two names that are one there, the later
+    for name, value in values.items():
+        kind, end = ("counter", "_total") if _COUNTER.fullmatch(name) else ("gauge", "")
+        metric = f"megarl_{re.sub(r'[^a-zA-Z0-9_]', '_', name)}{end}"
+        about = name.replace("\\", r"\\").replace("\n", r"\n")
+        number = _SPECIAL.get(str(float(value)), str(float(value)))
+        lines[metric] = f"# HELP {metric} {about}\n# TYPE {metric} {kind}\n{metric} {number}\n"
+    return "".join(lines.values())
+
+
+class _Server(ThreadingHTTPServer):
+    page = ""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    timeout = 10.0  # seconds that a caller may be silent
+
+    def do_GET(self) -> None:
+        """Answers with the page, where the caller has the token."""
+        given = self.headers.get("Authorization", "").encode()
+        known = secrets.compare_digest(given, authorization()["Authorization"].encode())
+        here = self.path.partition("?")[0] == "/metrics"
+        body = self.server.page.encode() if known and here else b""
+        self.send_response(401 if not known else 200 if here else 404)
+        self.send_header("Content-Type", MEDIA_TYPE)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: Any) -> None:
+        """Writes no line: a page is read every few seconds."""
+
+
+class PrometheusSink:
+    """Serves the newest value of every metric of a run, on loopback. Raises ConfigError where the
+    port is taken or the environment has no token."""
+
+    def __init__(self, port: int, from_step: int | None) -> None:
+        key = f"stats_logger.metrics_port={port}"
+        if job_token() is None:
+            raise ConfigError([f"{key}: readers send the job's token; set {JOB_TOKEN}"])
+        try:
+            self._server = _Server(("127.0.0.1", port), _Handler)
+        except OSError as e:
+            raise ConfigError([f"{key}: cannot be listened at ({e}); take another port"]) from e
+        self._values: dict[str, float] = {}
+        self.write(from_step or 0, {}, None)
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def write(self, step: int, stats: Mapping[str, float], total_steps: int | None) -> None:
+        """Renews the page."""
+        self._values |= {"steps": step, "last_step_timestamp_seconds": time.time(), **stats}
+        self._server.page = exposition(self._values)
+
+    def close(self, outcome: str) -> None:
+        """Stops listening."""
+        self._server.shutdown()
+        self._server.server_close()
