@@ -25,6 +25,7 @@ RUN = "the run's directory, <fileroot>/<experiment_name>/<trial_name>"
 READERS = ("report", "status", "view", "trace", "diff")
 # the module of each command, and what it does
 COMMANDS = {
+    "init": ("megarl.cli.init", "write a configuration for your model, data and reward"),
     "run": ("megarl.run", "run a recipe: one trainer process of a job"),
     "launch": ("megarl.launcher.local", "start servers and trainers on this machine"),
     "data": ("megarl.cli.data", "show rows of data as the model reads them"),

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import re
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from os.path import exists
@@ -34,6 +34,7 @@ from megarl.config.rollout import ALIASES
 from megarl.config.schema import show
 
 Tree = dict[str, Any]
+Commented = tuple[str, Any, str]  # a dotted name, its value, a comment
 Override = tuple[str, str, Any]  # its plus signs, its dotted name, its value with words
 _DECOUPLED = ("use_decoupled_loss", "behav_imp_weight_cap")  # AReaL's keys
 _DEFAULTS, _SELF = "defaults", "_self_"
@@ -107,9 +108,28 @@ for _kind in (str, Enum):
 _Dumper.add_representer(str, _text)
 
 
-def write_yaml(tree: Any) -> str:
-    """Returns YAML of dicts, lists and plain values, which `read_yaml` reads as they are."""
-    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+def write_yaml(tree: Any, **style: Any) -> str:
+    """Returns YAML of dicts, lists and plain values, which `read_yaml` reads as they are. style: of
+    yaml.dump."""
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, **style)
+
+
+def write_commented(rows: Iterable[Commented]) -> str:
+    """Returns YAML with a value and its comment on each line."""
+    tree: Tree = {}
+    for name, value, comment in rows:
+        put(tree, name, (value, comment))
+    return "".join(_commented(tree))
+
+
+def _commented(tree: Tree, indent: str = "") -> Iterator[str]:
+    for name, inner in tree.items():
+        if isinstance(inner, dict):
+            yield f"{indent}{name}:\n"
+            yield from _commented(inner, indent + "  ")
+        else:
+            flow = write_yaml({name: inner[0]}, default_flow_style=True, width=1 << 30)
+            yield f"{indent + flow.strip()[1:-1]:<38}  # {inner[1]}\n"
 
 
 def read_yaml(text: str) -> Any:

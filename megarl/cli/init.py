@@ -1,0 +1,110 @@
+"""Asks for an algorithm, a model, data, a reward and GPUs; writes a configuration and checks it.
+
+Each question has a flag and a default; --yes, or an input that is no terminal, takes the defaults.
+The columns of the data say how it is read. The file is DIR/ALGORITHM.yaml; none is overwritten, and
+one that does not pass `megarl launch --check` is not kept.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from megarl.cli import CommandParser
+from megarl.config.compose import write_commented
+from megarl.config.dataset import DatasetConfig
+from megarl.config.errors import ConfigError
+from megarl.config.recipes import RECIPES, GRPOConfig, main_role
+
+QUESTIONS = {  # flag: its default, and what to give
+    "algorithm": ("grpo", "sft, dpo, rm, grpo, or a relative of GRPO: dapo, gspo, ..."),
+    "model": ("Qwen/Qwen3-0.6B", "a Hugging Face directory, or a name of the hub"),
+    "data": ("train.jsonl", "a .jsonl, .json or .parquet file, or a name of the hub"),
+    "reward": ("exact", "exact, gsm8k, ..., file.py:function; sft, dpo and rm have none"),
+    "gpus": ("0", "GPUs of this machine; 0 is the CPU"),
+}
+BATCH = 32  # rows of a step, where there are so many
+# likely names of columns
+PROMPTS = ("messages", "prompt", "question", "problem", "instruction", "input")
+ANSWERS = ("answer", "response", "completion", "output", "solution", "ground_truth", "label")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes the configuration that `argv` and the answers ask for, prints the commands that check
+    and start it, and returns 0, or the status of a check that failed. Raises ConfigError for a file
+    that exists, and for data that does not."""
+    parser = CommandParser("init", __doc__)
+    parser.add_argument("dir", metavar="DIR", type=Path, nargs="?", default=Path(), help="(here)")
+    for name, (default, what) in QUESTIONS.items():
+        parser.option(name, str, f"{what} ({default})")
+    parser.switch("yes", "ask nothing")
+    args = parser.read(argv)
+    asks = sys.stdin.isatty() and not args.yes
+    for name, (default, what) in QUESTIONS.items():
+        given = getattr(args, name) or (asks and input(f"{name}: {what} [{default}] ").strip())
+        setattr(args, name, given or default)
+    path = args.dir / f"{args.algorithm}.yaml"
+    if path.exists():
+        raise ConfigError([f"{path} exists, and is not overwritten; name another DIR, or move it"])
+    from megarl.data.rows import read_dataset
+    from megarl.launcher import local  # here, so that --help is instant
+
+    try:
+        gpus = int(args.gpus)
+        head = [r for _, r in islice(read_dataset(DatasetConfig(path=args.data), None), BATCH)]
+    except ValueError as e:
+        why = f"--data {args.data}, --gpus {args.gpus}: {e}; name a file that exists, and a number"
+        raise ConfigError([why]) from e
+    recipe = args.algorithm if args.algorithm in RECIPES else "grpo"
+    role, rl = main_role(RECIPES[recipe]), issubclass(RECIPES[recipe], GRPOConfig)
+    kind, options = read_as(head[0] if head else {}, "answer" if rl else "response")
+    servers = max(1, gpus // 2) if rl else 0
+    rows = [
+        ("recipe", recipe, f"keys: megarl run --help --recipe {recipe}"),
+        ("experiment_name", args.dir.absolute().name or "megarl", "runs/<this>/<trial_name>"),
+        ("trial_name", args.algorithm, "another one for each run"),
+        (f"{role}.path", args.model, "a Hugging Face directory, or a name of the hub"),
+        (f"{role}.optimizer.lr", 1e-6 if rl else 1e-5, "ten times that, and more, with lora"),
+        ("train_dataset.type", kind, "docs/data.md"),
+        ("train_dataset.path", args.data, "in the working directory, or beside this file"),
+        ("train_dataset.batch_size", max(1, len(head)), "rows of a step"),
+        ("train_dataset.options", options, "columns by our names"),
+    ]
+    if rl:
+        rows += [
+            ("algorithm", "" if args.algorithm == recipe else args.algorithm, "docs/algorithms.md"),
+            ("train_dataset.reward", args.reward, "of one answer"),
+            ("gconfig.n_samples", 8, "answers to each prompt"),
+            ("gconfig.max_new_tokens", 512, "longer answers are cut"),
+            ("server.type", "sglang" if gpus else "embedded", "what generates"),
+            ("server.count", servers, "one GPU each; the others train"),
+            ("server.context_length", 2048, "tokens of prompt and answer"),
+            ("weight_sync.type", "colocated" if gpus == 1 else "distributed", "to the servers"),
+        ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(write_commented(rows), encoding="utf-8")
+    command = ["--config", str(path), "--nproc", str(max(1, gpus - servers))]
+    if status := local.main([*command, "--check"]):
+        path.unlink()
+        return status
+    launch = f"{'' if gpus else 'MEGARL_DEVICE=cpu '}megarl launch {shlex.join(command)}"
+    print(f"{launch} --check\n{launch}")
+    return 0
+
+
+def read_as(row: Mapping[str, Any], answer: str) -> tuple[str, dict[str, Any]]:
+    """Returns the type of data with rows like `row`, and its options. answer: our name of the
+    column beside messages."""
+    if {"chosen", "rejected"} <= row.keys():
+        return "preference", {}
+    if "####" in str(row.get("answer")):
+        return "gsm8k", {}
+    if "messages" in row and answer == "response":  # whole conversations
+        return "chat", {}
+    likely = {"messages": PROMPTS, answer: ANSWERS}
+    columns = {ours: c for ours, names in likely.items() for c in names[::-1] if c in row}
+    return "chat", {"columns": {ours: c for ours, c in columns.items() if c != ours}}

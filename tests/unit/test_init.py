@@ -1,0 +1,133 @@
+"""megarl init: what it asks, writes and refuses. tests/e2e/test_init.py trains what it writes."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.tiny_model import make_model
+from megarl.cli import main
+from megarl.config.loader import keys_set, load_config
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_model(folder, hidden=64, layers=1)
+    config = folder / "config.json"
+    config.write_text(
+        json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 2048})
+    )
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MEGARL_DEVICE", "cpu")
+    return tmp_path
+
+
+def rows(*rows: dict[str, Any]) -> str:
+    Path("train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return "train.jsonl"
+
+
+TALK = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "row", "kind", "columns"),
+    [
+        ("grpo", {"messages": "1+1", "answer": "2"}, "chat", {}),
+        ("dapo", {"problem": "1+1", "solution": "2"}, "chat",
+         {"messages": "problem", "answer": "solution"}),
+        ("grpo", {"question": "1+1", "answer": "So\n#### 2"}, "gsm8k", None),
+        ("sft", {"messages": TALK, "answer": "2"}, "chat", None),
+        ("sft", {"prompt": "1+1", "completion": "2"}, "chat",
+         {"messages": "prompt", "response": "completion"}),
+        ("sft", {"question": "1+1", "answer": "2"}, "chat",
+         {"messages": "question", "response": "answer"}),
+        ("dpo", {"prompt": "1+1", "chosen": "2", "rejected": "3"}, "preference", None),
+        ("rm", {"prompt": "1+1", "chosen": "2", "rejected": "3"}, "preference", None),
+    ],
+)  # fmt: skip
+def test_columns_say_how_data_is_read(
+    model: Path, algorithm: str, row: dict[str, Any], kind: str, columns: dict[str, str] | None
+) -> None:
+    reward = "gsm8k" if kind == "gsm8k" else "exact"
+    flags = ["--model", str(model), "--data", rows(row), "--reward", reward]
+    assert main(["init", "new", "--algorithm", algorithm, *flags, "--yes"]) == 0
+    cfg = load_config(Path("new", f"{algorithm}.yaml"))
+    assert cfg.train_dataset.type == kind
+    assert cfg.train_dataset.options.get("columns") == columns
+    assert cfg.experiment_name == "new" and cfg.trial_name == algorithm
+    assert getattr(cfg, "algorithm", "") == ("dapo" if algorithm == "dapo" else "")
+
+
+def test_every_value_has_a_comment_and_the_commands_are_printed(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = rows({"prompt": "1+1", "answer": "2"})
+    assert main(["init", "--model", str(model), "--data", data, "--yes"]) == 0
+    lines = Path("grpo.yaml").read_text().splitlines()
+    assert 15 <= len(lines) <= 25
+    assert all(line.endswith(":") or "  # " in line for line in lines)
+    values = [line for line in lines if "  # " in line]
+    assert len(keys_set(load_config("grpo.yaml"))) == len(values)
+    check, launch = capsys.readouterr().out.splitlines()[-2:]
+    assert launch == "MEGARL_DEVICE=cpu megarl launch --config grpo.yaml --nproc 1"
+    assert check == f"{launch} --check"
+
+
+def test_questions_are_asked_on_a_terminal(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows({"prompt": "1+1", "answer": "2"})
+    asked: list[str] = []
+    answers = {"algorithm": "gspo", "model": f" {model} ", "data": "", "gpus": ""}
+
+    def answer(question: str) -> str:
+        asked.append(question.partition(":")[0])
+        return answers[asked[-1]]
+
+    monkeypatch.setattr("builtins.input", answer)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    assert main(["init", "--reward", "none"]) == 0  # a flag is not asked for
+    assert asked == ["algorithm", "model", "data", "gpus"]
+    cfg: Any = load_config("gspo.yaml")
+    assert (cfg.algorithm, cfg.actor.path, cfg.train_dataset.reward.type) == (
+        "gspo", str(model), "none",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--data none.jsonl", "--data none.jsonl"),
+        ("--model none", "actor.path=none"),
+        ("--reward none.py:f", "none.py"),
+        ("--reward exakt", "exakt"),
+        ("--algorithm dopo", "algorithm=dopo"),
+        ("--gpus two", "--gpus two"),
+        ("--algorithm dpo", "chosen"),
+    ],
+)
+def test_what_does_not_exist_is_refused_and_nothing_is_written(
+    model: Path, flags: str, named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = rows({"prompt": "1+1", "answer": "2"})
+    known = ["--model", str(model), "--data", data]
+    assert main(["init", "new", *known, *flags.split(), "--yes"]) == 2
+    assert re.search(re.escape(named), capsys.readouterr().err)
+    assert not any(Path("new").glob("*"))
+
+
+def test_a_file_is_not_overwritten(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("grpo.yaml").write_text("mine")
+    data = rows({"prompt": "1+1", "answer": "2"})
+    assert main(["init", "--model", str(model), "--data", data, "--yes"]) == 2
+    assert Path("grpo.yaml").read_text() == "mine"
+    assert "grpo.yaml" in capsys.readouterr().err
