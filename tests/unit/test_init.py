@@ -112,7 +112,7 @@ def test_questions_are_asked_on_a_terminal(model: Path, monkeypatch: pytest.Monk
         ("--reward exakt", "exakt"),
         ("--algorithm dopo", "algorithm=dopo"),
         ("--gpus two", "--gpus two"),
-        ("--algorithm dpo", "chosen"),
+        ("--algorithm dpo", "no pairs of answers"),
     ],
 )
 def test_what_does_not_exist_is_refused_and_nothing_is_written(
