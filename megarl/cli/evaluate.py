@@ -11,6 +11,10 @@ of 95 %, over prompts. samples.jsonl has every answer with its reward, results.j
 what was asked; an evaluation is never overwritten. Answers are sampled by `seed`, or by
 eval_gconfig.seed where that is set.
 
+--compare A B compares two evaluations of the same rows, prompt by prompt: the difference of each
+figure with its interval, which allows for prompts that are hard for both (Newcombe 1998, method
+10), and how many prompts got better and worse by their mean reward.
+
 failed is the share of answers whose environment, reward, tool or server failed, also when asked
 again, or that took too long; the others are in the figures. Above evaluator.max_failed there are no
 figures, and the status is 1.
@@ -31,6 +35,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.cli import CommandParser, free_path, positive
+from megarl.cli.compare import RESULTS, SAMPLES, compare
 from megarl.config.dataset import DatasetConfig
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
@@ -39,7 +44,6 @@ from megarl.config.secrets import keep_written, public_tree
 from megarl.models.hf_config import read_hf_config
 from megarl.utils.files import write_whole
 
-RESULTS = "results.json"
 Figures = dict[str, float]
 
 
@@ -47,13 +51,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Evaluates the model that `argv` names and returns 0, or 1 where too many answers failed.
     Raises ConfigError for a wrong command line or configuration."""
     parser = CommandParser("eval", __doc__)
-    parser.path("MODEL", "a Hugging Face directory, such as a run's final model")
+    about = "a Hugging Face directory, such as a run's final model"
+    parser.add_argument("model", metavar="MODEL", type=Path, nargs="?", help=about)
+    about = "evaluates nothing: compares two evaluations, by their directories"
+    parser.add_argument("--compare", metavar=("A", "B"), type=Path, nargs=2, help=about)
     parser.option("datasets", _names, "names or import paths, with commas (the configuration's)")
     parser.option("config", Path, "a recipe: its validation sets, eval_gconfig, server, rollout")
     parser.option("n", positive, "answers to each prompt (1); several are sampled", 1)
     parser.option("out", Path, "directory of the results (eval/NAME, eval/NAME-2, ...)")
     parser.keys()
     args = parser.read(argv)
+    if (args.model is None) == (args.compare is None):
+        parser.error("give MODEL, or --compare A B")
+    if args.compare:
+        return compare(*args.compare)
     if not (args.config or args.datasets):
         parser.error("give --datasets or --config")
     cfg, datasets = _configuration(args)
@@ -64,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     results, samples = evaluate_model(cfg, str(args.model), datasets, logs=out)
     lines = (json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
-    write_whole(out / "samples.jsonl", "".join(lines))
+    write_whole(out / SAMPLES, "".join(lines))
     record = {
         "model": str(args.model),
         "results": {name: _plain(figures) for name, figures in results.items()},
@@ -75,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     write_whole(out / RESULTS, json.dumps(record, indent=2))
     Console().print(_table(results))
-    print(f"{out / RESULTS}, {out / 'samples.jsonl'}")
+    print(f"{out / RESULTS}, {out / SAMPLES}")
     return int(any(figures["failed"] > cfg.evaluator.max_failed for figures in results.values()))
 
 

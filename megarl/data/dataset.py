@@ -38,7 +38,7 @@ class RowDataset(Dataset[Row]):
     """Holds rows in memory and gives them by index.
 
     prompts: the keys (sources.prompt_key) of the prompts of its source. parts: which rows are of
-    which part of a mixture.
+    which part of a mixture. dropped: how many of a part were longer than its max_length.
     """
 
     def __init__(
@@ -47,8 +47,9 @@ class RowDataset(Dataset[Row]):
         *,
         prompts: frozenset[int] = frozenset(),
         parts: Mapping[str, range] | None = None,
+        dropped: Mapping[str, int] | None = None,
     ) -> None:
-        self._rows, self.prompts = list(rows), prompts
+        self._rows, self.prompts, self.dropped = list(rows), prompts, dict(dropped or {})
         self.parts = dict(parts or {"": range(len(self._rows))})
 
     def __len__(self) -> int:
@@ -87,6 +88,7 @@ def build_dataset(
         raise ValueError(f"build_dataset: purpose={purpose!r}: use one of {list(PURPOSES)}")
     encoded: list[Row] = []
     parts: dict[str, range] = {}
+    dropped: dict[str, int] = {}
     prompts: set[int] = set()
     first_id = 0
     for name, part in sources_of(cfg).items():
@@ -96,10 +98,11 @@ def build_dataset(
         prompts.update(prompt_key(row, part) for row in sources)
         named = {DATASET: name} if name else {}
         with_tokens = enumerate(encode_rows(sources, part, tokenizer, purpose), start=first_id)
-        rows = short_enough([{"row_id": i} | row | named for i, row in with_tokens], part)
+        rows = _short_enough([{"row_id": i} | row | named for i, row in with_tokens], part)
         parts[name] = range(len(encoded), len(encoded) + len(rows))
+        dropped[name] = len(sources) - len(rows)
         encoded, first_id = encoded + rows, first_id + len(sources)
-    return RowDataset(encoded, prompts=frozenset(prompts), parts=parts)
+    return RowDataset(encoded, prompts=frozenset(prompts), parts=parts, dropped=dropped)
 
 
 def _length(row: Row) -> int:
@@ -125,9 +128,7 @@ def check_context(
             )
 
 
-def short_enough(rows: list[Row], cfg: SourceConfig) -> list[Row]:
-    """Returns the rows of a source that its max_length leaves, and logs the number of others.
-    Raises ValueError where none is left."""
+def _short_enough(rows: list[Row], cfg: SourceConfig) -> list[Row]:
     if cfg.max_length is None:
         return rows
     kept = [row for row in rows if _length(row) <= cfg.max_length]

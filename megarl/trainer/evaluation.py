@@ -47,7 +47,7 @@ SAMPLES_FILE = "samples.jsonl"
 N_SAMPLES_SHOWN = 12
 _JOINED = ("accuracy", "reward", "failed")  # figures of several sets that have a mean
 Rows = list[dict[str, Any]]
-Sample = dict[str, Any]  # prompt_number, prompt, completion, expected, reward
+Sample = dict[str, Any]  # key, prompt_number, prompt, completion, expected, reward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +109,7 @@ class SetEvaluator:
             number = int(batch["group_ids"][k])
             samples.append(
                 {
+                    "key": _prompt_key(self.rows[number]),
                     "prompt_number": number,
                     "prompt": self.rows[number].get("prompt", ""),
                     "completion": self.tokenizer.decode(ids, skip_special_tokens=True),
@@ -136,8 +137,7 @@ class SetEvaluator:
                 RunLog(path).append(step, mark | {"when": when} | record)
         by_prompt: dict[str, list[float]] = {}
         for sample in samples:
-            name = _prompt_key(self.rows[sample["prompt_number"]])
-            by_prompt.setdefault(name, []).append(sample["reward"])
+            by_prompt.setdefault(sample["key"], []).append(sample["reward"])
         rewards = RunLog(path.with_name(EVAL_REWARDS_FILE))
         rewards.append(step, mark | {"rewards": by_prompt})
 
@@ -149,8 +149,10 @@ def metric(name: str, figure: str) -> str:
 
 
 def _prompt_key(row: dict[str, Any]) -> str:
-    """Returns a name for a prompt with its answer, the same in every run."""
-    text = json.dumps([row["prompt"], str(row.get("answer", ""))])
+    """Returns a name for a row, the same in every run, by any tokenizer and system message."""
+    own = {k: v for k, v in row.items() if k not in ("row_id", "prompt", "prompt_ids")}
+    own["messages"] = [m for m in row["messages"] if m["role"] != "system"]
+    text = json.dumps(own, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
 

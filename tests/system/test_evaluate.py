@@ -81,7 +81,7 @@ def test_what_fails_is_said_and_too_much_of_it_is_no_result(
         (["ADAPTER", "--datasets", "arithmetic"], "holds a PEFT adapter"),
         (["GPT2", "--datasets", "arithmetic"], "GPT2LMHeadModel"),
         (["TINY", "--datasets", "chat", "valid_dataset.path=ROWS"], "options.columns.messages"),
-        ([], "arguments are required: MODEL"),
+        ([], "give MODEL, or --compare A B"),
         (["MODEL"], "give --datasets or --config"),
         (["MODEL", "--datasets", "arithmetic", "--n", "0"], "--n: 0: use a whole number"),
     ],
@@ -124,6 +124,10 @@ def test_an_evaluation_can_be_repeated_and_is_never_overwritten(tmp_path: Path) 
     found = record["results"]["arithmetic"]
     for end in ("", "_lo", "_hi"):  # one number has one interval
         assert found[f"pass@1{end}"] == pytest.approx(found[f"accuracy{end}"])
+    compared = evaluate("--compare", str(first), str(second / "results.json"))
+    assert compared.returncode == 0, compared.stderr
+    assert "6 prompts of both" in compared.stdout
+    assert "0 better, 0 worse, 6 the same" in compared.stdout and "pass@2" in compared.stdout
     refused = evaluate(*asked, "--out", str(first))
     assert refused.returncode == 2 and str(first) in refused.stderr
 

@@ -53,7 +53,7 @@ def recipe(place: Path, name: str, **train: Any) -> list[str]:
     return [str(place / "x.yaml"), f"{key}.path={place / 'model'}", *words]
 
 
-def test_what_is_trained_stands_in_marks_and_what_is_too_long_is_said(
+def test_what_is_trained_stands_in_marks_and_what_is_too_long_is_counted(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = recipe(place, "sft", max_length=20)
@@ -61,29 +61,23 @@ def test_what_is_trained_stands_in_marks_and_what_is_too_long_is_said(
     text = capsys.readouterr().out
     first, second = re.split(r"^--- .*\n", text, flags=re.MULTILINE)[1:]
     assert re.findall("«(.*?)»", first) == ["2<|end|>", "22<|end|>"]
-    assert re.findall("«(.*?)»", second) == ["3" * 9 + "<|end|>"]
-    cfg, tokenizer = (
-        load_config(*words[:1], words[1:]),
-        AutoTokenizer.from_pretrained(place / "model"),
-    )
-    kept = build_dataset(cfg.train_dataset, tokenizer, purpose="sft", seed=1)
-    whole = tokenizer.decode(kept[0]["input_ids"])
-    assert first.strip("\n") == whole.replace("2<|end|>", "«2<|end|>»", 1).replace(
-        "22<|end|>", "«22<|end|>»"
-    )
-    heads = [line for line in text.splitlines() if line.startswith("--- ")]
-    assert ["left out, longer than max_length=20" in head for head in heads] == [False, True]
-    assert f"row 0: {len(kept[0]['input_ids'])} tokens, {sum(kept[0]['loss_mask'])} of" in heads[0]
-    all_rows = load_config(words[0], [*words[1:], "train_dataset.max_length=null"]).train_dataset
-    lengths = [
-        len(row["input_ids"]) for row in build_dataset(all_rows, tokenizer, purpose="sft", seed=1)
+    assert re.findall("«(.*?)»", second) == ["6<|end|>"]
+    cfg = load_config(words[0], words[1:])
+    tokenizer = AutoTokenizer.from_pretrained(place / "model")
+    rows = list(build_dataset(cfg.train_dataset, tokenizer, purpose="sft", seed=1))
+    assert re.sub("[«»\n]", "", first) == tokenizer.decode(rows[0]["input_ids"])
+    lengths = [len(row["input_ids"]) for row in rows]
+    trained = [sum(row["loss_mask"]) for row in rows]
+    assert re.findall("row (\\d): input of (\\d+) tokens, (\\d+) of them trained", text) == [
+        (str(row["row_id"]), str(length), str(n))
+        for row, length, n in zip(rows, lengths, trained, strict=True)
     ]
-    share = sum(sum(r["loss_mask"]) for r in kept) / sum(len(r["input_ids"]) for r in kept)
-    assert text.splitlines()[-1] == (
-        f"=== train_dataset: 3 rows of {min(lengths)} to {max(lengths)} tokens, median "
-        f"{statistics.median(lengths):g}, 1 left out, longer than max_length=20, {share:.1%} of "
-        "the tokens are trained"
-    )
+    low, high, middle = min(lengths), max(lengths), statistics.median(lengths)
+    assert text.splitlines()[-2:] == [
+        f"=== train_dataset: 2 rows of {low} to {high} tokens, median {middle:g}, "
+        f"{sum(trained) / sum(lengths):.1%} of the tokens are trained",
+        "=== train_dataset: 1 more rows are dropped: longer than its max_length",
+    ]
 
 
 def test_a_terminal_has_colours_for_marks(
@@ -103,14 +97,14 @@ def test_prompts_pairs_and_parts(place: Path, capsys: pytest.CaptureFixture[str]
     assert main(["data", *words, "valid_dataset.type=arithmetic", "valid_dataset.size=4"]) == 0
     text = capsys.readouterr().out
     assert "<|user|>5+5<|assistant|>\n" in text and "«" not in text
-    assert re.findall("=== ([a-z_]+): (\\d+) rows.*, prompts alone", text) == [
+    assert re.findall("=== ([a-z_]+): (\\d+) rows.*, 0.0% of", text) == [
         ("train_dataset", "2"),
         ("valid_dataset", "4"),
     ]
     for name in ("dpo", "rm"):
         assert main(["data", *recipe(place, name)]) == 0
         text = capsys.readouterr().out
-        assert re.findall("^--- .*, (chosen|rejected).*\n.*«(.*)»", text, re.MULTILINE) == [
+        assert re.findall("^--- .*: (chosen|rejected) of.*\n.*«(.*)»", text, re.MULTILINE) == [
             ("chosen", "2<|end|>"),
             ("rejected", "33<|end|>"),
         ]

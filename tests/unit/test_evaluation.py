@@ -55,7 +55,8 @@ class Client:
 
 
 def held_out(rows: int, config: EvaluatorConfig | None = None, name: str = "") -> HeldOut:
-    data = [{"prompt": f"q{i}", "answer": i} for i in range(rows)]
+    said = [[{"role": "user", "content": f"q{i}"}] for i in range(rows)]
+    data = [{"prompt": f"q{i}", "messages": said[i], "answer": i} for i in range(rows)]
     own = {"rows": data, "workflow": None, "tokenizer": tokenizer, "seed": 0}
     return HeldOut([SetEvaluator(**own, config=config or EvaluatorConfig(), name=name)])
 
