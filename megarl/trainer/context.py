@@ -37,6 +37,7 @@ from megarl.utils import stopping
 log = get_logger(__name__)
 
 TRAINER = "trainer"  # a kind of process
+SAVE_FILE = "SAVE"  # asks for a checkpoint after the step under way
 T = TypeVar("T")
 P = ParamSpec("P")
 
@@ -188,10 +189,13 @@ class RunContext(ProcessContext):
         continues from it. Collective."""
         return self.clock() - self.start
 
-    def wish_to_stop(self) -> bool:
-        """Returns whether a signal asks any rank to stop, the same on every rank. Collective, at
-        the end of a step: signals reach the ranks at different moments."""
-        return max(self.ranks.gather(stopping.wish())) > 0
+    def wishes(self) -> tuple[bool, bool]:
+        """Returns whether a signal asks any rank to stop, and whether <run>/SAVE, as rank 0 sees
+        it, asks for a checkpoint; the same on every rank. Collective, at the end of a step: signals
+        and files reach the ranks at different moments."""
+        asked = self.ranks.is_zero and (self.run_dir / SAVE_FILE).is_file()
+        signals, files = zip(*self.ranks.gather((stopping.wish(), asked)))
+        return max(signals) > 0, any(files)
 
     def stop(self, saved: Path | None, step: int) -> None:
         """Logs after which step a signal ends the run and where its checkpoint is, and makes the

@@ -138,7 +138,7 @@ class Trainer:
                     return self._stop(step)
                 step += 1
                 where = self.spec.where(step)
-                stop = self.ctx.wish_to_stop()
+                stop, asked = self.ctx.wishes()
                 if not stop:
                     with record_timing("save"):
                         self.saver.maybe_save(**where)
@@ -152,7 +152,7 @@ class Trainer:
                 if over:
                     self.check.end()
                 with record_timing("recover"):
-                    self.recovery.maybe_save(self.state_dict, **where, last=over)
+                    self.recovery.maybe_save(self.state_dict, **where, last=over, asked=asked)
                 gc.collect()
         if total:
             self.saver.save_final()

@@ -1,4 +1,5 @@
-"""Writes the checkpoints of a run at the end of a step; the next start continues from the newest.
+"""Writes the checkpoints of a run at the end of a step, where they are due or <run>/SAVE asks for
+one; the next start continues from the newest.
 
 <run>/recover/step_000123/ holds the state of every trained engine (weights, optimizer, schedule,
 random states) by its name, the weights of a reference that follows the policy, and the trainer's
@@ -37,7 +38,7 @@ from megarl.data.draws import Curriculum
 from megarl.observability.logging import get_logger, warn_on_rank_zero
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.rollout.episode_context import Kept
-from megarl.trainer.context import RunContext
+from megarl.trainer.context import SAVE_FILE, RunContext
 from megarl.trainer.run_dir import CHECKSUM, State, read_state, write_state
 from megarl.trainer.saver import Frequency, Saver
 from megarl.utils.files import (
@@ -61,6 +62,7 @@ class _Pending:
     staging: Path
     info: State
     saves: list[PendingSave]
+    asked: bool  # by the user's file, which is removed as this is whole
 
 
 class Recovery:
@@ -113,19 +115,25 @@ class Recovery:
         epoch: int,
         epoch_ended: bool,
         last: bool,
+        asked: bool = False,
     ) -> None:
-        """Begins a checkpoint at the end of a step, if one is due or the step is the last. `state`
-        is called on rank 0 and returns what the trainer itself wants back.
+        """Begins a checkpoint at the end of a step, if one is due, the step is the last or the user
+        has `asked` (RunContext.wishes). `state` is called on rank 0 and returns what the trainer
+        itself wants back.
 
         With `async_save` the files are written while the next steps run, and put in place at the
         end of the first step that finds them whole on every rank. At most one checkpoint is under
         way: the next one waits for it, and the last one is waited for here."""
         if self._config.mode == "disabled":
+            if asked:
+                self._ctx.ranks.from_zero(self._answered)
+                warn_on_rank_zero(log, "%s: none, as recover.mode=disabled says", SAVE_FILE)
             return
-        due = self._freq.due(step=step, epoch=epoch, epoch_ended=epoch_ended) or last
+        asked = asked and not (self._pending and self._pending.asked)
+        due = self._freq.due(step=step, epoch=epoch, epoch_ended=epoch_ended) or last or asked
         self._finish(wait=due)
         if due:
-            self._begin(state, step, epoch)
+            self._begin(state, step, epoch, asked)
             self._finish(wait=last or not self._config.async_save)
 
     def save_now(self, state: Callable[[], State], *, step: int, epoch: int) -> Path | None:
@@ -135,14 +143,14 @@ class Recovery:
             return None
         self._finish(wait=True)
         if step > self._newest:
-            self._begin(state, step, epoch)
+            self._begin(state, step, epoch, asked=True)
             self._finish(wait=True)
         return self._path(step) if step else None
 
     def _path(self, step: int) -> Path:
         return self._dir / f"step_{step:06d}"
 
-    def _begin(self, state: Callable[[], State], step: int, epoch: int) -> None:
+    def _begin(self, state: Callable[[], State], step: int, epoch: int, asked: bool) -> None:
         """Begins a checkpoint of all as it is now; the engines' files may be written later."""
         target, self._newest = self._path(step), step
         staging = self._ctx.ranks.from_zero(stage, target)
@@ -157,7 +165,9 @@ class Recovery:
             "elapsed_s": self._ctx.elapsed(),
         }
         info[CHECKSUM] = self._ctx.ranks.from_zero(self._write_own, target, staging, clocks, state)
-        self._pending = _Pending(target=target, staging=staging, info=info, saves=saves)
+        self._pending = _Pending(
+            target=target, staging=staging, info=info, saves=saves, asked=asked
+        )
 
     def _write_own(
         self, target: Path, staging: Path, clocks: State, state: Callable[[], State]
@@ -185,9 +195,15 @@ class Recovery:
         with full_disk_named(f"saving {pending.target}", pending.staging):
             (pending.staging / MARKER).write_text(text, encoding="utf-8")
             put_in_place(pending.staging, pending.target)
+        if pending.asked:
+            self._answered()
         whole, _ = checkpoints(self._ctx.run_dir)
         for old in [c for c in whole if c.step <= info["step"]][: -self._config.keep_last]:
             remove(old.path)
+
+    def _answered(self) -> None:
+        """Removes the user's file. Rank 0 only."""
+        (self._ctx.run_dir / SAVE_FILE).unlink(missing_ok=True)
 
     def ended_already(self, saver: Saver, *, total: int, over: bool) -> bool:
         """Logs where this start begins, and returns whether the run is `over`. Where it is, a final

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from megarl.parallel.ranks import Ranks, on_rank_zero
 from megarl.parallel.worlds import World as World_
 from megarl.parallel.worlds import init_distributed, waiting_for
 from megarl.rollout.client import RemoteSGLangEngine
+from megarl.trainer.context import RunContext
 from megarl.utils.http import call_json
 from megarl.utils.stopping import StopRequested
 from megarl.wire.process_group import bounded
@@ -108,6 +110,21 @@ def stopped(on_all: bool) -> str:
 def test_a_wish_to_stop_keeps_its_type(world):
     for on_all in (False, True):
         assert world.run(stopped, on_all) == ["a signal"] * 2
+
+
+def wishes(run_dirs: list[Path]) -> tuple[bool, bool]:
+    context = object.__new__(RunContext)
+    context.ranks, context.run_dir = Ranks.of(), run_dirs[dist.get_rank()]
+    return context.wishes()
+
+
+def test_every_rank_hears_of_the_file_that_rank_zero_sees(world, tmp_path):
+    """Another rank may see a file on a shared disk earlier or later."""
+    there, not_there = tmp_path / "a", tmp_path / "b"
+    there.mkdir()
+    (there / "SAVE").touch()
+    assert world.run(wishes, [there, not_there]) == [(False, True)] * 2
+    assert world.run(wishes, [not_there, there]) == [(False, False)] * 2
 
 
 def closing() -> list[str]:

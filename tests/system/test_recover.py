@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -348,6 +349,27 @@ def test_signals_end_a_run_with_a_checkpoint(model, uninterrupted, tmp_path):
     check_same(run, whole, model)
 
 
+def test_a_file_asks_for_a_checkpoint_and_the_run_goes_on(model, tmp_path, monkeypatch):
+    """In the update of step 3; a start that goes on from that checkpoint is the same run, too."""
+    command = (*SFT, *COMMON, f"model.path={model}", "recover.freq_steps=null")
+    whole, run = (Run(tmp_path / name, command) for name in ("whole", "run"))
+    whole.finish()
+    monkeypatch.setenv("INSTEAD", f"touch {run.dir}/SAVE")
+    status, output = run.start(kill="update:2")  # with the rate of 2 steps before it
+    assert status == 0 and f"checkpoint {run.dir}/recover/step_000003" in output, output
+    assert not (run.dir / "SAVE").exists() and not run.leftovers()
+    kept = sorted(p.name for p in (run.dir / "recover").iterdir())
+    assert kept == ["step_000003", "step_000005"]
+    figures, weights = whole.figures(), whole.weights()
+    assert run.figures() == figures
+    assert all(torch.equal(run.weights()[k], w) for k, w in weights.items())
+    for path in (run.dir / "recover" / "step_000005", run.dir / "final"):
+        shutil.rmtree(path)
+    assert "from step 3 of 5" in run.finish()
+    assert run.figures() == figures
+    assert all(torch.equal(run.weights()[k], w) for k, w in weights.items())
+
+
 CONTROLLER = "trainer.mode=controller"
 
 
@@ -356,8 +378,11 @@ def test_under_a_controller(model, uninterrupted, tmp_path):
     of ranks that nobody killed."""
     whole = uninterrupted(*grpo(model, "tp2", *MIXED, *FOLLOWED))
     run = Run(tmp_path, grpo(model, "tp2", *MIXED, *FOLLOWED, CONTROLLER, AT_ONCE))
+    run.dir.mkdir(parents=True)
+    (run.dir / "SAVE").touch()
     status, output = run.start(kill="checkpoint:4")
     assert status in SIGKILLED and run.leftovers(), output
+    assert (run.dir / "recover" / "step_000001").exists() and not (run.dir / "SAVE").exists()
     assert re.search(r"continuing \S+ from step 2 of 5 \(version 2\)", run.finish())
     check_same(run, whole, model)
     assert run.rows("samples") == whole.rows("samples")

@@ -255,6 +255,10 @@ class Start:
         self.recovery = Recovery(self.ctx, self.models, {"other": self.clock})
         self.step = self.recovery.restore(self.state.update)
 
+    @property
+    def file(self) -> Path:
+        return self.ctx.run_dir / "SAVE"
+
     def train(self, steps: int, *, last: bool = False) -> None:
         for _ in range(steps):
             self.step += 1
@@ -268,6 +272,7 @@ class Start:
                 epoch=1,
                 epoch_ended=False,
                 last=last and self.step == steps,
+                asked=self.file.is_file(),
             )
 
     @property
@@ -318,6 +323,38 @@ def test_a_checkpoint_is_finished_at_a_later_step(tmp_path, model, monkeypatch):
     off = Start(sft(tmp_path / "c", model, "recover.freq_steps=2", "recover.async_save=false"))
     off.train(2)
     assert off.saved() == [2]
+
+
+def test_a_file_asks_for_a_checkpoint_and_goes_when_that_is_whole(tmp_path, model, monkeypatch):
+    cfg = sft(tmp_path, model, "recover.freq_steps=5", "recover.keep_last=9")
+    start = Start(cfg)
+    start.train(1)
+    start.file.touch()
+    monkeypatch.setattr(Writing, "held", True)
+    start.train(2)  # the checkpoint of step 2 is under way, and no other is begun for the file
+    assert start.file.exists() and start.saved() == []
+    monkeypatch.setattr(Writing, "held", False)
+    start.train(1)
+    assert not start.file.exists() and start.saved() == [2]
+    again = Start(cfg)
+    assert (again.step, again.weights.value, again.state) == (2, 2, {"place": 2})
+    again.train(2)  # the steps in which others are due are as before
+    assert again.saved() == [2]
+    again.file.touch()
+    again.train(1)  # the one of step 5 is due, and the file's
+    assert again.saved() == [2, 5] and not again.file.exists()
+    again.train(1)
+    again.file.touch()
+    again.recovery.save_now(lambda: again.state, step=6, epoch=1)  # as at a signal
+    assert again.saved() == [2, 5, 6] and not again.file.exists()
+
+
+def test_a_file_is_answered_where_there_are_no_checkpoints(tmp_path, model, caplog):
+    start = Start(sft(tmp_path, model, "recover.mode=disabled"))
+    start.file.touch()
+    start.train(2)
+    assert start.saved() == [] and not start.file.exists()
+    assert caplog.text.count("recover.mode=disabled") == 1
 
 
 def ppo(root: Path, model: Path, *more: str) -> BaseConfig:

@@ -172,7 +172,7 @@ class Learns(SFTTrainer):
         self.ctx = SimpleNamespace(
             run_dir=home, elapsed=lambda: 0.0,
             profiler=SimpleNamespace(step=lambda n: nullcontext()),
-            wish_to_stop=lambda: False, gathered=dict,
+            wishes=lambda: (False, False), gathered=dict,
             log_stats=lambda step, stats, **more: self.rows.update({step: stats}),
         )  # fmt: skip
         self.saver = a_saver(cfg.saver, home)
