@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from megarl.config.compose import NOT_YAML
+from megarl.config.engine import overridden
 from megarl.config.errors import ConfigError, raise_if_any
 from megarl.config.loader import config_yaml, run_dir
 from megarl.config.recipe_engines import engines, model_override, model_path, saved_engines
@@ -137,7 +138,7 @@ def _contradictions(cfg: BaseConfig, seen: BaseConfig, newest: Checkpoint) -> It
 def architecture(cfg: BaseConfig, name: str) -> dict[str, Any]:
     """Returns the engine's config.json, with the keys of override_config as that has them."""
     file = Path(model_path(cfg, name)) / "config.json"
-    return dict(json.loads(file.read_text(encoding="utf-8"))) | model_override(cfg, name)
+    return overridden(json.loads(file.read_text(encoding="utf-8")), model_override(cfg, name))
 
 
 def config_changes(cfg: BaseConfig) -> list[str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 from megarl.config.base import (
     FRACTION,
@@ -18,6 +19,8 @@ from megarl.config.base import (
 )
 
 Degree = Annotated[int, POSITIVE]
+
+TEXT = "text_config"  # of a config.json: the language model's keys
 
 
 @dataclass(kw_only=True)
@@ -195,3 +198,12 @@ class TrainEngineConfig:
         """Returns whether the value head that a language model gets has a bias, as HF's
         ForTokenClassification."""
         return True
+
+
+def overridden(raw: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a config.json with other values for the keys in `override`; of a text_config for the
+    keys within."""
+    merged = {**raw, **override}
+    if TEXT in raw and TEXT in override:
+        merged[TEXT] = {**raw[TEXT], **override[TEXT]}
+    return merged

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.algo import RefConfig
-from megarl.config.engine import TrainEngineConfig
+from megarl.config.engine import TrainEngineConfig, overridden
 from megarl.config.presets import AllocationMode
 from megarl.config.recipes import (
     BaseConfig,
@@ -71,7 +71,7 @@ def model_override(cfg: BaseConfig, name: str) -> dict[str, Any]:
     """Returns the override_config of engine `name`, over that of the model that the recipe is about
     where it has that model's directory for want of a path of its own."""
     own = engines(cfg)[name].override_config
-    return _with_the_main_model(cfg, name).override_config | own
+    return overridden(_with_the_main_model(cfg, name).override_config, own)
 
 
 def _with_the_main_model(cfg: BaseConfig, name: str) -> TrainEngineConfig:

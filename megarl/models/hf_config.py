@@ -17,7 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megarl.config.engine import ParallelConfig
+from megarl.config.engine import TEXT as TEXT
+from megarl.config.engine import ParallelConfig, overridden
 from megarl.models.families import family_of, find_family, find_wrapper
 from megarl.models.families.fields import count, number, positive, refuse_others
 from megarl.models.shapes import ModelConfig as ModelConfig
@@ -25,7 +26,6 @@ from megarl.models.shapes import Wrapper
 
 DTYPES = ("float32", "bfloat16", "float16")
 
-TEXT = "text_config"
 _OF_THE_WHOLE = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
 
 # transformers' values of absent keys, unless a family's own `defaults` say otherwise
@@ -119,15 +119,6 @@ def parse_hf_config(raw: Mapping[str, Any], source: str = "config.json") -> Mode
         raw=dict(raw),
         wrapper=wrapped[1] if wrapped else None,
     )
-
-
-def overridden(raw: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a config.json with other values for the keys in `override`; of a text_config for the
-    keys within."""
-    merged = {**raw, **override}
-    if TEXT in raw and TEXT in override:
-        merged[TEXT] = {**raw[TEXT], **override[TEXT]}
-    return merged
 
 
 def text_settings(raw: Mapping[str, Any], source: str) -> dict[str, Any]:

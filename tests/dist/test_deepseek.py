@@ -22,6 +22,7 @@ from tests.dist.moe_routing import REPLAY, hf_routers, random_routing
 from tests.dist.reference import hf_steps
 from tests.tiny import tiny_hf
 
+PLAIN_ROPE = dict(rope_type="default", rope_theta=10000.0)
 BIAS = "mlp.gate.e_score_correction_bias"
 
 
@@ -30,6 +31,14 @@ def test_queries_without_a_latent_equal_hugging_face(worlds: Any, models: Path) 
     kind, b = "deepseek_v2_lite", engine_jobs.batch()
     want = hf_steps(tiny_hf(kind), b, LOSSES["policy"])
     check(worlds(2).run(train, save_model(models, kind, False), dict(ep=2), "policy", b), want)
+
+
+def test_plain_rotary_embedding_equals_hugging_face(worlds: Any, tmp_path: Path) -> None:
+    """V3 turns neighbours as V2 does, where its rope is not scaled, too."""
+    hf, b = tiny_hf("deepseek_v3", rope_parameters=PLAIN_ROPE), engine_jobs.batch()
+    hf.save_pretrained(tmp_path)
+    want = hf_steps(hf, b, LOSSES["policy"])
+    check(worlds(2).run(train, str(tmp_path), dict(SP), "policy", b), want)
 
 
 # ---- recorded and replayed routing

@@ -18,6 +18,7 @@ LAYOUTS: dict[str, list[dict[str, Any]]] = {
     "qwen2": [dict(tp=2), SP, dict(pp=2, vpp=2), dict(cp=2)],
     "qwen3_moe": [dict(pp=2), dict(ep=2)],
     "qwen3_5_text": [dict(tp=2)],
+    "minimax_m2": [dict(ep=2)],
 }
 
 

@@ -14,6 +14,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "llama": dict(SP),
     "qwen3_moe": dict(ep=2),
     "deepseek_v3-dense-first": dict(**SP, ep=2),
+    "qwen3_5_text": dict(SP),
 }
 
 
@@ -48,6 +49,10 @@ def two_steps(path: str, parallel: dict[str, Any], over: dict[str, Any]) -> Any:
         (
             "deepseek_v3-dense-first",
             {"mla_up_proj": "", "shared_experts": "SharedExpertMLP", "moe": "TopKRouter"},
+        ),
+        (
+            "qwen3_5_text",
+            {"core_attn": "SDPACoreAttention", "layernorm": "ZeroCentredRMSNorm", "mlp": "MLP"},
         ),
     ],
 )

@@ -87,6 +87,8 @@ def test_sinks_need_a_new_enough_transformer_engine_and_no_context_parallelism(i
     assert resolve("te", sinks, cp=1) == "p2p"
     with pytest.raises(ValueError, match=r"parallel\.cp=2: llama has attention sinks.*'sdpa'"):
         resolve("te", sinks)
+    with pytest.raises(ValueError, match=r"parallel\.cp=2: llama has attention sinks.*'sdpa'"):
+        resolve("te", sinks, way="a2a")
 
 
 def test_latent_attention_goes_by_p2p(installed):

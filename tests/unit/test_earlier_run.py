@@ -65,6 +65,11 @@ def test_a_changed_key_of_a_model_beside_a_vision_tower_is_named(tmp_path: Path)
     write(rope_theta=5.0)
     with pytest.raises(ConfigError, match=r"\(text_config.rope_theta 10000.0 -> 5.0\)"):
         check_run_dir(cfg)
+    cfg.model.override_config = {"text_config": {"rope_theta": 1e4}}
+    check_run_dir(cfg)
+    write(rope_theta=5.0, hidden_size=8)
+    with pytest.raises(ConfigError, match=r"\(text_config.hidden_size None -> 8\)"):
+        check_run_dir(cfg)
 
 
 @pytest.mark.parametrize("ends", [["--check"], []])
