@@ -25,6 +25,7 @@ from megarl.models.families.params import VALUE_HEAD, Param
 from megarl.models.hf_config import ModelConfig
 from megarl.models.ops import Op, Replicated, RowParallel, Segment, Shape
 from megarl.models.piece_table import PieceTable, build_piece_table
+from megarl.models.shapes import Wrapper
 from megarl.parallel.layout import Layout
 
 PEFT_PREFIX = "base_model.model."
@@ -113,10 +114,12 @@ def adapted_layers(m: ModelConfig, cfg: LoRAConfig) -> Iterator[Adapted]:
             continue
         sources = tuple(i for i, hf in enumerate(param.hf) if _module(hf) in targets)
         if sources:
-            yield _adapted(param, layer, sources, cfg.r)
+            yield _adapted(param, layer, sources, cfg.r, m.wrapper)
 
 
-def _adapted(base: Param, layer: int, sources: tuple[int, ...], r: int) -> Adapted:
+def _adapted(
+    base: Param, layer: int, sources: tuple[int, ...], r: int, wrapper: Wrapper | None
+) -> Adapted:
     stem = base.name.removesuffix(".weight") + "_lora."
     a: Op
     b: Op
@@ -126,7 +129,8 @@ def _adapted(base: Param, layer: int, sources: tuple[int, ...], r: int) -> Adapt
         a, b = Stacked(base.op, sources, r), FusedRows(base.op, sources, r)
 
     def part(name: str, op: Op) -> Param:
-        modules = (base.hf[s].removesuffix(".weight") for s in sources)
+        weights = (base.hf[s] if wrapper is None else wrapper.module(base.hf[s]) for s in sources)
+        modules = (weight.removesuffix(".weight") for weight in weights)
         hf = tuple(f"{PEFT_PREFIX}{module}.lora_{name}.weight" for module in modules)
         return replace(base, name=stem + name, hf=hf, op=op)
 

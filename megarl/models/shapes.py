@@ -187,6 +187,12 @@ class Wrapper:
                 return own + plain.removeprefix(prefix)
         return plain  # the score of a value model
 
+    def module(self, name: str) -> str:
+        """Returns what transformers' modules call the tensor `name` of the directory, and PEFT with
+        them."""
+        inside = name.startswith(self.model)
+        return "model.language_model." + name.removeprefix(self.model) if inside else name
+
     def key_mapping(self) -> dict[str, str]:
         """Returns transformers' patterns that give the language model its own names back."""
         return {"^" + re.escape(self.model): "model.", "^" + re.escape(self.head): "lm_head."}

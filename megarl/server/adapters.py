@@ -48,6 +48,9 @@ class Adapters:
         if self._store.torn:
             raise ControlError("the weights below an adapter are torn; load them first")
         pairs, scale = _read(path)
+        if (wrapper := self._store.wrapper) is not None:
+            weights = {wrapper.module(name): name for name in self._store.tensors}
+            pairs = {weights.get(name, name): pair for name, pair in pairs.items()}
         for weight, (a, b) in pairs.items():
             self._store.check({weight: ((b.shape[0], a.shape[1]), a.dtype)})
         self._restore()
@@ -93,8 +96,8 @@ class Adapters:
 
 
 def _read(path: str) -> tuple[dict[str, tuple[torch.Tensor, torch.Tensor]], float]:
-    """Reads a PEFT directory; returns A [r, in] and B [out, r] by the HF name of their weight, and
-    their scale."""
+    """Reads a PEFT directory; returns A [r, in] and B [out, r] by their module's name for the
+    weight, and their scale."""
     try:
         config = json.loads((Path(path) / "adapter_config.json").read_text(encoding="utf-8"))
         tensors = load_file(Path(path) / "adapter_model.safetensors")

@@ -9,14 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from megarl.ckpt.convert import dist2hf, hf2dist, verify
 from megarl.ckpt.hf import load_hf
 from megarl.cli.rehearse.small import shrink_model, write_model
+from megarl.config.engine import LoRAConfig
 from megarl.models.hf_config import read_hf_config, transformers_config
+from megarl.models.lora import adapter_table
 from megarl.models.piece_table import build_piece_table
 from megarl.parallel.layout import Layout
+from megarl.server.adapters import Adapters
 from megarl.server.args import ServerArgs
 from megarl.server.runner import ModelRunner
 from megarl.server.weights import WeightStore
@@ -157,3 +161,43 @@ def test_a_whole_has_a_small_one_to_rehearse_with(pair: tuple[Path, Path], tmp_p
     values = params(tmp_path / "small")
     assert all(value.isfinite().all() for value in values.values())
     assert read_hf_config(tmp_path / "small").wrapper == read_hf_config(pair[1]).wrapper
+
+
+WHOLES = {
+    "kimi_k2": (KIMI, transformers.Kimi_K25ForConditionalGeneration),
+    "gemma3_text": ("Gemma3ForConditionalGeneration", transformers.Gemma3ForConditionalGeneration),
+    "qwen3_5_text": (
+        "Qwen3_5ForConditionalGeneration",
+        transformers.Qwen3_5ForConditionalGeneration,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", WHOLES)
+def test_adapters_have_the_names_of_the_modules(kind: str, tmp_path: Path) -> None:
+    """PEFT goes by modules, whose names within a whole are not those of published tensors."""
+    name, whole_class = WHOLES[kind]
+    path = nest(save_tiny(tmp_path, kind, layers=2), name)
+    text = transformers_config(path).to_dict()
+    with torch.device("meta"):
+        whole = whole_class(whole_class.config_class(text_config=text))
+    modules = {
+        f"base_model.model.{n}.lora_{x}.weight"
+        for n, module in whole.named_modules()
+        if isinstance(module, torch.nn.Linear) and "language_model" in n and "o_proj" in n
+        for x in "AB"
+    }
+    targets = LoRAConfig(r=2, target_modules=["o_proj"])
+    table = adapter_table(read_hf_config(path), Layout(), targets)
+    assert modules == {t.name for t in table.tensors} != set()
+    adapter = {t.name: torch.ones(t.shape) for t in table.tensors}
+    (tmp_path / "adapter").mkdir()
+    save_file(adapter, tmp_path / "adapter" / "adapter_model.safetensors")
+    (tmp_path / "adapter" / "adapter_config.json").write_text('{"r": 2, "lora_alpha": 2}')
+    runner = ModelRunner(ServerArgs(model_path=str(path), dtype="float32", device="cpu"))
+    store = WeightStore(runner.model, runner.wrapper)
+    before = {n: t.clone() for n, t in store.tensors.items()}
+    Adapters(store).load("megarl-v1", str(tmp_path / "adapter"))
+    changed = {n for n, t in store.tensors.items() if not torch.equal(t, before[n])}
+    assert changed == {n for n in before if n.endswith("o_proj.weight")}
+    assert all(torch.allclose(store.tensors[n], before[n] + 2.0) for n in changed)
