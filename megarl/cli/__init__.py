@@ -35,7 +35,7 @@ COMMANDS = {
     "status": ("megarl.cli.status", "say how a run is doing"),
     "view": ("megarl.cli.view", "show the episodes of a run, in one HTML file"),
     "gap": ("megarl.cli.gap", "name the layer where trainer and server part"),
-    "report": ("megarl.observability.report", "write the report of runs"),
+    "report": ("megarl.cli.report", "write the report of runs, or serve it while they go on"),
     "diff": ("megarl.cli.diff", "name the first step and tensor in which two runs differ"),
     "replay": ("megarl.cli.replay", "run a step of a run again, and compare the bits"),
     "trace": ("megarl.cli.trace", "make one Chrome trace of a run"),
@@ -93,9 +93,9 @@ class CommandParser(argparse.ArgumentParser):
         """Raises ConfigError with `message` and the usage."""
         raise ConfigError([f"{message}; {' '.join(self.format_usage().split())}"])
 
-    def path(self, name: str, text: str) -> None:
-        """Adds a path that has to be given, `name` in upper case."""
-        self.add_argument(name.lower(), metavar=name, type=Path, help=text)
+    def path(self, name: str, text: str, **how: Any) -> None:
+        """Adds a path that has to be given, `name` in upper case. how: more of add_argument."""
+        self.add_argument(name.lower(), metavar=name, type=Path, help=text, **how)
 
     def keys(self) -> None:
         """Adds `keys`, words of the form key=value."""

@@ -31,8 +31,7 @@ def compare(a: Path, b: Path) -> int:
     for name, x in before.items():
         y = after.get(name, {})
         pairs = [[x[key], y[key]] for key in x if key in y]
-        if not pairs:
-            raise ConfigError([f"--compare {a} {b}: {name}: they have no prompt in common"])
+        raise_if_any([f"--compare {a} {b}: {name}: no prompt in common"] * (not pairs))
         print(f"{name}: {len(pairs)} prompts of both (A has {len(x)}, B {len(y)})")
         gains = [fmean(of_b) - fmean(of_a) for of_a, of_b in pairs]
         better, worse = sum(gain > 0 for gain in gains), sum(gain < 0 for gain in gains)

@@ -1,9 +1,9 @@
 """Shows what the model reads of a recipe's data: its rows after the chat template, as a run makes
 them, special tokens included.
 
-What is trained is coloured; where the output has no colours it stands in «marks». The last lines
-about a source are of all of its rows, and of those that its max_length drops. No server is started
-and no model loaded.
+What is trained is coloured; where the output has no colours it stands in «marks». The last line
+about a source is of all of its rows, but for those that its max_length drops, which a warning
+counts. No server is started and no model loaded.
 """
 
 from __future__ import annotations
@@ -56,8 +56,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, places in built.parts.items():
             source = f"{key}.parts.{name}" if name else key
             show(source, [built[i] for i in places], args.show, tokenizer)
-            if dropped := built.dropped[name]:
-                print(f"=== {source}: {dropped} more rows are dropped: longer than its max_length")
     return 0
 
 
@@ -74,7 +72,7 @@ def show(key: str, rows: list[Row], count: int, tokenizer: Any) -> None:
     lengths = [len(ids) for ids in tokens]
     share = sum(map(sum, masks)) / sum(lengths)
     about = f"{min(lengths)} to {max(lengths)} tokens, median {statistics.median(lengths):g}"
-    out.print(f"=== {key}: {len(rows)} rows of {about}, {share:.1%} of the tokens are trained")
+    out.print(f"=== {key}: {len(rows)} rows of {about}, {share:.1%} of them trained")
 
 
 def _sequences(row: Row) -> Iterator[tuple[str, list[int], list[bool]]]:

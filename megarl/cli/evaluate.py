@@ -51,10 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Evaluates the model that `argv` names and returns 0, or 1 where too many answers failed.
     Raises ConfigError for a wrong command line or configuration."""
     parser = CommandParser("eval", __doc__)
-    about = "a Hugging Face directory, such as a run's final model"
-    parser.add_argument("model", metavar="MODEL", type=Path, nargs="?", help=about)
-    about = "evaluates nothing: compares two evaluations, by their directories"
-    parser.add_argument("--compare", metavar=("A", "B"), type=Path, nargs=2, help=about)
+    parser.path("MODEL", "a Hugging Face directory, such as a run's final model", nargs="?")
+    parser.add_argument("--compare", metavar=("A", "B"), type=Path, nargs=2, help="two results")
     parser.option("datasets", _names, "names or import paths, with commas (the configuration's)")
     parser.option("config", Path, "a recipe: its validation sets, eval_gconfig, server, rollout")
     parser.option("n", positive, "answers to each prompt (1); several are sampled", 1)

@@ -38,7 +38,7 @@ class RowDataset(Dataset[Row]):
     """Holds rows in memory and gives them by index.
 
     prompts: the keys (sources.prompt_key) of the prompts of its source. parts: which rows are of
-    which part of a mixture. dropped: how many of a part were longer than its max_length.
+    which part of a mixture.
     """
 
     def __init__(
@@ -47,9 +47,8 @@ class RowDataset(Dataset[Row]):
         *,
         prompts: frozenset[int] = frozenset(),
         parts: Mapping[str, range] | None = None,
-        dropped: Mapping[str, int] | None = None,
     ) -> None:
-        self._rows, self.prompts, self.dropped = list(rows), prompts, dict(dropped or {})
+        self._rows, self.prompts = list(rows), prompts
         self.parts = dict(parts or {"": range(len(self._rows))})
 
     def __len__(self) -> int:
@@ -88,7 +87,6 @@ def build_dataset(
         raise ValueError(f"build_dataset: purpose={purpose!r}: use one of {list(PURPOSES)}")
     encoded: list[Row] = []
     parts: dict[str, range] = {}
-    dropped: dict[str, int] = {}
     prompts: set[int] = set()
     first_id = 0
     for name, part in sources_of(cfg).items():
@@ -100,9 +98,8 @@ def build_dataset(
         with_tokens = enumerate(encode_rows(sources, part, tokenizer, purpose), start=first_id)
         rows = _short_enough([{"row_id": i} | row | named for i, row in with_tokens], part)
         parts[name] = range(len(encoded), len(encoded) + len(rows))
-        dropped[name] = len(sources) - len(rows)
         encoded, first_id = encoded + rows, first_id + len(sources)
-    return RowDataset(encoded, prompts=frozenset(prompts), parts=parts, dropped=dropped)
+    return RowDataset(encoded, prompts=frozenset(prompts), parts=parts)
 
 
 def _length(row: Row) -> int:

@@ -8,10 +8,10 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from email.message import Message
 
 from megarl.config.errors import ConfigError
+from megarl.observability.pages import PageServer
 from megarl.utils.env import JOB_TOKEN, job_token
 from megarl.utils.http import authorization
 
@@ -37,30 +37,6 @@ def exposition(values: Mapping[str, float]) -> str:
     return "".join(lines.values())
 
 
-class _Server(ThreadingHTTPServer):
-    page = ""
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: _Server
-    timeout = 10.0  # seconds that a caller may be silent
-
-    def do_GET(self) -> None:
-        """Answers with the page, where the caller has the token."""
-        given = self.headers.get("Authorization", "").encode()
-        known = secrets.compare_digest(given, authorization()["Authorization"].encode())
-        here = self.path.partition("?")[0] == "/metrics"
-        body = self.server.page.encode() if known and here else b""
-        self.send_response(401 if not known else 200 if here else 404)
-        self.send_header("Content-Type", MEDIA_TYPE)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *args: Any) -> None:
-        """Writes no line: a page is read every few seconds."""
-
-
 class PrometheusSink:
     """Serves the newest value of every metric of a run, on loopback. Raises ConfigError where the
     port is taken or the environment has no token."""
@@ -70,7 +46,7 @@ class PrometheusSink:
         if job_token() is None:
             raise ConfigError([f"{key}: readers send the job's token; set {JOB_TOKEN}"])
         try:
-            self._server = _Server(("127.0.0.1", port), _Handler)
+            self._server = PageServer(port, MEDIA_TYPE, self._answer)
         except OSError as e:
             raise ConfigError([f"{key}: cannot be listened at ({e}); take another port"]) from e
         self._values: dict[str, float] = {}
@@ -80,9 +56,16 @@ class PrometheusSink:
     def write(self, step: int, stats: Mapping[str, float], total_steps: int | None) -> None:
         """Renews the page."""
         self._values |= {"steps": step, "last_step_timestamp_seconds": time.time(), **stats}
-        self._server.page = exposition(self._values)
+        self._page = exposition(self._values)
 
     def close(self, outcome: str) -> None:
         """Stops listening."""
         self._server.shutdown()
         self._server.server_close()
+
+    def _answer(self, path: str, headers: Message) -> tuple[int, str]:
+        """Answers with the page, where the caller has the token."""
+        given = headers.get("Authorization", "").encode()
+        if not secrets.compare_digest(given, authorization()["Authorization"].encode()):
+            return 401, ""
+        return (200, self._page) if path == "/metrics" else (404, "")

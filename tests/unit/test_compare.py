@@ -107,7 +107,7 @@ def test_several_answers_and_prompts_that_one_side_lacks(
         ({"gconfig": {"n_samples": 8}}, "gconfig.n_samples: 1 | 8: evaluate both alike"),
         ({"datasets": {"sums": {"type": "chat", "reward": {"type": "gsm8k"}}}}, "exact | gsm8k"),
         ({"results": {"sums": {"accuracy": None}}}, "too many answers failed"),
-        ("prompts", "sums: they have no prompt in common"),
+        ("prompts", "sums: no prompt in common"),
         ("old", "'key'"),
         ("gone", "No such file"),
     ],

@@ -6,12 +6,11 @@ charts.py      draws; figure.html.jinja: one chart
 summary.py     adds up what the run did, also for the console and summary.json
 
 What stands on the page is chosen here, and laid out by page.html.jinja, report.css, report.js. It
-needs no network; charts are inline SVG.
+needs no network; charts are inline SVG. A page that is served (live.js) renews itself.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 from collections.abc import Iterator, Sequence
@@ -37,7 +36,7 @@ from megarl.observability.report.runs import (
 from megarl.observability.report.summary import summary_lines
 from megarl.observability.stats_logger import duration, number
 
-__all__ = ["Run", "load_run", "write_report"]
+__all__ = ["Run", "load_run", "render_report", "write_report"]
 
 
 SAMPLES = 12  # prompts with their answers that a report shows
@@ -66,18 +65,20 @@ def write_report(
     title: None is the first run's label. Secrets in the configuration are masked. Raises ValueError
     where no run is named.
     """
-    if not runs:
-        raise ValueError("write_report: name at least one run directory")
-    loaded = [with_gap(run if isinstance(run, Run) else load_run(run)) for run in runs]
-    html = _render(loaded, title or loaded[0].label)
+    html = render_report(runs, title=title, live="")
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(html, encoding="utf-8")
     return path
 
 
-def _render(runs: list[Run], title: str) -> str:
-    run = runs[0]
+def render_report(sources: Sequence[Run | str | Path], *, title: str | None, live: str) -> str:
+    """Returns the page of write_report. live: how the runs stand, of a page that renews itself; ""
+    for a file."""
+    if not sources:
+        raise ValueError("a report needs at least one run directory")
+    runs = [with_gap(run if isinstance(run, Run) else load_run(run)) for run in sources]
+    run, title = runs[0], title or runs[0].label
     measure = next(iter(measures(run)), ACCURACY)
     pairs = pair_samples(run.samples)[:SAMPLES]
     return fill(
@@ -92,6 +93,7 @@ def _render(runs: list[Run], title: str) -> str:
         samples=pairs,
         shown=[w for w in ("before", "after") if any(p[w] for p in pairs)],
         config=masked_yaml(run.config) if run.config.strip() else "",
+        live=live,
     )
 
 
@@ -165,25 +167,3 @@ def _compared(i: int, run: Run, measure: Measure) -> dict[str, Any]:
     ]
     color = i % COLORS
     return {"label": run.label, "color": color, "cells": cells, "gain": gain(run, measure)}
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Writes the report that the command line asks for and prints its path."""
-    parser = argparse.ArgumentParser(
-        prog="megarl report",
-        description="Write one self-contained HTML report about one or several runs.",
-    )
-    parser.add_argument(
-        "runs",
-        nargs="+",
-        metavar="[LABEL=]RUN_DIR",
-        help="directories with a stats.jsonl; the first is the report's subject",
-    )
-    parser.add_argument("--out", default="report.html", help="the file to write (report.html)")
-    parser.add_argument("--title", help="headline; the first run's label by default")
-    args = parser.parse_args(argv)
-    try:
-        path = write_report(args.out, args.runs, title=args.title)
-    except (ValueError, FileNotFoundError) as e:
-        parser.error(str(e))
-    print(path)
