@@ -12,24 +12,29 @@ import os
 import sys
 import traceback
 import zlib
+from array import array
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import plain_kernels
 import torch
 from megarl_receiver.recording import record, state
 from safetensors.torch import load_file
 from sglang.benchmark import one_batch
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.runtime_context import publish
+from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, ServerArgs
 
 TP = 2
+ANSWER = 12  # tokens
 
 
 class Job(NamedTuple):
     """name: of the answers. model: the directory that the server starts with. other: another's
     weights. spec: of the tensors that trainers send. buckets: the names that come in one request
-    each. backend: of attention, which some classes insist on."""
+    each. backend: of attention, on which some classes insist. prompt: what to answer, where that
+    is asked."""
 
     name: str
     model: str
@@ -37,10 +42,11 @@ class Job(NamedTuple):
     spec: list[tuple[str, list[int], str]]
     buckets: list[list[str]]
     backend: str
+    prompt: list[int]
 
 
-def build(job: Job, args: ServerArgs, ports: PortArgs, rank: int) -> torch.nn.Module:
-    """SGLang's model with the weights of `job.model`, as the first steps of a scheduler make it."""
+def build(job: Job, args: ServerArgs, ports: PortArgs, rank: int) -> Any:
+    """SGLang's runner of a model with the weights of `job.model`, as a scheduler makes it."""
     world_rank = one_batch.spawn_world_rank(args, tp_rank=rank, pp_rank=0)
     ranks = one_batch.SpawnRanks(world_rank=world_rank, gpu_id=rank)
     publish(args, role="scheduler", ranks=ranks)
@@ -50,11 +56,32 @@ def build(job: Job, args: ServerArgs, ports: PortArgs, rank: int) -> torch.nn.Mo
         server_args=args, device="cpu", dist_port=ports.nccl_port
     )
     one_batch.bootstrap.init_layer_runtime(model_config=config)
-    runner = one_batch.ModelRunner(
+    return one_batch.ModelRunner(
         model_config=config, mem_fraction_static=0.1, gpu_id=rank, nccl_port=ports.nccl_port,
         server_args=args,
     )  # fmt: skip
-    return runner.model
+
+
+def answered(runner: Any, prompt: list[int]) -> list[tuple[int, float]]:
+    """The tokens of a greedy answer with their logprobs: of a prefill, then token by token."""
+    plain_kernels.hook()
+    runner.alloc_memory_pool()
+    runner.init_attention_backends()
+    runner.init_cuda_graphs()
+    params = SamplingParams(temperature=0, max_new_tokens=ANSWER)
+    ids = array("q", prompt)
+    request = one_batch.Req(
+        rid="0", origin_input_text="", origin_input_ids=ids, sampling_params=params
+    )
+    request.full_untruncated_fill_ids, request.extend_end = ids, len(ids)
+    request.logprob_start_len = -1
+    token, logits, batch = one_batch.extend([request], runner)
+    answer = []
+    while True:
+        answer.append((int(token[0]), float(logits[0].float().log_softmax(-1)[token[0]])))
+        if len(answer) == ANSWER:
+            return answer
+        token, logits = one_batch.decode(token, batch, runner)
 
 
 def memory(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -64,10 +91,11 @@ def memory(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def said(job: Job, model: torch.nn.Module) -> dict[str, Any]:
+def said(job: Job, runner: Any) -> dict[str, Any]:
     """table: as a server packs it. kept: whether the class holds what it held before after a load
     of the same weights. recorded: whether recording changes nothing. loaded: its memory after one
-    load of the others. bucketed: whether loads by buckets give the same."""
+    load of the others. bucketed: whether loads by buckets give the same. answer: with those."""
+    model = runner.model
     one, two = (load_file(Path(d, "model.safetensors")) for d in (job.model, job.other))
     first = memory(model)
 
@@ -86,7 +114,7 @@ def said(job: Job, model: torch.nn.Module) -> dict[str, Any]:
         model.load_weights((n, two[n]) for n in names)
     return dict(
         table=table, recorded=recorded, kept=kept, loaded=loaded, bucketed=same(loaded),
-        built=type(model).__name__,
+        answer=answered(runner, job.prompt) if job.prompt else [],
     )  # fmt: skip
 
 
@@ -108,6 +136,7 @@ def main(jobs: list[Job], out: Path) -> None:
         args = ServerArgs(
             model_path=job.model, tp_size=TP, device="cpu", dtype="float32", host="127.0.0.1",
             attention_backend=job.backend, context_length=256, disable_overlap_schedule=True,
+            max_total_tokens=1024, max_running_requests=4,
         )  # fmt: skip
         ports, pids = PortArgs.init_new(args), []
         for rank in range(TP):
