@@ -50,8 +50,8 @@ def _read(place: Path) -> tuple[dict[str, Any], dict[str, dict[str, list[float]]
         for line in read_lines(folder / SAMPLES):
             of_set = rewards.setdefault(line["dataset"], {})
             of_set.setdefault(line["key"], []).append(line["reward"])
-        if any(of["accuracy"] is None for of in record["results"].values()):
-            raise ValueError("too many answers failed")
+        if any(of["accuracy"] is None or n not in rewards for n, of in record["results"].items()):
+            raise ValueError(f"{SAMPLES} lacks answers, or too many failed")
         return {key: record[key] for key in ("datasets", "gconfig", "seed")}, rewards
     except (OSError, ValueError, LookupError) as e:
         why = f"no evaluation that can be compared by prompts ({in_one_line(e)})"

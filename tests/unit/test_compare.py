@@ -106,10 +106,11 @@ def test_several_answers_and_prompts_that_one_side_lacks(
     [
         ({"gconfig": {"n_samples": 8}}, "gconfig.n_samples: 1 | 8: evaluate both alike"),
         ({"datasets": {"sums": {"type": "chat", "reward": {"type": "gsm8k"}}}}, "exact | gsm8k"),
-        ({"results": {"sums": {"accuracy": None}}}, "too many answers failed"),
+        ({"results": {"sums": {"accuracy": None}}}, "too many failed"),
         ("prompts", "sums: no prompt in common"),
         ("old", "'key'"),
         ("gone", "No such file"),
+        ("lost", "samples.jsonl lacks answers"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(
@@ -121,12 +122,14 @@ def test_what_cannot_be_compared_is_refused(
     if change == "old":  # written before samples had keys
         samples = b / "samples.jsonl"
         samples.write_text(samples.read_text().replace('"key"', '"k"'))
-    if change == "gone":
-        (b / "results.json").unlink()
+    if change in ("gone", "lost"):
+        (b / {"gone": "results.json", "lost": "samples.jsonl"}[change]).unlink()
     assert main(["eval", "--compare", str(a), str(b)]) == 2
     error = capsys.readouterr().err
     assert error.startswith("config error: --compare") and why in error and error.count("\n") == 1
-    assert ("run megarl eval again" in error) == (change in ("old", "gone") or "results" in own)
+    assert ("run megarl eval again" in error) == (
+        change in ("old", "gone", "lost") or "results" in own
+    )
 
 
 def test_a_model_or_a_comparison(capsys: pytest.CaptureFixture[str]) -> None:

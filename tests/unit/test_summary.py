@@ -54,7 +54,12 @@ def test_sums_of_an_rl_run():
     assert s["reward"] == pytest.approx([0.15, 0.35]) and s["accuracy"] == [0.25, 0.25]
     assert s["skipped_updates"] == 1 and s["failed_rollouts"] == {"reward": 1}
     assert s["weight_syncs"] == {"count": 4, "bytes": 8_000_000}
-    assert s["seconds_by_phase"] == {"rollout": 4.0, "train": 2.0, "eval": 1.0, "other": 13.0}
+    assert s["seconds_by_phase"] == {
+        "rollout": 4.0,
+        "train": 2.0,
+        "eval": 1.0,
+        "start_and_other": 13.0,
+    }
     json.dumps(s)
 
 
@@ -147,7 +152,16 @@ def shown(summary: dict, width: int = 100) -> str:
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_it_fits_any_terminal(width):
     text = shown(summarize(a_run(), seconds=20.0, total_steps=4), width)
-    for word in ("exp/t0", "finished", "submitted", "each", "once", "rollout 20%", "8MB"):
+    for word in (
+        "exp/t0",
+        "finished",
+        "submitted",
+        "each",
+        "once",
+        "rollout 20%",
+        "start and other 65%",
+        "8MB",
+    ):
         assert word in text
 
 

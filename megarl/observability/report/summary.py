@@ -25,6 +25,7 @@ from megarl.observability.stats_logger import duration, number
 Summary = dict[str, Any]
 
 SUMMARY_FILE = "summary.json"
+REST = "start_and_other"  # a phase: until the first step, and what nobody timed
 COUNTERS = ("submitted", "running", "accepted", "rejected", "failed", "dropped")
 _FAILED = "rollout/failed_samples/"  # begins the names of counts by kind
 # what a run may leave behind, by the name the summary gives it
@@ -132,10 +133,10 @@ def _held_out(run: Run) -> Summary:
 
 
 def _phases(run: Run, seconds: float) -> dict[str, float]:
-    """Seconds in the phases of a step and beside it; "other" is set-up and what nobody timed."""
+    """Returns the seconds in the phases of a step and beside it, and REST."""
     phases = {name: sum(values) for name, values in step_phases(run)[1] if name != "other"}
     phases |= {n: sum(run.values(f"timing/{n}_s")) for n in OUTSIDE_STEP}
-    phases["other"] = max(0.0, seconds - sum(phases.values()))
+    phases[REST] = max(0.0, seconds - sum(phases.values()))
     return {name: round(s, 3) for name, s in phases.items() if s > 0}
 
 
@@ -163,7 +164,7 @@ def summary_lines(summary: Summary) -> list[tuple[str, str]]:
     if "weight_syncs" in summary:
         sync = summary["weight_syncs"]
         lines.append(("weight syncs", f"{sync['count']}, {number(sync['bytes'])}B in all"))
-    if {*summary["seconds_by_phase"]} - {"other"}:
+    if {*summary["seconds_by_phase"]} - {REST}:
         lines.append(("time, whole run", _time_split(summary["seconds_by_phase"])))
     return lines
 
