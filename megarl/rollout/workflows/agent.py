@@ -18,7 +18,7 @@ from megarl.rollout.gateway.session import MOST_REWARD, Session
 from megarl.rollout.loop_thread import ThreadsExhausted, all_of, call
 from megarl.rollout.rewards import no_reward
 from megarl.rollout.trajectory import Trajectory, to_batch
-from megarl.utils.importing import load_object
+from megarl.utils.importing import load_object, option_problems
 
 log = get_logger(__name__)
 
@@ -29,7 +29,7 @@ class AgentWorkflow(ChatWorkflow):
     agent: a function (data, base_url, api_key) -> reward or None, or a class whose objects have a
     method `run` of this form; or an import path of one. It may be asynchronous; one that is not
     runs in a thread of its own. data: a copy of the row. base_url, api_key: for an OpenAI client;
-    the Anthropic client gets the same.
+    the Anthropic client gets the same. agent_options: what a class is made with.
 
     A rollout's reward is what the agent returns, else what it sent to POST .../reward, else that of
     reward_fn for the policy's last answer. An agent that raises an error, ends its thread, returns
@@ -44,6 +44,7 @@ class AgentWorkflow(ChatWorkflow):
         tokenizer: Any,
         *,
         agent: str | Callable[..., Any],
+        agent_options: dict[str, Any] | None = None,
         **common: Unpack[ChatOptions],
     ) -> None:
         super().__init__(reward_fn, gconfig, tokenizer, **common)
@@ -51,7 +52,14 @@ class AgentWorkflow(ChatWorkflow):
         called = getattr(named, "run", None) if isinstance(named, type) else named
         if not callable(called):
             raise ValueError(f"agent {agent!r}: give a function, or a class with a method run")
-        self._agent: Callable[..., Any] = named().run if isinstance(named, type) else named
+        options = agent_options or {}
+        if options and not isinstance(named, type):
+            raise ValueError(f"agent_options={options}: a function takes none; name a class")
+        if isinstance(named, type):
+            if problems := "; ".join(option_problems(named, options, key="agent_options")):
+                raise ValueError(problems)
+            named = named(**options).run
+        self._agent: Callable[..., Any] = named
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Padded:
         """Returns the batch of gconfig.n_samples rollouts, or of as many as are to be made anew, by
