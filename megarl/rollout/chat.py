@@ -169,12 +169,29 @@ class ChatWorkflow(RolloutWorkflow):
         """Has the sample read several messages in a row, such as the results of its tool calls.
         tools: those that the chat template was given at the beginning, as begin's rows hold them.
         Raises ValueError where the template does not show the policy's answer as it was given."""
-        add_counts({"special_in_content": self._chat.special_in(news)})
+        self.hear(sample, *self.told(sample, news, tools))
+
+    def told(
+        self,
+        sample: Trajectory,
+        news: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> tuple[list[int], list[dict[str, Any]]]:
+        """Returns the tokens that `tell_all` has the sample read, and the messages that its chat
+        then has more: its last answer, and `news`."""
         answer = self.text(sample.answers[-1]) if sample.answers else ""
         answered = {"role": "assistant", "content": answer}
         end = sample.tokens[-1] if sample.tokens else None
-        sample.read(self._chat.after([*sample.messages, answered], news, tools, last_token=end))
-        sample.messages += [answered, *news]
+        tokens = self._chat.after([*sample.messages, answered], news, tools, last_token=end)
+        return tokens, [answered, *news]
+
+    def hear(
+        self, sample: Trajectory, tokens: Sequence[int], messages: Sequence[dict[str, Any]]
+    ) -> None:
+        """Has the sample read what `told` returned."""
+        add_counts({"special_in_content": self._chat.special_in(messages)})
+        sample.read(tokens)
+        sample.messages += messages
 
     async def score(self, samples: Sequence[Trajectory], data: dict[str, Any]) -> list[float]:
         """Returns the rewards of the samples' last answers. Where a reward fails and the run goes
@@ -229,4 +246,4 @@ class MixedWorkflow(RolloutWorkflow):
 
 def _turn(sample: Trajectory) -> tuple[int, ...]:
     """Returns the part of a seed's key that tells later turns from the first."""
-    return (len(sample.answers),) if sample.answers else ()
+    return (sample.written,) if sample.written else ()

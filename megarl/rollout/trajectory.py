@@ -20,6 +20,7 @@ after the same one is a fork, so nothing is ever overwritten, and several reques
     response = await engine.agenerate(ModelRequest(input_ids=asked.path_tokens(), ...))
     answer = rollout.wrote(response, after=asked)       # answer.number names it, see rollout.turns
     rollout.branch(rollout.root)          # the head is where everything began, for a new history
+    rollout.restart(token_ids)            # the same after a summary: turns are counted on
 
 Rows. A line is one row; a tree is one row for each leaf. Every sampled token is trained in exactly
 one row: that of a turn which several rows share in the first of them, in the others it is read
@@ -92,6 +93,7 @@ class Trajectory:
     index: its place among the rollouts of its row of data.
     messages: the chat as it stands, for workflows that keep one.
     turns: all turns by number. head: the turn that the next one follows on.
+    written: how many of the turns the policy wrote.
     failure: why the rollout is not valid, one of api.inference.FAILURES; None while it is.
     notes: texts that explain the reward, such as a judge's, by name.
     """
@@ -100,6 +102,7 @@ class Trajectory:
         self.index, self.messages = index, list(messages)
         self.root = self.head = Turn()
         self.turns = [self.root]
+        self.written = 0
         self.failure: str | None = None
         self.parts: dict[str, float] = {}
         self.notes: dict[str, str] = {}
@@ -141,6 +144,14 @@ class Trajectory:
         """Makes `at` the head: the next turn follows on it, whatever else does."""
         self.head = at
 
+    def restart(self, tokens: Sequence[int]) -> Turn:
+        """Reads a new beginning, a branch of its own, in place of all up to the head, which is the
+        policy's summary of it. Answers count on behind those that the summary replaces."""
+        answers = self.head.depth
+        turn = self.read(tokens, after=self.root)
+        turn.depth = answers
+        return turn
+
     def find(self, tokens: Sequence[int]) -> Turn:
         """Returns the turn whose path is the longest that `tokens` begin with, the root at worst;
         of several the one with the fewest turns after it, then the first."""
@@ -166,6 +177,7 @@ class Trajectory:
         )
         at.children.append(turn)
         self.turns.append(turn)
+        self.written += response is not None
         return turn
 
     @property
@@ -178,6 +190,11 @@ class Trajectory:
         """Returns the policy's turns from the beginning to the head, as the server reported
         them."""
         return [turn.response for turn in self.head.path() if turn.response is not None]
+
+    @property
+    def answered(self) -> int:
+        """Returns the number of answers up to the head, those before a restart too."""
+        return self.head.depth + (self.head.response is not None)
 
     @property
     def forks(self) -> int:

@@ -167,6 +167,12 @@ def _model_problems(cfg: BaseConfig, name: str, path: str, model: ModelConfig) -
         room, most = cfg.server.context_length, model.max_position_embeddings
         if room > most:
             yield f"server.context_length={room}: the model's max_position_embeddings is {most}"
+        bound = cfg.rollout.workflow.options.get("compact_at")
+        if isinstance(bound, int) and bound > room:
+            yield (
+                f"rollout.workflow.options.compact_at={bound}: above server.context_length={room}; "
+                "lower it, or raise server.context_length"
+            )
 
 
 def _follower_problems(actor: dict[str, Any], ref: dict[str, Any]) -> Iterator[str]:

@@ -495,6 +495,10 @@ def test_models_are_checked_without_torch(model: Path) -> None:
     check_models(grpo(model, other[0]))  # frozen, it may be another
     with pytest.raises(ConfigError, match="max_position_embeddings is 4096"):
         check_models(grpo(model, "server.context_length=8192"))
+    compacts = "rollout.workflow.options.compact_at"
+    check_models(grpo(model, "server.context_length=4096", f"{compacts}=4096"))
+    with pytest.raises(ConfigError, match=rf"{compacts}=4097: above server.context_length=4096"):
+        check_models(grpo(model, "server.context_length=4096", f"{compacts}=4097"))
 
 
 def test_adapters_alone_need_adapters_and_a_server_that_takes_them(model: Path) -> None:

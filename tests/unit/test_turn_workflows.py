@@ -448,6 +448,11 @@ def test_partners_of_an_episode_that_ends_before_they_speak_are_closed(tokenizer
             "turns=3: ToolWorkflow has no such option; did you mean max_turns?",
         ),
         (TOOL, {"tools": [f"{HERE}:times"], "max_turns": "3"}, "max_turns='3': not of type int"),
+        (
+            MULTI,
+            {"compact_at": 100},
+            "compact_at=100 has no room for a prompt, an answer and a sum",
+        ),
         (MULTI, {"interaction": f"{HERE}:Shelf"}, "no subclass of megarl.rollout.workflows"),
         (ENV, {"env": f"{HERE}:Guess"}, "has no method reset"),
         (ENV, {"env": f"{HERE}:Countdown", "env_options": {"x": 1}}, "Countdown has no such"),

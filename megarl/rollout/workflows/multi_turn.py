@@ -15,13 +15,18 @@ from megarl.api.inference import InferenceEngine
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.observability.logging import get_logger
 from megarl.rollout.chat import ChatOptions, ChatWorkflow
-from megarl.rollout.loop_thread import ThreadsExhausted, all_of, call, closing
+from megarl.rollout.loop_thread import ThreadsExhausted, add_counts, all_of, call, closing
 from megarl.rollout.trajectory import Trajectory, to_batch
 from megarl.utils.importing import load_object, option_problems
 
 log = get_logger(__name__)
 
 FEEDBACK = "That is not right. Try again."
+COMPACT = (
+    "The context is nearly full. Summarize your work for yourself: what you did, what you found, "
+    "what is left to do. You will go on with the first message, this summary, and your last step."
+)
+SUMMARY = "Your summary of the work so far:"
 INTERACTION_TIMEOUT = 60.0  # seconds
 Row = dict[str, Any]
 Message = dict[str, Any]
@@ -115,11 +120,17 @@ class TurnOptions(ChatOptions, total=False):
     max_length: the most tokens of one sample, prompt included; a sample without room for another
     answer (gconfig.max_new_tokens) ends. None is no bound: a request that does not fit the servers'
     context is then an error.
+    compact_at: the most tokens of one context, in place of max_length. Where what comes next would
+    leave no room for an answer and for a summary after it, the policy writes a summary, and goes on
+    behind the row's messages, the summary and its last answer: in a new row of the same rollout.
+    compact_prompt: the user's message that asks for the summary.
     """
 
     max_turns: int
     turn_discount: float
     max_length: int | None
+    compact_at: int | None
+    compact_prompt: str
 
 
 class TurnsWorkflow(ChatWorkflow):
@@ -140,6 +151,8 @@ class TurnsWorkflow(ChatWorkflow):
         max_turns: int | None = None,
         turn_discount: float = 1.0,
         max_length: int | None = None,
+        compact_at: int | None = None,
+        compact_prompt: str = COMPACT,
         **common: Unpack[ChatOptions],
     ) -> None:
         super().__init__(reward_fn, gconfig, tokenizer, **common)
@@ -154,6 +167,27 @@ class TurnsWorkflow(ChatWorkflow):
                 f"gconfig.max_new_tokens={gconfig.max_new_tokens}; raise it"
             )
         self.max_turns, self.turn_discount, self.max_length = max_turns, turn_discount, max_length
+        self.compact_at, self._ask = compact_at, {"role": "user", "content": compact_prompt}
+        self._summary_room = 0 if compact_at is None else self._room_of_summary(compact_at)
+
+    def _room_of_summary(self, compact_at: int) -> int:
+        """Returns how many tokens the request for a summary and the summary take. Raises ValueError
+        where the bound has no room for them."""
+        most, asking = self.gconfig.max_new_tokens, 0
+        if self.max_length is not None:
+            raise ValueError(
+                f"compact_at={compact_at} and max_length={self.max_length}: both are the most "
+                "tokens of a context; leave max_length out"
+            )
+        if self.tokenizer is not None:
+            chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "?"}]
+            asking = len(self._chat.after(chat, [self._ask], last_token=None))
+        if compact_at <= 2 * most + asking:
+            raise ValueError(
+                f"compact_at={compact_at} has no room for a prompt, an answer and a summary of "
+                f"gconfig.max_new_tokens={most} each; raise it above {2 * most + asking}"
+            )
+        return most + asking
 
     @abstractmethod
     def partner(self, row: Row) -> Partner:
@@ -168,6 +202,7 @@ class TurnsWorkflow(ChatWorkflow):
             begun = await all_of(_guarded(p, p.first_message(self, data)) for p in partners)
             data = _opened(data, partners, begun)
             samples = self.begin(data)
+            self._check_prompt(samples[0], data)
             for sample, partner, error in zip(samples, partners, begun, strict=True):
                 if isinstance(error, Exception):
                     self.failed(sample, partner.kind, error, data)
@@ -196,22 +231,91 @@ class TurnsWorkflow(ChatWorkflow):
                     return self.failed(sample, partner.kind, news, data)
                 if not news or not self.may_go_on(sample):
                     return
-                self.tell_all(sample, news, tools=data.get("tools") or ())
-                if not self.has_room(sample):
+                tokens, messages = self.told(sample, news, data.get("tools") or ())
+                if self._fits(len(sample.tokens) + len(tokens)):
+                    self.hear(sample, tokens, messages)
+                elif not await self._compact(engine, sample, data, tokens, messages):
                     return
                 await self.generate(engine, [sample], data)
+
+    async def _compact(
+        self,
+        engine: InferenceEngine,
+        sample: Trajectory,
+        data: Row,
+        tokens: Sequence[int],
+        messages: Sequence[Message],
+    ) -> bool:
+        """Has the policy sum up what came before, and begins a new row with the row's messages, the
+        summary, the last answer, and what was to be read behind it, as `told` returned it. Returns
+        False where the sample ends with its last answer: without compact_at, without room, or
+        because the summary was cut."""
+        if self.compact_at is None:
+            return False
+        tools = data.get("tools") or ()
+        last, chat = sample.head, list(sample.messages)
+        asking, asked = self.told(sample, [self._ask], tools)
+        summary, whole = "", False
+        if self._has_room(len(sample.tokens) + len(asking)):
+            self.hear(sample, asking, asked)
+            (summary,) = await self.generate(engine, [sample], data)
+            whole = sample.answers[-1].stop_reason != "length"
+        opening = self.compacted(data["messages"], summary)
+        prompt = [*self._chat.encode(self._chat.text(opening, tools)), *last.tokens, *tokens]
+        goes_on = whole and self._fits(len(prompt))
+        add_counts({"compaction/summaries": int(goes_on), "compaction/ended": int(not goes_on)})
+        if goes_on:
+            sample.restart(prompt)
+            sample.messages = [*opening, *messages]
+        else:
+            sample.branch(last)
+            sample.messages = chat
+        return goes_on
+
+    def compacted(self, messages: Sequence[Message], summary: str) -> list[Message]:
+        """Returns the chat that a sample goes on with: the row's messages and the summary, without
+        its thoughts. It stands in the last message of the user, since some chat templates refuse
+        two in a row."""
+        text = f"{SUMMARY}\n{summary.rpartition('</think>')[2].strip()}"
+        *before, last = messages
+        if last["role"] != "user" or not isinstance(last["content"], str):
+            return [*messages, {"role": "user", "content": text}]
+        return [*before, {**last, "content": f"{last['content']}\n\n{text}"}]
+
+    def _check_prompt(self, sample: Trajectory, data: Row) -> None:
+        """Raises ValueError for a row that cannot be compacted."""
+        if self.compact_at is None:
+            return
+        row, length = data.get("row_id", "?"), len(sample.tokens)
+        if not data.get("messages"):
+            raise ValueError(f"row {row} has no messages; compact_at needs some to begin anew with")
+        if not self._fits(length):
+            raise ValueError(
+                f"row {row}: its prompt of {length} tokens leaves no room for an answer and a "
+                f"summary in compact_at={self.compact_at}; set it to at least "
+                f"{length + self.gconfig.max_new_tokens + self._summary_room}, or leave such rows "
+                "out by train_dataset.max_length"
+            )
 
     def may_go_on(self, sample: Trajectory) -> bool:
         """Returns whether the sample may have another answer: its last one came to its end, and
         there is room for a turn and for tokens."""
         if sample.answers and sample.answers[-1].stop_reason == "length":
             return False
-        return len(sample.answers) < self.max_turns and self.has_room(sample)
+        return sample.answered < self.max_turns and self.has_room(sample)
 
     def has_room(self, sample: Trajectory) -> bool:
-        """Returns whether an answer fits max_length."""
-        need = len(sample.tokens) + self.gconfig.max_new_tokens
-        return self.max_length is None or need <= self.max_length
+        """Returns whether an answer fits max_length, or compact_at."""
+        return self._has_room(len(sample.tokens))
+
+    def _has_room(self, length: int) -> bool:
+        bound = self.max_length if self.compact_at is None else self.compact_at
+        return bound is None or length + self.gconfig.max_new_tokens <= bound
+
+    def _fits(self, length: int) -> bool:
+        """Returns whether an answer to `length` tokens, and with compact_at a summary after it, fit
+        the bound."""
+        return self._has_room(length + self._summary_room)
 
     def heard(self, sample: Trajectory, reply: Reply) -> Sequence[Message]:
         """Returns a reply as a user's message, nothing where it is the last, and notes what the
