@@ -11,8 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
+from megarl.rollout.episode import check_episode
 from megarl.rollout.gateway.session import Session
 from megarl.rollout.loop_thread import take_counts
+from megarl.rollout.trajectory import to_batch
 from tests.tiny_tokenizer import save_tokenizer
 from tests.unit.test_gateway import TEMPLATE, StubEngine, check_exact, opened
 
@@ -352,3 +354,138 @@ def test_a_stream_that_has_begun_ends_with_the_refusal(
         assert "no server is left" in said["error"]["message"]
 
     run(tokenizer, test)
+
+
+# -- sub-agents, and agents that compact their history
+
+
+def check_one_rollout(session: Session, engine: StubEngine, *, rows: int) -> None:
+    """Every sampled token is in one row, and all rows are of one rollout with one reward."""
+    check_exact(session, engine, rows=rows)
+    batch = to_batch([session.trajectory])
+    check_episode(batch, version=3)
+    assert batch["rollout_ids"].tolist() == [0] * rows and batch["rewards"].tolist() == [1.0] * rows
+
+
+def turn_of(said: dict[str, Any], result: str) -> list[dict[str, Any]]:
+    """What Claude Code adds to a chat: the answer, and what its call has brought."""
+    content = [b for b in said["content"] if b["type"] != "thinking"]
+    (call,) = (b for b in content if b["type"] == "tool_use")
+    told = {"type": "tool_result", "tool_use_id": call["id"], "content": result}
+    return [{"role": "assistant", "content": content}, {"role": "user", "content": [told]}]
+
+
+async def ask_claude(session: Session, body: dict[str, Any]) -> dict[str, Any]:
+    answer = await post(session, "/v1/messages?beta=true", body)
+    assert answer.status_code == 200, answer.text
+    said: dict[str, Any] = answer.json()
+    return said
+
+
+async def sub_agent(session: Session, task: str, turns: int) -> str:
+    """A conversation of another system prompt, other tools and a smaller model's name."""
+    tool = {"name": "Grep", "description": "Searches.", "input_schema": {"type": "object"}}
+    body = {"model": "claude-haiku", "max_tokens": 32000, "tools": [tool], "system": "you search"}
+    messages: list[Any] = [{"role": "user", "content": task}]
+    for k in range(turns):
+        said = await ask_claude(session, body | {"messages": messages})
+        messages += turn_of(said, f"line {k}")
+        await asyncio.sleep(0)  # the others' turn
+    return f"{said['id']}: done"
+
+
+@pytest.mark.parametrize("same", [False, True], ids=["other tasks", "the same task"])
+def test_sub_agents_at_once_are_rows_of_their_agents_rollout(tokenizer: Any, same: bool) -> None:
+    async def test(session: Session, engine: StubEngine) -> None:
+        history: list[Any] = []
+        tasks = ["find it"] * 3 if same else ["find a", "find b", "find c"]
+        for _ in range(2):
+            said = await ask_claude(session, claude(*history))
+            many = (sub_agent(session, task, turns) for turns, task in enumerate(tasks, 1))
+            found = await asyncio.gather(*many)
+            history += turn_of(said, "\n".join(found))
+        await ask_claude(session, claude(*history))
+        # twice three sub-agents, each of a row, and a row of the agent
+        check_one_rollout(session, engine, rows=7)
+
+    run(tokenizer, test, call_format=PARSERS["edits"])
+
+
+def test_an_agent_and_its_sub_agent_may_take_turns(tokenizer: Any) -> None:
+    async def test(session: Session, engine: StubEngine) -> None:
+        async def agent() -> None:
+            history: list[Any] = []
+            for k in range(4):
+                history += turn_of(await ask_claude(session, claude(*history)), f"result {k}")
+
+        await asyncio.gather(agent(), sub_agent(session, "find it", 4), agent())
+        check_one_rollout(session, engine, rows=3)
+
+    run(tokenizer, test, call_format=PARSERS["edits"])
+
+
+def test_sub_agents_that_are_told_the_same_are_trained_once_each(tokenizer: Any) -> None:
+    """Their chats are equal, so that nobody can tell whose the next request is."""
+
+    async def test(session: Session, engine: StubEngine) -> None:
+        engine.letters = engine.letters[:1]
+        await asyncio.gather(*(sub_agent(session, "find it", 3) for _ in range(3)))
+        session.trajectory.score(1.0)
+        batch = to_batch([session.trajectory])
+        sampled = sum(len(wrote.output_tokens) for wrote in engine.wrote)
+        assert len(engine.wrote) == 9 and int(batch["loss_mask"].sum()) == sampled
+        logprobs = sorted(batch["logprobs"][batch["loss_mask"]].tolist())
+        of_engine = [x for wrote in engine.wrote for x in wrote.output_logprobs]
+        assert logprobs == sorted(batch["logprobs"].new_tensor(of_engine).tolist())
+
+    run(tokenizer, test, call_format=PARSERS["edits"])
+
+
+def test_claude_code_compacts_its_chat_when_the_context_is_full(tokenizer: Any) -> None:
+    """The request that does not fit is refused. The chat without its last turn, and an instruction
+    in place of that, brings the summary, with which another chat begins: two more rows."""
+    room, most = 700, 64
+
+    async def test(session: Session, engine: StubEngine) -> None:
+        history: list[Any] = []
+        compactions = 0
+        while compactions < 2:
+            answer = await post(session, "/v1/messages", claude(*history))
+            if answer.status_code == 400:
+                assert "prompt is too long" in answer.text
+                (result,) = history[-3]["content"]
+                ask = {"type": "text", "text": "Summarize."}
+                told = {"role": "user", "content": [result, ask]}
+                said = await ask_claude(session, claude(*history[:-3], told))
+                text = "".join(b.get("text", "") for b in said["content"])
+                history = [{"role": "user", "content": f"Up to here: {text}"}]
+                compactions += 1
+                continue
+            history += turn_of(answer.json(), "a line of the file " * 4)
+        await ask_claude(session, claude(*history))
+        check_one_rollout(session, engine, rows=1 + 2 * compactions)
+        for request in engine.asked:
+            assert len(request.input_ids) + request.gconfig.max_new_tokens <= room
+            assert request.gconfig.max_new_tokens <= most
+
+    run(tokenizer, test, call_format=PARSERS["edits"], context_length=room)
+
+
+def test_codex_compacts_by_a_request_without_tools(tokenizer: Any) -> None:
+    async def test(session: Session, engine: StubEngine) -> None:
+        items: list[Any] = []
+        ask = {"type": "message", "role": "user", "content": "Write a summary."}
+        for k in range(3):
+            for _ in range(2):
+                said = (await post(session, "/v1/responses", codex(*items))).json()
+                (call,) = (i for i in said["output"] if i["type"] == "function_call")
+                result = {"call_id": call["call_id"], "output": "done"}
+                items += [*said["output"], result | {"type": "function_call_output"}]
+            said = (await post(session, "/v1/responses", codex(*items, ask, tools=[]))).json()
+            (text,) = (i["content"][0]["text"] for i in said["output"] if i["type"] == "message")
+            items = [{"type": "message", "role": "user", "content": f"So far: {text} {k}"}]
+        assert (await post(session, "/v1/responses", codex(*items))).is_success
+        # three chats of two turns, three summaries, and the chat at the end
+        check_one_rollout(session, engine, rows=7)
+
+    run(tokenizer, test, call_format=PARSERS["searches"])
