@@ -61,7 +61,7 @@ class CommandLineAgent:
         self.program, self.seconds = os.path.abspath(found), seconds
         check_namespaces()
 
-    def command(self, task: str, base_url: str) -> list[str]:
+    def command(self, task: str) -> list[str]:
         """Returns the command line that works on a task. It is for everybody to read."""
         raise NotImplementedError
 
@@ -84,7 +84,7 @@ class CommandLineAgent:
             await asyncio.to_thread(lay_out, own, data, self.settings(inner))
             task = data["messages"][-1]["content"]
             env = own_environment() | self.variables(inner, api_key)
-            job = {"command": self.command(task, inner), "env": env, "port": port}
+            job = {"command": self.command(task), "env": env, "port": port}
             async with relay(Path(top, "gateway"), host, port):
                 said = await isolated(Path(top), job, self.seconds)
             if said[1:] and not said[1].startswith("ended with status 0"):
@@ -97,7 +97,7 @@ class MiniSweAgent(CommandLineAgent):
 
     usual_program = "mini"
 
-    def command(self, task: str, base_url: str) -> list[str]:
+    def command(self, task: str) -> list[str]:
         end = ["-y", "--exit-immediately", "-c", "mini.yaml", "-o", str(HERE / "trajectory.json")]
         return [self.program, "-m", "openai/policy", "-t", task, *end]
 
@@ -116,7 +116,7 @@ class OpenCode(CommandLineAgent):
 
     usual_program = "opencode"
 
-    def command(self, task: str, base_url: str) -> list[str]:
+    def command(self, task: str) -> list[str]:
         return [self.program, "run", "--format", "json", "--title", "task", task]
 
     def variables(self, base_url: str, api_key: str) -> dict[str, str]:
@@ -144,7 +144,7 @@ class Codex(CommandLineAgent):
 
     usual_program = "codex"
 
-    def command(self, task: str, base_url: str) -> list[str]:
+    def command(self, task: str) -> list[str]:
         free = ["--dangerously-bypass-approvals-and-sandbox", "--skip-git-repo-check"]
         return [self.program, "exec", *free, "--json", task]
 
@@ -174,7 +174,7 @@ class ClaudeCode(CommandLineAgent):
 
     usual_program = "claude"
 
-    def command(self, task: str, base_url: str) -> list[str]:
+    def command(self, task: str) -> list[str]:
         free = ["--dangerously-skip-permissions", "--output-format", "json"]
         return [self.program, "-p", *free, task]
 
@@ -406,7 +406,8 @@ def confine(own: Path, needed: list[str]) -> None:
     bind, read_only = 4096, 1
     call("mount", os.fsencode(own), os.fsencode(HERE), None, bind, None)
     places = [Path("/run"), Path("/dev/shm")]  # the sockets of the machine's services are in /run
-    if not any(Path(path).resolve().is_relative_to("/tmp") for path in needed):
+    paths = [form for path in map(Path, needed) for form in (path, path.resolve())]
+    if not any(path.is_relative_to("/tmp") for path in paths):
         places.append(Path("/tmp"))
     set_attributes(Path("/"), read_only, 0)
     set_attributes(HERE, 0, read_only)

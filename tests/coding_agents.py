@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -63,8 +63,13 @@ class ScriptedAgent(CommandLineAgent):
 
     usual_program = "python3"
 
-    def command(self, task: str, base_url: str) -> list[str]:
+    def command(self, task: str) -> list[str]:
         return [self.program, str(Path(__file__).with_name("scripted_agent.py")), task]
 
     def variables(self, base_url: str, api_key: str) -> dict[str, str]:
         return {"URL": base_url, "KEY": api_key}
+
+
+def write(texts: Mapping[str, str]) -> str:
+    """A shell command that writes files."""
+    return "\n".join(f"cat > {path} <<'END'\n{text}END" for path, text in texts.items())

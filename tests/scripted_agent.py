@@ -1,5 +1,6 @@
 """A coding agent of forty lines, run as a program: scripted_agent.py TASK. It does what the policy
-answers as a shell command, tells it what came of it, and ends where the policy says `done`."""
+answers as a shell command, tells it what came of it, and ends where the policy says `done`, or
+after its eighth answer."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ def ask(messages: list[dict[str, str]]) -> str:
 
 def main() -> None:
     messages = [{"role": "user", "content": sys.argv[1]}]
-    while (command := ask(messages)) != "done":
+    for _ in range(8):
+        if (command := ask(messages)) == "done":
+            break
         done = subprocess.run(
             command, shell=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )

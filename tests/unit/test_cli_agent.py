@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import os
 import socket
+import subprocess
 import sys
 import time
 import types
 import unittest
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from megarl.config.dataset import DatasetConfig
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.rollout.rewards import no_reward
 from megarl.rollout.workflows.agent import AgentWorkflow
-from tests.coding_agents import ScriptedAgent, ScriptedPolicy
+from tests.coding_agents import ScriptedAgent, ScriptedPolicy, write
 from tests.tiny_tokenizer import save_tokenizer
 from tests.unit.test_gateway import TEMPLATE
 
@@ -76,11 +78,6 @@ def test_repositories_are_the_seeds() -> None:
     assert [r["name"] for r in repositories(DatasetConfig(size=3), seed=1)] == [
         r["name"] for r in ROWS[:3]
     ]
-
-
-def write(texts: Mapping[str, str]) -> str:
-    """A shell command that writes files."""
-    return "\n".join(f"cat > {path} <<'END'\n{text}END" for path, text in texts.items())
 
 
 def run(
@@ -152,7 +149,9 @@ def test_what_an_agent_may_not_do(tokenizer: Any, monkeypatch: pytest.MonkeyPatc
         )
     told = max(policy.prompts, key=len)
     assert "ConnectionRefusedError" in told and "Network is unreachable" in told
-    assert told.count("Read-only file system") == 2 and not (ROOT / "touched").exists()
+    for outside in (ROOT, Path("/usr")):
+        assert f"'{outside / 'touched'}': Read-only file system" in told
+        assert not (outside / "touched").exists()
     assert told.count("mount: ") == 2
     assert "s3cret" not in told and "MEGARL" not in told and "HOME=/srv/home" in told
     assert batch["rewards"].tolist() == [pytest.approx(share(row))]  # its own tests count nothing
@@ -209,6 +208,24 @@ def test_a_cancelled_agent_ends(tokenizer: Any) -> None:
         assert not alive("87654")
 
     asyncio.run(inner())
+
+
+def test_an_agent_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    (tmp_path / "agent" / "repository").mkdir(parents=True)
+    job = {"command": ["sleep", "76543"], "env": {"PATH": os.defpath}, "port": 1}
+    code = "import asyncio, pathlib\nfrom examples.cli_agent import isolated\n"
+    code += f"asyncio.run(isolated(pathlib.Path({str(tmp_path)!r}), {job!r}, 60))"
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as driver:
+        wait_for(lambda: alive("sleep\x0076543"))
+        driver.kill()
+    wait_for(lambda: not alive("sleep\x0076543"))
+
+
+def wait_for(what: Callable[[], Any], seconds: float = 20.0) -> None:
+    until = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < until
+        time.sleep(0.02)
 
 
 def refused(directory: Path) -> Path:
@@ -277,7 +294,7 @@ def test_every_command_keeps_its_key_off_the_command_line() -> None:
     for kind in kinds:
         agent: CommandLineAgent = kind(program=sys.executable)
         url = "http://127.0.0.1:5/s/1/v1"
-        assert "do it" in agent.command("do it", url)
-        assert "sk-1" not in " ".join(agent.command("do it", url))
+        assert "do it" in agent.command("do it")
+        assert "sk-1" not in " ".join(agent.command("do it"))
         shown = f"{agent.variables(url, 'sk-1')} {agent.settings(url)}"
         assert "sk-1" in shown and "127.0.0.1:5/s/1" in shown
