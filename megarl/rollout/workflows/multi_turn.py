@@ -263,7 +263,7 @@ class TurnsWorkflow(ChatWorkflow):
         opening = self.compacted(data["messages"], summary)
         prompt = [*self._chat.encode(self._chat.text(opening, tools)), *last.tokens, *tokens]
         goes_on = whole and self._fits(len(prompt))
-        add_counts({"compaction/summaries": int(goes_on), "compaction/ended": int(not goes_on)})
+        add_counts({"compactions": int(goes_on), "compactions_failed": int(not goes_on)})
         if goes_on:
             sample.restart(prompt)
             sample.messages = [*opening, *messages]
