@@ -20,7 +20,8 @@ from megarl.api.batch import Batch
 from megarl.api.inference import FAILURES
 from megarl.api.records import ModelRequest, ModelResponse
 from megarl.config.algo import PPOActorConfig
-from megarl.config.rollout import GenerationHyperparameters
+from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
+from megarl.rollout.client import RemoteSGLangEngine
 from megarl.rollout.episode import batch_parts, check_episode
 from megarl.rollout.episodes import Episode
 from megarl.rollout.loop_thread import take_counts
@@ -30,7 +31,7 @@ from megarl.rollout.workflows.multi_turn import MultiTurnWorkflow
 from megarl.rollout.workflows.tool import ToolWorkflow
 from megarl.trainer.rollout_metrics import rollout_metrics
 from tests.unit.bigram import VOCAB, BigramEngine
-from tests.unit.rollout_fakes import Scripted
+from tests.unit.rollout_fakes import FakeServer, Scripted, prepare_batch
 from tests.unit.scripted import run_episode, tool_tokenizer, trained_text, whole_text
 
 HERE = "tests.unit.test_compaction"
@@ -311,6 +312,87 @@ def test_rows_that_cannot_be_compacted_are_refused_by_name(tokenizer, pool) -> N
     ):
         with pytest.raises(ValueError, match=message):
             flow_of(tokenizer, pool, **wrong)
+
+
+# -- a run that is killed
+
+
+class LetterServer(FakeServer):
+    """Writes tokens of the tokenizer, up to each 16th of the chat, be it begun anew or gone on
+    with."""
+
+    def answer(self, rid: str, ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
+        params = params | {"max_new_tokens": 16 - len(ids) % 16}
+        said = super().answer(rid, ids, params)
+        tokens = [3 + t % 90 for t in said["output_ids"]]
+        said["output_ids"] = tokens
+        if tokens:
+            said["meta_info"]["output_token_logprobs"] = [[-t / 64, t, None] for t in tokens]
+        if said["meta_info"]["finish_reason"]["type"] == "length":
+            said["meta_info"]["finish_reason"] = {"type": "stop", "matched": 1}
+        return said
+
+
+class OneRow:
+    batch_size = 1
+
+    def __iter__(self) -> Iterator[list[dict[str, Any]]]:
+        while True:
+            yield [ROW]
+
+
+def test_a_run_that_is_killed_in_mid_summary_goes_on_there(tokenizer, pool, monkeypatch) -> None:
+    monkeypatch.setattr("megarl.rollout.generation.ABORT_DELAY", 60.0)
+    gconfig = GenerationHyperparameters(n_samples=1, max_new_tokens=20)
+    flow = MultiTurnWorkflow(
+        right_once, gconfig, tokenizer, reward_pool=pool, max_turns=12,
+        compact_at=220, compact_prompt=ASK,
+    )  # fmt: skip
+    asking = tokenizer(f"user: {ASK}", add_special_tokens=False)["input_ids"]
+    server, clients = LetterServer(), []
+
+    def connect() -> RemoteSGLangEngine:
+        clients.append(RemoteSGLangEngine(RolloutConfig(addresses=[server.address])))
+        clients[-1].initialize()
+        clients[-1].executor.episodes.keeps_answers = True
+        return clients[-1]
+
+    def asks(ids: list[int]) -> bool:
+        return any(ids[k : k + len(asking)] == asking for k in range(len(ids) - 30, len(ids)))
+
+    try:
+        whole = prepare_batch(connect().executor, OneRow(), flow)
+        asked = [ids for r in server.requests for ids in r["input_ids"]]
+        at = next(k for k, ids in enumerate(asked) if asks(ids))
+        assert len(asked[at]) % 16 < 15  # there is more than a token to it
+        assert 1 < at < len(asked) - 1 and len(whole["input_ids"]) > 1
+
+        server.requests.clear()
+        server.abort_after = [*[None] * at, 1]  # of the summary there are tokens, for now no more
+        first = connect()
+
+        def killed() -> None:
+            if len(server.requests) == at + 1:
+                first.pause()
+                first.resume()
+                raise InterruptedError
+
+        with pytest.raises(InterruptedError):
+            first.executor.prepare_parts(OneRow(), flow, meanwhile=killed)
+        state = first.executor.state_dict()
+        first.destroy()
+        server.requests.clear()
+        second = connect()
+        second.executor.load_state_dict(state)
+        again = prepare_batch(second.executor, OneRow(), flow)
+        resumed = [ids for r in server.requests for ids in r["input_ids"]]
+        assert resumed[0][:-1] == asked[at] and resumed[1:] == asked[at + 1 :]
+        for name in ("input_ids", "loss_mask", "logprobs", "rewards"):
+            assert torch.equal(again[name], whole[name]), name
+    finally:
+        for client in clients:
+            client.destroy()
+        server.close()
 
 
 # -- what is trained
