@@ -11,8 +11,8 @@ from megarl.api.batch import Batch, Padded
 from megarl.api.records import FinetuneSpec, ModelRequest, ModelResponse, WeightUpdateMeta
 from megarl.config.rollout import GenerationHyperparameters
 
-# why a sample may fail, see RolloutWorkflow.arun_episode
-FAILURES = ("other", "environment", "reward", "tool", "server", "timeout")
+# why a sample may fail, see RolloutWorkflow.arun_episode; context: it is longer than a model reads
+FAILURES = ("other", "environment", "reward", "tool", "server", "timeout", "context")
 # of a workflow's data: how many rollouts are to be made anew, where not all samples are asked for
 SAMPLES_MISSING = "samples_missing"
 

@@ -1,4 +1,4 @@
-"""Asks servers what a frozen model thinks of samples: a teacher that is no engine of ours.
+"""Defines ServerTeacher, which asks inference servers for a teacher's logprobs of a batch.
 
 B samples of a batch, b held by this rank, n tokens of one, k tokens that the teacher names.
 """
@@ -39,8 +39,8 @@ Fields = dict[str, Tensor]  # of one sample: teacher_logp [n], and with k the fi
 
 
 class ServerTeacher:
-    """Has servers compute logprobs of samples, as prompts of which nothing is generated. They are
-    those of temperature 1, for servers do not scale a prompt's."""
+    """Has servers compute the logprobs of samples, which it sends as prompts, with nothing to
+    generate. Servers compute a prompt's logprobs at temperature 1."""
 
     def __init__(
         self,

@@ -374,7 +374,7 @@ class DistillTrainer(RLTrainer):
         if not of_servers:
             self.actor.place(batch)  # else it would lie as the teacher's layout wants it
         failed = self.teacher.teach(batch, top=self.wants_top)
-        return self.session.drop(batch, failed, "server" if of_servers else "other")
+        return self.session.drop(batch, failed, "server" if of_servers else "context")
 
     def destroy(self) -> None:
         """Destroys the teacher, then the other roles. Collective."""

@@ -100,9 +100,11 @@ class RolloutSession:
         failed = rollouts.spread(rollouts.any(failed))
         rows = failed.nonzero().flatten().tolist()
         if len(rows) == len(batch):
+            fix = "where a reward model scores them, look whether its weights are sound"
+            fix = "shorten teacher.context" if kind == "context" else fix
             raise ValueError(
                 f"all {len(batch)} samples of the batch failed ({kind}), so there is nothing to "
-                "train on; where a reward model scores them, look whether its weights are sound"
+                f"train on; {fix}"
             )
         warn_on_rank_zero(
             log, "%d of %d samples failed (%s) and leave the batch", len(rows), len(batch), kind

@@ -4,6 +4,8 @@ tokens. That the words are those of transformers' model is for tests/dist/test_t
 import asyncio
 import math
 from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from megarl.algos.actor import Actor
 from megarl.algos.roles import Teacher
 from megarl.api.batch import Batch, Tokens
 from megarl.api.context import add_contexts, in_context, out_of_context, prompt_lengths
+from megarl.api.inference import FAILURES
 from megarl.api.records import ModelResponse
 from megarl.config.algo import PPOActorConfig
 from megarl.config.base import SeamConfig
@@ -26,6 +29,8 @@ from megarl.rollout.episodes import Episode
 from megarl.rollout.rewards.results import Scored
 from megarl.rollout.teacher import ServerTeacher
 from megarl.rollout.trajectory import Trajectory, to_batch
+from megarl.trainer.rl import DistillTrainer
+from megarl.trainer.session import RolloutSession
 from tests.unit.bigram import VOCAB, BigramEngine, rollout
 from tests.unit.rollout_fakes import FakeEngine
 from tests.unit.test_teacher_servers import V, said_of, serving
@@ -219,6 +224,29 @@ def taught(contexts):
         (batch,) = add_contexts([batch], [prompt_lengths(batch)], [contexts(batch)])
     failed = teacher.teach(batch)
     return student.ppo_update(batch), batch, failed
+
+
+@pytest.mark.parametrize("kind", ["context", "server"])
+def test_a_context_that_is_too_long_is_a_failure_of_its_own_kind(kind):
+    booked = []
+    client = SimpleNamespace(on_driver=lambda call, *args: booked.append(args[2:]))
+    trainer = SimpleNamespace(
+        cfg=SimpleNamespace(teacher=SimpleNamespace(addresses=[""] if kind == "server" else [])),
+        actor=SimpleNamespace(place=lambda batch: None),
+        teacher=SimpleNamespace(teach=lambda batch, *, top: failed),
+        session=SimpleNamespace(client=client, driver=None),
+        wants_top=True,
+    )
+    trainer.session.drop = partial(RolloutSession.drop, trainer.session)
+    batch = Batch.from_padded(rollout(BigramEngine()))
+    failed = torch.arange(len(batch)) == 3
+    assert len(DistillTrainer.ask_teacher(trainer, batch)) == len(batch) - 1
+    ((mask, said),) = booked
+    assert said == kind and said in FAILURES and mask.tolist() == failed.tolist()
+    failed = torch.ones(len(batch), dtype=torch.bool)
+    with pytest.raises(ValueError, match=rf"failed \({kind}\)") as caught:
+        DistillTrainer.ask_teacher(trainer, batch)
+    assert ("shorten teacher.context" in str(caught.value)) == (kind == "context")
 
 
 def test_the_students_own_prompt_gives_the_same_loss_to_the_bit():
