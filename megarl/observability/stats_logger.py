@@ -432,10 +432,11 @@ class WandbSink:
             self._run.log({**tables, "step": step})
 
     def close(self, outcome: str) -> None:
-        """Logs the rows of samples.jsonl as a table and ends wandb's run."""
+        """Logs the rows of samples.jsonl as a table and ends wandb's run, which failed where this
+        one did."""
         if samples := RunLog(self._run_dir / "samples.jsonl").read():
             self._run.log({"samples": self._of(samples)})
-        self._run.finish()
+        self._run.finish(exit_code=int(outcome.startswith("failed")))
 
     def _of(self, rows: Sequence[Mapping[str, Any]]) -> Any:
         """Returns a table of rows, with a column for every name."""

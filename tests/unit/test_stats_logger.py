@@ -140,19 +140,28 @@ def test_tensorboard_events_hold_the_values(tmp_path):
 
 
 def test_wandb_offline_keeps_one_id_over_resume_and_says_one_line(tmp_path, monkeypatch, capfd):
+    import wandb
+
     monkeypatch.setenv("WANDB_CONSOLE", "off")
+    finish, codes = wandb.Run.finish, []
+
+    def finished(run, exit_code=None):
+        codes.append(exit_code)
+        finish(run, exit_code)
+
+    monkeypatch.setattr(wandb.Run, "finish", finished)
     ids = []
-    for step in (1, 2):
+    for step, error in ((1, None), (2, ValueError("no"))):
         logger = open_logger(tmp_path, wandb={"mode": "offline"})
         shown = {
             "train": [{"prompt": "1+1=", "reward": 0.5, "turns": [{"who": "model"}]}],
             "eval": [],
         }
         logger.log(step, {"loss": float(step)}, completions=shown)
-        logger.close()
+        logger.close(error=error)
         ids.append((tmp_path / "wandb_id.txt").read_text())
     files = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
-    assert ids[0] == ids[1] and files
+    assert ids[0] == ids[1] and files and codes == [0, 1]
     said = capfd.readouterr()
     assert "wandb:" not in said.out + said.err  # as it begins its own lines
     assert said.err.count("wandb, offline: ") == 2  # one for each start
