@@ -59,6 +59,10 @@ def spoken(prompt: str, completion: str, *ids: Any, conversation: Any, **row: An
     return float(len(conversation))
 
 
+def called(prompt: str, completion: str, *ids: Any, conversation: Any, **row: Any) -> float:
+    return float(len(conversation)) if completion.endswith("</tool_call>") else -1.0
+
+
 def say(n: int) -> str:
     """Speaks.
 
@@ -213,20 +217,28 @@ def test_without_a_bound_nothing_is_compacted(tokenizer, pool) -> None:
 
 @pytest.mark.parametrize("why", ["the summary is cut", "the result is too long"])
 def test_a_sample_that_cannot_go_on_is_scored_by_its_last_answer(why, tokenizer, pool) -> None:
-    cut = why == "the summary is cut"
-    written = [call(200 if cut else 900), "x" * (200 if cut else 5)]
+    cut = why == "the summary is cut"  # there would be room to go on behind it
+    written = [call(20), call(60), call(150 if cut else 900), "x" * (200 if cut else 5)]
     engine = Recorder(tokenizer, lambda sample, before, summary: written[before])
     take_counts()
-    flow = flow_of(tokenizer, pool, room=100, reward=spoken, turn_discount=0.5)
+    flow = flow_of(tokenizer, pool, room=450, reward=called, turn_discount=0.5)
     batch = run_episode(flow, engine, ROW)
     check_episode(batch, version=3)
-    assert len(engine.asked) == 2 and len(batch["input_ids"]) == 1
+    assert len(engine.asked) == 4 and len(batch["input_ids"]) == 1
     assert batch["truncated"].tolist() == [cut]
-    # the question and the call; the outcome counts as that of the turn that was written last
-    assert batch["rewards"].tolist() == [2 * 0.5]
+    # the outcome is discounted as that of the turn that was written last
+    assert batch["rewards"].tolist() == [6 * 0.125]
     counts = take_counts()
     assert (counts["compactions"], counts["compactions_failed"]) == (0, 1)
-    assert "zz" not in whole_text(tokenizer, batch, 0)
+    assert "z" * 61 not in whole_text(tokenizer, batch, 0)
+
+
+def test_a_reward_sees_the_chat_as_it_stands(tokenizer, pool) -> None:
+    written = [call(20), call(120), "so far", "42"]
+    engine = Recorder(tokenizer, lambda sample, before, summary: written[before])
+    batch = run_episode(flow_of(tokenizer, pool, room=300, reward=spoken), engine, ROW)
+    # the question with the summary, the call, its result, and the answer
+    assert batch["rewards"].tolist() == [4.0, 4.0]
 
 
 def test_a_result_that_max_length_has_no_room_for_is_not_read(tokenizer, pool) -> None:
