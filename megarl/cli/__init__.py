@@ -26,6 +26,7 @@ READERS = ("report", "status", "view", "trace", "diff")
 # the module of each command, and what it does
 COMMANDS = {
     "init": ("megarl.cli.init", "write a configuration for your model, data and reward"),
+    "from-verl": ("megarl.cli.from_verl", "write a configuration for a recipe of verl's"),
     "run": ("megarl.run", "run a recipe: one trainer process of a job"),
     "launch": ("megarl.launcher.local", "start servers and trainers on this machine"),
     "data": ("megarl.cli.data", "show rows of data as the model reads them"),

@@ -7,16 +7,12 @@ one that does not pass `megarl launch --check` is not kept.
 
 from __future__ import annotations
 
-import shlex
 import sys
-from collections.abc import Mapping, Sequence
-from itertools import islice
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from megarl.cli import CommandParser
 from megarl.config.compose import write_commented
-from megarl.config.dataset import DatasetConfig
 from megarl.config.errors import ConfigError
 from megarl.config.recipes import RECIPES, GRPOConfig, main_role
 
@@ -27,10 +23,6 @@ QUESTIONS = {  # flag: its default, and what to give
     "reward": ("exact", "exact, gsm8k, ..., file.py:function; sft, dpo and rm have none"),
     "gpus": ("0", "GPUs of this machine; 0 is the CPU"),
 }
-BATCH = 32  # rows of a step, where there are so many
-# likely names of columns
-PROMPTS = ("messages", "prompt", "question", "problem", "instruction", "input")
-ANSWERS = ("answer", "response", "completion", "output", "solution", "ground_truth", "label")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,18 +42,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = args.dir / f"{args.algorithm}.yaml"
     if path.exists():
         raise ConfigError([f"{path} exists, and is not overwritten; name another DIR, or move it"])
-    from megarl.data.rows import read_dataset
-    from megarl.launcher import local  # here, so that --help is instant
+    from megarl.data.formats import read_as  # here, so that --help is instant
+    from megarl.launcher import local
 
-    try:
-        gpus = int(args.gpus)
-        head = [r for _, r in islice(read_dataset(DatasetConfig(path=args.data), None), BATCH)]
-    except ValueError as e:
-        why = f"--data {args.data}, --gpus {args.gpus}: {e}; name a file that exists, and a number"
-        raise ConfigError([why]) from e
     recipe = args.algorithm if args.algorithm in RECIPES else "grpo"
     role, rl = main_role(RECIPES[recipe]), issubclass(RECIPES[recipe], GRPOConfig)
-    kind, options = read_as(head[0] if head else {}, "answer" if rl else "response")
+    try:
+        gpus = int(args.gpus)
+        kind, options, batch = read_as(args.data, "answer" if rl else "response")
+    except ValueError as e:
+        raise ConfigError([f"--data {args.data}, --gpus {args.gpus}: {e}; correct one"]) from e
     servers = max(1, gpus // 2) if rl else 0
     rows = [
         ("recipe", recipe, f"keys: megarl run --help --recipe {recipe}"),
@@ -71,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         (f"{role}.optimizer.lr", 1e-6 if rl else 1e-5, "ten times that, and more, with lora"),
         ("train_dataset.type", kind, "docs/data.md"),
         ("train_dataset.path", args.data, "in the working directory, or beside this file"),
-        ("train_dataset.batch_size", max(1, len(head)), "rows of a step"),
+        ("train_dataset.batch_size", max(1, batch), "rows of a step"),
         ("train_dataset.options", options, "columns by our names"),
     ]
     if rl:
@@ -87,24 +77,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         ]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(write_commented(rows), encoding="utf-8")
-    command = ["--config", str(path), "--nproc", str(max(1, gpus - servers))]
-    if status := local.main([*command, "--check"]):
+    nproc = str(max(1, gpus - servers))
+    if status := local.main(["--config", str(path), "--nproc", nproc, "--check"]):
         path.unlink()
         return status
-    launch = f"{'' if gpus else 'MEGARL_DEVICE=cpu '}megarl launch {shlex.join(command)}"
+    launch = f"{'' if gpus else 'MEGARL_DEVICE=cpu '}megarl launch --config {path} --nproc {nproc}"
     print(f"{launch} --check\n{launch}")
     return 0
-
-
-def read_as(row: Mapping[str, Any], answer: str) -> tuple[str, dict[str, Any]]:
-    """Returns the type of data with rows like `row`, and its options. answer: our name of the
-    column beside messages."""
-    if {"chosen", "rejected"} <= row.keys():
-        return "preference", {}
-    if "####" in str(row.get("answer")):
-        return "gsm8k", {}
-    if "messages" in row and answer == "response":  # whole conversations
-        return "chat", {}
-    likely = {"messages": PROMPTS, answer: ANSWERS}
-    columns = {ours: c for ours, names in likely.items() for c in names[::-1] if c in row}
-    return "chat", {"columns": {ours: c for ours, c in columns.items() if c != ours}}

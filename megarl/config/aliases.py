@@ -35,11 +35,12 @@ _THEIRS: Mapping[str, str] = {
     "*.optimizer.gradient_clipping": "grad_clip clip_grad max_grad_norm",
     "*.optimizer.warmup_steps_proportion": "warmup_ratio lr_warmup_steps_ratio "
     "num_warmup_steps lr_warmup_steps warmup_steps",
-    "*.optimizer.lr_scheduler_type": "lr_scheduler scheduler lr_decay_style",
+    "*.optimizer.lr_scheduler_type": "lr_scheduler scheduler lr_decay_style warmup_style",
     "*.optimizer.min_lr_ratio": "min_lr",
     "*.optimizer.beta1": "adam_beta1",
     "*.optimizer.beta2": "adam_beta2",
     "*.optimizer.eps": "adam_eps adam_epsilon",
+    "*.optimizer.": "optim.weight_decay optim.lr_scheduler_type optim.min_lr_ratio",
     "*.override_config": "override_model_config",
     "*.optimizer.options.use_precision_aware_optimizer": "precision_aware",
     "*.optimizer.options.hysteresis": "loss_scale_hysteresis hysteresis",
@@ -69,7 +70,8 @@ _THEIRS: Mapping[str, str] = {
     "kl_ctl": "kl_ctrl.kl_coef",
     "actor.eps_clip": "clip_ratio cliprange epsilon clip_range clip_ratio_low ratio_clip_min",
     "actor.eps_clip_higher": "eps_clip_high clip_ratio_high ratio_clip_max epsilon_high",
-    "actor.c_clip": "clip_ratio_c",
+    "actor.c_clip": "clip_ratio_c eps_clip_c",
+    "actor.entropy_coef": "entropy_coeff",
     "actor.loss_agg": "loss_agg_mode",
     "actor.adv_norm": "adv_estimator advantage_estimator scale_rewards group_reward_norm "
     "norm_adv_by_std_in_grpo normalize_advantages",
@@ -89,7 +91,7 @@ _THEIRS: Mapping[str, str] = {
     "*.parallel.tp": "tensor_parallel_size tensor_model_parallel_size tp_size",
     "*.parallel.pp": "pipeline_parallel_size pipeline_model_parallel_size pp_size",
     "*.parallel.vpp": "virtual_pipeline_model_parallel_size",
-    "*.parallel.cp": "context_parallel_size cp_size",
+    "*.parallel.cp": "context_parallel_size cp_size ulysses_sequence_parallel_size",
     "*.parallel.ep": "expert_parallel_size expert_model_parallel_size ep_size",
     "*.parallel.etp": "expert_tensor_parallel_size",
     # data
@@ -111,6 +113,7 @@ _THEIRS: Mapping[str, str] = {
     "gconfig.max_new_tokens": "max_tokens max_response_length response_length "
     "max_completion_length rollout_max_response_len",
     "gconfig.temperature": "rollout_temperature",
+    "gconfig.": "rollout.temperature rollout.top_p rollout.top_k",
     "gconfig.greedy": "do_sample",
     "gconfig.stop": "stop_strings",
     "server.context_length": "max_model_len max_seq_len max_seq_length context_len",
@@ -143,7 +146,7 @@ _THEIRS: Mapping[str, str] = {
     "total_train_steps": "max_steps total_training_steps max_num_steps num_rollout total_steps "
     "train_steps",
     "fileroot": "output_dir save_dir default_local_dir checkpoint_dir",
-    "trial_name": "run_name",
+    "trial_name": "run_name trainer.experiment_name",
     "experiment_name": "project_name exp_name",
     "saver.freq_steps": "save_steps save_freq save_interval save_period",
     "saver.keep_last": "save_total_limit max_actor_ckpt_to_keep",

@@ -24,6 +24,9 @@ _ROLES = {"Human": "user", "Assistant": "assistant"}
 INSTRUCTION = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 # calculator annotations inside solutions: 48/2 = <<48/2=24>>24
 _CALCULATOR = re.compile(r"<<[^>]*>>")
+# likely names of columns: of the prompt, of the answer
+_PROMPTS = ("messages", "prompt", "question", "problem", "instruction", "input")
+_ANSWERS = ("answer", "response", "completion", "output", "solution", "ground_truth", "label")
 
 
 def _read(
@@ -255,3 +258,20 @@ def _problem(row: Row, place: str, instruction: str) -> Problem:
         task="gsm8k",
         response=f"{_CALCULATOR.sub('', solution).strip()}\n\\boxed{{{number}}}",
     )
+
+
+def read_as(path: str, answer: str) -> tuple[str, dict[str, Any], int]:
+    """Returns the type of a data set and its options, by the names of its columns, and how many
+    rows it has, at most 32. answer: our name of the column beside messages, answer or response.
+    Raises ValueError for data that cannot be read."""
+    head = [row for _, row in islice(read_dataset(SourceConfig(path=path), None), 32)]
+    row = head[0] if head else {}
+    if {"chosen", "rejected"} <= row.keys():
+        return "preference", {}, len(head)
+    if "####" in str(row.get("answer")):
+        return "gsm8k", {}, len(head)
+    if "messages" in row and answer == "response":  # whole conversations
+        return "chat", {}, len(head)
+    likely = {"messages": _PROMPTS, answer: _ANSWERS}
+    columns = {ours: c for ours, names in likely.items() for c in names[::-1] if c in row}
+    return "chat", {"columns": {ours: c for ours, c in columns.items() if c != ours}}, len(head)

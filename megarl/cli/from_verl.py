@@ -1,0 +1,102 @@
+"""Prints a megarl configuration for a GRPO recipe of verl's (0.8.0.dev).
+
+CONFIG is a Hydra file (.yaml) of verl's keys, or the script that starts verl.trainer.main_ppo with
+key=value words. Each line says which key it comes from; where the recipe sets none and verl's
+default is not ours, verl's is written. A key without a counterpart is refused by name. The last
+line names the keys that megarl needs not.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megarl.cli import CommandParser
+from megarl.config.aliases import aliased
+from megarl.config.compose import parse_overrides, read_yaml, untyped, write_commented
+from megarl.config.errors import ConfigError, raise_if_any
+from megarl.config.help import unknown_key
+from megarl.config.loader import checked_config
+from megarl.config.recipes import GRPOConfig
+from megarl.config.schema import key_table
+from megarl.config.secrets import leaves
+
+# with what verl's data files hold, and what servers on the trainers' GPUs need
+DEFAULTS = """{actor.c_clip: 3.0, actor.optimizer.lr: 1.0e-6, actor.optimizer.beta2: 0.999,
+actor.optimizer.warmup_steps_proportion: 0.0, actor.recompute_granularity: full, server.tp: 2,
+train_dataset.batch_size: 1024, total_train_epochs: 30, train_dataset.type: chat,
+train_dataset.options: &verl {columns: {messages: prompt, answer: reward_model.ground_truth}},
+train_dataset.reward: gsm8k, valid_dataset.type: chat, valid_dataset.reward: gsm8k,
+valid_dataset.options: *verl, server.type: sglang, weight_sync.type: colocated,
+eval_gconfig.max_new_tokens: '${gconfig.max_new_tokens}'}"""
+VALUES = {"seq-mean-token-mean": "sequence-mean", "seq-mean-token-sum": "sequence-sum"}
+VALUES |= {"low_var_kl": "k3", "kl": "k1", "mse": "k2", "vllm": "sglang", "disable": "disabled"}
+# parts of names: of keys that megarl needs not, and of those that say otherwise than ours
+NEEDLESS = """critic kl_ctrl use_remove_padding fsdp_config filter_overlong_prompts truncation ref
+rollout.mode hydra defaults clip_ratio return_raw_chat hybrid_engine strategy free_cache_engine
+enable_chunked_prefill balance_batch val_batch_size use_torch_compile global_profiler load_format
+logger use_dynamic_bsz log_prob_micro_batch_size_per_gpu enable_gradient_checkpointing"""
+REFUSED = "custom_reward_function multi_turn lr_warmup_steps reward_model norm_adv_by_std_in_grpo"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the configuration for the recipe that `argv` names and returns 0. Raises ConfigError
+    naming every key without a counterpart."""
+    parser = CommandParser("from-verl", __doc__)
+    parser.path("CONFIG", "a Hydra file, or a script")
+    file, problems = parser.read(argv).config, list[str]()
+    if not file.is_file():
+        raise ConfigError([f"{file}: no such file; name a Hydra file or a script of verl's"])
+    text = file.read_text(encoding="utf-8")
+    if file.suffix in (".yaml", ".yml"):
+        tree = leaves(untyped(read_yaml(text)), lists=False)
+        keys = {".".join(map(str, place)): value for place, value in tree}
+    else:
+        text = re.sub(r"\\\n|\$@", " ", text.replace("$HOME", "${oc.env:HOME}"))
+        words = [w for w in shlex.split(text, comments=True) if re.match(r"\+*\w+\.\S+=", w)]
+        problems += [f"{w}: write the value itself" for w in words if re.search(r"\$(?!{oc)", w)]
+        keys = {name: untyped(value) for _, name, value in parse_overrides(words, problems)}
+    print(converted(keys, problems))
+    return 0
+
+
+def converted(given: Mapping[str, Any], problems: list[str]) -> str:
+    """Returns the YAML for these of verl's keys. Raises ConfigError with the problems that are
+    known, one for every key without a counterpart, or one for every value that ours cannot have."""
+    keys, table, needless = dict(given), key_table(GRPOConfig), list[str]()
+    raise_if_any(problems)
+    actor = "actor_rollout_ref.actor."
+    length = keys.get("data.max_prompt_length", 512) + keys.get("data.max_response_length", 512)
+    batch = keys.get("data.train_batch_size", 1024)
+    mini = keys.pop(f"{actor}ppo_mini_batch_size", 256)
+    tokens = keys.pop(f"{actor}ppo_micro_batch_size_per_gpu", 0) * length or 16384
+    gpus = keys.get("trainer.n_gpus_per_node", 8) * keys.get("trainer.nnodes", 1)
+    tp = keys.get("actor_rollout_ref.rollout.tensor_model_parallel_size", 2)
+    has_ref, kl = keys.pop(f"{actor}use_kl_loss", False), keys.pop(f"{actor}kl_loss_coef", 0.001)
+    rows = [(name, value, "verl's default") for name, value in untyped(read_yaml(DEFAULTS)).items()]
+    rows += [
+        ("actor.ppo_n_minibatches", batch // mini, "data.train_batch_size / ppo_mini_batch_size"),
+        ("actor.mb_spec.max_tokens_per_mb", tokens, "ppo_micro_batch_size_per_gpu, in tokens"),
+        ("actor.kl_coef", kl if has_ref else 0.0, "use_kl_loss, kl_loss_coef"),
+        ("ref", {"parallel": "${actor.parallel}"} if has_ref else None, "use_kl_loss"),
+        ("server.context_length", length, "data.max_prompt_length + max_response_length"),
+        ("server.count", gpus // tp, f"on the trainers' GPUs: megarl launch --nproc {gpus}"),
+    ]
+    if keys.pop("algorithm.adv_estimator", "gae") != "grpo" or batch % mini or gpus % tp:
+        why = f"take grpo, {mini} prompts that divide {batch}, {tp} GPUs that divide {gpus}"
+        problems.append(f"adv_estimator, ppo_mini_batch_size, tensor_model_parallel_size: {why}")
+    for name, value in keys.items():
+        parts = {*name.split("."), name.partition(".")[2]}
+        ours = (aliased(table, name) or "").partition("=")[0]
+        if parts & {*NEEDLESS.split()} or value == -1:
+            needless.append(name)
+        elif ours and not parts & {*REFUSED.split()}:
+            value = [value] if ours.endswith(".files") and isinstance(value, str) else value
+            rows.append((ours, VALUES.get(str(value), value), name))
+        elif value not in (None, False) or name.endswith(".norm_adv_by_std_in_grpo"):
+            problems.append(unknown_key(GRPOConfig, name))
+    raise_if_any(problems)
+    checked_config(text := write_commented(rows), ())
+    return f"{text}# not needed: {', '.join(needless)}"

@@ -1,0 +1,234 @@
+"""megarl from-verl: what each of verl's keys becomes, what is refused, and the page beside it."""
+
+from __future__ import annotations
+
+import json
+import re
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.tiny_model import make_model
+from megarl.cli import main
+from megarl.config.aliases import aliased
+from megarl.config.loader import load_config
+from megarl.config.recipes import PPOConfig
+from megarl.config.schema import key_table
+from megarl.launcher import local
+
+PAGE = Path(__file__).parents[2] / "docs" / "from_others.md"
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+GRPO = "algorithm.adv_estimator=grpo"
+# the recipe in the design document on verl's multi-turn rollouts: its file, and what its script
+# sets besides (here with values)
+DOCUMENT = """
+hydra: {searchpath: ["file://verl/trainer/config"]}
+defaults: [ppo_trainer, _self_]
+data: {max_prompt_length: 1024, max_response_length: 1024, train_batch_size: 256,
+  return_raw_chat: True}
+actor_rollout_ref: {hybrid_engine: True, rollout: {name: sglang, multi_turn: {enable: True,
+  max_turns: 5}}}
+"""
+SCRIPT = """#!/bin/bash
+set -x
+PROJECT_DIR="$(pwd)"
+python3 -m verl.trainer.main_ppo --config-path="$CONFIG_PATH" --config-name='gsm8k' \\
+    algorithm.adv_estimator=grpo data.train_files=$HOME/train.jsonl \\
+    data.val_files=$HOME/test.jsonl data.train_batch_size=64 data.max_prompt_length=64 \\
+    data.max_response_length=192 data.truncation='error' data.filter_overlong_prompts=True \\
+    actor_rollout_ref.model.path=MODEL actor_rollout_ref.model.use_remove_padding=True \\
+    actor_rollout_ref.actor.optim.lr=2e-6 actor_rollout_ref.actor.ppo_mini_batch_size=16 \\
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 \\
+    actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.002 \\
+    actor_rollout_ref.actor.kl_loss_type=low_var_kl actor_rollout_ref.actor.entropy_coeff=0 \\
+    actor_rollout_ref.actor.fsdp_config.param_offload=False \\
+    actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=40 \\
+    actor_rollout_ref.rollout.tensor_model_parallel_size=2 \\
+    actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \\
+    actor_rollout_ref.rollout.n=5 algorithm.use_kl_in_reward=False trainer.critic_warmup=0 \\
+    trainer.logger='["console","wandb"]' trainer.project_name='sums' \\
+    trainer.experiment_name='first' trainer.n_gpus_per_node=8 trainer.nnodes=1 \\
+    trainer.save_freq=-1 trainer.test_freq=5 trainer.total_epochs=15 $@
+"""
+
+
+def convert(tmp_path: Path, text: str, name: str = "run.sh") -> int:
+    (tmp_path / name).write_text(text)
+    return main(["from-verl", str(tmp_path / name)])
+
+
+def converted(tmp_path: Path, capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    assert convert(tmp_path, " ".join((GRPO, *words))) == 0
+    (tmp_path / "ours.yaml").write_text(capsys.readouterr().out)
+    return load_config(tmp_path / "ours.yaml")
+
+
+@pytest.mark.parametrize(
+    ("word", "ours", "value"),
+    [
+        ("data.train_batch_size=512", "train_dataset.batch_size", 512),
+        ("data.train_files=a.parquet", "train_dataset.files", ["a.parquet"]),
+        ("data.val_files=[a.parquet,b.parquet]", "valid_dataset.files", ["a.parquet", "b.parquet"]),
+        ("data.max_prompt_length=700", "train_dataset.max_length", 700),
+        ("data.max_response_length=700", "gconfig.max_new_tokens", 700),
+        ("data.max_response_length=700", "eval_gconfig.max_new_tokens", 700),
+        ("data.max_response_length=700", "server.context_length", 512 + 700),
+        ("actor_rollout_ref.model.path=org/m", "actor.path", "org/m"),
+        ("actor_rollout_ref.model.lora_rank=32", "actor.lora.r", 32),
+        (f"{ACTOR}.optim.lr=3e-6", "actor.optimizer.lr", 3e-6),
+        (f"{ACTOR}.optim.weight_decay=0.1", "actor.optimizer.weight_decay", 0.1),
+        (f"{ACTOR}.optim.lr_warmup_steps_ratio=.1", "actor.optimizer.warmup_steps_proportion", 0.1),
+        (f"{ACTOR}.optim.lr_scheduler_type=cosine", "actor.optimizer.lr_scheduler_type", "cosine"),
+        (f"{ACTOR}.grad_clip=0.5", "actor.optimizer.gradient_clipping", 0.5),
+        (f"{ACTOR}.clip_ratio_low=0.1", "actor.eps_clip", 0.1),
+        (f"{ACTOR}.clip_ratio_high=0.28", "actor.eps_clip_higher", 0.28),
+        (f"{ACTOR}.clip_ratio_c=10.0", "actor.c_clip", 10.0),
+        (f"{ACTOR}.entropy_coeff=0.01", "actor.entropy_coef", 0.01),
+        (f"{ACTOR}.loss_agg_mode=token-mean", "actor.loss_agg", "token-mean"),
+        (f"{ACTOR}.loss_agg_mode=seq-mean-token-mean", "actor.loss_agg", "sequence-mean"),
+        (f"{ACTOR}.loss_agg_mode=seq-mean-token-sum", "actor.loss_agg", "sequence-sum"),
+        (f"{ACTOR}.kl_loss_type=low_var_kl", "actor.kl_estimator", "k3"),
+        (f"{ACTOR}.kl_loss_type=kl", "actor.kl_estimator", "k1"),
+        (f"{ACTOR}.kl_loss_type=mse", "actor.kl_estimator", "k2"),
+        (f"{ACTOR}.use_kl_loss=True", "actor.kl_coef", 0.001),  # verl's default
+        (f"{ACTOR}.kl_loss_coef=0.5", "actor.kl_coef", 0.0),  # which use_kl_loss=False leaves out
+        # prompts in both: four updates of a batch, whatever n is
+        (f"{ACTOR}.ppo_mini_batch_size=256 {ROLLOUT}.n=5", "actor.ppo_n_minibatches", 4),
+        # verl counts sequences of at most 512 + 512 tokens
+        (f"{ACTOR}.ppo_micro_batch_size_per_gpu=8", "actor.mb_spec.max_tokens_per_mb", 8 * 1024),
+        (f"{ACTOR}.ppo_max_token_len_per_gpu=9000", "actor.mb_spec.max_tokens_per_mb", 9000),
+        (f"{ACTOR}.megatron.tensor_model_parallel_size=4", "actor.parallel.tp", 4),
+        (f"{ACTOR}.megatron.pipeline_model_parallel_size=2", "actor.parallel.pp", 2),
+        (f"{ACTOR}.megatron.context_parallel_size=2", "actor.parallel.cp", 2),
+        (f"{ACTOR}.megatron.expert_model_parallel_size=2", "actor.parallel.ep", 2),
+        (f"{ACTOR}.ulysses_sequence_parallel_size=2", "actor.parallel.cp", 2),
+        (f"{ROLLOUT}.n=5", "gconfig.n_samples", 5),
+        (f"{ROLLOUT}.temperature=0.7", "gconfig.temperature", 0.7),
+        (f"{ROLLOUT}.top_p=0.9", "gconfig.top_p", 0.9),
+        (f"{ROLLOUT}.top_k=-1", "gconfig.top_k", -1),
+        (f"{ROLLOUT}.name=vllm", "server.type", "sglang"),
+        (f"{ROLLOUT}.tensor_model_parallel_size=4", "server.tp", 4),
+        (f"{ROLLOUT}.tensor_model_parallel_size=4 trainer.nnodes=2", "server.count", 4),
+        (f"{ROLLOUT}.gpu_memory_utilization=0.6", "server.options", {"mem_fraction_static": 0.6}),
+        (f"{ROLLOUT}.max_num_seqs=99", "server.max_running_requests", 99),
+        ("trainer.project_name=p", "experiment_name", "p"),
+        ("trainer.experiment_name=e", "trial_name", "e"),
+        ("trainer.default_local_dir=d", "fileroot", "d"),
+        ("trainer.total_epochs=7", "total_train_epochs", 7),
+        ("trainer.total_training_steps=70", "total_train_steps", 70),
+        ("trainer.save_freq=20", "saver.freq_steps", 20),
+        ("trainer.test_freq=-1", "evaluator.freq_steps", None),
+        ("trainer.val_before_train=False", "evaluator.at_start", False),
+        ("trainer.resume_mode=disable", "recover.mode", "disabled"),
+        ("trainer.n_gpus_per_node=4", "cluster.n_gpus_per_node", 4),
+        # what verl has where a recipe says nothing
+        ("", "actor.optimizer.beta2", 0.999),
+        ("", "actor.c_clip", 3.0),
+        ("", "total_train_epochs", 30),
+        ("", "weight_sync.type", "colocated"),
+        ("", "ref", None),
+    ],
+)  # fmt: skip
+def test_a_key_becomes_ours(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], word: str, ours: str, value: Any
+) -> None:
+    assert attrgetter(ours)(converted(tmp_path, capsys, word)) == value
+
+
+def test_a_reference_is_there_for_the_kl_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layout = f"{ACTOR}.megatron.tensor_model_parallel_size=4 {ACTOR}.use_kl_loss=True"
+    cfg = converted(tmp_path, capsys, layout, f"{ACTOR}.kl_loss_coef=0.01")
+    assert cfg.ref.parallel.tp == 4 and cfg.actor.kl_coef == 0.01
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "algorithm.adv_estimator=gae",
+        "algorithm.use_kl_in_reward=True",
+        "algorithm.norm_adv_by_std_in_grpo=False",
+        f"{ACTOR}.ppo_mini_batch_size=300",
+        f"{ACTOR}.ppo_epochs=2",
+        f"{ACTOR}.ppo_micro_batch_size=64",
+        f"{ACTOR}.optim.lr_warmup_steps=10",
+        f"{ACTOR}.policy_loss.loss_mode=gspo",
+        f"{ROLLOUT}.multi_turn.enable=True",
+        f"{ROLLOUT}.tensor_model_parallel_size=3",
+        "custom_reward_function.path=reward.py",
+        "reward_model.enable=True",
+        "trainer.total_epochs=$EPOCHS",
+        "data.unheard_of=1",
+    ],
+)
+def test_what_has_no_counterpart_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], word: str
+) -> None:
+    assert convert(tmp_path, f"{GRPO} {word}") == 2
+    printed = capsys.readouterr()
+    assert word.partition("=")[0].rpartition(".")[2] in printed.err and not printed.out
+
+
+def test_a_value_that_ours_cannot_have_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert convert(tmp_path, f"{GRPO} {ACTOR}.loss_agg_mode=seq-mean-token-sum-norm") == 2
+    assert "actor.loss_agg=seq-mean-token-sum-norm" in capsys.readouterr().err
+
+
+def test_every_key_of_the_design_document_is_mapped_or_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert convert(tmp_path, DOCUMENT, "document.yaml") == 2
+    refused = capsys.readouterr().err
+    assert refused.count("multi_turn.") == 2 and "adv_estimator" in refused
+    single = DOCUMENT.replace("multi_turn: {enable: True,\n  max_turns: 5}", "n: 2")
+    single += "algorithm: {adv_estimator: grpo}"
+    assert convert(tmp_path, single, "document.yaml") == 0
+    text = capsys.readouterr().out
+    *lines, needless = text.splitlines()
+    for name in ("max_prompt_length", "max_response_length", "train_batch_size", "rollout.name"):
+        assert any(name in line.partition("#")[2] for line in lines), name
+    for name in ("hydra.searchpath", "defaults", "return_raw_chat", "hybrid_engine"):
+        assert name in needless, name
+
+
+def test_a_script_passes_the_check(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("MEGARL_DEVICE", "cpu")
+    monkeypatch.chdir(tmp_path)
+    make_model(tmp_path / "model", hidden=64, layers=1)
+    for name, first in (("train", 0), ("test", 64)):
+        rows = [
+            {"prompt": [{"role": "user", "content": f"{a}+1"}], "data_source": "sums",
+             "reward_model": {"style": "rule", "ground_truth": str(a + 1)}}
+            for a in range(first, first + 64)
+        ]  # fmt: skip
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert convert(tmp_path, SCRIPT.replace("MODEL", "model")) == 0
+    text = capsys.readouterr().out
+    (tmp_path / "ours.yaml").write_text(text)
+    assert local.main(["--config", "ours.yaml", "--nproc", "8", "--check"]) == 0
+    names = re.findall(r"([\w.]+\.\w+)=", SCRIPT.partition("--config-name")[2])
+    assert len(names) > 25
+    off = ("use_kl_in_reward", "critic_warmup", "adv_estimator")
+    for name in names:
+        last = name.rpartition(".")[2]
+        assert last in text or last in off, name
+
+
+def test_slimes_flags_of_the_page_are_known() -> None:
+    section = PAGE.read_text().partition("## slime")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `--([\w-]+)` \| `([\w.]+)(?:=\w+)?`", section, re.MULTILINE)
+    keys = key_table(PPOConfig)
+    assert len(rows) >= 20
+    for flag, ours in rows:
+        known = aliased(keys, flag.replace("-", "_"))
+        own = ours.rpartition(".")[2] == flag.replace("-", "_")
+        assert ours in keys or ours.startswith("server.options."), ours
+        assert own or (known or "").partition("=")[0] == ours, (flag, known)
