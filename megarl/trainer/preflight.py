@@ -326,8 +326,8 @@ def _check_rendering(cfg: BaseConfig, first: First, alone: bool = False) -> None
 def _unrendered(cfg: BaseConfig, first: First, tokenizer: Any) -> Iterator[str]:
     """Yields a line for each source of whose row the tokenizer, or a teacher's template, cannot
     make tokens."""
-    from megarl.data.context import TeacherContext, is_function
     from megarl.data.tokenizer import encode_rows
+    from megarl.trainer.teacher_context import TeacherContext, is_function
 
     context = cfg.teacher.context if isinstance(cfg, DistillConfig) else ""
     template = context and not is_function(context)

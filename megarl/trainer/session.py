@@ -17,7 +17,6 @@ from megarl.config.loader import run_dir
 from megarl.config.recipe_engines import model_path
 from megarl.config.recipes import DistillConfig, GRPOConfig
 from megarl.config.run import EpisodesConfig, WandbConfig
-from megarl.data.context import TeacherContext
 from megarl.data.dataset import build_dataloader, build_dataset, check_context, go_on
 from megarl.data.draws import Curriculum, Draws, pass_rate
 from megarl.models.hf_config import read_hf_config
@@ -32,6 +31,7 @@ from megarl.trainer.evaluation import HeldOut, evaluate_unless_stopped, make_poo
 from megarl.trainer.recover import AnswersFile, data_of, same_data
 from megarl.trainer.rollout_metrics import PASSES, trained_completions
 from megarl.trainer.step_recorder import StepRecorder
+from megarl.trainer.teacher_context import TeacherContext
 from megarl.trainer.turns import Turns
 from megarl.utils import stopping
 from megarl.utils.stopping import StopRequested

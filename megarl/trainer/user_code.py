@@ -34,7 +34,6 @@ from megarl.config.rollout import (
 )
 from megarl.config.schema import all_keys
 from megarl.config.secrets import keep_written
-from megarl.data.context import is_function
 from megarl.data.sources import sources_of
 from megarl.rollout.rewards import (
     get_reward_fn,
@@ -51,6 +50,7 @@ from megarl.rollout.rewards.results import (
     is_asynchronous,
     reward_arguments,
 )
+from megarl.trainer.teacher_context import is_function
 from megarl.utils.importing import (
     FASTER,
     call_isolated,

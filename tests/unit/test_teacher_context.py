@@ -22,7 +22,6 @@ from megarl.config.base import SeamConfig
 from megarl.config.dataset import DatasetConfig
 from megarl.config.engine import TrainEngineConfig
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
-from megarl.data.context import TeacherContext
 from megarl.data.tokenizer import encode_rows
 from megarl.rollout.episode import run_episode
 from megarl.rollout.episodes import Episode
@@ -31,6 +30,7 @@ from megarl.rollout.teacher import ServerTeacher
 from megarl.rollout.trajectory import Trajectory, to_batch
 from megarl.trainer.rl import DistillTrainer
 from megarl.trainer.session import RolloutSession
+from megarl.trainer.teacher_context import TeacherContext
 from tests.unit.bigram import VOCAB, BigramEngine, rollout
 from tests.unit.rollout_fakes import FakeEngine
 from tests.unit.test_teacher_servers import V, said_of, serving
