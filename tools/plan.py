@@ -76,6 +76,17 @@ GPUS = {
     "h200": (141e9 / GIB, 989.4, 450),
     "b200": (180e9 / GIB, 2250.0, 900),
 }
+# options that are whole numbers above 0: the default, and what it counts
+COUNTS = {
+    **{name: (1, f"{name} of training") for name in ("tp", "pp", "vpp", "cp", "ep", "etp")},
+    "server-tp": (8, "GPUs of a server or replica"),
+    "server-ep": (1, "ranks a server deals experts to"),
+    "batch-tokens": (1 << 22, "of a step"),
+    "micro-batch-tokens": (16384, "packed"),
+    "sequence": (8192, "tokens of a sequence"),
+    "bucket-mb": (512, "weight_sync.bucket_mb"),
+    "top": (5, "layouts shown"),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -102,34 +113,17 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--config", metavar="X.yaml", help="take what no option says from this recipe")
     add("--train", default="8x8", metavar="NODESxGPUS", help="training GPUs (default %(default)s)")
     parser.set_defaults(split=None, cfg=None)
-    for name in ("tp", "pp", "vpp", "cp", "ep", "etp"):
-        add(f"--{name}", type=_positive, default=1, help=f"{name} of training")
+    for name, (default, what) in COUNTS.items():
+        add(f"--{name}", type=_positive, default=default, help=f"{what} (default {default})")
     add("--serve", metavar="NODESxGPUS", help="GPUs of generation servers")
-    add("--server-tp", type=_positive, default=8, help="GPUs of a server or replica (%(default)s)")
     add("--gpu", choices=GPUS, default="h100", help="default %(default)s")
     add("--nic-gbps", type=_rate, default=400, help="network per GPU, Gbit/s (%(default)g)")
-    add("--batch-tokens", type=_positive, default=1 << 22, help="of a step (default %(default)s)")
-    add("--micro-batch-tokens", type=_positive, default=16384, help="packed (default %(default)s)")
-    add(
-        "--sequence",
-        type=_positive,
-        default=8192,
-        help="tokens of a sequence (default %(default)s)",
-    )
     add("--recompute", choices=("none", "full"), default="none", help="default %(default)s")
     add("--reference", action="store_true", help="a frozen reference model on the same GPUs")
-    add(
-        "--bucket-mb",
-        type=_positive,
-        default=512,
-        help="weight_sync.bucket_mb (default %(default)s)",
-    )
     add("--sharded", action="store_true", help="plan a sync shard to shard, too (takes seconds)")
-    add("--server-ep", type=_positive, default=1, help="ranks a server deals experts to (1)")
     add("--server-memory", type=_fraction, default=0.85, help="mem_fraction_static of the servers")
     add("--server-fp8", action="store_true", help="servers hold weights of one byte")
     add("--turns", action="store_true", help="servers and trainers use the same GPUs in turn")
-    add("--top", type=_positive, default=5, help="layouts shown (default %(default)s)")
     _add_graph_options(parser)
     args = parser.parse_args(argv)
     if args.config:
