@@ -76,20 +76,16 @@ COLUMNS = (
     "functions",
     "size",
     f"> {LONG}",
-    "classes",
     "public docs",
-    "not None",
-    "ignore",
-    "noqa",
     "skip",
     "errors",
     "keys",
 )
 LEGEND = """\
 Sizes are lines: median/90th percentile/largest. docs: lines of docstrings; > 40: functions of more
-lines; public docs: public classes, functions and methods that have a docstring; not None: asserts
-of `is not None`; ignore, noqa, skip: `type: ignore`, `noqa`, `fmt: skip`; errors: `raise` of an
-exception, and a rule's `yield` of a text; keys: those of a configuration, fields with a help."""
+lines; public docs: public classes, functions and methods that have a docstring; skip: `fmt: skip`;
+errors: `raise` of an exception, and a rule's `yield` of a text; keys: those of a configuration,
+fields with a help."""
 
 
 @dataclass(kw_only=True)
@@ -102,12 +98,8 @@ class Count:
     docstrings: int = 0
     comments: int = 0
     blank: int = 0
-    classes: int = 0
     public: int = 0
     documented: int = 0
-    not_none: int = 0
-    ignores: int = 0
-    noqa: int = 0
     skips: int = 0
     tokens: int = 0
     errors: int = 0
@@ -134,9 +126,8 @@ class Count:
             *map(str, (self.docstrings, self.comments)),
             *(str(self.blank), spread(self.files), str(len(self.functions))),
             *(spread(self.functions), str(sum(n > LONG for n in self.functions))),
-            *(str(self.classes), documented),
-            *map(str, (self.not_none, self.ignores, self.noqa, self.skips)),
-            *map(str, (self.errors, self.keys)),
+            documented,
+            *map(str, (self.skips, self.errors, self.keys)),
         ]
 
 
@@ -157,14 +148,12 @@ def count(text: str) -> Count:
     tree, lines = ast.parse(text), text.splitlines()
     kinds = ["" if line.strip() else "blank" for line in lines]
     tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
-    comments = [t for t in tokens if t[0] == tokenize.COMMENT]
-    for token in comments:
-        if token.line.strip().startswith("#"):
+    for token in tokens:
+        if token.type == tokenize.COMMENT and token.line.strip().startswith("#"):
             kinds[token.start[0] - 1] = "comment"
     for start, end in docstrings(tree):
         kinds[start - 1 : end] = ["docstring"] * (end - start + 1)
     nodes = list(ast.walk(tree))
-    said = [t.string for t in comments]
     public = list(public_definitions(tree))
     return Count(
         files=[len(lines)],
@@ -174,12 +163,8 @@ def count(text: str) -> Count:
         docstrings=kinds.count("docstring"),
         comments=kinds.count("comment"),
         blank=kinds.count("blank"),
-        classes=sum(isinstance(n, ast.ClassDef) for n in nodes),
         public=len(public),
         documented=sum(ast.get_docstring(n) is not None for n in public),
-        not_none=sum(asserts_not_none(n) for n in nodes),
-        ignores=sum("type: ignore" in c for c in said),
-        noqa=sum("noqa" in c for c in said),
         skips=skips,
         tokens=sum(t[0] not in NO_CODE and not kinds[t.start[0] - 1] for t in tokens),
         errors=sum(is_error(n) for n in nodes) + sum(map(rules, tree.body)),
@@ -238,13 +223,6 @@ def docstrings(tree: ast.Module) -> Iterable[tuple[int, int]]:
 def length(node: ast.stmt) -> int:
     """Returns how many lines a definition has, without its decorators."""
     return (node.end_lineno or 0) - node.lineno + 1
-
-
-def asserts_not_none(node: ast.AST) -> bool:
-    """Returns whether a statement asserts that something `is not None`."""
-    return isinstance(node, ast.Assert) and any(
-        isinstance(part, ast.IsNot) for part in ast.walk(node.test)
-    )
 
 
 def is_error(node: ast.AST) -> bool:

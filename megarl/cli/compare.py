@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from megarl.config.earlier_run import differences
 from megarl.config.errors import ConfigError, raise_if_any
-from megarl.observability.intervals import Estimate, correlation, difference_ci, score_ci
 from megarl.observability.run_log import read_lines
-from megarl.trainer.scores import pass_at_k, steps_of_k
+from megarl.trainer.scores import gains
 from megarl.utils.importing import in_one_line
 
 RESULTS, SAMPLES = "results.json", "samples.jsonl"
-Scores = Sequence[float]  # of the answers to a prompt
 
 
 def compare(a: Path, b: Path) -> int:
@@ -33,10 +30,12 @@ def compare(a: Path, b: Path) -> int:
         pairs = [[x[key], y[key]] for key in x if key in y]
         raise_if_any([f"--compare {a} {b}: {name}: no prompt in common"] * (not pairs))
         print(f"{name}: {len(pairs)} prompts of both (A has {len(x)}, B {len(y)})")
-        gains = [fmean(of_b) - fmean(of_a) for of_a, of_b in pairs]
-        better, worse = sum(gain > 0 for gain in gains), sum(gain < 0 for gain in gains)
+        apart_by = [fmean(of_b) - fmean(of_a) for of_a, of_b in pairs]
+        better, worse = sum(by > 0 for by in apart_by), sum(by < 0 for by in apart_by)
         print(f"  {better} better, {worse} worse, {len(pairs) - better - worse} the same")
-        print(*_figures(pairs, first["gconfig"]["n_samples"]), sep="\n")
+        for figure, (of_a, of_b, low, high) in gains(pairs, first["gconfig"]["n_samples"]).items():
+            gain = f"{of_b - of_a:+.3f} [{low:+.3f}, {high:+.3f}]"
+            print(f"  {figure:9}{of_a:.3f} -> {of_b:.3f}, {gain}")
     return 0
 
 
@@ -56,25 +55,3 @@ def _read(place: Path) -> tuple[dict[str, Any], dict[str, dict[str, list[float]]
     except (OSError, ValueError, LookupError) as e:
         why = f"no evaluation that can be compared by prompts ({in_one_line(e)})"
         raise ConfigError([f"--compare {place}: {why}; run megarl eval again"]) from e
-
-
-def _figures(pairs: Sequence[Sequence[Scores]], n: int) -> Iterator[str]:
-    """Yields a line for each figure of n answers to a prompt: A's, B's, and the difference with its
-    interval, as a report has it of a run's gain."""
-    right = [[[r >= 1 for r in of] for of in pair] for pair in pairs]
-    scores: dict[str, Sequence[Sequence[Scores]]] = {"accuracy": right, "reward": pairs}
-    for k in steps_of_k(n)[1:]:
-        enough = [pair for pair in right if min(map(len, pair)) >= k]
-        scores[f"pass@{k}"] = [[[pass_at_k(sum(of), len(of), k)] for of in pair] for pair in enough]
-    for name, of_prompts in scores.items():
-        if sides := list(zip(*of_prompts, strict=True)):
-            x, y = map(_estimate, sides)
-            low, high = difference_ci(x, y, correlation=correlation(*sides))
-            gain = f"{y.value - x.value:+.3f} [{low:+.3f}, {high:+.3f}]"
-            yield f"  {name:9}{x.value:.3f} -> {y.value:.3f}, {gain}"
-
-
-def _estimate(prompts: Sequence[Scores]) -> Estimate:
-    scores = [score for of in prompts for score in of]
-    groups = [i for i, of in enumerate(prompts) for _ in of]
-    return Estimate(fmean(scores), *score_ci(scores, groups=groups))

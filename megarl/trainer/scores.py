@@ -13,7 +13,14 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
-from megarl.observability.intervals import bootstrap_ci, proportion_ci, score_ci
+from megarl.observability.intervals import (
+    Estimate,
+    bootstrap_ci,
+    correlation,
+    difference_ci,
+    proportion_ci,
+    score_ci,
+)
 from megarl.observability.logging import get_logger
 from megarl.rollout.rewards.results import bounded, end_process_when_late
 from megarl.utils.child import end_with_parent
@@ -110,6 +117,34 @@ def _with_interval(values: Sequence[float], n: int, seed: int) -> dict[str, floa
         prompts = [i for i in range(len(values)) for _ in range(n)]
         low, high = proportion_ci([v for v in values for _ in range(n)], groups=prompts)
     return {"": sum(values) / len(values), "_lo": low, "_hi": high}
+
+
+def gains(
+    pairs: Sequence[Sequence[Sequence[float]]], n: int
+) -> dict[str, tuple[float, float, float, float]]:
+    """Returns accuracy, reward and pass@<k> of two evaluations with n answers to a prompt: the
+    first's, the second's, and the interval of their difference, as a report has it of a run's gain.
+    pairs: for each prompt the rewards of the first's answers, and of the second's."""
+    right = [[[float(r >= 1) for r in of] for of in pair] for pair in pairs]
+    scores = {"accuracy": right, "reward": pairs}
+    for k in steps_of_k(n)[1:]:
+        enough = [pair for pair in right if min(map(len, pair)) >= k]
+        scores[f"pass@{k}"] = [
+            [[pass_at_k(int(sum(of)), len(of), k)] for of in pair] for pair in enough
+        ]
+    found = {}
+    for name, of_prompts in scores.items():
+        if sides := list(zip(*of_prompts, strict=True)):
+            x, y = map(_estimate, sides)
+            low, high = difference_ci(x, y, correlation=correlation(*sides))
+            found[name] = (x.value, y.value, low, high)
+    return found
+
+
+def _estimate(prompts: Sequence[Sequence[float]]) -> Estimate:
+    scores = [score for of in prompts for score in of]
+    groups = [i for i, of in enumerate(prompts) for _ in of]
+    return Estimate(sum(scores) / len(scores), *score_ci(scores, groups=groups))
 
 
 def pass_at_k(right: int, n: int, k: int) -> float:
