@@ -15,10 +15,13 @@ import traceback
 from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from megarl.config.errors import EXIT_CODE, ConfigError
 from megarl.utils.stacks import dump_on_signal
+
+if TYPE_CHECKING:
+    from megarl.config.recipes import BaseConfig
 
 RUN = "the run's directory, <fileroot>/<experiment_name>/<trial_name>"
 # they read files that somebody else may have written, or a full disk cut short
@@ -114,6 +117,18 @@ class CommandParser(argparse.ArgumentParser):
     def read(self, argv: Sequence[str] | None) -> argparse.Namespace:
         """Returns the values in `argv` (None: this process's); options may stand anywhere."""
         return self.parse_intermixed_args(argv)
+
+    def recipe(self, argv: Sequence[str] | None) -> tuple[argparse.Namespace, BaseConfig]:
+        """Adds CONFIG and `keys`; returns the values in `argv`, and the configuration that they
+        name. Modules of the working directory can be imported from then on."""
+        from megarl.config.loader import load_config  # here, so that `megarl --help` is instant
+        from megarl.utils.importing import add_working_directory
+
+        self.path("CONFIG", "the recipe's YAML file")
+        self.keys()
+        args = self.read(argv)
+        add_working_directory()
+        return args, load_config(args.config, args.keys)
 
 
 def positive(text: str) -> int:

@@ -19,12 +19,10 @@ from rich.text import Text
 from megarl.cli import CommandParser, positive
 from megarl.config.check_parts import data_problems
 from megarl.config.errors import ConfigError, raise_if_any
-from megarl.config.loader import load_config
 from megarl.config.recipe_engines import engines, model_path
 from megarl.config.recipes import datasets
 from megarl.data.tokenizer import run_tokenizer
 from megarl.trainer.preflight import check_data, check_tokenizer, purpose_of
-from megarl.utils.importing import add_working_directory
 
 Row = dict[str, Any]
 
@@ -33,12 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Shows the data of the recipe that `argv` names and returns 0. Raises ConfigError for a wrong
     command line, or data that a launcher would refuse."""
     parser = CommandParser("data", __doc__)
-    parser.path("CONFIG", "the recipe's YAML file")
     parser.option("show", positive, "rows of each source to show, the first ones (3)", 3)
-    parser.keys()
-    args = parser.read(argv)
-    add_working_directory()
-    cfg = load_config(args.config, args.keys)
+    args, cfg = parser.recipe(argv)
     raise_if_any(data_problems(cfg))
     check_tokenizer(cfg)
     check_data(cfg, renders=True)

@@ -34,7 +34,6 @@ from packaging.version import Version
 
 from megarl.cli import CommandParser
 from megarl.config.errors import ConfigError
-from megarl.config.loader import load_config
 from megarl.config.recipe_engines import (
     engines,
     model_path,
@@ -50,7 +49,6 @@ from megarl.trainer.preflight import check_recipe, check_tokenizer
 from megarl.utils.env import free_port
 from megarl.utils.files import write_whole
 from megarl.utils.http import call_json
-from megarl.utils.importing import add_working_directory
 
 OK, WARN, FAIL = "OK", "WARN", "FAIL"
 # oldest and newest version in CI, by package: those of constraints/ and the Makefile
@@ -121,12 +119,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Examines what `argv` names and returns the exit status. Raises ConfigError where the
     configuration cannot be read, or the variables of a job are incomplete."""
     parser = CommandParser("doctor", __doc__)
-    parser.path("CONFIG", "the recipe's YAML file")
     parser.option("wait", float, "seconds to wait for the other hosts' findings (120)", 120.0)
-    parser.keys()
-    args = parser.read(argv)
-    add_working_directory()
-    cfg, place = load_config(args.config, args.keys), this_place(os.environ)
+    args, cfg = parser.recipe(argv)
+    place = this_place(os.environ)
     if place is not None and not place.speaks:
         return 0
     gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))

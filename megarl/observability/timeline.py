@@ -27,6 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -282,22 +283,21 @@ def _write(path: Path, content: dict[str, Any]) -> None:
         write_whole(path, json.dumps(content) + "\n")
 
 
+def _read(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields what a process last said, nothing where it has said nothing."""
+    with suppress(OSError, json.JSONDecodeError):
+        yield json.loads(path.read_text(encoding="utf-8"))
+
+
 def read_launcher(run_dir: Path, node: int = 0) -> dict[str, Any] | None:
     """Returns what the launcher of a node last said, None where it has said nothing."""
-    path = run_dir / PROCESSES / f"launcher_{node}.json"
-    with suppress(OSError, json.JSONDecodeError):
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return content
-    return None
+    return next(_read(run_dir / PROCESSES / f"launcher_{node}.json"), None)
 
 
 def read_presence(run_dir: Path) -> list[dict[str, Any]]:
     """Returns what the processes of the newest start last said, by rank; none where there are no
     files."""
-    processes = []
-    for path in (run_dir / PROCESSES).glob("rank_*.json"):
-        with suppress(OSError, json.JSONDecodeError):
-            processes.append(json.loads(path.read_text(encoding="utf-8")))
-    processes.sort(key=lambda p: p["rank"])
+    files = (run_dir / PROCESSES).glob("rank_*.json")
+    processes = sorted(chain.from_iterable(map(_read, files)), key=lambda p: p["rank"])
     world = processes[0]["world_size"] if processes else 0
     return [p for p in processes if p["rank"] < world]

@@ -58,10 +58,7 @@ class Access:
     def __init__(self, host: str, token: str | None) -> None:
         self._token, self._everywhere = token, host in _WILDCARDS
         self._host, self._machine = host.strip("[]").lower(), _label(socket.gethostname().lower())
-
-    @property
-    def _local(self) -> bool:
-        return is_loopback(self._host)
+        self._local = is_loopback(self._host)
 
     def check(self, request: Request, *, control: bool) -> None:
         """Raises ServerError with 401, 403 or 415 for a call that is refused. control: the call

@@ -40,7 +40,7 @@ from megarl.config.check import check_config
 from megarl.config.earlier_run import checkpoints, differences
 from megarl.config.engine import TrainEngineConfig
 from megarl.config.errors import ConfigError, raise_if_any
-from megarl.config.loader import load_config, run_dir, save_config
+from megarl.config.loader import run_dir, save_config
 from megarl.config.recipe_engines import engines, model_path, smallest_world_size
 from megarl.config.recipes import BaseConfig
 from megarl.config.secrets import masked
@@ -49,7 +49,6 @@ from megarl.observability.report.runs import load_run
 from megarl.planning.job import expected_memory, find_shapes
 from megarl.planning.memory import parameters
 from megarl.utils.child import Child, Signals, spelled, stop_all
-from megarl.utils.importing import add_working_directory
 
 FAILED = 1  # exit status
 STEPS = 2  # and one more after the resume
@@ -65,15 +64,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Rehearses the configuration that `argv` names and returns the exit status. Raises ConfigError
     for a wrong one."""
     parser = CommandParser("rehearse", __doc__)
-    parser.path("CONFIG", "the recipe's YAML file")
     parser.option("ranks", positive, "trainer processes at most (8)", 8)
     parser.option("out", Path, "new directory that keeps everything (else only after a failure)")
     parser.switch("every-rank", "construct every rank, not one of each pipeline stage")
     parser.option("timeout", positive, "seconds that each of the two starts may take (900)", 900)
-    parser.keys()
-    args = parser.read(argv)
-    add_working_directory()
-    cfg = load_config(args.config, args.keys)
+    args, cfg = parser.recipe(argv)
     check_recipe(cfg)
     plan = make_plan(cfg, cards=args.config.parent / "models", ranks=args.ranks)
     if args.out is not None and args.out.exists():
