@@ -18,7 +18,7 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -117,11 +117,12 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         add(f"--{name}", type=_positive, default=default, help=f"{what} (default {default})")
     add("--serve", metavar="NODESxGPUS", help="GPUs of generation servers")
     add("--gpu", choices=GPUS, default="h100", help="default %(default)s")
-    add("--nic-gbps", type=_rate, default=400, help="network per GPU, Gbit/s (%(default)g)")
+    rate, fraction = _number(1e9, "a number > 0"), _number(1, "a fraction above 0, at most 1")
+    add("--nic-gbps", type=rate, default=400, help="network per GPU, Gbit/s (%(default)g)")
     add("--recompute", choices=("none", "full"), default="none", help="default %(default)s")
     add("--reference", action="store_true", help="a frozen reference model on the same GPUs")
     add("--sharded", action="store_true", help="plan a sync shard to shard, too (takes seconds)")
-    add("--server-memory", type=_fraction, default=0.85, help="mem_fraction_static of the servers")
+    add("--server-memory", type=fraction, default=0.85, help="mem_fraction_static of the servers")
     add("--server-fp8", action="store_true", help="servers hold weights of one byte")
     add("--turns", action="store_true", help="servers and trainers use the same GPUs in turn")
     _add_graph_options(parser)
@@ -181,23 +182,19 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _rate(text: str) -> float:
-    if not 0 < (value := _number(text)) < 1e9:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a number > 0")
-    return value
+def _number(most: float, what: str) -> Callable[[str], float]:
+    """Returns what reads a number above 0, up to `most`; `what` says so in an error."""
 
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not 0 < value <= most:
+            raise argparse.ArgumentTypeError(f"{text!r}: must be {what}")
+        return value
 
-def _fraction(text: str) -> float:
-    if not 0 < (value := _number(text)) <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a fraction above 0, at most 1")
-    return value
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
+    return read
 
 
 def report(args: argparse.Namespace) -> Iterator[str]:

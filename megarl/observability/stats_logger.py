@@ -268,8 +268,7 @@ class ConsoleSink:
 def seconds_per_step(ends: deque[tuple[int, float]]) -> float | None:
     """Returns the median over recent steps, so that one evaluation does not upset the forecast, or
     None."""
-    pairs = list(ends)
-    spans = [(t1 - t0) / (s1 - s0) for (s0, t0), (s1, t1) in pairwise(pairs) if s1 > s0]
+    spans = [(t1 - t0) / (s1 - s0) for (s0, t0), (s1, t1) in pairwise(ends) if s1 > s0]
     return statistics.median(spans) if spans else None
 
 

@@ -142,7 +142,9 @@ def all_charts(runs: list[Run]) -> Drawn:
     drawn = [_held_out(peers, measure) for measure in measures(runs[0])]
     keys, constant = _metrics(peers)
     taken: set[str] = {measure.key for measure in MEASURES}
-    taken |= {key for key in keys if key.startswith(f"{_GAP}/") and not _is_stale(runs[0])}
+    elsewhere = [f"eval/{name}/" for name in runs[0].datasets]
+    elsewhere += [] if any(runs[0].values("staleness/max")) else [f"{_GAP}/"]
+    taken |= {key for key in keys if key.startswith(tuple(elsewhere))}
     for curves in CHARTS:
         matches = [m for key in keys if key not in taken and (m := re.fullmatch(curves.keys, key))]
         taken |= {m[0] for m in matches}
@@ -150,7 +152,7 @@ def all_charts(runs: list[Run]) -> Drawn:
     drawn += [step_time(run, several=len(peers) > 1) for run in peers]
     groups: dict[str, list[str]] = {}
     for key in keys:
-        if key not in taken and not _of_dataset(runs[0], key):
+        if key not in taken:
             groups.setdefault(key.partition("/")[0] if "/" in key else "update", []).append(key)
     more = [_group(peers, name, group) for name, group in sorted(groups.items())]
     return Drawn(charts=Markup().join(drawn), more=Markup().join(more), constant=constant)
@@ -158,14 +160,6 @@ def all_charts(runs: list[Run]) -> Drawn:
 
 def _is_rl(run: Run) -> bool:
     return bool(run.values(_RL))
-
-
-def _is_stale(run: Run) -> bool:
-    return any(run.values("staleness/max"))
-
-
-def _of_dataset(run: Run, key: str) -> bool:
-    return key.startswith(tuple(f"eval/{name}/" for name in run.datasets))
 
 
 def _metrics(runs: list[Run]) -> tuple[list[str], list[tuple[str, str]]]:

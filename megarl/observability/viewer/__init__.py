@@ -18,6 +18,8 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -101,12 +103,8 @@ def _page(lines: Sequence[Line], run: Run, details: Mapping[str, str]) -> str:
 
 def _chosen(lines: Sequence[Line], per_step: int | None, max_bytes: int) -> Iterator[Line]:
     """Yields the groups whose details fit, the newest steps first."""
-    by_step: dict[int, list[Line]] = {}
-    for line in lines:
-        by_step.setdefault(line["step"], []).append(line)
     left = max_bytes
-    for step in sorted(by_step, reverse=True):
-        groups = by_step[step]
+    for _, groups in reversed(_by_step(lines)):
         if per_step is not None:
             groups = sorted(groups, key=_interest, reverse=True)[:per_step]
         for line in groups:
@@ -114,6 +112,11 @@ def _chosen(lines: Sequence[Line], per_step: int | None, max_bytes: int) -> Iter
             if left < 0:
                 return
             yield line
+
+
+def _by_step(lines: Iterable[Line]) -> list[tuple[int, list[Line]]]:
+    """Returns the lines of each step, as an index has them in order of steps."""
+    return [(step, [*own]) for step, own in groupby(lines, itemgetter("step"))]
 
 
 def _interest(line: Line) -> tuple[int, float]:
@@ -147,10 +150,7 @@ def _steps(groups: Sequence[Line], run: Run) -> Iterator[Line]:
     """Yields a line for each step, of its recorded groups; figures that stats.jsonl has of the
     whole step are taken from there."""
     stats = {row["step"]: row for row in run.rows}
-    by_step: dict[int, list[Line]] = {}
-    for group in groups:
-        by_step.setdefault(group["step"], []).append(group)
-    for step, own in by_step.items():
+    for step, own in _by_step(groups):
         failures: Counter[str] = Counter()
         for g in own:
             failures.update(g["failures"])
