@@ -168,7 +168,7 @@ def count(text: str) -> Count:
         skips=skips,
         tokens=sum(t[0] not in NO_CODE and not kinds[t.start[0] - 1] for t in tokens),
         errors=sum(is_error(n) for n in nodes) + sum(map(rules, tree.body)),
-        keys=sum(declared_keys(n) for n in nodes),
+        keys=sum(len([*fields_with_help(n)]) for n in nodes),
     )
 
 
@@ -215,9 +215,8 @@ def docstrings(tree: ast.Module) -> Iterable[tuple[int, int]]:
     for node in ast.walk(tree):
         if isinstance(node, Definition | ast.Module) and ast.get_docstring(node) is not None:
             yield node.body[0].lineno, node.body[0].end_lineno or 0
-        if isinstance(node, ast.ClassDef):
-            for _, below in fields_with_help(node):
-                yield below.lineno, below.end_lineno or 0
+        for _, below in fields_with_help(node):
+            yield below.lineno, below.end_lineno or 0
 
 
 def length(node: ast.stmt) -> int:
@@ -245,15 +244,10 @@ def rules(node: ast.stmt) -> int:
     return 0
 
 
-def declared_keys(node: ast.AST) -> int:
-    """Returns how many configuration keys a node declares: a class's `name: type = value` with its
-    help, a text, below it."""
-    return len(list(fields_with_help(node))) if isinstance(node, ast.ClassDef) else 0
-
-
-def fields_with_help(node: ast.ClassDef) -> Iterator[tuple[ast.AnnAssign, ast.Expr]]:
-    """Yields the fields of a class that have a text below them, and that text."""
-    for declared, below in itertools.pairwise(node.body):
+def fields_with_help(node: ast.AST) -> Iterator[tuple[ast.AnnAssign, ast.Expr]]:
+    """Yields the fields of a class, `name: type = value`, that have a text below them, as a
+    configuration's keys have their help, and that text; none of what is no class."""
+    for declared, below in itertools.pairwise(node.body if isinstance(node, ast.ClassDef) else ()):
         match declared, below:
             case ast.AnnAssign(), ast.Expr(value=ast.Constant(value=str())):
                 yield declared, below

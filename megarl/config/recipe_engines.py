@@ -132,17 +132,9 @@ def server_addresses(config: RolloutConfig) -> list[str]:
     return list(dict.fromkeys([*fixed, *listed]))
 
 
-def listed_addresses() -> list[str]:
-    """Returns the comma-separated host:port of MEGARL_LLM_SERVER_ADDRS."""
-    return _listed(ADDRESSES_ENV)
-
-
-def judge_addresses() -> list[str]:
-    """Returns host:port of the judge's servers that the launcher has started."""
-    return _listed(JUDGES_ENV)
-
-
-def _listed(name: str) -> list[str]:
+def listed_addresses(name: str = ADDRESSES_ENV) -> list[str]:
+    """Returns the comma-separated host:port of a variable: the job's servers, or with JUDGES_ENV
+    the judge's that the launcher has started."""
     return [a.strip() for a in os.environ.get(name, "").split(",") if a.strip()]
 
 

@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megarl.config.recipe_engines import judge_addresses
+from megarl.config.recipe_engines import JUDGES_ENV, listed_addresses
 from megarl.rollout.rewards.pool import share
 from megarl.rollout.rewards.results import RewardError, RewardUnavailable, Scored
 from megarl.utils.http import (
@@ -179,7 +179,7 @@ class JudgeReward:
 
     async def _ask(self, body: dict[str, Any]) -> str:
         """Returns the judge's text, from one of the servers."""
-        urls = self._urls or [f"http://{address}/v1" for address in judge_addresses()]
+        urls = self._urls or [f"http://{address}/v1" for address in listed_addresses(JUDGES_ENV)]
         if not urls:
             raise RewardError("no judge: give it base_url, or set the section judge")
         # the launcher's judges know the job's token, which nobody else is shown
