@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import tempfile
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,8 +21,8 @@ class SGLangEngine(RemoteSGLangEngine):
     """Runs `server.count` servers on the driver's host, from `initialize` to `destroy`.
 
     Each has GPUs of its own, in order of those that the driver sees, where there are enough.
-    `config.addresses` is not read. Logs go to <log_dir>/server_<i>.log. Raises ValueError for no
-    server, or no model.
+    `config.addresses` is not read. Logs go to <log_dir>/server_<i>.log; None: to a temporary
+    directory, which errors name. Raises ValueError for no server, or no model.
     """
 
     def __init__(
@@ -31,7 +32,7 @@ class SGLangEngine(RemoteSGLangEngine):
         *,
         model_path: str = "",
         dtype: str = "auto",
-        log_dir: Path | str = "logs",
+        log_dir: Path | str | None = None,
         weight_sync: WeightSyncConfig | None = None,
         seed: int = 1,
         tokenizer: Any = None,
@@ -42,7 +43,7 @@ class SGLangEngine(RemoteSGLangEngine):
         if not (server.path or model_path):
             raise ValueError("SGLangEngine: set server.path or pass model_path")
         self._server, self._model_path, self._dtype = server, model_path, dtype
-        self._log_dir = Path(log_dir)
+        self._log_dir = log_dir
         self.start_timeout = server.count * config.setup_timeout  # the waits follow each other
         self.processes: list[ServerProcess] = []  # in order of their addresses
 
@@ -60,13 +61,14 @@ class SGLangEngine(RemoteSGLangEngine):
 
     def _connect(self, ft_spec: FinetuneSpec | None) -> list[str]:
         """Starts the servers, on the driver, then opens connections."""
+        logs = Path(self._log_dir or tempfile.mkdtemp(prefix="megarl-logs-"))
         for i in range(self._server.count):
             self.processes.append(
                 start_server(
                     self._server,
                     model_path=self._model_path,
                     dtype=self._dtype,
-                    log_path=self._log_dir / f"server_{i}.log",
+                    log_path=logs / f"server_{i}.log",
                     env=self._devices(i),
                     setup_timeout=None,
                 )

@@ -126,6 +126,19 @@ class Trainer:
         over = step >= total or self._out_of_time() or self.good_enough()
         if self.recovery.ended_already(self.saver, total=total, over=over):
             return
+        spec, each = self.spec, self.spec.train_batch_size
+        if spec.max_steps is not None and total < spec.max_steps:
+            log.info(
+                "the run has %d steps, not total_train_steps=%d: then total_train_epochs=%d of %d "
+                "rows are over; raise it for more",
+                *(total, spec.max_steps, spec.total_train_epochs, spec.dataset_size),
+            )
+        if spec.drop_last and (rest := spec.dataset_size % each) < spec.dataset_size and rest:
+            log.info(
+                "%d of %d rows are left out of every epoch, as they fill no batch of %d: "
+                "train_dataset.drop_last=false trains them, too",
+                *(rest, spec.dataset_size, each),
+            )
         self.begin(step)
         if not step and (stats := self._evaluate(step=0, epoch=0, epoch_ended=False)):
             self._log(0, stats)

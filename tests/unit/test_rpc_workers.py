@@ -331,15 +331,21 @@ def test_a_driver_gets_the_gpus_of_the_servers_that_its_client_starts(
     monkeypatch.setattr("importlib.metadata.version", lambda package: "2.11.0+cu129")
     assert WorkerSpec.of(client.get_scheduling_config()) == WorkerSpec(gpus=4)
     given: list[str | None] = []
+    logs: list[Path] = []
     monkeypatch.setattr(
         "megarl.rollout.local.start_server",
-        lambda server, *, env, **_: given.append(env.get("CUDA_VISIBLE_DEVICES")),
+        lambda server, *, env, log_path, **_: (
+            given.append(env.get("CUDA_VISIBLE_DEVICES")),
+            logs.append(log_path),
+        ),
     )
     for visible in ("4,5,6,7", "0"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         with pytest.raises(AttributeError):  # no server is there to be waited for
             client.initialize()
     assert given == ["4,5", "6,7", None, None]
+    assert not any(path.resolve().is_relative_to(Path.cwd()) for path in logs)
+    assert logs[0].parent == logs[1].parent != logs[2].parent
 
 
 def test_what_an_engine_asks_for_is_what_a_worker_gets(

@@ -243,3 +243,26 @@ def test_sft_ends_at_the_evaluation_that_is_good_enough(tmp_path, bound, last):
         again = Learns(cfg, tmp_path, state={"exact_match": trainer.exact_match})
         again.fit()
         assert not again.rows and not again.checkpoints
+
+
+def test_a_start_says_which_bound_ends_it_and_which_rows_it_leaves_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cfg = SFTConfig(evaluator=EvaluatorConfig(freq_steps=2, at_start=False))
+    sizes = dict(total_train_epochs=1, train_batch_size=8)
+    for said, spec in (
+        ("2 steps, not total_train_steps=4: then total_train_epochs=1 of 20 rows are over",
+         FinetuneSpec(dataset_size=20, max_steps=4, **sizes)),
+        ("4 of 20 rows are left out of every epoch, as they fill no batch of 8",
+         FinetuneSpec(dataset_size=20, **sizes)),
+        ("", FinetuneSpec(dataset_size=16, max_steps=2, **sizes)),
+        ("", FinetuneSpec(dataset_size=20, max_steps=3, drop_last=False, **sizes)),
+    ):  # fmt: skip
+        trainer = Learns(cfg, tmp_path / str(spec))
+        trainer.spec = spec
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            trainer.fit()
+        lines = [r.message for r in caplog.records if "rows are" in r.message]
+        assert any(said in line for line in lines) if said else not lines
+        assert len(trainer.rows) == spec.total_train_steps
