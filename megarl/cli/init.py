@@ -7,6 +7,7 @@ one that does not pass `megarl launch --check` is not kept.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -53,6 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as e:
         raise ConfigError([f"--data {args.data}, --gpus {args.gpus}: {e}; correct one"]) from e
     servers = max(1, gpus // 2) if rl else 0
+    file = Path(args.model, "config.json")
+    most = json.loads(file.read_text()).get("max_position_embeddings") if file.is_file() else None
+    room = min(2048, most or 2048)
     rows = [
         ("recipe", recipe, f"keys: megarl run --help --recipe {recipe}"),
         ("experiment_name", args.dir.absolute().name or "megarl", "runs/<this>/<trial_name>"),
@@ -69,10 +73,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             ("algorithm", "" if args.algorithm == recipe else args.algorithm, "docs/algorithms.md"),
             ("train_dataset.reward", args.reward, "of one answer"),
             ("gconfig.n_samples", 8, "answers to each prompt"),
-            ("gconfig.max_new_tokens", 512, "longer answers are cut"),
+            ("gconfig.max_new_tokens", room // 4, "longer answers are cut"),
             ("server.type", "sglang" if gpus else "embedded", "what generates"),
             ("server.count", servers, "one GPU each; the others train"),
-            ("server.context_length", 2048, "tokens of prompt and answer"),
+            ("server.context_length", room, "tokens of prompt and answer"),
             ("weight_sync.type", "colocated" if gpus == 1 else "distributed", "to the servers"),
         ]
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -28,10 +28,6 @@ PAIRS = [{"prompt": f"{a}+1=", "chosen": str(a + 1), "rejected": str(a)} for a i
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     make_model(folder, hidden=64, layers=1)
-    config = folder / "config.json"
-    config.write_text(
-        json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 2048})
-    )
     return folder
 
 
