@@ -14,6 +14,8 @@ import pytest
 
 from examples.tiny_model import make_model
 
+pytestmark = pytest.mark.system  # it starts launchers
+
 ROOT = Path(__file__).resolve().parents[2]
 REWARD = "def near(completion, answer):\n    return float(answer in completion)\n"
 SUMS = [{"prompt": f"{a}+1=", "answer": str(a + 1)} for a in range(8)]
