@@ -151,6 +151,9 @@ def test_a_worker_that_stands_still_is_waited_for(
     group = scheduler.start(replace(spec, count=1))
     [client], [worker] = group.clients, group.workers
     os.kill(worker.pid, signal.SIGSTOP)
+    tasks = Path(f"/proc/{worker.pid}/task")
+    while any(") T " not in (t / "stat").read_text() for t in tasks.iterdir()):
+        time.sleep(0.01)  # a thread may go on for a moment
     waiting = client.call_async("at_once", 1)
     time.sleep(seconds)
     assert not waiting.done() and group.poll() == []
