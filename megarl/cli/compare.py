@@ -11,7 +11,6 @@ from megarl.config.earlier_run import differences
 from megarl.config.errors import ConfigError, raise_if_any
 from megarl.observability.run_log import read_lines
 from megarl.trainer.scores import gains
-from megarl.utils.importing import in_one_line
 
 RESULTS, SAMPLES = "results.json", "samples.jsonl"
 
@@ -53,5 +52,5 @@ def _read(place: Path) -> tuple[dict[str, Any], dict[str, dict[str, list[float]]
             raise ValueError(f"{SAMPLES} lacks answers, or too many failed")
         return {key: record[key] for key in ("datasets", "gconfig", "seed")}, rewards
     except (OSError, ValueError, LookupError) as e:
-        why = f"no evaluation that can be compared by prompts ({in_one_line(e)})"
+        why = f"no evaluation that can be compared by prompts ({type(e).__name__}: {e})"
         raise ConfigError([f"--compare {place}: {why}; run megarl eval again"]) from e

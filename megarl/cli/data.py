@@ -1,9 +1,9 @@
 """Shows what the model reads of a recipe's data: its rows after the chat template, as a run makes
 them, special tokens included.
 
-What is trained is coloured; where the output has no colours it stands in «marks». The last line
-about a source is of all of its rows, but for those that its max_length drops, which a warning
-counts. No server is started and no model loaded.
+What is trained is coloured; where the output has no colours it stands in «marks». A source's last
+line sums up its rows; rows above its max_length are left out, and a warning counts them. No server
+is started and no model loaded.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 CONFIG is a Hydra file (.yaml) of verl's keys, or the script that starts verl.trainer.main_ppo with
 key=value words. Each line says which key it comes from; where the recipe sets none and verl's
 default is not ours, verl's is written. A key without a counterpart is refused by name. The last
-line names the keys that megarl needs not.
+line names the keys that megarl does not need.
 """
 
 from __future__ import annotations
@@ -33,11 +33,15 @@ valid_dataset.options: *verl, server.type: sglang, weight_sync.type: colocated,
 eval_gconfig.max_new_tokens: '${gconfig.max_new_tokens}'}"""
 VALUES = {"seq-mean-token-mean": "sequence-mean", "seq-mean-token-sum": "sequence-sum"}
 VALUES |= {"low_var_kl": "k3", "kl": "k1", "mse": "k2", "vllm": "sglang", "disable": "disabled"}
-# parts of names: of keys that megarl needs not, and of those that say otherwise than ours
+# parts of names of keys that megarl does not need, and of keys that mean something else here
 NEEDLESS = """critic kl_ctrl use_remove_padding fsdp_config filter_overlong_prompts truncation ref
 rollout.mode hydra defaults clip_ratio return_raw_chat hybrid_engine strategy free_cache_engine
 enable_chunked_prefill balance_batch val_batch_size use_torch_compile global_profiler load_format
 logger use_dynamic_bsz log_prob_micro_batch_size_per_gpu enable_gradient_checkpointing"""
+COUNTS = """data.max_prompt_length data.max_response_length data.train_batch_size trainer.nnodes
+actor_rollout_ref.actor.ppo_mini_batch_size trainer.n_gpus_per_node
+actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu
+actor_rollout_ref.rollout.tensor_model_parallel_size"""
 REFUSED = "custom_reward_function multi_turn lr_warmup_steps reward_model norm_adv_by_std_in_grpo"
 
 
@@ -55,7 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         keys = {".".join(map(str, place)): value for place, value in tree}
     else:
         text = re.sub(r"\\\n|\$@", " ", text.replace("$HOME", "${oc.env:HOME}"))
-        words = [w for w in shlex.split(text, comments=True) if re.match(r"\+*\w+\.\S+=", w)]
+        try:
+            words = [w for w in shlex.split(text, comments=True) if re.match(r"\+*\w+\.\S+=", w)]
+        except ValueError as e:
+            raise ConfigError([f"{file}: {e}; write it as a shell reads it"]) from e
         problems += [f"{w}: write the value itself" for w in words if re.search(r"\$(?!{oc)", w)]
         keys = {name: untyped(value) for _, name, value in parse_overrides(words, problems)}
     print(converted(keys, problems))
@@ -65,7 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def converted(given: Mapping[str, Any], problems: list[str]) -> str:
     """Returns the YAML for these of verl's keys. Raises ConfigError with the problems that are
     known, one for every key without a counterpart, or one for every value that ours cannot have."""
-    keys, table, needless = dict(given), key_table(GRPOConfig), list[str]()
+    table, needless, counts = key_table(GRPOConfig), list[str](), COUNTS.split()
+    keys = {n: v for n, v in given.items() if v is not None or n not in counts}
+    for name in (n for n in keys if n in counts and not re.fullmatch(r"[1-9]\d*", repr(keys[n]))):
+        problems.append(f"{name}={keys[name]}: write a whole number of at least 1")
     raise_if_any(problems)
     actor = "actor_rollout_ref.actor."
     length = keys.get("data.max_prompt_length", 512) + keys.get("data.max_response_length", 512)

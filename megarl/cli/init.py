@@ -49,14 +49,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     recipe = args.algorithm if args.algorithm in RECIPES else "grpo"
     role, rl = main_role(RECIPES[recipe]), issubclass(RECIPES[recipe], GRPOConfig)
     try:
-        gpus = int(args.gpus)
+        if (gpus := int(args.gpus)) < 0:
+            raise ValueError("GPUs are 0 or more")
+        file = Path(args.model, "config.json")
+        known = json.loads(file.read_text()) if file.is_file() else {}
         kind, options, batch = read_as(args.data, "answer" if rl else "response")
     except ValueError as e:
-        raise ConfigError([f"--data {args.data}, --gpus {args.gpus}: {e}; correct one"]) from e
+        given = f"--data {args.data}, --gpus {args.gpus}, --model {args.model}"
+        raise ConfigError([f"{given}: {e}; correct one"]) from e
     servers = max(1, gpus // 2) if rl else 0
-    file = Path(args.model, "config.json")
-    most = json.loads(file.read_text()).get("max_position_embeddings") if file.is_file() else None
-    room = min(2048, most or 2048)
+    room = min(2048, known.get("max_position_embeddings") or 2048)
     rows = [
         ("recipe", recipe, f"keys: megarl run --help --recipe {recipe}"),
         ("experiment_name", args.dir.absolute().name or "megarl", "runs/<this>/<trial_name>"),

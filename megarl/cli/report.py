@@ -45,7 +45,7 @@ def serve(runs: Sequence[str], title: str | None, port: int) -> None:
     from megarl.observability.pages import PageServer  # here, as most reports are files
 
     root = f"/{secrets.token_urlsafe(16)}/"
-    places = [p if p.exists() else Path(str(p).partition("=")[2]) for p in map(Path, runs)]
+    places = [Path(r if Path(r).exists() else r.rpartition("=")[2]) for r in runs]
 
     def state() -> str:
         each = map(status, places)

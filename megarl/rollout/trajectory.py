@@ -145,8 +145,8 @@ class Trajectory:
         self.head = at
 
     def restart(self, tokens: Sequence[int]) -> Turn:
-        """Reads a new beginning, a branch of its own, in place of all up to the head, which is the
-        policy's summary of it. Answers count on behind those that the summary replaces."""
+        """Begins anew after a summary, which is the head: reads `tokens` as a branch from the root.
+        Later answers are numbered after those that the summary replaces."""
         answers = self.head.depth
         turn = self.read(tokens, after=self.root)
         turn.depth = answers

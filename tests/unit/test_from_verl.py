@@ -232,3 +232,18 @@ def test_slimes_flags_of_the_page_are_known() -> None:
         own = ours.rpartition(".")[2] == flag.replace("-", "_")
         assert ours in keys or ours.startswith("server.options."), ours
         assert own or (known or "").partition("=")[0] == ours, (flag, known)
+
+
+@pytest.mark.parametrize(
+    ("word", "named"),
+    [
+        (f"{ACTOR}.ppo_mini_batch_size=0", "ppo_mini_batch_size=0: write a whole number"),
+        ("data.max_prompt_length=long", "data.max_prompt_length=long: write a whole number"),
+        ("trainer.logger='console", "run.sh: No closing quotation"),
+    ],
+)
+def test_what_is_no_number_or_no_word_of_a_shell_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], word: str, named: str
+) -> None:
+    assert convert(tmp_path, f"{GRPO} {word}") == 2
+    assert named in capsys.readouterr().err

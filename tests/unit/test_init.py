@@ -109,6 +109,8 @@ def test_questions_are_asked_on_a_terminal(model: Path, monkeypatch: pytest.Monk
         ("--reward exakt", "exakt"),
         ("--algorithm dopo", "algorithm=dopo"),
         ("--gpus two", "--gpus two"),
+        ("--gpus=-1", "--gpus -1"),
+        ("--model broken", "--model broken: Expecting"),
         ("--algorithm dpo", "no pairs of answers"),
     ],
 )
@@ -116,6 +118,8 @@ def test_what_does_not_exist_is_refused_and_nothing_is_written(
     model: Path, flags: str, named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = rows({"prompt": "1+1", "answer": "2"})
+    Path("broken").mkdir()
+    Path("broken", "config.json").write_text("{")
     known = ["--model", str(model), "--data", data]
     assert main(["init", "new", *known, *flags.split(), "--yes"]) == 2
     assert re.search(re.escape(named), capsys.readouterr().err)

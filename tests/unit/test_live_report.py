@@ -84,6 +84,8 @@ def test_where_no_run_or_no_port_is_nothing_is_served(
         port = str(other.getsockname()[1])
         assert main(["report", "--live", str(tmp_path / "run"), "--port", port]) == 2
     assert "in use" in capsys.readouterr().err
+    assert main(["report", "--live", "nowhere"]) == 2
+    assert "nowhere" in capsys.readouterr().err
     assert main(["report", "--live", str(tmp_path)]) == 2
     assert (error := capsys.readouterr().err).startswith("config error: ") and str(
         tmp_path
