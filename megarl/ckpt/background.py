@@ -24,7 +24,7 @@ from torch import Tensor
 from megarl.ckpt.files import removed_on_failure
 from megarl.parallel import mcore
 from megarl.parallel.ranks import Ranks, together
-from megarl.parallel.worlds import PerWorld, inside, thread_inside
+from megarl.parallel.worlds import PerWorld, inside, proved, thread_inside
 from megarl.utils.env import collective_timeout
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ def writers_group() -> dist.ProcessGroup:
 
 
 _groups = PerWorld(
-    lambda: dist.new_group(backend="gloo", timeout=timedelta(seconds=collective_timeout()))
+    lambda: proved(dist.new_group(backend="gloo", timeout=timedelta(seconds=collective_timeout())))
 )
 
 

@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from megarl.parallel import mcore  # noqa: F401  before megatron
 from megarl.parallel.layout import Coords, Layout
-from megarl.parallel.worlds import PerWorld, barrier, comm_backend, inside
+from megarl.parallel.worlds import PerWorld, barrier, comm_backend, inside, proved
 from megarl.utils.env import collective_timeout
 
 from megatron.core import parallel_state as ps
@@ -88,6 +88,8 @@ def _create(layout: Layout) -> _Groups:
     owned = [g for g in state.get((ps, "_global_process_group_list")) or [] if g is not None]
     for group in owned:  # to the second
         c10d._set_pg_timeout(timedelta(seconds=collective_timeout()), group)
+        if on_gloo:  # over NCCL each proof would create a communicator, also of groups never used
+            proved(group)
     return _Groups(state, owned)
 
 

@@ -27,7 +27,7 @@ from torch.distributed import distributed_c10d as c10d
 from megarl.api.batch import register_comm
 from megarl.api.failures import Failure, OtherRankFailed, gather, merged, on_every_rank
 from megarl.observability.logging import get_logger
-from megarl.parallel.worlds import device, init_distributed, meeting_store, ranks_of
+from megarl.parallel.worlds import device, init_distributed, meeting_store, proved, ranks_of
 from megarl.utils.env import collective_timeout
 from megarl.wire.process_group import join_group, set_group_timeout
 
@@ -81,7 +81,7 @@ class Ranks:
         assert group is not None
         self.rank, self.size, self.ranks = group.rank(), group.size(), ranks_of(group)
         if self.size > 1:
-            self.group = _host_group(group, self._timeout[0])
+            self.group = proved(_host_group(group, self._timeout[0]))
             self.group.barrier().wait()  # a rank may close it at once, while others still connect
             self._store = dist.PrefixStore("megarl_calls", meeting_store())
             # by a connection of its own, where this torch can make one: a read that hangs must

@@ -32,7 +32,7 @@ from megarl.utils.env import CONTROLS, collective_timeout, set_collective_timeou
 from megarl.utils.http import split_address
 from megarl.utils.rendezvous import meet
 from megarl.wire.handles import expand_segments
-from megarl.wire.process_group import join_group
+from megarl.wire.process_group import join_group, prove
 
 T = TypeVar("T")
 
@@ -88,11 +88,14 @@ def init_distributed(addr: str | None = None, *, timeout: float | None = None) -
     if dist.is_initialized():
         return
     set_collective_timeout(timeout or collective_timeout())
+    global _key
     rank, world_size = 0, 1
     store: dist.Store = dist.HashStore()
     if "WORLD_SIZE" in os.environ:
         host, port, rank, world_size = _place_in_world(addr)
-        store = meet(host, port, rank=rank, world_size=world_size, timeout=collective_timeout())
+        store, _key = meet(
+            host, port, rank=rank, world_size=world_size, timeout=collective_timeout()
+        )
     elif CONTROLS in os.environ:
         raise ValueError(
             "trainer.mode=controller: this process starts the trainers and is none itself; "
@@ -106,6 +109,17 @@ def init_distributed(addr: str | None = None, *, timeout: float | None = None) -
         world_size=world_size,
         timeout=timedelta(seconds=collective_timeout()),
     )
+    proved(dist.group.WORLD)
+
+
+def proved(group: Any) -> Any:
+    """Returns a new process group after each of its ranks has proved that it knows the job's token.
+    The ranks of a world that megarl did not start have not met, and prove nothing. Collective over
+    the group, as its first exchange. Raises PermissionError that names a rank without a proof."""
+    if _key and group.size() > 1:
+        with waiting_for(None, f"the proofs of the group {group.group_name}"):
+            prove(group, _key)
+    return group
 
 
 def _place_in_world(addr: str | None) -> tuple[str, int, int, int]:
@@ -165,6 +179,7 @@ _outer: list[Any] = []  # the default groups around the scopes that are entered
 _worlds: dict[Any, World] = {}  # by process group
 _names_given: dict[Any, int] = {}  # torch's count, of worlds that are not the default now
 _made = 0
+_key = b""  # that of the meeting of all ranks
 
 
 def everyone() -> Any:
@@ -262,7 +277,7 @@ class World:
         if dist.get_rank() in ranks:
             c10d._world.pg_group_ranks[group] = {i: i for i in range(len(ranks))}
             _worlds[group], _names_given[group] = self, _made * _NAMES
-            self._group = group
+            self._group = proved(group)
 
     @property
     def member(self) -> bool:
@@ -328,7 +343,7 @@ def union_group(ranks: Sequence[int]) -> Any:
             return everyone()
         groups = _unions.get()
         if tuple(ranks) not in groups:
-            groups[tuple(ranks)] = join_group(
+            group = join_group(
                 meeting_store(),
                 rank=list(ranks).index(dist.get_rank()),
                 world_size=len(ranks),
@@ -336,6 +351,7 @@ def union_group(ranks: Sequence[int]) -> Any:
                 backend=dist.get_backend(),
                 timeout=_timeout(everyone()).total_seconds(),
             )
+            groups[tuple(ranks)] = proved(group)
         return groups[tuple(ranks)]
 
 

@@ -8,6 +8,7 @@ group and does not need one.
 from __future__ import annotations
 
 import contextlib
+import hmac
 import os
 import sys
 from collections.abc import Iterator
@@ -77,6 +78,35 @@ def join_group(
     # what dist.broadcast(src=...) reads; new_group() would do it for subgroups of the default
     c10d._world.pg_group_ranks[pg] = {i: i for i in range(world_size)}
     return pg
+
+
+def prove(pg: dist.ProcessGroup, key: bytes) -> None:
+    """Checks, over the connections of `pg`, that each of its ranks knows `key`, that of a meeting.
+
+    It is the first exchange of a group: nothing that a peer sends is unpickled or believed before.
+    A proof is an HMAC over the group's name, its size, the sender and (over gloo, where two ranks
+    share a connection) the receiver. Raises PermissionError if a rank's proof is wrong. Collective.
+    """
+    size, own = pg.size(), pg.rank()
+    in_pairs = dist.get_backend(pg) == dist.Backend.GLOO
+
+    def proof(sender: int, receiver: int) -> bytes:
+        about = f"{pg.group_name} {size} {sender} {receiver if in_pairs else 'all'}"
+        return hmac.new(key, about.encode(), "sha256").digest()
+
+    proofs = b"".join(proof(own, r) for r in (range(size) if in_pairs else [own]))
+    device = "cpu" if in_pairs else "cuda"
+    sent = torch.frombuffer(bytearray(proofs), dtype=torch.uint8).to(device)
+    got = torch.empty(32 * size, dtype=torch.uint8, device=device)
+    exchange = dist.all_to_all_single if in_pairs else dist.all_gather_into_tensor
+    exchange(got, sent, group=pg)
+    rows = got.view(size, 32).cpu().numpy()
+    wrong = [r for r in range(size) if not hmac.compare_digest(rows[r].tobytes(), proof(r, own))]
+    if wrong:
+        raise PermissionError(
+            f"rank {own} of {size} in group {pg.group_name}: rank {', '.join(map(str, wrong))} did "
+            "not prove that it met with this job's token: a stranger takes its place"
+        )
 
 
 def destroy_update_group(pg: dist.ProcessGroup, *, abort: bool = False) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import pytest
@@ -47,19 +48,73 @@ def test_a_port_that_is_taken_is_named() -> None:
             listen("127.0.0.1", port, timeout=5)
 
 
-def test_the_jobs_token_is_what_its_processes_meet_under(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+class Agent:
+    """A store that outlives its meetings, as torchrun's agent has it."""
+
+    def __init__(self) -> None:
+        self.store = listen("127.0.0.1", timeout=20)
+        self.port = self.store.port
+
+    def meet(self, rank: int, size: int = 2, timeout: float = 30) -> tuple[dist.Store, bytes]:
+        return meet("127.0.0.1", self.port, rank=rank, world_size=size, timeout=timeout)
+
+    def meet_all(self, size: int = 2) -> list[tuple[dist.Store, bytes]]:
+        with ThreadPoolExecutor(size) as pool:
+            return list(pool.map(lambda rank: self.meet(rank, size), range(size)))
+
+    def key(self, end: str) -> str:
+        (found,) = (key for key in self.store.list_keys() if key.endswith(end))
+        return found
+
+
+@pytest.fixture
+def agent(monkeypatch: pytest.MonkeyPatch) -> Agent:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv(JOB_TOKEN, "ours")
-    port = free_port()
-    first = meet("127.0.0.1", port, rank=0, world_size=2, timeout=5)
-    first.set("address", "here")
-    assert meet("127.0.0.1", port, rank=1, world_size=2, timeout=5).get("address") == b"here"
-    for other in ("theirs", None):
-        monkeypatch.setenv(JOB_TOKEN, other) if other else monkeypatch.delenv(JOB_TOKEN)
-        stranger = meet("127.0.0.1", port, rank=1, world_size=2, timeout=5)
-        assert not stranger.check(["address"])
-        stranger.set("address", "elsewhere")
-    assert first.get("address") == b"here"
+    return Agent()
+
+
+@pytest.mark.parametrize("hosted_by", ("agent", "rank 0"))
+@pytest.mark.parametrize("token", ("ours", ""))
+def test_each_meeting_of_all_ranks_has_a_key(
+    token: str, hosted_by: str, agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(JOB_TOKEN, token)
+    keys = set()
+    for attempt in range(2):
+        if hosted_by == "agent":
+            monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+        else:
+            monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+            agent.port = free_port()
+        met = agent.meet_all(3)
+        met[0][0].set("address", "here")
+        assert met[2][0].get("address") == b"here"
+        assert len({key for _, key in met}) == 1
+        keys.add(met[0][1])
+    assert len(keys) == 2
+
+
+def test_who_does_not_come_is_named(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    where = f"3 s at 127.0.0.1:{agent.store.port}"
+    with pytest.raises(TimeoutError, match=f"rank 0 waited {where} for the nonce of rank 1, 2:"):
+        agent.meet(0, size=3, timeout=3)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    agent.meet_all()
+    monkeypatch.setenv(JOB_TOKEN, "theirs")
+    with pytest.raises(TimeoutError, match=f"rank 1 waited {where} for the nonce of rank 0:") as e:
+        agent.meet(1, timeout=3)
+    assert JOB_TOKEN in str(e.value) and "theirs" not in str(e.value)
+
+
+def test_what_was_said_at_another_meeting_proves_nothing(agent: Agent) -> None:
+    """What ranks said at an earlier meeting of this job is still there."""
+    agent.meet_all()
+    with pytest.raises(PermissionError, match="rank 0: rank 1 at"):
+        agent.meet(0)
+    agent.store.delete_key(agent.key("/proof/1"))
+    with pytest.raises(TimeoutError, match=r"rank 0 waited 3 s at .* for the proof of rank 1:"):
+        agent.meet(0, timeout=3)
 
 
 def test_a_first_rank_that_is_stopped_is_not_waited_for_without_end() -> None:
