@@ -88,7 +88,7 @@ def _create(layout: Layout) -> _Groups:
     owned = [g for g in state.get((ps, "_global_process_group_list")) or [] if g is not None]
     for group in owned:  # to the second
         c10d._set_pg_timeout(timedelta(seconds=collective_timeout()), group)
-        if on_gloo:  # over NCCL each proof would create a communicator, also of groups never used
+        if dist.get_backend(group) == "gloo":  # a proof over NCCL would create its communicator
             proved(group)
     return _Groups(state, owned)
 

@@ -38,9 +38,9 @@ def init_update_group(
 ) -> dist.ProcessGroup:
     """Joins the group `group_name` of `world_size` ranks; returns when all of them have joined.
 
-    Rank 0 listens at master_address:master_port, or already does at `store` (see `listen`). A
-    process that does not know the name meets nobody. Raises torch's DistStoreError or RuntimeError
-    when the others do not come within `timeout` s.
+    Rank 0 listens at master_address:master_port, or already does at `store` (see `listen`). The
+    name is no secret, and no rank has proved anything on return. Raises torch's DistStoreError or
+    RuntimeError when the others do not come within `timeout` s.
     """
     wait = timedelta(seconds=timeout)
     if store is None and rank == 0:

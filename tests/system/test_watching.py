@@ -3,6 +3,7 @@ watched, ends, goes on and is killed."""
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import itertools
 import json
@@ -27,7 +28,7 @@ from tests.leftovers import Mark
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 3
-TOKEN = "the-token"
+TOKEN = "t0ken-0f-thi5-run"
 
 
 class Job:
@@ -40,6 +41,7 @@ class Job:
         self.folder, self.run, self.mark = folder, folder / "e" / "grpo", Mark()
         self.port = free_port("127.0.0.1")
         self.seen: list[dict[str, Any]] = []
+        self.command_lines: list[bytes] = []
         self.scraped: dict[str, list[tuple[int, dict[str, Any]]]] = {}
 
     def start(self, steps: int) -> subprocess.Popen[str]:
@@ -103,6 +105,12 @@ def megarl(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def command_line(pid: int) -> bytes:
+    with contextlib.suppress(OSError):  # it has just ended
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
+
+
 def until(true: Callable[[], Any], process: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + 240
     while not true():
@@ -119,6 +127,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
         status, found = job.status()
         job.seen.append(found | {"exit": status})
         pids = [p["pid"] for p in found["processes"]]
+        job.command_lines = [command_line(pid) for pid in job.mark.left()]
         os.kill(pids[1], signal.SIGUSR2)
         until(job.scrape, process)
         assert process.wait(240) == 0, job.log(STEPS)
@@ -146,6 +155,16 @@ def test_its_metrics_and_its_servers_are_read_with_the_token_alone(job: Job) -> 
     counts = [samples[f"megarl_rollout_{name}_total"] for name in ("submitted", "accepted")]
     assert counts[0] >= counts[1] >= 4
     assert server[0][1]["megarl_server_tokens_total"] > 0
+
+
+def test_its_token_is_on_no_command_line_and_in_no_file(job: Job) -> None:
+    """The token is read from the environment, which nobody but the user sees."""
+    assert len(job.command_lines) >= 4  # the launcher, its server, two trainers
+    assert not [line for line in job.command_lines if TOKEN.encode() in line]
+    names = [path for path in job.folder.rglob("*") if path.name != "model"]
+    assert len(names) > 10 and job.run / "config.yaml" in names
+    assert not [path for path in (*names, *Path("/dev/shm").glob("*")) if TOKEN in str(path)]
+    assert not [p for p in names if p.is_file() and TOKEN.encode() in p.read_bytes()]
 
 
 def test_sigusr2_writes_stacks_and_ends_nothing(job: Job) -> None:
