@@ -271,8 +271,8 @@ class UpdateChannel:
         self, servers: Servers, *, backend: str, device: torch.device, deadline: Deadline
     ) -> None:
         self.servers, self.backend, self.device = servers, backend, device
-        # the store's prefix, no secret: whoever reaches the store lists it. SGLang's own side of the
-        # group proves nothing (docs/security.md)
+        # the store's prefix, no secret: whoever reaches the store lists it, and ranks of SGLang's
+        # own protocol prove nothing (docs/security.md)
         self.group_name = f"megarl_weights_{uuid.uuid4().hex}"
         self.info = servers.receivers(deadline)
         offsets, world_size = rank_offsets([i.tp for i in self.info.values()])

@@ -166,9 +166,9 @@ def test_a_stranger_in_a_group_is_refused_by_rank(world: World, forge: str) -> N
     assert not os.path.exists(f"/tmp/megarl-planted-{os.getpid()}")
 
 
-def make_default() -> None:
-    """Starts torch.distributed, but with the default group that is there."""
-    key = parallel_worlds._key
+def start(key: bytes) -> None:
+    """Starts torch.distributed, but with the default group that is there, after a meeting of that
+    `key`; an empty one ends the proofs."""
     with (
         mock.patch.dict(os.environ, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}),
         mock.patch.object(parallel_worlds, "meet", lambda *at, **given: (None, key)),
@@ -179,7 +179,6 @@ def make_default() -> None:
 
 
 MAKES: dict[str, Callable[[], Any]] = {
-    "default": make_default,
     "mesh": lambda: parallel_worlds.World([0, 1]),
     "ranks": Ranks,
     "ranks of a group": lambda: Ranks(dist.new_group([0, 1])),
@@ -188,23 +187,26 @@ MAKES: dict[str, Callable[[], Any]] = {
 }
 
 
-def run_made(make: str, same: bool) -> str | None:
-    """Makes a group among ranks with the same key or with different ones. Returns the error."""
-    rank, before = dist.get_rank(), set(dist.distributed_c10d._world.pg_map)
-    with mock.patch.object(parallel_worlds, "_key", b"same" if same else bytes([rank])):
+def run_made(make: str, same: bool) -> list[str]:
+    """Starts, and makes a group, among ranks with the same key or with different ones. Returns the
+    errors."""
+    rank, before, errors = dist.get_rank(), set(dist.distributed_c10d._world.pg_map), list[str]()
+    for act in (lambda: start(b"same" if same else bytes([1 + rank])), MAKES[make]):
         try:
-            MAKES[make]()
-            return None
+            act()
         except PermissionError as e:
-            return str(e)
-        finally:
-            dist.barrier()
-            for group in set(dist.distributed_c10d._world.pg_map) - before:
-                dist.destroy_process_group(group)
+            errors.append(str(e))
+    dist.barrier()
+    start(b"")
+    for group in set(dist.distributed_c10d._world.pg_map) - before:
+        dist.destroy_process_group(group)
+    return errors
 
 
 @pytest.mark.parametrize("make", MAKES)
 def test_every_group_begins_with_proofs(world: World, make: str) -> None:
-    for rank, error in enumerate(world.run(run_made, make, False)):
-        assert f"rank {rank} of 2 in group" in str(error) and f": rank {1 - rank} " in str(error)
-    assert world.run(run_made, make, True) == [None, None]
+    for rank, errors in enumerate(world.run(run_made, make, False)):
+        assert len(errors) == 2  # of the default group, and of this one
+        for error in errors:
+            assert f"rank {rank} of 2 in group" in error and f": rank {1 - rank} " in error
+    assert world.run(run_made, make, True) == [[], []]
