@@ -321,16 +321,15 @@ def head_seed(cfg: TrainEngineConfig, seed: int) -> int | None:
 
 
 def release(state: EngineState) -> None:
-    """Makes the model collectable: clears what megatron-core keeps of the last pass.
+    """Lets the garbage collector free the model: clears the references that megatron-core keeps.
 
-    A token dispatcher has its probabilities with the graph behind them. That leads to the hooks of
-    data parallelism and through them to everything, on a way the garbage collector cannot see. And
-    the caches of rotary angles are the classes' own, with this model's groups among the keys.
+    A token dispatcher keeps tensors of a pass that failed, with their graph. The graph leads to the
+    hooks of data parallelism and to the whole model, by references that the collector does not see.
+    The caches of rotary angles belong to the classes, and have this model's groups in their keys.
     """
     for module in (m for chunk in state.chunks for m in chunk.modules()):
         if (dispatcher := getattr(module, "token_dispatcher", None)) is not None:
-            attributes = vars(dispatcher)
-            attributes |= {k: None for k, v in attributes.items() if torch.is_tensor(v)}
+            mcore.drop_pass(dispatcher)
     for cached in (RotaryEmbedding, YarnRotaryEmbedding):
         cached.forward.cache_clear()
 

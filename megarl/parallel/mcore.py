@@ -15,6 +15,7 @@ and nowhere else; one that only one version needs names it.
   P22  DeepEP 2                               has the names that megatron-core imports
   P23  outputs recomputed before their use    need no Transformer Engine
   P24  norm of the gradients                  stays on the device until it is one number
+  P25  token dispatchers                      keep no tensors of a micro-batch after its layer
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -251,6 +253,39 @@ def p24_gradient_norm() -> None:
         patch(clip_grads, l2_norm_impl=norm)
 
 
+def p25_dispatchers() -> None:
+    """Token dispatchers (0.16 and 0.19) keep tensors of the last micro-batch, with their graph.
+    Under recomputation that graph ends in the layer's input, so that every layer of experts kept
+    its input and the gradient of that input from its backward to its next forward."""
+    from megatron.core.transformer.moe import token_dispatcher as dispatchers
+
+    def dropping(last_step: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+        def combine_postprocess(self: Any, hidden_states: Tensor) -> Tensor:
+            output = last_step(self, hidden_states)
+            drop_pass(self)
+            return output
+
+        return combine_postprocess
+
+    for kind in ("AllGather", "AlltoAll", "Flex"):
+        dispatcher = getattr(dispatchers, f"MoE{kind}TokenDispatcher")
+        patch(dispatcher, combine_postprocess=dropping(dispatcher.combine_postprocess))
+
+
+# Tensors that a dispatcher has from its construction on; over_budget is of HybridEP in 0.19.
+_OF_DISPATCHER = ("sort_input_by_local_experts", "restore_output_by_local_experts", "over_budget")
+
+
+def drop_pass(dispatcher: Any) -> None:
+    """Drops the tensors that a token dispatcher of megatron-core keeps of a micro-batch. They are
+    read by the forward of their layer only."""
+    for owner in (dispatcher, getattr(dispatcher, "_comm_manager", None)):
+        attributes = {} if owner is None else vars(owner)
+        for name, value in attributes.items():
+            if isinstance(value, Tensor | np.ndarray) and name not in _OF_DISPATCHER:
+                attributes[name] = None
+
+
 p22_deep_ep()
 if not on_cuda():
     cpu_patches.install()
@@ -295,3 +330,4 @@ with warnings.catch_warnings():
     p21_pipeline_shapes()
     p23_recomputed_outputs()
     p24_gradient_norm()
+    p25_dispatchers()
