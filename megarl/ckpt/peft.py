@@ -4,7 +4,9 @@ adapter_model.safetensors."""
 from __future__ import annotations
 
 import json
+import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from megarl.ckpt.safetensors import SINGLE, SafetensorsDir, save_tensors
 from megarl.models.adapters import Adapters
-from megarl.models.lora import adapter_config, check_adapter_config
+from megarl.models.lora import PEFT_PREFIX, adapter_config, check_adapter_config
 from megarl.models.params import load_params
 from megarl.models.piece_table import HfTensor, PieceTable
 
@@ -61,10 +63,12 @@ def load_peft(path: str | Path, adapters: Adapters) -> None:
 
     Raises ValueError, naming file and fix, unless it fits this engine's `lora` and model.
     """
-    check_adapter_config(_read_config(Path(path)), adapters.config, str(Path(path) / CONFIG))
+    config = _read_config(Path(path))
+    check_adapter_config(config, adapters.config, str(Path(path) / CONFIG))
     with SafetensorsDir(path, WEIGHTS) as files:
         shapes = {name: list(files.stored(name).shape) for name in files.names()}
         _check_tensors(shapes, adapters.table, Path(path) / WEIGHTS)
+        _check_targets(shapes, config.get("target_modules"), Path(path) / CONFIG)
 
         def read(tensor: HfTensor, box: tuple[slice, ...]) -> Tensor:
             return files.read(tensor.name, box)
@@ -91,4 +95,18 @@ def _check_tensors(found: dict[str, list[int]], table: PieceTable, file: Path) -
                 f"{file}: tensor {name} has shape {found.get(name)}, this engine's lora and model "
                 f"ask for {want.get(name)}; set lora.target_modules and lora.r as they were when "
                 "it was trained, on the same model"
+            )
+
+
+def _check_targets(tensors: Iterable[str], targets: Any, file: Path) -> None:
+    """Raises ValueError for an adapter that PEFT would not load, because `targets` (suffixes or a
+    regular expression) does not name its module."""
+    names = [targets] if isinstance(targets, str) else targets or ["all-linear"]
+    for module in (t.rpartition(".lora_")[0].removeprefix(PEFT_PREFIX) for t in tensors):
+        suffix = any(f".{module}".endswith(f".{name}") for name in names)
+        pattern = isinstance(targets, str) and re.fullmatch(targets, module)
+        if module and not suffix and not pattern and "all-linear" not in names:
+            raise ValueError(
+                f"{file}: target_modules={targets!r} does not name {module}, which has tensors in "
+                f"{WEIGHTS}; add the module to target_modules, or take its tensors out"
             )

@@ -241,26 +241,32 @@ def adapter_config(m: ModelConfig, cfg: LoRAConfig, base_model_path: str) -> dic
     }
 
 
-_PLAIN: Mapping[str, tuple[object, ...]] = {
-    # what this implementation has no counterpart of must be off
+# Keys of PEFT's LoraConfig that do not change what a saved adapter computes, or that are compared
+# with the engine's `lora` or with the tensors of the file.
+_NEUTRAL = frozenset({
+    "peft_type", "peft_version", "auto_mapping", "task_type", "base_model_name_or_path", "revision",
+    "inference_mode", "lora_dropout", "r", "lora_alpha", "use_rslora", "target_modules",
+    "modules_to_save",
+})  # fmt: skip
+# Supported values of the other keys. PEFT's defaults; of init_lora_weights all values that leave
+# the base model as it is (PiSSA, OLoRA, CorDA and LoftQ change it when PEFT loads the adapter).
+_SUPPORTED: Mapping[str, tuple[object, ...]] = {
     "bias": ("none", None),
-    "use_dora": (False, None),
-    "fan_in_fan_out": (False, None),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "layers_to_transform": (None, []),
-    "layer_replication": (None, []),
-    "target_parameters": (None, []),
-    "trainable_token_indices": (None, [], {}),
+    "init_lora_weights": (True, False, None, "gaussian", "orthogonal"),
+    "qalora_group_size": (16, None),
+    "megatron_core": ("megatron.core", None),
 }
+# PEFT's defaults of all other keys, and of keys of a newer PEFT
+_OFF: tuple[object, ...] = (None, False, {}, [])
 
 
 def check_adapter_config(found: Mapping[str, object], cfg: LoRAConfig, source: str) -> None:
-    """Raises ValueError if the adapter_config.json `source` does not mean the same as `cfg`."""
+    """Raises ValueError if the adapter_config.json `source` does not mean the same as `cfg`, or has
+    a key whose value is not supported."""
     if found.get("peft_type") != "LORA":
         raise ValueError(f"{source}: peft_type={found.get('peft_type')!r}; only LORA is supported")
-    for name, allowed in _PLAIN.items():
-        if found.get(name) not in allowed:
+    for name in sorted(found.keys() - _NEUTRAL):
+        if found[name] not in _SUPPORTED.get(name, _OFF):
             raise ValueError(
                 f"{source}: {name}={found[name]!r} is not supported; merge that adapter into its "
                 "model with PEFT (merge_and_unload) and start from the merged model"
