@@ -143,13 +143,15 @@ class Job:
         """Returns the output of a chunk for the next micro-batch, and what makes a loss of it;
         megatron-core's schedule calls both."""
         model, mb = next(data)
+        how = {}
         if self.state.routing is not None:
             self.state.routing.prepare(model, mb)
+            how["padding_mask"] = self.state.routing.padding_mask(model, mb)
         if model.post_process:
             model.output_layer.prepare(mb.packed, self.ask.of_head, self.ask.temperature)
         ids, positions = mb.packed.input_ids[None], mb.packed.position_ids[None]
         with self.activations.of(model.decoder) if self.activations else nullcontext():
-            out = chunk(ids, positions, None, packed_seq_params=mb.params())
+            out = chunk(ids, positions, None, packed_seq_params=mb.params(), **how)
         return out, partial(self._finish, mb, getattr(model, "output_layer", None))
 
     def _finish(self, mb: MicroBatch, head: Any, out: torch.Tensor) -> tuple[Any, Any]:

@@ -187,6 +187,19 @@ class Routing:
         for tape in tapes:
             tape.given = given[token, tape.layer - first].long().masked_fill(filling, -1)
 
+    def padding_mask(self, chunk: torch.nn.Module, mb: MicroBatch) -> Tensor | None:
+        """Returns which tokens of `chunk` are padding, bool [1,T]; None if no option of the routers
+        counts tokens. The first chunk takes the tokens of all tensor-parallel ranks."""
+        options = self.options
+        if not (
+            options.moe_aux_loss_coeff
+            or options.moe_z_loss_coeff
+            or options.moe_router_bias_update_rate
+        ):
+            return None
+        own = mb.tokens(self.groups.layout, self.groups.coords.tp)
+        return (mb.packed.token if chunk.pre_process else own)[None] < 0
+
     def results(self, micro_batches: Sequence[MicroBatch], at: ResultRows) -> Iterator[Result]:
         """Yields what was chosen, [T,L,k] in the smallest integers that hold an expert's number.
         Inside a recording pass."""

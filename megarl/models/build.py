@@ -407,10 +407,12 @@ def _chunk(
 def _settle_routers(chunk: GPTModel, model: ModelConfig, device: torch.device) -> None:
     for param in chunk.parameters():
         param.data = param.data.to(device)  # routers and their like are made on the host
-    if model.moe is not None and model.moe.groups > 1:
-        for module in chunk.modules():
-            if isinstance(module, TopKRouter):
-                module.router_replay = GroupLimited(model.moe)
+    for router in (m for m in chunk.modules() if isinstance(m, TopKRouter)):
+        if router.local_tokens_per_expert is not None:
+            # Integers, because Float16Module would count in bfloat16, which ends at 256.
+            router.local_tokens_per_expert = router.local_tokens_per_expert.long()
+        if model.moe is not None and model.moe.groups > 1:
+            router.router_replay = GroupLimited(model.moe)
 
 
 def _block_spec(

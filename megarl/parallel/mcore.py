@@ -16,6 +16,7 @@ and nowhere else; one that only one version needs names it.
   P23  outputs recomputed before their use    need no Transformer Engine
   P24  norm of the gradients                  stays on the device until it is one number
   P25  token dispatchers                      keep no tensors of a micro-batch after its layer
+  P26  counts of routers with a bias          take a mask of padding tokens
 """
 
 from __future__ import annotations
@@ -286,6 +287,20 @@ def drop_pass(dispatcher: Any) -> None:
                 attributes[name] = None
 
 
+def p26_padding_mask() -> None:
+    """Routers (0.16 and 0.19) get the mask of padding tokens [T], and combine it with their routes
+    [T, experts] as if both had the same shape (https://github.com/NVIDIA/Megatron-LM/issues/6114).
+    """
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    count = TopKRouter._apply_expert_bias
+
+    def count_real(self: Any, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        count(self, routing_map if padding_mask is None else routing_map & ~padding_mask[:, None])
+
+    patch(TopKRouter, _apply_expert_bias=count_real)
+
+
 p22_deep_ep()
 if not on_cuda():
     cpu_patches.install()
@@ -331,3 +346,4 @@ with warnings.catch_warnings():
     p23_recomputed_outputs()
     p24_gradient_norm()
     p25_dispatchers()
+    p26_padding_mask()

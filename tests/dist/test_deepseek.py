@@ -20,7 +20,7 @@ from tests.dist.invariance import check, train
 from tests.dist.losses import LOSSES
 from tests.dist.moe_routing import REPLAY, hf_routers, random_routing
 from tests.dist.reference import hf_steps
-from tests.tiny import tiny_hf
+from tests.tiny import random_batch, tiny_hf
 
 PLAIN_ROPE = dict(rope_type="default", rope_theta=10000.0)
 BIAS = "mlp.gate.e_score_correction_bias"
@@ -134,6 +134,50 @@ def test_the_bias_moves_where_it_is_asked_to(worlds: Any, models: Path) -> None:
         load = torch.bincount(routing[:, :, layer][mask].long().flatten(), minlength=8).float()
         want = before[key] + 0.01 * torch.sign(load.mean() - load)
         torch.testing.assert_close(bias, want, rtol=0, atol=1e-7)
+
+
+def run_counts(path: str, parallel: Parallel, b: Any, over: dict[str, Any]) -> Any:
+    options = dict(moe_router_bias_update_rate=0.01)
+    engine = make_engine(path, parallel, options=options, router_replay="trainer", **over)
+    before = state(engine)
+    engine.train_batch(
+        b, engine_jobs.loss_fn, engine_jobs.weight_fn, outputs=("logprobs", "entropy")
+    )
+    after = state(engine)
+    engine.destroy()
+    return {k: after[k] - before[k] for k in after if k.endswith(BIAS)}
+
+
+@pytest.mark.parametrize(
+    ("n", "parallel", "over"),
+    [
+        (2, dict(cp=2), {}),
+        (2, dict(cp=2), dict(recompute_granularity="full")),
+        (2, dict(pp=2, cp=1), dict(dtype="bfloat16")),
+        (2, dict(cp=2), dict(dtype="bfloat16", max_tokens=16)),
+        pytest.param(4, dict(**SP, pp=2), dict(dtype="bfloat16"), marks=pytest.mark.full),
+        pytest.param(4, dict(**SP, cp=2), {}, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_the_bias_follows_exact_counts_of_real_tokens(
+    n: int, parallel: Parallel, over: dict[str, Any], worlds: Any, models: Path
+) -> None:
+    """Short rows are filled up to multiples of 2 cp; counts differ by less than bfloat16 has."""
+    b = random_batch(n=160, lo=5, hi=16, seed=5)
+    b["advantages"] = torch.linspace(-1.0, 1.5, len(b["input_ids"]))
+    g = torch.Generator().manual_seed(7)
+    routes = torch.rand(*b["input_ids"].shape, 4, 8, generator=g).argsort(-1)[..., :3].byte()
+    given = {**b, "routed_experts": routes}
+    path = save_model(models, "deepseek_v3", False)
+    moved = worlds(n).run(run_counts, path, parallel, given, over)[0]
+    assert len(moved) == 3
+    for key, delta in moved.items():
+        chosen = routes[:, :, int(key.split(".")[2])][b["attention_mask"]].long().flatten()
+        load = torch.bincount(chosen, minlength=8).double()
+        assert load.min() > 256
+        want = 0.01 * torch.sign(load.mean() - load)
+        torch.testing.assert_close(delta.double(), want, rtol=0, atol=1e-6)
 
 
 def run_bf16(path: str, parallel: Parallel, out: str) -> dict[str, torch.Tensor]:

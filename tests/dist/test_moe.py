@@ -208,6 +208,43 @@ def test_auxiliary_losses_and_loads(
     assert "moe/aux_loss" not in got["crowd"]
 
 
+def run_balanced(path: str, parallel: Parallel, b: Any) -> dict[str, Any]:
+    options = dict(moe_aux_loss_coeff=AUX)
+    engine = make_engine(path, parallel, options=options, max_tokens=10**6, **PLAIN)
+    kw = dict(outputs=("logprobs", "entropy"), temperature=0.8)
+    stats = engine.backward_batch(b, engine_jobs.loss_fn, engine_jobs.weight_fn, **kw)
+    grads = state(engine, grads=True)
+    engine.destroy()
+    return {"loss": stats["moe/aux_loss"], "grads": grads}
+
+
+@pytest.mark.parametrize(
+    "n, parallel",
+    [(2, dict(cp=2)), pytest.param(4, dict(**SP, cp=2), marks=pytest.mark.full)],
+    ids=str,
+)
+def test_auxiliary_losses_count_real_tokens(
+    n: int, parallel: Parallel, worlds: Any, models: Path
+) -> None:
+    """The formula of the test above over real tokens; the rows are filled up to multiples of 4."""
+    hf, b = tiny_hf("mixtral"), engine_jobs.batch()
+    assert any(length % 4 for length in b["attention_mask"].sum(1).tolist())
+    logits: list[torch.Tensor] = []
+    for router in hf_routers(hf).values():
+        router.register_forward_hook(lambda _m, _a, out: logits.append(out[0]))
+    total = engine_jobs.loss_fn(hf_outputs(hf, b), b)[0] / engine_jobs.weight_fn(b)
+    aux = []
+    for x in (x[b["attention_mask"].flatten()] for x in logits):
+        tokens = torch.zeros_like(x).scatter(1, x.topk(2).indices, 1.0).sum(0)
+        aux.append(4 / (2 * len(x) ** 2) * (tokens * x.softmax(-1).sum(0)).sum())
+    (total + AUX * sum(aux)).backward()
+    want = hf_named(hf, {k: p.grad for k, p in hf.named_parameters() if p.grad is not None})
+    got = worlds(n).run(run_balanced, save_model(models, "mixtral", False), parallel, b)[0]
+    assert got["loss"] == pytest.approx(float(sum(aux)) / 4, rel=1e-4)
+    for key, value in want.items():
+        assert (got["grads"][key] - value).norm() <= 1e-4 * value.norm(), key
+
+
 # ---- weights
 
 
