@@ -22,6 +22,7 @@ import fcntl
 import json
 import logging
 import os
+import platform
 import secrets
 import shutil
 import socket
@@ -32,13 +33,16 @@ import tempfile
 import threading
 import unittest
 from collections.abc import AsyncIterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 # where every sample finds its directory: prompts name it, and those of a group are to be equal
 HERE = Path("/srv")
-UNSHARE = ["unshare", "--map-root-user", "--net", "--mount", "--pid", "--mount-proc", "--fork"]
+AS_ROOT = ["unshare", "--map-root-user"]  # of the user's own files
+UNSHARE = [*AS_ROOT, "--net", "--ipc", "--mount", "--pid", "--mount-proc", "--fork"]
+DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 SCORING = 60.0  # seconds that the tests may take
 log = logging.getLogger("megarl.examples.cli_agent")
 
@@ -79,17 +83,15 @@ class CommandLineAgent:
         url = urlsplit(base_url)
         host, port = url.hostname or "", url.port or 80
         inner = url._replace(netloc=f"127.0.0.1:{port}").geturl()  # the relay's end
-        with tempfile.TemporaryDirectory(prefix="megarl-", ignore_cleanup_errors=True) as top:
-            own = Path(top, "agent")
-            await asyncio.to_thread(lay_out, own, data, self.settings(inner))
+        async with own_directory() as top:
+            await asyncio.to_thread(lay_out, top / "agent", data, self.settings(inner))
             task = data["messages"][-1]["content"]
             env = own_environment() | self.variables(inner, api_key)
-            job = {"command": self.command(task), "env": env, "port": port}
-            async with relay(Path(top, "gateway"), host, port):
-                said = await isolated(Path(top), job, self.seconds)
+            job = {"command": self.command(task), "env": env}
+            said = await isolated(top, job, self.seconds, gateway=(host, port))
             if said[1:] and not said[1].startswith("ended with status 0"):
                 log.info("%s: %s", self.program, said[1])
-            return await share_of_passed(Path(top), data["tests"])
+            return await share_of_passed(top, data["tests"])
 
 
 class MiniSweAgent(CommandLineAgent):
@@ -211,7 +213,26 @@ def check_namespaces() -> None:
 
 def launcher(top: str) -> list[str]:
     """Returns the command that does a job in namespaces of its own, see `inside`."""
-    return [*UNSHARE, "--kill-child", sys.executable, "-I", "-B", __file__, top]
+    # not at the top: in the namespaces this file is a script without megarl
+    from megarl.rollout.tools.confine import network_filter, packed
+
+    rules = packed(network_filter(platform.machine())).hex()
+    return [*UNSHARE, "--kill-child", sys.executable, "-I", "-B", __file__, top, rules]
+
+
+@contextlib.asynccontextmanager
+async def own_directory() -> AsyncIterator[Path]:
+    """Creates a temporary directory, and removes it with all that an agent left in it: directories
+    of any depth, and those that their owner may not enter."""
+    top = tempfile.mkdtemp(prefix="megarl-")
+    try:
+        yield Path(top)
+    finally:
+        removing = [*AS_ROOT, "rm", "-rf", top]
+        run = partial(subprocess.run, removing, capture_output=True, text=True)
+        removed = await asyncio.shield(asyncio.to_thread(run))
+        if removed.returncode:
+            log.warning("%s: not removed: %s", top, removed.stderr[:1000])
 
 
 def own_environment() -> dict[str, str]:
@@ -243,7 +264,9 @@ async def share_of_passed(top: Path, tests: Mapping[str, str]) -> float:
     """Returns the share of the tests that pass, as the row has them, whatever became of those in
     the repository. One that a time-out or an end of the process cut off has not passed."""
     mark = secrets.token_hex(16)  # the code under test does not know it
-    job = {"tests": dict(tests), "mark": mark}
+    given = json.dumps({"texts": dict(tests), "mark": mark})
+    command = [sys.executable, "-I", "-B", __file__]
+    job = {"command": command, "env": own_environment(), "input": given}
     said = await isolated(top, job, SCORING)
     if f"{mark} begins" not in said:
         raise RuntimeError("the tests of the repository were not run")
@@ -259,47 +282,64 @@ def count_tests(text: str) -> int:
     )
 
 
-async def isolated(top: Path, job: Mapping[str, Any], seconds: float) -> list[str]:
-    """Does a job in namespaces of its own, see `inside`, and returns the lines that it said. After
-    `seconds`, or where this call is cancelled, all its processes are killed. Raises RuntimeError
-    where it did not begin."""
+async def isolated(
+    top: Path, job: dict[str, Any], seconds: float, gateway: tuple[str, int] | None = None
+) -> list[str]:
+    """Does a job in namespaces of its own, see `inside`, and returns the lines that it printed.
+    gateway: the host and port that the job reaches, at the same port of its loopback. After
+    `seconds`, or if this call is cancelled, all its processes are killed. Raises RuntimeError if
+    the job did not start."""
     pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(
-        *launcher(str(top)),
-        stdin=pipe,
-        stdout=pipe,
-        stderr=pipe,
-        env=own_environment(),
-        start_new_session=True,
-    )
-    assert process.stdin and process.stdout and process.stderr
-    said = asyncio.gather(process.stdout.read(), process.stderr.read())
-    try:
-        process.stdin.write(json.dumps(job).encode() + b"\n")
-        with contextlib.suppress(TimeoutError, ConnectionError):
-            async with asyncio.timeout(seconds):
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs:
+            if gateway is not None:
+                job = job | {"port": gateway[1], "door": theirs.fileno()}
+            process = await asyncio.create_subprocess_exec(
+                *launcher(str(top)),
+                stdin=pipe,
+                stdout=pipe,
+                stderr=pipe,
+                env=own_environment(),
+                start_new_session=True,
+                pass_fds=[theirs.fileno()],
+            )
+        assert process.stdin and process.stdout and process.stderr
+        said = asyncio.gather(process.stdout.read(), process.stderr.read())
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                process.stdin.write(json.dumps(job).encode() + b"\n")
+                with contextlib.suppress(TimeoutError, ConnectionError):
+                    async with asyncio.timeout(seconds):
+                        if gateway is not None:
+                            await stack.enter_async_context(relay(ours, *gateway))
+                        await process.wait()
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()  # and the kernel what is below: --kill-child, --pid
+                out, err = await asyncio.shield(said)
                 await process.wait()
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()  # and the kernel what is below: --kill-child, --pid
-        out, err = await asyncio.shield(said)
-        await process.wait()
     lines = out.decode(errors="replace").splitlines()
     if not lines:
         raise RuntimeError(f"no namespaces, so no run: {err.decode(errors='replace').strip()}")
-    if lines[-1].startswith("not started"):
-        raise RuntimeError(lines[-1])
+    if lines[1:] and lines[1].startswith("not started"):
+        raise RuntimeError(lines[1])
     return lines
 
 
 @contextlib.asynccontextmanager
-async def relay(path: Path, host: str, port: int) -> AsyncIterator[None]:
-    """Carries connections from a unix socket to an address while the context lasts."""
+async def relay(door: socket.socket, host: str, port: int) -> AsyncIterator[None]:
+    """Takes a listening socket of the namespaces from `door`, and carries its connections to an
+    address while the context lasts. Raises ConnectionError if the job ends before it listens."""
 
     async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await carried(reader, writer, asyncio.open_connection(host, port))
 
-    async with await asyncio.start_unix_server(carry, path):
+    kept = socket.MSG_CMSG_CLOEXEC
+    _, listeners, *_ = await asyncio.to_thread(socket.recv_fds, door, 16, 1, kept)
+    if not listeners:
+        raise ConnectionError("the job ended before it listened")
+    async with await asyncio.start_server(carry, sock=socket.socket(fileno=listeners[0])):
         yield
 
 
@@ -325,52 +365,56 @@ async def carried(
 
 # in the namespaces, where this file is a script
 
+LIBC = ctypes.CDLL(None, use_errno=True)
 
-def inside(top: str) -> None:
+
+def inside(top: str, rules: str) -> None:
     """Takes a job from the first line of stdin and does it as the first process of its namespace:
-    the tests of a repository, or a command that reaches the gateway. It ends with stdin. Without a
-    job it only says that it is isolated."""
+    a command, which may reach the gateway. It ends with stdin. Without a job it only prints that it
+    is isolated. rules: the seccomp filter, in hexadecimal."""
     line = sys.stdin.readline()
-    job = json.loads(line) if line else {"command": [sys.executable]}
-    out = os.open(top, os.O_PATH)  # what is outside is seen through it
-    confine(
-        Path(top, "agent"), [sys.executable, sys.base_prefix, __file__, *job.get("command", [])[:1]]
+    job = json.loads(line) if line else {"command": []}
+    confine_files(
+        Path(top, "agent"), [sys.executable, sys.base_prefix, __file__, *job["command"][:1]]
     )
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        fcntl.ioctl(s, 0x8914, struct.pack("16sh22x", b"lo", 1))  # the loopback is up
+    if "door" in job:
+        with (
+            socket.socket(fileno=job["door"]) as door,
+            socket.create_server(("127.0.0.1", job["port"])) as listener,
+        ):
+            socket.send_fds(door, [b"listener"], [listener.fileno()])
+    give_up_rights(bytes.fromhex(rules))
     print("isolated", flush=True)
     if line:
         end = os.dup(0)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         threading.Thread(target=lambda: (os.read(end, 1), os._exit(1)), daemon=True).start()
         os.chdir(HERE / "repository")
-        if "tests" in job:
-            run_tests(job["tests"], job["mark"])
-        else:
-            print(asyncio.run(run_command(job, f"/proc/self/fd/{out}/gateway")), flush=True)
+        print(run_command(job), flush=True)
     os._exit(0)
 
 
-async def run_command(job: Mapping[str, Any], gateway: str) -> str:
-    """Returns how a command ended, with the last of what it wrote."""
-
-    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await carried(reader, writer, asyncio.open_unix_connection(gateway))
-
+def run_command(job: Mapping[str, Any]) -> str:
+    """Runs a command and returns how it ended. A command without input is an agent: the end of its
+    output is part of the result."""
+    given = job.get("input")
     with open(HERE / "output", "w+b") as output:
-        async with await asyncio.start_server(carry, "127.0.0.1", job["port"]):
-            try:
-                agent = await asyncio.create_subprocess_exec(
-                    *job["command"], env=job["env"], stdout=output, stderr=output
-                )
-            except OSError as e:
-                return f"not started: {e}; /tmp and {HERE} are the agent's own"
-            status = await agent.wait()
-            output.seek(max(0, output.seek(0, os.SEEK_END) - 2000))
-            return f"ended with status {status}: {output.read().decode(errors='replace')!r}"
+        to = output if given is None else None
+        try:
+            done = subprocess.run(
+                job["command"], env=job["env"], input=given, text=True, stdout=to, stderr=to
+            )
+        except OSError as e:
+            return f"not started: {e}; /tmp and {HERE} are the agent's own"
+        output.seek(max(0, output.seek(0, os.SEEK_END) - 2000))
+        return f"ended with status {done.returncode}: {output.read().decode(errors='replace')!r}"
 
 
 def run_tests(texts: Mapping[str, str], mark: str) -> None:
-    """Runs the tests, which say `mark` and their names as they pass. What the code under test
-    prints goes nowhere."""
+    """Runs the tests, which print `mark` and their names as they pass, and ends this process. What
+    the code under test prints goes nowhere."""
     said = os.fdopen(os.dup(1), "w", buffering=1)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
@@ -386,39 +430,73 @@ def run_tests(texts: Mapping[str, str], mark: str) -> None:
     print(mark, "begins", file=said)
     found = unittest.defaultTestLoader.discover(str(tests), top_level_dir=str(tests))
     found.run(Result())
+    os._exit(0)  # whatever threads the code under test has left
 
 
-def confine(own: Path, needed: list[str]) -> None:
-    """Has this process find `own` at HERE, and write nowhere else but to empty directories of its
-    own at /run, /dev/shm, and at /tmp, unless what is needed stands there; begins its loopback;
-    gives up the rights by which it could undo that. Raises OSError where the kernel refuses."""
-    libc = ctypes.CDLL(None, use_errno=True)
+def call(what: str, *arguments: Any) -> None:
+    """Calls a function of the C library. Raises OSError if it fails."""
+    if getattr(LIBC, what)(*arguments):
+        error = ctypes.get_errno()
+        raise OSError(error, f"{what}{arguments}: {os.strerror(error)}")
 
-    def call(what: str, *arguments: Any) -> None:
-        if getattr(libc, what)(*arguments):
-            error = ctypes.get_errno()
-            raise OSError(error, f"{what}{arguments}: {os.strerror(error)}")
+
+def confine_files(own: Path, needed: list[str]) -> None:
+    """Hides and protects the machine's files from this process and all that it starts.
+
+    They find `own` at HERE. They write only there and to empty directories of their own at /run,
+    /dev/shm, and at /tmp, unless a path of `needed` is in it. They have no device but DEVICES and
+    terminals of their own. Raises OSError if the kernel refuses."""
+
+    def mount(source: str, target: Path, kind: str, flags: int, options: str = "") -> None:
+        texts = [os.fsencode(text) for text in (source, target, kind)]
+        call("mount", *texts, flags, options.encode())
 
     def set_attributes(path: Path, added: int, taken: int) -> None:
         attributes = struct.pack("4Q", added, taken, 0, 0)
         call("syscall", 442, -100, os.fsencode(path), 0x8000, attributes, len(attributes))
 
-    bind, read_only = 4096, 1
-    call("mount", os.fsencode(own), os.fsencode(HERE), None, bind, None)
-    places = [Path("/run"), Path("/dev/shm")]  # the sockets of the machine's services are in /run
+    read_only, no_setuid, no_devices, no_programs, bind = 1, 2, 4, 8, 4096
+    dev, places = Path("/dev"), [Path("/run")]  # sockets of the machine's services are in /run
+    opened = {n: os.open(dev / n, os.O_PATH) for n in DEVICES if (dev / n).exists()}
     paths = [form for path in map(Path, needed) for form in (path, path.resolve())]
     if not any(path.is_relative_to("/tmp") for path in paths):
         places.append(Path("/tmp"))
-    set_attributes(Path("/"), read_only, 0)
+    mount(str(own), HERE, "", bind)
+    set_attributes(Path("/"), read_only | no_devices, 0)
     set_attributes(HERE, 0, read_only)
-    for place in places:
-        call("mount", b"tmpfs", os.fsencode(place), b"tmpfs", 6, None)  # no devices, no setuid
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-        fcntl.ioctl(s, 0x8914, struct.pack("16sh22x", b"lo", 1))  # up
+    mount("tmpfs", dev, "tmpfs", no_setuid | no_programs, "mode=755")
+    for name, fd in opened.items():
+        (dev / name).touch()
+        mount(f"/proc/self/fd/{fd}", dev / name, "", bind)
+        set_attributes(dev / name, 0, no_devices)
+    links = {"fd": "fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2"}
+    for name, target in links.items():
+        (dev / name).symlink_to(f"/proc/self/{target}")
+    (dev / "ptmx").symlink_to("pts/ptmx")
+    for name in ("shm", "pts"):
+        (dev / name).mkdir()
+    set_attributes(dev, read_only, 0)
+    for place in (*places, dev / "shm"):
+        mount("tmpfs", place, "tmpfs", no_setuid | no_devices)
+    mount("devpts", dev / "pts", "devpts", no_setuid | no_programs, "ptmxmode=666")
+
+
+def give_up_rights(rules: bytes) -> None:
+    """Makes it final what this process and all that it starts may do: they have no capability, and
+    get none by executing a program. rules: the seccomp filter. Raises OSError if the kernel
+    refuses."""
     for capability in range(64):
-        libc.prctl(24, capability, 0, 0, 0)  # no program has it again
-    call("prctl", 38, 1, 0, 0, 0)  # nor any that its file would give
+        LIBC.prctl(24, capability, 0, 0, 0)  # out of the bounding set
+    call("capset", struct.pack("Ii", 0x20080522, 0), bytes(24))
+    call("prctl", 38, 1, 0, 0, 0)  # no new privileges, from no file
+    call("prctl", 4, 0, 0, 0, 0)  # nobody traces this process
+    code = ctypes.create_string_buffer(rules, len(rules))
+    filters = struct.pack("=H6xQ", len(rules) // 8, ctypes.addressof(code))
+    call("prctl", 22, 2, ctypes.c_char_p(filters), 0, 0)
 
 
 if __name__ == "__main__":
-    inside(sys.argv[1])
+    if sys.argv[1:]:
+        inside(*sys.argv[1:])
+    else:
+        run_tests(**json.load(sys.stdin))

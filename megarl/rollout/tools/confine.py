@@ -78,8 +78,17 @@ _CLONE_THREAD, _CLONE_NEW = 0x10000, 0x7E020000
 _IOCTLS = (0x5401, 0x5421, 0x541B, 0x5450, 0x5451)  # is it a terminal, blocking, closed on exec
 _FCNTLS = (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032)  # none that has signals sent
 
+# numbers of socket, of socketpair, and of what a program in namespaces is refused: io_uring, which
+# makes sockets that no filter sees, and the three calls of the user's keyring
+_NETWORK = {
+    "x86_64": (41, 53, (425, 248, 249, 250)),
+    "aarch64": (198, 199, (425, 217, 218, 219)),
+}
+_FAMILIES = (2, 10, 16)  # IPv4, IPv6, netlink
+_X32 = 0x40000000  # from here on the system calls of another ABI
+
 # classic BPF: opcodes, and where seccomp_data holds its fields
-_LOAD, _AND, _JUMP_EQUAL, _RETURN = 0x20, 0x54, 0x15, 0x06
+_LOAD, _AND, _JUMP_EQUAL, _JUMP_AT_LEAST, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
 _NR, _ARCH, _ARGS = 0, 4, 16
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 Instruction = tuple[int, int, int, int]
@@ -176,7 +185,7 @@ def filter_calls() -> None:
     machine = platform.machine()
     if machine not in _ALLOWED:
         raise RuntimeError(f"no system calls are known of {machine}: use x86_64 or aarch64")
-    program = b"".join(struct.pack("=HBBI", *i) for i in filter_program(machine, os.getpid()))
+    program = packed(filter_program(machine, os.getpid()))
     code = ctypes.create_string_buffer(program, len(program))
     # struct sock_fprog: the number of instructions, padding, and where they are
     head = struct.pack("=H6xQ", len(program) // 8, ctypes.addressof(code))
@@ -188,14 +197,9 @@ def filter_program(machine: str, pid: int) -> list[Instruction]:
     """Returns the seccomp filter of process `pid` on a machine: other machines' calls end it, calls
     not named fail as not permitted. The arguments are compared by their lower 32 bits, as the
     kernel reads them, but for a pointer."""
-    audit, allowed = _ALLOWED[machine]
+    _, allowed = _ALLOWED[machine]
     n = dict(zip(_CALLS, _NUMBERS[machine], strict=True))
-    code: list[Instruction] = [
-        (_LOAD, 0, 0, _ARCH),
-        (_JUMP_EQUAL, 1, 0, audit),
-        (_RETURN, 0, 0, _KILL),
-        (_LOAD, 0, 0, _NR),
-    ]
+    code = _calls_of(machine)
     # glibc falls back to clone where there is no clone3, whose flags no filter can see
     code += [(_JUMP_EQUAL, 0, 1, n["clone3"]), (_RETURN, 0, 0, _ERRNO | _ENOSYS)]
     special = {*n.values(), *(nr for nr, _ in _OPENS[machine])}
@@ -217,6 +221,38 @@ def filter_program(machine: str, pid: int) -> list[Instruction]:
     stream = [_load(0), *_equal(1), _load(1), (_AND, 0, 0, 0xF), *_equal(1)]
     code += _where(n["socketpair"], stream)
     return [*code, (_RETURN, 0, 0, _ERRNO | 1)]
+
+
+def network_filter(machine: str) -> list[Instruction]:
+    """Returns the seccomp filter of a program that has network and IPC namespaces of its own.
+
+    Namespaces do not cover Unix sockets with a path, VSOCK sockets and keyrings. The filter refuses
+    every socket except IPv4, IPv6 and netlink, and every pair of sockets that can connect to
+    another socket. Raises RuntimeError if the numbers of the machine's system calls are unknown.
+    """
+    if machine not in _NETWORK:
+        raise RuntimeError(f"machine={machine}: unknown system calls; use x86_64 or aarch64")
+    socket, socketpair, refused = _NETWORK[machine]
+    code = _calls_of(machine)
+    code += [(_JUMP_AT_LEAST, 0, 1, _X32), (_RETURN, 0, 0, _ERRNO | _ENOSYS)]
+    code += _where(socket, [_load(0), *_equal(*_FAMILIES)])
+    # streams and sequenced packets stay connected to each other, datagrams do not
+    code += _where(socketpair, [_load(0), *_equal(1), _load(1), (_AND, 0, 0, 0xF), *_equal(1, 5)])
+    for nr in refused:
+        code += [(_JUMP_EQUAL, 0, 1, nr), (_RETURN, 0, 0, _ERRNO | 1)]
+    return [*code, (_RETURN, 0, 0, _ALLOW)]
+
+
+def packed(program: list[Instruction]) -> bytes:
+    """Returns a filter as the kernel reads it, 8 bytes for each instruction."""
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
+
+
+def _calls_of(machine: str) -> list[Instruction]:
+    """Returns code that kills a process with another machine's call, and loads the number."""
+    audit, _ = _ALLOWED[machine]
+    same = [(_LOAD, 0, 0, _ARCH), (_JUMP_EQUAL, 1, 0, audit), (_RETURN, 0, 0, _KILL)]
+    return [*same, (_LOAD, 0, 0, _NR)]
 
 
 def _where(nr: int, conditions: list[Instruction]) -> list[Instruction]:
