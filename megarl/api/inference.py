@@ -101,7 +101,7 @@ class InferenceEngine(ABC):
         template_kwargs: Mapping[str, Any] | None = None,
         index: int = 0,
         seed_key: Sequence[Any] = (),
-        rewarded: bool = False,
+        rewarded: bool = True,
     ) -> AbstractAsyncContextManager[Any]:
         """Opens a session of the gateway, through which an agent reaches the policy by HTTP:
 
@@ -111,8 +111,9 @@ class InferenceEngine(ABC):
         Afterwards s.trajectory holds what the policy read and wrote. See rollout.gateway.session.
 
         template_kwargs: of the chat template. index: the rollout's place among those of its row.
-        seed_key: tells its seeds from those of other sessions. rewarded: a reward function judges
-        the rollout, so that the agent may not send rewards (rollout.gateway.rewards). Raises
+        seed_key: tells its seeds from those of other sessions. rewarded: whether the workflow
+        computes the reward. If so, nobody can send one with the session's key, unless
+        rollout.gateway.rewards is "always". Raises
         NotImplementedError for a backend without a gateway.
         """
         raise NotImplementedError(f"{type(self).__name__} has no gateway for agents")

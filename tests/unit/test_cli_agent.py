@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from examples.cli_agent import CommandLineAgent, share_of_passed
@@ -157,6 +158,45 @@ def test_what_an_agent_may_not_do(tokenizer: Any, monkeypatch: pytest.MonkeyPatc
     assert batch["rewards"].tolist() == [pytest.approx(share(row))]  # its own tests count nothing
 
 
+class Paid:
+    """An agent that sends a reward of its answer and of the whole, and returns `earned`."""
+
+    def __init__(self, earned: float | None = 0.25) -> None:
+        self.earned = earned
+
+    async def run(self, data: dict[str, Any], url: str, key: str) -> float | None:
+        headers = {"Authorization": f"Bearer {key}"}
+        async with httpx.AsyncClient(base_url=url, headers=headers) as client:
+            asked = await client.post("/chat/completions", json={"messages": data["messages"]})
+            for body in ({"reward": 1000.0, "id": asked.json()["id"]}, {"reward": 7.0}):
+                seen.append((await client.post("/reward", json=body)).status_code)
+        return self.earned
+
+
+seen: list[int] = []
+
+
+@pytest.mark.parametrize(
+    ("agent", "status", "earned"),
+    [
+        (Paid, 403, 0.25),
+        (Paid().run, 200, 0.25),  # what it returns is all that counts
+        (Paid(None).run, 200, 1007.0),
+    ],
+)
+def test_a_key_pays_nothing_where_the_agent_scores(
+    tokenizer: Any, agent: Any, status: int, earned: float
+) -> None:
+    async def inner() -> Any:
+        flow = AgentWorkflow(no_reward, GenerationHyperparameters(), tokenizer, agent=agent)
+        async with ScriptedPolicy(tokenizer, lambda _: "done") as policy:
+            return await flow.arun_episode(policy, dict(ROWS[0]))  # type: ignore[arg-type]
+
+    seen.clear()
+    assert asyncio.run(inner())["rewards"].tolist() == [earned]
+    assert seen == [status, status]
+
+
 @pytest.mark.parametrize(
     "text",
     ["import os\nos._exit(0)\n", "import sys\nsys.exit(0)\n", "print('0 passed x' * 9)\n", "1 +\n"],
@@ -184,8 +224,8 @@ def test_a_time_out_ends_all_that_an_agent_started(tokenizer: Any) -> None:
     began = time.monotonic()
     hangs = "setsid sleep 98765 & trap '' TERM; nohup sleep 98765"
     commands = [write(ROWS[0]["solution"]), hangs]
-    batch, policy = run(tokenizer, commands, seconds=1.5)
-    assert time.monotonic() - began < 15
+    batch, policy = run(tokenizer, commands, seconds=6.0)  # time for two answers on busy cores
+    assert time.monotonic() - began < 30
     assert len(policy.wrote) == 2 and not alive("98765")
     assert batch["rewards"].tolist() == [1.0]  # what it had done counts
 

@@ -125,7 +125,7 @@ async def opened(
 
     await gateway.start(context)
     try:
-        with gateway.session(GCONFIG, tokenizer, index=2) as session:
+        with gateway.session(GCONFIG, tokenizer, index=2, rewarded=False) as session:
             yield session, engine, gateway
     finally:
         await gateway.close()
@@ -700,6 +700,31 @@ def test_rewards_of_the_outcome_and_of_one_answer(tokenizer: Any) -> None:
     run(tokenizer, test)
 
 
+def test_rewards_of_all_answers_have_one_bound(tokenizer: Any) -> None:
+    async def test(session: Session, engine: StubEngine) -> None:
+        first = (await post(session, "/chat/completions", ask("go"))).json()["id"]
+        second = (await post(session, "/chat/completions", ask("stop"))).json()["id"]
+        sent = [
+            (first, 6e5, 200),
+            (second, 6e5, 400),
+            (second, -6e5, 400),  # a discount would make it count less
+            (None, 5e5, 400),
+            (second, 3e5, 200),
+            (first, -6e5, 200),  # in place of the one before
+            (None, 1e5, 200),
+            (first, 10**400, 400),
+        ]
+        for answer, reward, status in sent:
+            body = {"reward": reward} | ({} if answer is None else {"id": answer})
+            got = await post(session, "/reward", body)
+            assert got.status_code == status, body
+            assert status == 200 or "reward" in got.text
+        session.trajectory.score(session.reward or 0.0)
+        assert session.trajectory.reward == 1e5 - 6e5 + 3e5
+
+    run(tokenizer, test)
+
+
 def test_an_answer_ends_where_the_context_does(tokenizer: Any) -> None:
     async def test(session: Session, engine: StubEngine) -> None:
         assert (await post(session, "/chat/completions", ask("go"))).status_code == 200
@@ -884,14 +909,16 @@ def test_long_texts_are_rendered_beside_the_loop_and_each_for_itself(tokenizer: 
     [
         ("auto", False, 200),
         ("auto", True, 403),
+        ("auto", None, 403),  # a workflow of one's own, which scores
         ("always", True, 200),
         ("never", False, 403),
     ],
 )
-def test_who_may_send_rewards(tokenizer: Any, rewards: str, rewarded: bool, status: int) -> None:
+def test_who_may_send_rewards(tokenizer: Any, rewards: str, rewarded: Any, status: int) -> None:
     async def inner() -> None:
         async with opened(tokenizer, rewards=rewards) as (_, _, gateway):
-            with gateway.session(GCONFIG, tokenizer, rewarded=rewarded) as session:
+            named = {} if rewarded is None else {"rewarded": rewarded}
+            with gateway.session(GCONFIG, tokenizer, **named) as session:
                 first = (await post(session, "/chat/completions", ask("go"))).json()["id"]
                 for body in ({"reward": 1.0}, {"reward": 0.5, "id": first}):
                     assert (await post(session, "/reward", body)).status_code == status

@@ -142,7 +142,7 @@ class Gateway:
         template_kwargs: Mapping[str, Any] | None = None,
         index: int = 0,
         seed_key: Sequence[Any] = (),
-        rewarded: bool = False,
+        rewarded: bool = True,
     ) -> Iterator[Session]:
         """Opens a session with these sampling parameters for as long as the context lasts. See
         InferenceEngine.session."""

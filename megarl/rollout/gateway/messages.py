@@ -309,8 +309,8 @@ class GatewayConfig:
     advertise: host name in the URLs that agents get; empty is `host`, or this machine's name where
         the gateway listens on every address.
     reuse: a chat that goes on after an answer of the policy keeps the policy's own tokens.
-    rewards: whether agents may send rewards to the gateway; auto: where their workflow has no
-        reward function.
+    rewards: whether rewards can be sent with a session's key: always, never, or auto, which means
+        only if neither a reward function nor the workflow nor the agent's class scores.
     call_format: how the policy writes calls of tools: a name of tools.calls, or the path of a
         function (docs/agents.md).
     """

@@ -278,25 +278,32 @@ class Session:
             raise ended()
 
     def set_reward(self, reward: float, answer_id: str | None = None) -> None:
-        """Sets the outcome, or the reward of one answer. Raises BadRequest where rewards are not
-        taken, for one beyond MOST_REWARD, and for an id that is no answer's."""
+        """Sets the outcome, or the reward of one answer.
+
+        Raises BadRequest if the session takes no rewards, if the id is no answer's, and if the
+        reward is not finite or makes the sum of the absolute rewards larger than MOST_REWARD."""
         self._check_open()
         if not self._rewards:
             raise BadRequest(
-                "the reward is its function's: rollout.gateway.rewards=always has the gateway take "
-                "others",
+                "reward: this session takes none, because the workflow computes it; set "
+                "rollout.gateway.rewards=always to send rewards",
                 status=403,
                 code="rewards_off",
             )
-        if not abs(reward) <= MOST_REWARD:
-            raise BadRequest(f"reward: send a number from -{MOST_REWARD:g} to {MOST_REWARD:g}")
-        reward = float(reward)
-        if answer_id is None:
-            self.reward = reward
-        elif (turn := self._turns.get(answer_id)) is not None:
-            turn.reward = reward
-        else:
+        turn = None if answer_id is None else self._turns.get(answer_id)
+        if answer_id is not None and turn is None:
             raise BadRequest(f"no answer of this session has the id {answer_id!r}", status=404)
+        others = 0.0 if turn is None else abs(self.reward or 0.0)
+        others += sum(abs(t.reward) for t in self._turns.values() if t is not turn)
+        if not abs(reward) <= MOST_REWARD - others:
+            raise BadRequest(
+                f"reward={reward!r:.40}: the absolute rewards of a rollout add up to at most "
+                f"{MOST_REWARD:g}, of which {others:g} is taken; send a smaller finite number"
+            )
+        if turn is None:
+            self.reward = float(reward)
+        else:
+            turn.reward = float(reward)
 
     # -- the chat that a request goes on with
 

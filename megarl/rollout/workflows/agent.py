@@ -31,10 +31,14 @@ class AgentWorkflow(ChatWorkflow):
     runs in a thread of its own. data: a copy of the row. base_url, api_key: for an OpenAI client;
     the Anthropic client gets the same. agent_options: what a class is made with.
 
-    A rollout's reward is what the agent returns, else what it sent to POST .../reward, else that of
-    reward_fn for the policy's last answer. An agent that raises an error, ends its thread, returns
-    anything else, or never asks the policy, is a rollout that failed: it is counted and not trained
-    on.
+    A rollout's reward is the number that the agent returns; then nothing that was sent to
+    POST .../reward counts. If the agent returns None, the reward is what was sent, otherwise that
+    of reward_fn for the policy's last answer. A class computes the reward itself: its sessions
+    refuse to be sent rewards, as do those of a workflow with a reward_fn, unless
+    rollout.gateway.rewards is "always".
+
+    An agent that raises an error, ends its thread, returns anything else, or never asks the policy,
+    is a rollout that failed: it is counted and not trained on.
     """
 
     def __init__(
@@ -55,6 +59,7 @@ class AgentWorkflow(ChatWorkflow):
         options = agent_options or {}
         if options and not isinstance(named, type):
             raise ValueError(f"agent_options={options}: a function takes none; name a class")
+        self._scores = isinstance(named, type)
         if isinstance(named, type):
             if problems := "; ".join(option_problems(named, options, key="agent_options")):
                 raise ValueError(problems)
@@ -77,7 +82,7 @@ class AgentWorkflow(ChatWorkflow):
             template_kwargs=self.chat_template_kwargs,
             index=index,
             seed_key=key,
-            rewarded=self.reward_fn is not no_reward,
+            rewarded=self._scores or self.reward_fn is not no_reward,
         ) as session:
             try:
                 returned = _reward(await self._run(data, session))
@@ -104,7 +109,11 @@ class AgentWorkflow(ChatWorkflow):
             log.warning("the agent of row %s never asked the policy", data.get("row_id", "?"))
             rollout.fail("environment")
             return rollout
-        reward = session.reward if returned is None else returned
+        reward = session.reward
+        if returned is not None:
+            reward = returned
+            for turn in rollout.turns:  # whatever the session's key has sent
+                turn.reward = 0.0
         if reward is None:
             reward = (await self.score([rollout], data))[0]
             if rollout.failure is not None:
