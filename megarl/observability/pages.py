@@ -15,6 +15,8 @@ class PageServer(ThreadingHTTPServer):
 
     answer: returns the status and the text for a path and the caller's headers."""
 
+    request_queue_size = 128  # connections that wait, as in a burst of silent callers
+
     def __init__(self, port: int, media_type: str, answer: Answer) -> None:
         super().__init__(("127.0.0.1", port), _Handler)
         self.media_type, self.answer = media_type, answer

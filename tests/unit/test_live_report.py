@@ -17,12 +17,20 @@ from pathlib import Path
 import pytest
 
 from megarl.cli import main
+from megarl.observability.pages import PageServer
 from megarl.observability.run_log import append_line
 
 
 def get(url: str) -> str:
     with urllib.request.urlopen(url, timeout=30) as answer:
         return str(answer.read().decode())
+
+
+def test_a_burst_of_silent_callers_is_connected_immediately() -> None:
+    with PageServer(0, "text/plain", lambda path, headers: (200, "")) as server:
+        callers = [socket.create_connection(server.server_address, 0.5) for _ in range(100)]
+        for caller in callers:
+            caller.close()
 
 
 def presence(run: Path, state: str) -> None:
