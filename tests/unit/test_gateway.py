@@ -725,6 +725,26 @@ def test_rewards_of_all_answers_have_one_bound(tokenizer: Any) -> None:
     run(tokenizer, test)
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/chat/completions", {"messages": [{"role": "user"}, *[7] * 2000]}),
+        ("/messages", {"messages": [{"role": "user", "content": "a"}, *[7] * 2000]}),
+        ("/messages/count_tokens", {"messages": [7] * 2000}),
+        ("/responses", {"input": [{"type": "message"}, *[7] * 2000]}),
+    ],
+)
+def test_more_messages_than_a_context_has_tokens_are_not_read(
+    tokenizer: Any, path: str, body: Any
+) -> None:
+    async def test(session: Session, engine: StubEngine) -> None:
+        answer = await post(session, path, body)  # 7 is no message, which reading would find
+        assert answer.status_code == 400 and "prompt is too long: 200" in answer.text
+        assert engine.asked == []
+
+    run(tokenizer, test, context_length=1000)
+
+
 def test_an_answer_ends_where_the_context_does(tokenizer: Any) -> None:
     async def test(session: Session, engine: StubEngine) -> None:
         assert (await post(session, "/chat/completions", ask("go"))).status_code == 200

@@ -33,6 +33,7 @@ from megarl.rollout.gateway.messages import (
     Renderer,
     TokenRequest,
     call_parser,
+    too_long,
 )
 from megarl.rollout.gateway.session import MODEL, Answer, Session, ended
 
@@ -206,7 +207,7 @@ class Gateway:
     async def _chat(self, request: Request, *, dialect: Dialect) -> Response:
         session = self._session_of(request)
         body = await _read(request)
-        chat = _chat_of(request, body, dialect)
+        chat = self._chat_of(request, body, dialect)
         model = str(body.get("model") or MODEL)
         # the clients of both vendors count their tries
         again = request.headers.get("x-stainless-retry-count", "0").lstrip("0").isdecimal()
@@ -219,9 +220,22 @@ class Gateway:
         await _wait(request, work)
         return _answer(dialect.write(body, work.result(), model))
 
+    def _chat_of(self, request: Request, body: Mapping[str, Any], dialect: Dialect) -> ChatRequest:
+        """Returns the chat of a body. Raises BadRequest if it has another form, or more messages
+        than a context has tokens."""
+        context, listed = self._context_length, body.get("messages", body.get("input"))
+        if context is not None and isinstance(listed, list) and len(listed) > context:
+            raise too_long(f"{len(listed)} messages", context)
+        try:
+            return dialect.read(body, key=request.headers.get("idempotency-key", ""))
+        except BadRequest:
+            raise
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as e:
+            raise BadRequest(f"the body has another form than it should: {e}") from e
+
     async def _count(self, request: Request) -> Response:
         session = self._session_of(request)
-        chat = _chat_of(request, await _read(request), anthropic)
+        chat = self._chat_of(request, await _read(request), anthropic)
         return _answer({"input_tokens": await session.count(chat)})
 
     async def _models(self, request: Request) -> Response:
@@ -257,15 +271,6 @@ class Gateway:
 async def _alive(request: Request) -> Response:
     """Answers a client that looks whether somebody listens at its URL."""
     return Response()
-
-
-def _chat_of(request: Request, body: Mapping[str, Any], dialect: Dialect) -> ChatRequest:
-    try:
-        return dialect.read(body, key=request.headers.get("idempotency-key", ""))
-    except BadRequest:
-        raise
-    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as e:
-        raise BadRequest(f"the body has another form than it should: {e}") from e
 
 
 def _listener(host: str, port: int) -> socket.socket:
