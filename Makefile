@@ -5,9 +5,14 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 TORCH := torch==2.13.0
-# asked only if it answers; otherwise pip's own configuration decides
+# an index of CPU builds of torch, used only if it answers
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# uv with pip's configured indexes
+UV := $(PYTHON) tools/uv.py
+INSTALL = TORCH_INDEX=$(TORCH_INDEX) $(UV) pip install
+# what a run needs, and what tests and documentation need
 STAMP := $(VENV)/.installed
+DEV_STAMP := $(VENV)/.installed-dev
 # the real SGLang server lives in a venv of its own: it pins other versions than the trainer
 SGLANG_VENV ?= .venv-sglang
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
@@ -54,27 +59,23 @@ CODE := megarl examples benchmarks tests docs/hooks.py setup.py $(wildcard tools
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:[^#]*## */\t/' | expand -t 20
 
-install: $(STAMP)  ## create .venv with the pinned CPU versions
+install: $(DEV_STAMP)  ## create .venv with the pinned CPU versions, and what tests need
 
 $(STAMP): setup.py pyproject.toml constraints/cpu.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@index=; \
-	if $(BIN)/python -c "from urllib.request import urlopen as u; u('$(TORCH_INDEX)/', timeout=10)" \
-		2>/dev/null; then index="--extra-index-url $(TORCH_INDEX)"; fi; \
-	echo "pip install $$index $(TORCH)"; $(BIN)/python -m pip install $$index "$(TORCH)"
-	$(BIN)/python -m pip install -c constraints/cpu.txt -e ".[dev]"
+	test -x $(BIN)/python || $(UV) venv --seed $(VENV)
+	$(INSTALL) --python $(VENV) -c constraints/cpu.txt -e .
+	@touch $@
+
+$(DEV_STAMP): $(STAMP)
+	$(INSTALL) --python $(VENV) -c constraints/cpu.txt -e ".[dev]"
 	@touch $@
 
 install-sglang: $(SGLANG_STAMP)  ## create .venv-sglang: the real SGLang server on CPU (3 GB)
 
 $(SGLANG_STAMP): constraints/sglang-cpu.txt $(shell find tests/sglang/stubs -name '*.py')
-	test -x $(SGLANG_VENV)/bin/python || $(PYTHON) -m venv $(SGLANG_VENV)
-	@index=; \
-	if $(SGLANG_VENV)/bin/python -c "from urllib.request import urlopen as u; \
-		u('$(TORCH_INDEX)/', timeout=10)" 2>/dev/null; \
-	then index="--extra-index-url $(TORCH_INDEX)"; fi; \
-	echo "pip install $$index $(TORCH)"; $(SGLANG_VENV)/bin/python -m pip install $$index "$(TORCH)"
-	$(SGLANG_VENV)/bin/python -m pip install --no-deps -r constraints/sglang-cpu.txt
+	test -x $(SGLANG_VENV)/bin/python || $(UV) venv $(SGLANG_VENV)
+	$(INSTALL) --python $(SGLANG_VENV) -c constraints/cpu.txt "$(TORCH)"
+	$(INSTALL) --python $(SGLANG_VENV) --no-deps -r constraints/sglang-cpu.txt
 	cp -R tests/sglang/stubs/. \
 		"$$($(SGLANG_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 	@touch $@
@@ -82,20 +83,19 @@ $(SGLANG_STAMP): constraints/sglang-cpu.txt $(shell find tests/sglang/stubs -nam
 install-verifiers: $(VERIFIERS_STAMP)  ## create .venv-verifiers: the verifiers package (600 MB)
 
 $(VERIFIERS_STAMP): constraints/verifiers.txt
-	test -x $(VERIFIERS_VENV)/bin/python || $(PYTHON) -m venv $(VERIFIERS_VENV)
-	$(VERIFIERS_VENV)/bin/python -m pip install --no-deps -r constraints/verifiers.txt
+	test -x $(VERIFIERS_VENV)/bin/python || $(UV) venv $(VERIFIERS_VENV)
+	$(UV) pip install --python $(VERIFIERS_VENV) --no-deps -r constraints/verifiers.txt
 	@touch $@
 
-$(TE_HOME)/%/.installed: constraints/te-%.txt $(STAMP)
+$(TE_HOME)/%/.installed: constraints/te-%.txt $(DEV_STAMP)
 	rm -rf $(@D)
-	$(BIN)/python -m pip install --no-deps --only-binary :all: --target $(@D) -r $<
+	$(UV) pip install --python $(VENV) --no-deps --only-binary :all: --target $(@D) -r $<
 	@touch $@
 
-$(MCORE_STAMP): constraints/mcore-newest.txt $(STAMP)
+$(MCORE_STAMP): constraints/mcore-newest.txt $(DEV_STAMP)
 	rm -rf $(@D)
-	$(BIN)/python -m pip install --no-deps --only-binary :all: --target $(@D) -c $< triton
-	$(BIN)/python -m pip install --no-deps --only-binary :all: --target $(@D) -c $< \
-		--python-version 3.12 --ignore-requires-python megatron-core
+	$(UV) pip install --python $(VENV) --no-deps --only-binary :all: --target $(@D) \
+		--python-version 3.12 -r $<
 	@touch $@
 
 # what configuration, launchers, worker processes and commands import, and their tests
@@ -107,10 +107,10 @@ $(PY312_STAMP): constraints/cpu.txt
 		pytest pytest-timeout pytest-xdist
 	@touch $@
 
-quickstart: install  ## SFT, then GRPO on CPU: minutes, ends with an HTML report
+quickstart: $(STAMP)  ## SFT, then GRPO on CPU: minutes, ends with an HTML report
 	$(CPU) $(BIN)/python examples/quickstart.py
 
-quickstart-ppo: install  ## the same task by PPO with a critic
+quickstart-ppo: $(STAMP)  ## the same task by PPO with a critic
 	$(CPU) $(BIN)/python examples/quickstart.py --recipe ppo --root runs/quickstart_ppo
 
 demo-smollm2: install  ## GRPO on SmolLM2-135M-Instruct with reasoning-gym tasks, on CPU
@@ -141,7 +141,7 @@ worlds: install  ## tests over several gloo processes
 
 dist: install  ## build the wheel into dist/
 	rm -rf build dist
-	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .
+	$(UV) build --quiet --wheel --out-dir dist
 	rm -rf build
 
 e2e: install  ## recipes with real servers and launchers
@@ -258,8 +258,11 @@ first-day:  ## probes of one GPU, PROBES="adam head", by PYTHON's own torch (doc
 bench-gpu:  ## how much of a GPU train_batch uses: PYTHON's own torch, as for test-gpu
 	PYTHONPATH=. $(PYTHON) benchmarks/gpu_train.py
 
-constraints: install  ## pin what .venv has now as constraints/cpu.txt
-	$(BIN)/python -m pip freeze --exclude-editable | sed -E 's/\+cpu$$//' | LC_ALL=C sort -f > constraints/cpu.txt
+constraints:  ## pin what Python 3.11 to 3.13 install as constraints/cpu.txt (ARGS=--upgrade: newest)
+	UV_FIND_LINKS= $(UV) pip compile --quiet --universal --python-version 3.11.0 --no-header \
+		--no-annotate --no-emit-index-url --extra dev \
+		--upgrade-package "$(TORCH)" $(ARGS) \
+		pyproject.toml --output-file constraints/cpu.txt
 
 clean:  ## remove what the targets made, except runs/ and downloaded models
 	rm -rf $(VENV) $(SGLANG_VENV) $(VERIFIERS_VENV) $(TE_HOME) $(MCORE_HOME) $(WHEEL_VENV) $(PY312_VENV)

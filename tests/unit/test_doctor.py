@@ -165,7 +165,7 @@ def test_environment_of_a_host_with_gpus() -> None:
 def test_tested_versions_are_those_of_ci() -> None:
     pins: dict[str, set[str]] = {}
     for file in (ROOT / "constraints").glob("*.txt"):
-        for name, pin in re.findall(r"^([\w.-]+)==([\w.]+)$", file.read_text(), re.M):
+        for name, pin in re.findall(r"^([\w.-]+)==([\w.]+)(?: ;.*)?$", file.read_text(), re.M):
             pins.setdefault(name.lower().replace("_", "-"), set()).add(pin)
     pins["torch"].add(re.findall(r"torch==([\d.]+)", (ROOT / "Makefile").read_text())[0])
     for name, (low, high) in TESTED.items():
