@@ -27,13 +27,19 @@ MCORE_HOME ?= .venv-mcore
 MCORE_STAMP := $(MCORE_HOME)/.installed
 # the wheel in a venv of its own, beside the dependencies of .venv
 WHEEL_VENV ?= .venv-wheel
-# a Python 3.12, where there is one; its venv has no torch
-PYTHON312 ?= $(shell for python in python3.12 \
-	$${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.12*/bin/python3.12; do \
-	$$python -c 'import venv, ensurepip' 2>/dev/null && { echo $$python; break; }; done)
-PY312_VENV ?= .venv-py312
-PY312_STAMP := $(PY312_VENV)/.installed
-PY312_TESTS := test_config*.py test_launcher_*.py test_rpc.py test_help.py
+# Python 3.12 and 3.13, where they are
+find_python = $(shell for python in python$(1) \
+	$${PYENV_ROOT:-$$HOME/.pyenv}/versions/$(1).*/bin/python$(1); do \
+	$$python -c '' 2>/dev/null && { echo $$python; break; }; done)
+PYTHON312 ?= $(call find_python,3.12)
+PYTHON313 ?= $(call find_python,3.13)
+# fresh virtual environments, runs and a checkout with a space in its path
+STRANGER ?= .venv-stranger
+NO_TORCH := omegaconf pyyaml cloudpickle xxhash aiohttp packaging rich pydantic starlette uvicorn \
+	orjson numpy jinja2 huggingface_hub "ray[default]" psutil
+NO_TORCH_TESTS := test_config*.py test_launcher_*.py test_rpc.py test_help.py
+TORCH_TESTS := test_config*.py test_launcher_*.py test_recover.py test_load_bytes.py test_security.py
+RUN_TESTS := pytest pytest-timeout pytest-xdist
 # the word by which test-drawn draws
 DRAW ?= $(shell git rev-parse --short HEAD 2>/dev/null || date +%F)
 PROBES ?= env adam connections head
@@ -52,7 +58,8 @@ CODE := megarl examples benchmarks tests docs/hooks.py setup.py $(wildcard tools
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart quickstart-ppo demo-smollm2 lint format house docs unit dist e2e test \
 	test-all test-system test-drawn test-slurm slurm install-sglang install-verifiers test-sglang test-te \
-	test-mcore test-py312 test-wheel worlds test-gpu first-day test-realmodel constraints clean pair \
+	test-mcore test-stranger stranger-quickstart stranger-space stranger-312 stranger-313 \
+	install-stranger-312 find-312 find-313 test-wheel worlds test-gpu first-day test-realmodel constraints clean pair \
 	bench-train bench-layouts bench-sync bench-data-plane bench-gateway bench-server bench-grpo \
 	bench-convert bench-gpu bench-client bench-rollout-workers bench-controller bench-tries bench-slices
 
@@ -98,17 +105,8 @@ $(MCORE_STAMP): constraints/mcore-newest.txt $(DEV_STAMP)
 		--python-version 3.12 -r $<
 	@touch $@
 
-# what configuration, launchers, worker processes and commands import, and their tests
-$(PY312_STAMP): constraints/cpu.txt
-	rm -rf $(@D)
-	$(PYTHON312) -m venv $(@D)
-	$(@D)/bin/python -m pip install -c $< omegaconf pyyaml cloudpickle xxhash aiohttp packaging \
-		rich pydantic starlette uvicorn orjson numpy jinja2 huggingface_hub "ray[default]" psutil \
-		pytest pytest-timeout pytest-xdist
-	@touch $@
-
 quickstart: $(STAMP)  ## SFT, then GRPO on CPU: minutes, ends with an HTML report
-	$(CPU) $(BIN)/python examples/quickstart.py
+	$(CPU) $(BIN)/python examples/quickstart.py $(QUICKSTART)
 
 quickstart-ppo: $(STAMP)  ## the same task by PPO with a critic
 	$(CPU) $(BIN)/python examples/quickstart.py --recipe ppo --root runs/quickstart_ppo
@@ -151,8 +149,9 @@ e2e: install  ## recipes with real servers and launchers
 # thinned.
 
 test: install  ## 15 minutes: lint, docs, units, layouts over processes, recipes
-	TIER="make test: 15" $(MAKE) --jobs=2 --output-sync lint docs unit
-	TIER="make test: 15" $(PYTEST) $(PAIRED) -m "not full and not realmodel and not system" tests/e2e tests/dist
+	@status=0; TIER="make test: 15" $(MAKE) --keep-going --jobs=2 --output-sync lint docs unit || status=1; \
+	TIER="make test: 15" $(PYTEST) $(PAIRED) -m "not full and not realmodel and not system" tests/e2e tests/dist \
+		|| status=1; exit $$status
 
 test-system: install  ## 15 minutes: launchers, recovery, failures, servers that are killed
 	@$(MAKE) --no-print-directory slurm || echo "Slurm could not be installed; its tests are skipped"
@@ -186,11 +185,48 @@ test-mcore: install $(MCORE_STAMP)  ## 5 minutes: engine, checkpoints, LoRA, syn
 		tests/mcore $(addprefix tests/dist/,test_engine.py test_checkpoint.py test_lora.py \
 		test_weight_sync.py test_invariance.py::test_engine_equals_hugging_face)
 
-test-py312: $(if $(PYTHON312),$(PY312_STAMP))  ## 2 minutes: on Python 3.12, where there is one, what imports no torch
-ifeq ($(PYTHON312),)
-	@echo "make test-py312: skipped, there is no python3.12 here (PYTHON312=... names one)"
-else
-	TIER="make test-py312: 2" $(CPU) $(PY312_VENV)/bin/python -m pytest $(SPREAD) $(addprefix tests/unit/,$(PY312_TESTS))
+# each leg installs from nothing. Interpreters that are missing are named in the last line.
+test-stranger:  ## 6 minutes: quickstart from nothing, a path with a space, Python 3.12 and 3.13
+	@status=0; for leg in quickstart space 312 313; do \
+		$(MAKE) --no-print-directory stranger-$$leg || { status=1; red="$$red $$leg"; }; done; \
+	missing="$(if $(PYTHON312),,PYTHON312 )$(if $(PYTHON313),,PYTHON313)"; \
+	echo "make test-stranger: failed:$${red:- none}; interpreters that are missing here:" \
+		"$${missing:-none}"; exit $$status
+
+find-312 find-313:
+	@echo $(PYTHON$(patsubst find-%,%,$@))
+
+stranger-quickstart:
+	rm -rf $(STRANGER)/quickstart
+	$(MAKE) --no-print-directory quickstart VENV=$(STRANGER)/quickstart \
+		QUICKSTART="--root $(STRANGER)/runs/quickstart --sft total_train_steps=20 total_train_steps=2"
+
+stranger-space: install
+	rm -rf "$(STRANGER)/a space"
+	mkdir -p "$(STRANGER)/a space"
+	git ls-files -z | tar --null -cf - -T - | tar -xf - -C "$(STRANGER)/a space"
+	cd "$(STRANGER)/a space" && $(CPU) OMP_NUM_THREADS=1 "$(abspath $(BIN))/python" -m pytest tests/unit/test_launcher_job.py
+
+# on Python 3.12 a run is saved and continued
+stranger-312: $(if $(PYTHON312),install-stranger-312)
+ifneq ($(PYTHON312),)
+	$(CPU) OMP_NUM_THREADS=1 $(STRANGER)/312/bin/python -m pytest $(SPREAD) \
+		tests/stranger $(addprefix tests/unit/,$(TORCH_TESTS))
+endif
+
+install-stranger-312:
+	rm -rf $(STRANGER)/312
+	$(MAKE) --no-print-directory PYTHON=$(PYTHON312) VENV=$(STRANGER)/312 $(STRANGER)/312/.installed
+	$(PYTHON312) tools/uv.py pip install --quiet --python $(STRANGER)/312 -c constraints/cpu.txt $(RUN_TESTS)
+
+# on Python 3.13 what imports no torch
+stranger-313:
+ifneq ($(PYTHON313),)
+	rm -rf $(STRANGER)/313
+	$(PYTHON313) tools/uv.py venv $(STRANGER)/313
+	$(PYTHON313) tools/uv.py pip install --quiet --python $(STRANGER)/313 -c constraints/cpu.txt \
+		$(NO_TORCH) $(RUN_TESTS)
+	$(CPU) $(STRANGER)/313/bin/python -m pytest $(SPREAD) $(addprefix tests/unit/,$(NO_TORCH_TESTS))
 endif
 
 test-wheel: dist  ## 5 minutes: the wheel in a clean venv; what the Dockerfile's pip would install
@@ -265,7 +301,7 @@ constraints:  ## pin what Python 3.11 to 3.13 install as constraints/cpu.txt (AR
 		pyproject.toml --output-file constraints/cpu.txt
 
 clean:  ## remove what the targets made, except runs/ and downloaded models
-	rm -rf $(VENV) $(SGLANG_VENV) $(VERIFIERS_VENV) $(TE_HOME) $(MCORE_HOME) $(WHEEL_VENV) $(PY312_VENV)
+	rm -rf $(VENV) $(SGLANG_VENV) $(VERIFIERS_VENV) $(TE_HOME) $(MCORE_HOME) $(WHEEL_VENV) $(STRANGER) .venv-uv
 	rm -rf build dist site *.egg-info
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

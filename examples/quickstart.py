@@ -57,10 +57,11 @@ def fresh(root: Path) -> None:
     print(f"the run that was at {root} is now at {old}")
 
 
-def warm_up(root: Path, seed: int) -> None:
+def warm_up(root: Path, seed: int, *overrides: str) -> None:
     """Writes the random model to <root>/model and the warmed-up one to <root>/sft/final."""
     make_model(root / "model", seed=seed)
-    launch("quickstart_sft.yaml", f"model.path={root / 'model'}", *in_root(root, seed))
+    path = f"model.path={root / 'model'}"
+    launch("quickstart_sft.yaml", path, *in_root(root, seed), *overrides)
 
 
 def reinforce(root: Path, seed: int, *overrides: str, recipe: str = "grpo") -> float:
@@ -108,11 +109,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--root", type=Path, default=Path("runs/quickstart"))
     parser.add_argument("--recipe", choices=("grpo", "ppo"), default="grpo")
+    parser.add_argument("--sft", action="append", default=[], metavar="a.b=c", help="for SFT")
     parser.add_argument("overrides", nargs="*", help="a.b=c, for configs/quickstart_<recipe>.yaml")
     args = parser.parse_args()
     start = time.monotonic()
     fresh(args.root)
-    warm_up(args.root, args.seed)
+    warm_up(args.root, args.seed, *args.sft)
     reinforce(args.root, args.seed, *args.overrides, recipe=args.recipe)
     show(args.root, args.recipe)
     print(f"total : {time.monotonic() - start:.0f} s")
