@@ -88,7 +88,7 @@ def test_a_number_above_its_limit_is_named(capsys: pytest.CaptureFixture[str]) -
     table = HOUSE["rows"]({"parallel/a.py": FILE, "config/b.py": PACKED, "cli/c.js": "x\n\ny\n"})
     found = HOUSE["measured"](table, 3)
     assert (found["core"], found["outer"], found["whole"]) == (10, 7 + 2, 19)
-    assert (found["files"], found["longest_file"], found["keys"]) == (3, 24, 1)
+    assert (found["longest_file"], found["long_files"], found["keys"]) == (24, 0, 1)
     assert HOUSE["check_limits"](table, 3, found) == 0
     assert capsys.readouterr().err == ""
     assert HOUSE["check_limits"](table, 3, found | {"core": 9}) == 1
@@ -96,6 +96,12 @@ def test_a_number_above_its_limit_is_named(capsys: pytest.CaptureFixture[str]) -
     assert "core 10 of 9 TOO MANY" in said.out and said.err.startswith("core: take something out")
     assert HOUSE["check_limits"](table, 4, found) == 1
     assert "private 4 of 3 TOO MANY" in capsys.readouterr().out
+
+
+def test_files_are_long_from_451_lines() -> None:
+    files = {f"cli/{n}.js": "x\n" * n for n in (449, 450, 451, 500)}
+    found = HOUSE["measured"](HOUSE["rows"](files | {"config/a.py": "x = 1\n"}), 0)
+    assert (found["longest_file"], found["long_files"]) == (500, 2)
 
 
 PRODUCT = """\
