@@ -1,4 +1,4 @@
-"""A game of TextArena (pip install megarl[textarena]) as an environment, and its rows of data.
+"""A game of TextArena (extra `textarena`) as an environment, and its rows of data.
 
     megarl launch --config configs/textarena_grpo.yaml actor.path=MODEL
 

@@ -14,6 +14,7 @@ import ast
 from pathlib import Path
 from typing import Any
 
+__version__ = "0.1.0"
 _STUB = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
 _MODULES = {
     alias.name: str(statement.module)

@@ -1,4 +1,6 @@
 # megarl's public names; `__init__.py` reads which module has each
+__version__: str
+
 from megarl.algos import SFT as SFT
 from megarl.algos import Actor as Actor
 from megarl.algos import Critic as Critic

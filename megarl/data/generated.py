@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from megarl.config.dataset import SourceConfig
 from megarl.data.rows import Problem, Shares, stable_hash
+from megarl.utils.extras import require
 
 DEFAULT_COUNT = 1000
 _OPS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
@@ -206,8 +207,7 @@ def _problems(
     level: int | None,
 ) -> Iterator[Problem]:
     """Yields `count` distinct problems of one task."""
-    import reasoning_gym as library
-
+    library = require("reasoning_gym", extra="reasoning-gym", user="type=reasoning_gym")
     known = library.factory.DATASETS
     if not isinstance(task, str) or task not in known:
         raise ValueError(f"reasoning_gym: options.task={task!r}: use one of {sorted(known)}")

@@ -14,6 +14,7 @@ from megarl.config.check_parts import optimizer_problems
 from megarl.config.engine import OptimizerConfig
 from megarl.config.errors import raise_if_any
 from megarl.parallel import mcore
+from megarl.utils.extras import install_hint
 
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -42,7 +43,7 @@ def check(cfg: OptimizerConfig, dtype: torch.dtype) -> None:
     if cfg.options.get("use_precision_aware_optimizer") and not fused:
         raise ValueError(
             "optimizer.options.use_precision_aware_optimizer=True needs a GPU and Transformer "
-            "Engine's FusedAdam (pip install megarl[gpu]); leave it out"
+            f"Engine's FusedAdam ({install_hint('gpu')}); leave it out"
         )
     if cfg.options.get("optimizer_cpu_offload") and dtype != torch.bfloat16:
         raise ValueError(

@@ -46,6 +46,7 @@ from megarl.observability.logging import get_logger
 from megarl.rpc.group import GroupSpec, Processes, WorkerSpec
 from megarl.utils.child import Signals
 from megarl.utils.env import ensure_job_token
+from megarl.utils.extras import install_hint
 
 log = get_logger("launcher")
 
@@ -102,7 +103,7 @@ def _start(plan: Plan, job: Job, command: CommandLine) -> int:
     """Runs the job to its end, starting it again as recover.restarts allows; returns the exit
     status. Raises ConfigError where there is no Ray."""
     if importlib.util.find_spec("ray") is None:
-        raise ConfigError(['ray is not installed: pip install "megarl[ray]"'])
+        raise ConfigError([f"the package ray is not installed: {install_hint('ray')}"])
     from megarl.launcher.ray_cluster import NoRoom, connected, run_attempt
 
     ensure_job_token()

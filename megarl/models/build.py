@@ -28,6 +28,7 @@ from megarl.models.shapes import ModelConfig
 from megarl.models.trie_params import rotate_by_depth
 from megarl.parallel import mcore
 from megarl.parallel.layout import Layout
+from megarl.utils.extras import install_hint
 
 from megatron.core import parallel_state as ps
 from megatron.core import transformer
@@ -122,7 +123,7 @@ def fp8_fields(
     if attention != "te":
         raise ValueError(
             f"fp8={recipe!r} needs Transformer Engine's layers, that is a GPU, Transformer Engine "
-            "(pip install megarl[gpu]) and attention='te' or 'auto'; use fp8='none'"
+            f"({install_hint('gpu')}) and attention='te' or 'auto'; use fp8='none'"
         )
     if dtype != torch.bfloat16:
         raise ValueError(
@@ -234,7 +235,7 @@ def resolve_attention(attention: str, device: torch.device) -> str:
         return "te" if have_te else "sdpa"
     if attention == "te" and not have_te:
         raise ValueError(
-            "attention='te' needs a GPU and Transformer Engine (pip install megarl[gpu]); "
+            f"attention='te' needs a GPU and Transformer Engine ({install_hint('gpu')}); "
             "use attention='auto' or 'sdpa'"
         )
     if attention not in ("te", "sdpa"):

@@ -35,6 +35,7 @@ from megarl.config.secrets import public_tree
 from megarl.observability.logging import env_rank, get_logger
 from megarl.observability.run_log import RunLog
 from megarl.utils import stopping
+from megarl.utils.extras import require
 from megarl.utils.files import DiskFull, full_disk_named, write_whole
 from megarl.utils.importing import in_one_line, load_object, option_problems
 
@@ -349,18 +350,13 @@ def duration(seconds: float) -> str:
 
 
 class TensorBoardSink:
-    """Writes tensorboard events into `path`. Raises ImportError where the package is missing."""
+    """Writes tensorboard events into `path`. Raises ValueError if the package is missing."""
 
     def __init__(self, path: Path, from_step: int | None = None) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as e:
-            raise ImportError(
-                "stats_logger.tensorboard=true needs the tensorboard package: "
-                "pip install 'megarl[tensorboard]', or set stats_logger.tensorboard=false"
-            ) from e
+        user = "stats_logger.tensorboard=true"
+        tensorboard = require("torch.utils.tensorboard", extra="tensorboard", user=user)
         # hides what an earlier start wrote beyond the step this one continues from
-        self._writer = SummaryWriter(
+        self._writer = tensorboard.SummaryWriter(
             str(path), purge_step=0 if from_step is None else from_step + 1
         )
 
@@ -378,7 +374,7 @@ class TensorBoardSink:
 class WandbSink:
     """Writes to Weights & Biases. The run's id is kept in <run>/wandb_id.txt, so that a resumed run
     continues the same curve. wandb itself is silent on the console: one line says where the run is.
-    Raises ImportError where the package is missing, and ConfigError for options that wandb.init
+    Raises ValueError if the package is missing, and ConfigError for options that wandb.init
     does not take, or has from megarl."""
 
     def __init__(
@@ -390,13 +386,7 @@ class WandbSink:
         run_dir: Path,
         run_config: dict[str, Any],
     ) -> None:
-        try:
-            import wandb
-        except ImportError as e:
-            raise ImportError(
-                f"stats_logger.wandb.mode={mode} needs the wandb package: "
-                "pip install 'megarl[wandb]', or set stats_logger.wandb.mode=disabled"
-            ) from e
+        wandb = require("wandb", extra="wandb", user=f"stats_logger.wandb.mode={mode}")
         if "weave" not in sys.modules:  # else wandb recommends it on the console
             os.environ.setdefault("WANDB_DISABLE_WEAVE", "true")
         self._run_dir, self._table = run_dir, wandb.Table

@@ -1,7 +1,7 @@
 """Shows what processes are doing: SIGUSR2 has a process of megarl write the stacks of all its
 threads, and `show` says of any process where it stands, also of one that does not answer (Linux).
 
-py-spy reads the stacks of another process from outside, where it is installed (`megarl[stacks]`)
+py-spy reads the stacks of another process from outside, if it is installed (extra `stacks`)
 and the system allows it: to root, and where kernel.yama.ptrace_scope is 0. Else the process is
 asked by SIGUSR2. `strangers_at` finds who listens at a port, where the system has /proc.
 """
@@ -18,6 +18,8 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+from megarl.utils.extras import install_hint
 
 STDERR = 2
 SPY_TIMEOUT = 10.0  # seconds py-spy may take for a process
@@ -62,7 +64,7 @@ def show(pid: int) -> str:
     if (stacks := _spied(pid)) is not None:
         return f"{head}\n{stacks}"
     if not int(about["SigCgt"], 16) >> (signal.SIGUSR2 - 1) & 1:
-        return f"{head}; its stacks cannot be read (pip install 'megarl[stacks]')"
+        return f"{head}; its stacks cannot be read ({install_hint('stacks')})"
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGUSR2)
         if state(pid) in _STOPPED:

@@ -16,6 +16,7 @@ from megarl.launcher.job import TRAINER
 from megarl.launcher.names import Names
 from megarl.launcher.node import NODE_FAILED, run_node
 from megarl.utils.child import Signals
+from megarl.utils.extras import install_hint
 from tests.hf_stub import write_stub
 from tests.unit.test_launcher_job import CASES, make
 
@@ -73,7 +74,7 @@ def test_ray_that_is_not_installed_is_a_clear_error(
     for check in ("check_contents", "check_writable"):
         monkeypatch.setattr(command, check, lambda cfg, **how: None)
     assert ray.main(line(tmp_path)) == 2
-    assert 'ray is not installed: pip install "megarl[ray]"' in capsys.readouterr().err
+    assert install_hint("ray") in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
 
 

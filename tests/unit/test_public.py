@@ -15,7 +15,9 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_every_name_is_there_and_an_editor_finds_it() -> None:
     stub = ast.parse((ROOT / "megarl" / "__init__.pyi").read_text())
     modules: dict[str, str] = {}
-    for statement in stub.body:
+    version, *imports = stub.body
+    assert ast.unparse(version) == "__version__: str"
+    for statement in imports:
         assert isinstance(statement, ast.ImportFrom)
         for alias in statement.names:
             assert alias.asname == alias.name  # a stub's other imports are its own

@@ -22,7 +22,7 @@ DEPENDENCIES = """
 import json
 from importlib.metadata import requires, version
 from packaging.requirements import Requirement
-asked = [Requirement(text) for text in requires("megarl")]
+asked = [Requirement(text) for text in requires("megarl-trainer")]
 asked = [r for r in asked if r.marker is None or r.marker.evaluate({"extra": ""})]
 print(json.dumps([len(asked), [str(r) for r in asked if version(r.name) not in r.specifier]]))
 """

@@ -5,12 +5,11 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import reasoning_gym
-from reasoning_gym.utils import extract_answer
-
 from megarl.rollout.rewards.results import bounded
+from megarl.utils.extras import require
 
-score_answer_fn = cache(reasoning_gym.get_score_answer_fn)
+_LIBRARY = require("reasoning_gym", extra="reasoning-gym", user="reward=reasoning_gym")
+score_answer_fn = cache(_LIBRARY.get_score_answer_fn)
 
 
 @bounded
@@ -29,7 +28,7 @@ def reasoning_gym_reward(
     answer that the scorer cannot read earns 0; raises what it raises where it cannot read the
     entry's own either.
     """
-    answer = extract_answer(completion)
+    answer = _LIBRARY.utils.extract_answer(completion)
     score = score_answer_fn(entry["metadata"]["source_dataset"])
     try:
         return float(score(completion.strip() if answer is None else answer, entry))

@@ -1,5 +1,5 @@
 """MCPToolingEnv has the tools of an MCP server: a process of its own, spoken to over its stdin and
-stdout, or a server at a URL (streamable HTTP). It needs the package mcp: pip install megarl[mcp].
+stdout, or a server at a URL (streamable HTTP). It needs the extra `mcp`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from megarl.rollout.tools.tooling import TOOL_TIMEOUT, ToolFailure, ToolingEnv, as_text
+from megarl.utils.extras import require
 from megarl.utils.importing import option_problems
 
 CONNECT_TIMEOUT = 30.0  # seconds until the server must have listed its tools
@@ -180,13 +181,7 @@ def mcp_maker(section: Any, *, timeout: float) -> Callable[[], ToolingEnv]:
 
 
 def _package() -> Any:
-    try:
-        import mcp
-    except ModuleNotFoundError as e:
-        raise ValueError(
-            "tools of an MCP server need the package mcp: pip install megarl[mcp]"
-        ) from e
-    return mcp
+    return require("mcp", extra="mcp", user="a tool of an MCP server")
 
 
 def _client(config: MCPToolingEnvConfig) -> Any:
