@@ -3,17 +3,21 @@
 Each question has a flag and a default; --yes, or an input that is no terminal, takes the defaults.
 The columns of the data say how it is read. The file is DIR/ALGORITHM.yaml; none is overwritten, and
 one that does not pass `megarl launch --check` is not kept.
+
+--from NAME asks nothing. It copies a configuration that ships with megarl to DIR/configs, with the
+files that the configuration builds on, and the examples to DIR/examples.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from megarl.cli import CommandParser
-from megarl.config.compose import write_commented
+from megarl.config.compose import read_yaml, write_commented
 from megarl.config.errors import ConfigError
 from megarl.config.recipes import RECIPES, GRPOConfig, main_role
 
@@ -24,6 +28,7 @@ QUESTIONS = {  # flag: its default, and what to give
     "reward": ("exact", "exact, gsm8k, ..., file.py:function; sft, dpo and rm have none"),
     "gpus": ("0", "GPUs of this machine; 0 is the CPU"),
 }
+PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,7 +40,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, (default, what) in QUESTIONS.items():
         parser.option(name, str, f"{what} ({default})")
     parser.switch("yes", "ask nothing")
+    parser.option("from", str, "a shipped configuration, such as quickstart_grpo")
     args = parser.read(argv)
+    if shipped := getattr(args, "from"):
+        if flags := [f"--{flag}" for flag in QUESTIONS if getattr(args, flag)]:
+            raise ConfigError([f"--from {shipped}: takes no {', '.join(flags)}; edit the copy"])
+        return copy_shipped(shipped, args.dir)
     asks = sys.stdin.isatty() and not args.yes
     for name, (default, what) in QUESTIONS.items():
         given = getattr(args, name) or (asks and input(f"{name}: {what} [{default}] ").strip())
@@ -89,4 +99,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     launch = f"{'' if gpus else 'MEGARL_DEVICE=cpu '}megarl launch --config {path} --nproc {nproc}"
     print(f"{launch} --check\n{launch}")
+    return 0
+
+
+def copy_shipped(name: str, folder: Path) -> int:
+    """Copies the shipped configuration `name` and the examples into `folder`; returns 0.
+
+    Raises ConfigError if no configuration has this name, or if a file exists with other content.
+    """
+    # setup.py adds `shipped` to a wheel
+    root = next(p for p in (PACKAGE / "shipped", PACKAGE.parent) if p.is_dir())
+    names = sorted(path.stem for path in root.glob("configs/*.yaml"))
+    if name not in names:
+        raise ConfigError([f"--from {name}: no such configuration; use one of {', '.join(names)}"])
+    files = [root / "configs" / f"{name}.yaml"]
+    for path in files:  # grows by the files that each file builds on
+        below = read_yaml(path.read_text(encoding="utf-8")).get("defaults", ())
+        files += [path.parent / f"{file}.yaml" for file in below]
+    files += [p for p in root.glob("examples/**/*") if p.is_file() and p.suffix != ".pyc"]
+    copies = {folder / path.relative_to(root): path for path in files}
+    for copy, path in copies.items():
+        if copy.exists() and copy.read_bytes() != path.read_bytes():
+            raise ConfigError([f"{copy}: exists with other content; name another DIR, or move it"])
+    for copy, path in copies.items():
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copy)
+    launch = f"megarl launch --config configs/{name}.yaml"
+    print(f"cd {folder}\n{launch} --check\n{launch}")
     return 0

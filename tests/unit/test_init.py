@@ -13,6 +13,9 @@ from examples.tiny_model import make_model
 from megarl.cli import main
 from megarl.config.loader import keys_set, load_config
 
+ROOT = Path(__file__).parents[2]
+SHIPPED = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -132,3 +135,49 @@ def test_a_file_is_not_overwritten(model: Path, capsys: pytest.CaptureFixture[st
     assert main(["init", "--model", str(model), "--data", data, "--yes"]) == 2
     assert Path("grpo.yaml").read_text() == "mine"
     assert "grpo.yaml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_configuration_is_copied_with_what_it_builds_on(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["init", "mine", "--from", name]) == 0
+    assert keys_set(load_config(Path("mine", "configs", f"{name}.yaml"))) == keys_set(
+        load_config(ROOT / "configs" / f"{name}.yaml")
+    )
+    assert f"configs/{name}.yaml" in capsys.readouterr().out
+    text = Path("mine", "configs", f"{name}.yaml").read_text()
+    for module in re.findall(r"examples[./](\w+)", text):
+        assert any(Path("mine", "examples").glob(f"{module}*"))
+
+
+def test_another_shipped_configuration_goes_beside_the_first() -> None:
+    assert (
+        main(["init", "--from", "quickstart_sft"])
+        == main(["init", "--from", "quickstart_ppo"])
+        == 0
+    )
+    assert {p.name for p in Path("configs").rglob("*.yaml")} == {
+        "quickstart_sft.yaml", "quickstart_ppo.yaml", "sums_rl.yaml",
+    }  # fmt: skip
+
+
+def test_a_name_that_does_not_ship_is_answered_with_those_that_do(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["init", "--from", "nothing"]) == 2
+    assert set(SHIPPED) <= set(re.findall(r"\w+", capsys.readouterr().err))
+    assert not any(Path().iterdir())
+
+
+def test_a_changed_copy_is_not_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", "--from", "quickstart_grpo"]) == 0
+    path = Path("configs", "base", "sums_rl.yaml")
+    path.write_text("seed: 7\n")
+    assert main(["init", "--from", "quickstart_grpo"]) == 2
+    assert str(path) in capsys.readouterr().err and path.read_text() == "seed: 7\n"
+
+
+def test_answers_are_refused_beside_from(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", "--from", "quickstart_grpo", "--gpus", "2"]) == 2
+    assert "--gpus" in capsys.readouterr().err and not any(Path().iterdir())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,24 @@ def test_every_file_of_the_package_is_in_it(installed: Run) -> None:
         found = (f for f in folder.rglob("*") if f.is_file() and "__pycache__" not in f.parts)
         return {f.relative_to(folder).as_posix() for f in found}
 
-    assert files(there) == files(here)
+    shipped = {f"shipped/{f}/{name}" for f in ("configs", "examples") for name in files(ROOT / f)}
+    assert files(there) == files(here) | shipped
+
+
+def test_a_shipped_configuration_is_written_and_sound(installed: Run, tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "model", "qwen3")
+    save_tokenizer(tmp_path / "model")
+    assert "configs/quickstart_sft.yaml" in installed("megarl", "init", "--from", "quickstart_sft")
+    config = ("--config", "configs/quickstart_sft.yaml", f"model.path={model}")
+    installed("megarl", "launch", *config, "--check")
+    assert installed("python", "examples/quickstart.py", "--help").strip()
+
+
+def test_an_error_names_a_command_that_pip_takes(installed: Run) -> None:
+    code = "from megarl.utils.extras import install_hint; print(install_hint('stacks'))"
+    *_, target = shlex.split(installed("python", "-c", code).splitlines()[-1])
+    asked = ("install", "--dry-run", "--no-index", "--no-deps", target)
+    assert "does not provide" not in installed("python", "-m", "pip", *asked)
 
 
 def test_the_versions_of_the_tests_are_those_it_asks_for(installed: Run) -> None:
