@@ -1,9 +1,12 @@
-"""mkdocs hooks: write the configuration reference from the dataclasses, quote RLTrainer.step in the
-README, and refuse remote assets.
+"""mkdocs hooks: generate the parts of pages that repeat the code, and refuse remote assets.
+
+The generated parts are committed, so that they can be read without the site: the step of RLTrainer
+in the README, docs/keys.md from the dataclasses, and the tables of docs/api.md from docstrings.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
 import textwrap
@@ -14,11 +17,21 @@ from typing import Any
 
 from mkdocs.exceptions import PluginError
 
+import megarl
 from megarl.config.recipes import RECIPES, BaseConfig
 from megarl.config.schema import Key, children, show
 
-MARK = "<!-- the keys -->"
-NAMES = re.compile(r"^::: ((?:\w+ ?)+)$", re.M)
+NAMES = re.compile(r"^(<!-- ::: ((?:\w+ )+)-->\n)(\n(?:\|.*\n)+)?", re.M)
+LONG_DEFAULT = re.compile(r"(\| `[^`]{31,}`)(?= \|)")
+GENERATED = ("keys.md", "api.md")
+KEYS = """\
+# Keys
+
+All configuration keys with their types, defaults and meanings. `megarl run --help SECTION` prints \
+the same. `make docs` generates this page from the dataclasses in `megarl/config`. \
+[Configuration](configuration.md) explains the syntax and the most important keys.
+
+"""
 REMOTE = re.compile(r'(?:src|<link[^>]* href)="(https?://[^"]+)')
 
 
@@ -31,11 +44,17 @@ logging.getLogger("mkdocs.plugins.mkdocs_autorefs").setLevel(logging.ERROR)
 
 
 def on_pre_build(**_: Any) -> None:
-    """Quotes RLTrainer.step in the README; raises PluginError where the README was out of date."""
-    path = ROOT / "README.md"
-    if (text := path.read_text()) != (quoted := with_step(text)):
-        path.write_text(quoted)
-        raise PluginError("README.md quoted an older RLTrainer.step and is mended: commit it")
+    """Updates the generated parts. Raises PluginError if one of them was out of date."""
+    readme, keys, names = ROOT / "README.md", ROOT / "docs" / "keys.md", ROOT / "docs" / "api.md"
+    new = {
+        readme: with_step(readme.read_text()),
+        keys: KEYS + reference() + "\n",
+        names: with_names(names.read_text()),
+    }
+    for path, text in new.items():
+        if not path.is_file() or path.read_text() != text:
+            path.write_text(text)
+            raise PluginError(f"{path.name} repeated older code and is updated now: commit it")
 
 
 def with_step(readme: str) -> str:
@@ -45,13 +64,33 @@ def with_step(readme: str) -> str:
     return QUOTE.sub(lambda m: m[1] + textwrap.dedent(step).rstrip() + "\n" + m[2], readme)
 
 
+def with_names(page: str) -> str:
+    """Returns docs/api.md with a table of the first sentences of its names' docstrings."""
+
+    def table(match: re.Match[str]) -> str:
+        rows = (f"| `{name}` | {summary(name)} |\n" for name in match[2].split())
+        return f"{match[1]}\n| name | summary |\n| --- | --- |\n{''.join(rows)}"
+
+    return NAMES.sub(table, page)
+
+
+def summary(name: str) -> str:
+    """Returns the first sentence of the docstring of a public name."""
+    text = " ".join((inspect.getdoc(getattr(megarl, name)) or "").partition("\n\n")[0].split())
+    return re.split(r"(?<=[^A-Z])\. ", text)[0].rstrip(".:").replace("|", "&#124;") + "."
+
+
 def on_page_markdown(markdown: str, page: Any = None, **_: Any) -> str:
-    """Writes the reference of the keys, and `::: A B` as a block of mkdocstrings for each name.
-    Both rank below the other pages in the search."""
-    if page is not None and (MARK in markdown or NAMES.search(markdown)):
+    """Adds a block of mkdocstrings for each name of docs/api.md, and lets long defaults break. The
+    generated pages rank below the other pages in the search."""
+    if page is not None and page.file.src_uri in GENERATED:
         page.meta["search"] = {"boost": 0.3}
-    markdown = markdown.replace(MARK, reference()) if MARK in markdown else markdown
-    return NAMES.sub(lambda m: "\n\n".join(f"::: megarl.{x}" for x in m[1].split()), markdown)
+        markdown = LONG_DEFAULT.sub(r"\1{.long}", markdown)
+    return NAMES.sub(lambda m: f"{m[3]}\n{_blocks(m[2])}", markdown)
+
+
+def _blocks(names: str) -> str:
+    return "\n\n".join(f"::: megarl.{name}" for name in names.split()) + "\n"
 
 
 def on_post_page(output: str, **_: Any) -> str:
@@ -62,12 +101,19 @@ def on_post_page(output: str, **_: Any) -> str:
 
 
 def reference() -> str:
-    """Returns Markdown: the keys all recipes share, then each recipe's own, a table per section."""
+    """Returns Markdown: the keys that all recipes share, then the keys of each recipe, a table per
+    section. A recipe refers to an earlier one for keys that are equal there."""
     shared = {f.name for f in fields(BaseConfig)}
     parts = ["## Every recipe", *_group(list(children(BaseConfig)))]
+    first: dict[tuple[str, ...], str] = {}  # the recipe that shows a key so
     for name, cls in RECIPES.items():
-        own = [k for k in children(cls) if k.name not in shared]
-        parts += [f"## recipe: {name}", *_group(own)]
+        keys = [k for k in children(cls) if k.name not in shared]
+        own = [(k, tuple(_group([k]))) for k in keys]
+        parts += [f"## recipe: {name}", *_group([k for k, text in own if text not in first])]
+        for recipe in dict.fromkeys(first.values()):
+            if same := [f"`{k.name}`" for k, text in own if first.get(text) == recipe]:
+                parts.append(f"As in recipe {recipe}: {', '.join(same)}.")
+        first |= {text: name for _, text in own if text not in first}
     return "\n\n".join(parts)
 
 
@@ -94,8 +140,8 @@ def _row(key: Key) -> str:
 
 
 def _default(text: str) -> str:
-    """Returns the cell of a default value; style.css lets a long one break anywhere."""
-    return f"`{text}`" + ("{.long}" if len(text) > 30 else "")
+    """Returns the cell of a default value."""
+    return f"`{text}`"
 
 
 def _cell(text: str) -> str:
