@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = [
         *("--config", str(run / CONFIG_FILE), "--nproc", str(nproc)),
         *QUIET,
-        # which runs under a controller alone; the recipe's own trainer computes the same
+        # GraphTrainer needs a controller; the recipe's own trainer computes the same
         *(["trainer.type="] if cfg.trainer.type == GRAPH_TRAINER else []),
         f"fileroot={out.parent.parent}",
         f"experiment_name={out.parent.name}",

@@ -171,7 +171,7 @@ def make_trie_plan(
 def _chains(segments: Sequence[Segment]) -> tuple[list[tuple[int, int]], list[Seen]]:
     """Returns the chains as ranges of tokens, and the blocks of what comes after first children."""
     ends = subtree_ends(segments)
-    begins: list[int] = []  # of each segment, the begin of its chain
+    begins: list[int] = []  # of each segment, the start of its chain
     chains: dict[int, int] = {}
     seen: list[Seen] = []
     for i, s in enumerate(segments):

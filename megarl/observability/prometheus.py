@@ -16,7 +16,7 @@ from megarl.utils.env import JOB_TOKEN, job_token
 from megarl.utils.http import authorization
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-# metrics that count from the run's begin; failed_samples has more of them by kind
+# metrics that count from the start of the run; failed_samples has more of them by kind
 _COUNTS = r"""steps|rollout/(submitted|accepted|rejected|failed|dropped|handed_out|lost_answers|
 (trained|skipped|retried)(_samples)?|worker_deaths|failed_samples(?!/len_mean)(/.+)?)|
 server/(requests|tokens)"""

@@ -107,7 +107,7 @@ class Ranks:
         return self.rank == 0
 
     def set_timeout(self, seconds: float, key: str) -> None:
-        """Sets how long ranks wait for each other, and the configuration keys that says it."""
+        """Sets the seconds that ranks wait for each other, and the key of that limit."""
         self._timeout = seconds, key
 
     def together(self, fn: Callable[..., T], *args: Any, what: str = "") -> T:

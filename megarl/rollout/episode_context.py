@@ -130,7 +130,7 @@ _TENSORS = ("tokens", "logprobs", "versions")
 
 class AnswerLog:
     """Holds the answers of one episode. `kept`: those of the same episode before a resume.
-    `admitted`: the version at the episode's begin, which its seeds, and so its requests, go by.
+    `admitted`: the version at the start of the episode, which keys its seeds and so its requests.
 
     An episode that another process runs has a log in both: `hear` takes in here what `news` returns
     there.

@@ -59,14 +59,14 @@ class Episode:
     notes: {"rollout": its number in `batch`, name: text} of every reward that came with texts, such
         as a judge's, in the order of scoring; -1 where it is not in the batch.
     rewards: of these, once the episode has ended, one for each rollout.
-    began: the oldest version that its tokens may be of: that of its begin, or of answers that are
+    began: the oldest version that its tokens may be of: that of its start, or of answers that are
         kept; None before it begins.
-    admitted: the version at its begin, before a resume too, which keys its seeds.
+    admitted: the version at its start, before a resume too, which keys its seeds.
     place: place in the order of completion, None until it is counted as accepted.
     answers: of its requests, where they are kept for a resume.
     vocab_size: the model's, where it is known; no sample may have a token beyond it.
     wanted_by: the function of a consumer that accepted it, too.
-    latency: seconds from begin to end.
+    latency: seconds from start to end.
     oldest: the version of the oldest trained token of `batch`; None where there is none.
     routes: whether its answers carry routes, where the client asks servers for them.
     """

@@ -24,7 +24,7 @@ always holds, and only j = 0 .. eta - 1 are looked at. For eta = 0 there is noth
 exactly B episodes are alive, and both orders make the same batch.
 
 Why nothing is dropped. Nothing grows too stale; a batch only changes who waits. Every episode is
-trained within eta versions of its begin, so the lengths that are trained are those that are sampled
+trained within eta versions of its start, so the lengths that are trained are those that are sampled
 (but for the last eta * B, which at any moment lean to long ones).
 """
 

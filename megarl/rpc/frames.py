@@ -59,7 +59,7 @@ def greet(sock: socket.socket, instance: bytes, token: str) -> Wire:
     answer = _exactly(sock, 2 * _NONCE, deadline)
     about = instance + nonce + answer[:_NONCE]
     if not hmac.compare_digest(answer[_NONCE:], _proof(token, b"dialer", about)):
-        raise Refused(f"a stranger: its proof is not of this job's token ({JOB_TOKEN})")
+        raise Refused(f"the dialer does not prove this job's {JOB_TOKEN}")
     sock.sendall(_proof(token, b"listener", about))
     return Wire(
         sock, _proof(token, b"to the dialer", about), _proof(token, b"to the listener", about)
@@ -79,11 +79,9 @@ def introduce(sock: socket.socket, token: str) -> Wire:
     try:
         proof = _exactly(sock, _NONCE, deadline)
     except (EOFError, ConnectionError):
-        raise Refused(
-            f"it takes this process for a stranger: {JOB_TOKEN} is another there"
-        ) from None
+        raise Refused(f"the peer rejected the handshake: its {JOB_TOKEN} differs") from None
     if not hmac.compare_digest(proof, _proof(token, b"listener", about)):
-        raise Refused(f"its proof is not of this job's token ({JOB_TOKEN})")
+        raise Refused(f"the listener does not prove this job's {JOB_TOKEN}")
     return Wire(
         sock, _proof(token, b"to the listener", about), _proof(token, b"to the dialer", about)
     )
