@@ -158,7 +158,8 @@ class GraphTrainer(RLTrainer):
             return self.publisher.publish(version)
 
     def _metrics(self, state: StepState, step: int) -> dict[str, float]:
-        batch, stats = state.batch, rollout_metrics(state.batch, version=step)
+        batch, limits = state.batch, self.cfg.actor.reward_limits
+        stats = rollout_metrics(batch, version=step, limits=limits)
         self.check.rewards_differ(stats)
         calls = [call for call in self.plan.calls if call.name in state.worked]
         for call in calls:

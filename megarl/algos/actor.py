@@ -99,6 +99,7 @@ class Actor(Role):
         self.also: tuple[str, ...] = ()  # further outputs of compute_prox_logp, such as entropy
         self.loss, self.advantages = loss_of(config), advantages_of(config)
         self.kl = KLController(config)
+        self._warned_of_clip = False
         update_reads = ["input_ids", "attention_mask", "loss_mask", "logprobs", config.old_logp]
         update_reads += ["routed_experts"] if config.replays else []
         update_reads += ["ref_logp"] if config.kl_controller is not None else []
@@ -322,6 +323,15 @@ class Actor(Role):
             raise ValueError(
                 f"rewards of rows {bad[:8]} are {rewards[bad[:8]].tolist()}: a reward must be a "
                 "finite number; mend the reward function, or reject the episode"
+            )
+        low, high = self.config.reward_limits
+        clipped = int(((rewards < low) | (rewards > high)).sum())
+        if clipped and not self._warned_of_clip:
+            self._warned_of_clip = True
+            log.warning(
+                "actor.reward_clip=%g: %d of %d rewards lie outside %g to %g and count as the "
+                "limit; set reward_clip=null unless that is meant (metric reward/clipped)",
+                *(self.config.reward_clip, clipped, len(rewards), low, high),
             )
         return shape_rewards(rewards, self.config)
 

@@ -70,13 +70,13 @@ KINDS = ("sample", "population")  # of a std
 
 
 def shape_rewards(rewards: Tensor, config: PPOActorConfig) -> Tensor:
-    """Returns (r + bias) * scaling, bounded by +-clip: [B] -> [B] float32.
+    """Returns (r + bias) * scaling, within +-reward_clip if it is set: [B] -> [B] float32.
 
     >>> shape_rewards(torch.tensor([0.0, 1.0]), PPOActorConfig(reward_bias=-0.5, reward_scaling=2))
     tensor([-1.,  1.])
     """
-    shaped = (rewards.float() + config.reward_bias) * config.reward_scaling
-    return shaped.clamp(-config.reward_clip, config.reward_clip)
+    within = rewards.double().clamp(*config.reward_limits)
+    return ((within + config.reward_bias) * config.reward_scaling).float()
 
 
 def grpo_advantages(

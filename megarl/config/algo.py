@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated
@@ -86,11 +87,11 @@ class PPOActorConfig(TrainEngineConfig):
     is none. AReaL's use_decoupled_loss=true is {weight: token}, with behav_imp_weight_cap=C {mask:
     token, mask_high: C}"""
     reward_scaling: Annotated[float, Bounds(gt=0, le=1e6)] = 1.0
-    """rewards are (r + bias) * scaling, then clipped"""
+    """rewards are (r + bias) * scaling, within reward_clip"""
     reward_bias: Annotated[float, Bounds(ge=-1e6, le=1e6)] = 0.0
     """added to every reward"""
-    reward_clip: Annotated[float, POSITIVE] = 20.0
-    """bound of |reward|"""
+    reward_clip: Annotated[float, POSITIVE] | None = None
+    """limit of |(r + bias) * scaling|: rewards beyond it count as the limit; null is no limit"""
     dynamic_sampling: bool = False
     """reject groups whose rewards are all equal (DAPO), prompts are replaced"""
     mask_truncated: bool = False
@@ -111,6 +112,12 @@ class PPOActorConfig(TrainEngineConfig):
     def recomputes(self) -> bool:
         """Returns whether the policy's own logprobs before an update (prox_logp) are computed."""
         return self.recompute_logprob in ("auto", "true")
+
+    @property
+    def reward_limits(self) -> tuple[float, float]:
+        """Returns the least and the largest reward that reward_clip leaves as it is."""
+        most = math.inf if self.reward_clip is None else self.reward_clip / self.reward_scaling
+        return -most - self.reward_bias, most - self.reward_bias
 
     @property
     def compares_by(self) -> str:

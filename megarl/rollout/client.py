@@ -103,7 +103,8 @@ class RemoteSGLangEngine(InferenceEngine):
         if cfg.actor.dynamic_sampling:
             advantages = cfg.actor.advantages
             parts = advantages.options.get("parts") if advantages.type == "gdpo" else None
-            client.should_accept = partial(has_signal, parts=parts or ())
+            limits = cfg.actor.reward_limits
+            client.should_accept = partial(has_signal, parts=parts or (), limits=limits)
         return client
 
     @classmethod

@@ -12,6 +12,7 @@ that looks at what they earned may choose among them.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -130,12 +131,18 @@ def _failed(episode: Episode, error: Exception) -> None:
     episode.error = error
 
 
-def has_signal(batch: Padded, parts: Collection[str] = ()) -> bool:
+def has_signal(
+    batch: Padded,
+    parts: Collection[str] = (),
+    limits: tuple[float, float] = (-math.inf, math.inf),
+) -> bool:
     """Returns whether the rewards of a group differ; equal rewards teach nothing (DAPO's dynamic
     sampling, arXiv 2503.14476). parts: names of parts of the reward, of which one has to differ
-    instead; a rollout that lacks a part differs from none."""
+    instead; a rollout that lacks a part differs from none. limits: of the rewards
+    (PPOActorConfig.reward_limits); beyond them they count as equal."""
     names = [f"{REWARD_PART}{name}" for name in parts]
-    fields = [batch[name] for name in names if name in batch] or [batch["rewards"]]
+    named = [batch[name] for name in names if name in batch]
+    fields = named or [batch["rewards"].clamp(*limits)]
     return any(len(values[~values.isnan()].unique()) > 1 for values in fields)
 
 

@@ -170,7 +170,7 @@ class RLTrainer(Trainer):
         batch = self.score(batch)
         self.check.has_trained_tokens(batch)
         version = self.actor.get_version()
-        stats = rollout_metrics(batch, version=version)
+        stats = rollout_metrics(batch, version=version, limits=self.cfg.actor.reward_limits)
         self.check.rewards_differ(stats)
         with record_timing("logp"):
             self.compute_prox_logp(batch, read=False)
@@ -272,7 +272,7 @@ class PPOTrainer(RLTrainer):
         batch = self.score(batch)
         self.check.has_trained_tokens(batch)
         version = self.actor.get_version()
-        stats = rollout_metrics(batch, version=version)
+        stats = rollout_metrics(batch, version=version, limits=self.cfg.actor.reward_limits)
         self.check.rewards_differ(stats)
         with record_timing("logp"):
             self.compute_prox_logp(batch, read=False)
@@ -352,7 +352,7 @@ class DistillTrainer(RLTrainer):
         batch = self.score(batch)
         self.check.has_trained_tokens(batch)
         version = self.actor.get_version()
-        stats = rollout_metrics(batch, version=version)
+        stats = rollout_metrics(batch, version=version, limits=self.cfg.actor.reward_limits)
         with record_timing("logp"):
             self.compute_prox_logp(batch, read=False)
         self.compare_with_ref(batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import resource
 from collections.abc import Sequence
 from itertools import groupby
@@ -32,23 +33,30 @@ PASSES = 1.0  # a rollout is right from this reward on
 
 
 @where_it_lies
-def rollout_metrics(data: Data, *, version: int) -> dict[str, float]:
+def rollout_metrics(
+    data: Data, *, version: int, limits: tuple[float, float] = (-math.inf, math.inf)
+) -> dict[str, float]:
     """Returns the metrics of a training batch's rewards [B], response lengths (loss_mask [B,S]) and
     staleness (versions [B,S]): means over rollouts, however many rows each has. `version` is the
-    trainer's. Collective."""
+    trainer's. limits: PPOActorConfig.reward_limits; groups that are equal within them count as
+    equal. Collective."""
     batch = as_batch(data)
     rollouts, trained = rollouts_of(batch), trained_tokens(batch)
     rewards = rollouts.common(batch["rewards"].float(), "rewards")
     right = rewards >= PASSES
     written = rollouts.sums(trained)
-    groups = group_extremes(rewards, rollouts.of_first(batch["group_ids"]))
+    group_ids = rollouts.of_first(batch["group_ids"])
+    groups = group_extremes(rewards, group_ids)
+    used = rewards.clamp(*limits)
+    used_groups = group_extremes(used, group_ids)
     metrics = {
         "reward/mean": rewards.mean().item(),
         "reward/std": rewards.std(unbiased=False).item(),
         "reward/pass_rate": right.float().mean().item(),
         "reward/pass_at_group": (groups["max"] >= PASSES).float().mean().item(),
         "reward/groups_all_right": (groups["min"] >= PASSES).float().mean().item(),
-        "reward/groups_all_equal": (groups["max"] == groups["min"]).float().mean().item(),
+        "reward/groups_all_equal": (used_groups["max"] == used_groups["min"]).float().mean().item(),
+        "reward/clipped": (used != rewards).float().mean().item(),
         "response_len/mean": written.mean().item(),
         "response_len/max": written.max().item(),
         "forks/count": float(len(batch) - len(rollouts)),

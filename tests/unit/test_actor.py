@@ -238,6 +238,15 @@ def test_rewards_that_are_not_finite_are_named():
         actor.compute_advantages(batch)
 
 
+def test_a_reward_beyond_the_limit_is_named_once(warnings):
+    actor, batch = prepared(PPOActorConfig(reward_clip=2.0, reward_scaling=0.5))
+    assert not warnings
+    for _ in range(2):
+        actor.compute_advantages(batch | {"rewards": torch.arange(16.0)})
+    (warning,) = warnings
+    assert "actor.reward_clip=2" in warning and "11 of 16" in warning
+
+
 def test_a_refused_update_enters_no_mean():
     actor, batch = prepared(PPOActorConfig(ppo_n_minibatches=4))
     one = split_minibatches(torch.arange(16), 4, seed=0)[1][0]

@@ -13,7 +13,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.algos import grpo_advantages
+from megarl.algos import grpo_advantages, shape_rewards
 from megarl.algos.advantages import levels_advantages
 from megarl.algos.estimators import (
     asymre_advantages,
@@ -35,9 +35,9 @@ from megarl.trainer.user_code import check_code
 
 
 @st.composite
-def grouped(draw):
+def grouped(draw, sizes=(1, 6)):
     """(rewards, group_ids, lengths): groups of 1 to 6 in any order, with ties."""
-    sizes = draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
+    sizes = draw(st.lists(st.integers(*sizes), min_size=1, max_size=4))
     ids = draw(st.permutations([i for i, n in enumerate(sizes) for _ in range(n)]))
     rewards = draw(
         st.lists(st.sampled_from([0.0, 0.1, 0.5, 1.0]), min_size=len(ids), max_size=len(ids))
@@ -308,6 +308,57 @@ def test_every_name_makes_advantages_of_a_batch():
         assert numbers.shape == (4,) and numbers.dtype == torch.float32, name
         # a teacher's advantages are those of tokens, in whatever sample (test_distillation.py)
         assert numbers[0] > numbers[1] if name != "teacher" else not numbers.any(), name
+
+
+OF_A_GROUP = {  # every estimator that compares the samples of a prompt
+    "group": ({}, {}),
+    "group_mean": ({"adv_norm": "group_mean"}, {}),
+    "gdpo": ({}, {"parts": {"right": 1.0}}),
+    "levels": ({}, {"mean": "group", "std": "group"}),
+    "levels, leave one out": ({}, {"mean": "leave_one_out", "std": "none"}),
+    "reinforce_pp": ({}, {"baseline": "group"}),
+    **dict.fromkeys(("rloo", "opo", "max_at_k", "gpg", "asymre"), ({}, {})),
+    # their std or their threshold is the batch's, so that all groups move by the same constant
+    "group_batch": ({"adv_norm": "group_batch"}, {}),
+    "levels, of the batch": ({}, {"mean": "batch", "std": "batch"}),
+    "pass_at_k": ({}, {"k": 2, "threshold": 0.5}),
+}
+OF_THE_BATCH = "group_batch", "levels, of the batch", "pass_at_k"
+# all of them are exact in float32, and so are their sums
+CONSTANTS = st.one_of(st.integers(-(2**17), 2**17), st.sampled_from([20, 1000, -3000, 2**17]))
+
+
+def advantages_by(name, rewards, ids, lengths, threshold=0.0):
+    keys, options = OF_A_GROUP[name]
+    config = PPOActorConfig(**keys)
+    config.advantages.type = "group" if keys else name.partition(",")[0]
+    config.advantages.options = dict(options)
+    if "threshold" in options:
+        config.advantages.options["threshold"] += threshold
+    shaped = shape_rewards(rewards, config)
+    samples = {"rewards": shaped, "group_ids": ids, "trained_tokens": lengths.float()}
+    return advantages_of(config).per_sample(samples | {"reward_part/right": rewards})
+
+
+@pytest.mark.parametrize("name", OF_A_GROUP)
+@settings(max_examples=40, deadline=None)
+@given(drawn=grouped(sizes=(2, 6)), data=st.data())
+def test_a_constant_added_to_the_rewards_of_a_group_changes_no_advantage(name, drawn, data):
+    """To 1e-5 of the largest: sums are in float64, and advantages end as float32."""
+    _, ids, lengths = drawn
+    eighths = st.lists(st.integers(-16, 16), min_size=len(ids), max_size=len(ids))
+    rewards = torch.tensor(data.draw(eighths)) / 8
+    constants = torch.tensor(data.draw(st.lists(CONSTANTS, min_size=4, max_size=4))).float()
+    moved = constants[torch.zeros_like(ids) if name in OF_THE_BATCH else ids]
+    found = advantages_by(name, rewards + moved, ids, lengths, threshold=float(constants[0]))
+    wanted = advantages_by(name, rewards, ids, lengths)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_scores_of_a_hundred_have_the_advantages_of_their_formula():
+    scores = torch.tensor([35.0, 80.0, 0.0, 60.0])
+    found = advantages_by("group", scores, torch.zeros(4).long(), torch.ones(4))
+    assert found.tolist() == pytest.approx([-0.2537, 1.0510, -1.2685, 0.4711], abs=1e-4)
 
 
 def test_remax_is_the_reward_less_the_greedy_answers():

@@ -120,6 +120,11 @@ def test_a_client_drops_groups_without_a_signal_where_dynamic_sampling_is_on() -
     assert not accept({"rewards": torch.tensor([1.0, 1.0])})
     assert accept({"rewards": torch.tensor([1.0, 0.0])})
 
+    limited = script_config("algorithm=dapo", "actor.reward_clip=5", "actor.reward_bias=1")
+    accept = RemoteSGLangEngine.for_run(limited).should_accept
+    assert not accept({"rewards": torch.tensor([4.0, 7.0])})  # both count as 5
+    assert accept({"rewards": torch.tensor([3.5, 7.0])})
+
     parts = ["+actor.advantages.options.parts={right: 1.0, form: 0.5}", "algorithm=gdpo"]
     of_gdpo = script_config(*parts, "actor.dynamic_sampling=true")
     accept = RemoteSGLangEngine.for_run(of_gdpo).should_accept

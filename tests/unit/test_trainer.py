@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from megarl.api.records import FinetuneSpec
+from megarl.config.algo import PPOActorConfig
 from megarl.config.recipes import SFTConfig
 from megarl.config.run import EvaluatorConfig, FrequencyConfig, SaverConfig
 from megarl.trainer.evaluation import EvaluationTimes
@@ -71,6 +72,11 @@ def test_rollout_figures():
     assert figures["reward/pass_rate"] == 0.25 and figures["reward/groups_all_right"] == 0
     lengths = {name: figures[f"response_len/{name}"] for name in ("right", "wrong", "cut")}
     assert lengths == {"right": 2, "wrong": pytest.approx(5 / 3), "cut": 2}
+    assert figures["reward/clipped"] == 0
+    high = a_batch() | {"rewards": torch.tensor([5.0, 6.0, 7.0, 0.0])}
+    clipped = rollout_metrics(high, version=6, limits=PPOActorConfig(reward_clip=5).reward_limits)
+    assert clipped["reward/clipped"] == 0.5 and clipped["reward/groups_all_equal"] == 0.5
+    assert clipped["reward/mean"] == 4.5  # of the rewards as they were given
     none_right = rollout_metrics(a_batch() | {"rewards": torch.zeros(4)}, version=6)
     assert "response_len/right" not in none_right and none_right["response_len/wrong"] == 7 / 4
 
