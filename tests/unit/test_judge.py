@@ -124,6 +124,38 @@ def test_prompt_scale_and_form_of_the_verdict_are_the_users(judge, pool) -> None
     assert [downwards.verdict(text) for text in ("5", "a 2 b 1", "", "9")] == [0, 1, None, None]
 
 
+@pytest.mark.parametrize(
+    ("scale", "said", "reward"),
+    [
+        ([0, 1], "1e-1", 0.1),
+        ([0, 1], "1/2", 0.5),
+        ([0, 1], r"$\frac{1}{2}$", 0.5),
+        ([0, 10], "1e1", 1.0),
+        ([0, 10], ".5", 0.05),
+        ([0, 10], "-.5", None),
+        ([0, 10], "1,5", None),  # of a decimal comma
+        ([0, 10], "1/2", None),  # of another scale
+        ([0, 10], "17/20", None),
+        ([0, 10], "8 out of 20", None),
+        ([0, 10], "8-9", None),
+        ([0, 10], "80%", None),
+        ([0, 10], "7/10.", 0.7),
+        ([0, 10], "7.5 / 10", 0.75),
+        ([0, 10], "8 out of 10", 0.8),
+        ([0, 10], "3 1/2", 0.35),
+        ([0, 10], "**7**, as it is short", 0.7),
+        ([0, 10], "７", 0.7),
+        ([0, 10], "8. It has 3 parts.", 0.8),
+        ([0, 1000], "1,000", 1.0),
+        ([-1, 1], "-5e-1", 0.25),
+    ],
+)
+def test_a_verdict_is_the_whole_number_or_none(scale, said, reward) -> None:
+    judge = get_reward_fn("judge", {"base_url": "http://127.0.0.1:9/v1", "scale": scale})
+    assert judge.verdict(f"Well.\nScore: {said}") == reward
+    assert judge.verdict(f"Well.\n**Score:** {said}") == reward
+
+
 def test_what_an_answer_says_is_no_verdict_and_ends_no_mark(judge, pool) -> None:
     """This judge repeats the answer before it says what it thinks."""
     mark = fenced("old").splitlines()[-1]

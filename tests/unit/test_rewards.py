@@ -12,12 +12,15 @@ import tempfile
 import threading
 import time
 import tomllib
+from fractions import Fraction
 from importlib.metadata import version
 from pathlib import Path
 
 import math_verify
 import pytest
 import reasoning_gym
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from packaging.requirements import Requirement
 from sympy import Rational
 
@@ -31,6 +34,7 @@ from megarl.rollout.rewards import (
     results,
     reward_arguments,
 )
+from megarl.rollout.rewards.numbers import read_number, written_plainly
 from megarl.rollout.rewards.results import RewardUnavailable
 
 
@@ -193,7 +197,9 @@ def test_gold_answers_that_can_be_compared_with(answer):
     check_rows(get_reward_fn("gsm8k"), [{"row_id": 0, "answer": answer, "task": "gsm8k"}])
 
 
-@pytest.mark.parametrize("answer", ["", "?", "Monday", "no idea", "18 dollars", r"\text{yes}"])
+@pytest.mark.parametrize(
+    "answer", ["", "?", "Monday", "no idea", "18 dollars", r"\text{yes}", "0x10", "5 79"]
+)
 def test_a_gold_answer_that_is_no_number_is_an_error_that_names_the_row(answer):
     data = [{"row_id": 6, "answer": "7"}, {"row_id": 7, "answer": answer}]
     with pytest.raises(ValueError, match=r"row 7: the answer .* is neither a number nor an expr"):
@@ -213,6 +219,70 @@ def test_hydra_fits_beside_the_grader():
     assert "antlr4-python3-runtime" not in required
     assert required["omegaconf"].specifier.contains("2.3.0")
     assert required["math-verify"].specifier.contains(version("math-verify"))
+
+
+SPELLINGS = [  # of a gold answer and of a completion; both are the same number, which no other is
+    ("1e3", "1000"), ("1E3", "1000"), ("2e5", "200000"), ("3e8", "300000000"),
+    ("6.02e23", "602000000000000000000000"), ("1e-5", "0.00001"), ("1 000", "1000"),
+    (r"1\,000", "1000"), ("1~000", "1000"), ("1{,}000", "1000"), ("1_000", "1000"),
+    ("3 1/2", "3.5"), (r"3\frac{1}{2}", "7/2"), (r"-3\tfrac12", "-3.5"), ("12.", "12"),
+    (".5", r"\frac{1}{2}"), ("10000", r"10\,000"), ("1 234 567", "1,234,567"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("one", "other"), SPELLINGS)
+def test_a_number_is_the_same_in_every_spelling(one, other):
+    for gold, completion in ((one, other), (other, one)):
+        check_rows(get_reward_fn("gsm8k"), [{"row_id": 0, "answer": gold}])
+        assert score("gsm8k", f"so \\boxed{{{completion}}}", answer=gold) == 1
+        assert score("gsm8k", f"so\n#### {completion}", answer=gold) == 1
+        for wrong in ("0", "1", "2", "10"):
+            assert score("gsm8k", f"\\boxed{{{wrong}}}", answer=gold) == 0
+            assert score("gsm8k", f"\\boxed{{{completion}}}", answer=wrong) == 0
+
+
+@st.composite
+def spelled_numbers(draw):
+    """(number, text): one of the spellings that are read."""
+    sign, whole = draw(st.sampled_from(["", "-", "+", "−"])), draw(st.integers(0, 10**9))
+    bottom = draw(st.integers(1, 99))
+    top, exponent = draw(st.integers(0, bottom)), draw(st.integers(-9, 9))
+    gap = draw(st.sampled_from([",", " ", "_", "~", r"\,", "{,}", "\u202f"]))
+    digits = draw(st.text("0123456789", min_size=1, max_size=6))
+    grouped = f"{whole:,}".replace(",", gap)
+    number, text = draw(
+        st.sampled_from(
+            [
+                (whole, str(whole)),
+                (whole, grouped),
+                (whole, f"{whole}."),
+                (Fraction(f"{whole}.{digits}"), f"{grouped}.{digits}"),
+                (Fraction(f"0.{digits}"), f".{digits}"),
+                (Fraction(f"{whole}.{digits}e{exponent}"), f"{whole}.{digits}e{exponent}"),
+                (Fraction(whole, bottom), f"{whole}/{bottom}"),
+                (Fraction(whole, bottom), rf"\frac{{{whole}}}{{{bottom}}}"),
+                (whole + Fraction(top, bottom), f"{whole} {top}/{bottom}"),
+                (whole + Fraction(top, bottom), rf"{whole}\dfrac{{{top}}}{{{bottom}}}"),
+            ]
+        )
+    )
+    return (-number if sign in ("-", "−") else number), sign + text
+
+
+@settings(deadline=None)
+@given(spelled_numbers())
+def test_a_number_is_read_back_from_each_of_its_spellings(drawn):
+    number, text = drawn
+    assert read_number(text) == number
+    assert Fraction(written_plainly(text)) == number
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["1,5", "1.2.3", "1 00", "5 79", "0x10", "1e", "1/0", "1,00", "--1", "", "1e999", "9" * 301],
+)
+def test_what_is_no_number_is_not_read_as_one(text):
+    assert read_number(text) is None
 
 
 PERCENTAGES = [

@@ -23,10 +23,11 @@ from sympy import (
     subfactorial,
 )
 
+from megarl.rollout.rewards.numbers import MAX_DIGITS, without_groups, written_plainly
 from megarl.rollout.rewards.results import TooMuchWork, bounded
 
 _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|-?(?<!\d)\.\d+")
-MAX_DIGITS, MAX_OPERAND, MAX_SUM_EXPONENT = 300, 1000, 20
+MAX_OPERAND, MAX_SUM_EXPONENT = 1000, 20
 _FACTORIALS = factorial, factorial2, subfactorial
 _POWER = re.compile(r"\d\.?\s*[eE]\s*[+-]?\s*0*(\d{3,18})")  # of ten, in E notation
 _LARGE_BINOMIAL = re.compile(r"binom\s*\{\s*\d{4}")  # math-verify computes it as it reads
@@ -50,6 +51,9 @@ _ENDING = re.compile(r"####\s*([^\n#]+)\s*\Z")  # of GSM8K's own solutions
 _LEADING_ZEROS = re.compile(r"(?<![\d.])0+(?=\d)")  # sympy would not read them
 _WORD = re.compile(r"[^\W\d_]{3,}")
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
+# math-verify reads these as products: of Euler's e, of a variable x, of numbers that have a gap
+_MISREAD = re.compile(r"\d\.?[eE][-+]?\d|(?<![\w.])0[xXoObB][\da-fA-F]|\d(?:\s|~|\\[ ,;!])+\d")
+_ARGUMENTS = re.compile(r"\\[dt]?(?:frac|binom)\s*\d\s*\d")
 
 
 @bounded
@@ -88,9 +92,10 @@ def final_answer(text: str) -> Any:
     start = text.rfind("\\boxed{")
     if start >= 0:
         inside = _braced(text[start + len("\\boxed{") :])
-        return None if inside is None else _parse(f"\\boxed{{{inside}}}")
+        return None if inside is None else _parse_alone(inside)
     if ending := _ENDING.search(text):
         text = ending[1]
+    text = written_plainly(text) or without_groups(text, spaces=False)
     text = _SENTENCE_END.sub(",", _BOLD.sub("", text.translate(_SYMBOLS)))
     value = _parse(text)
     numbers = list(_NUMBER.finditer(text))
@@ -124,13 +129,20 @@ def _gold(answer: str) -> Any:
     math-verify reads them as products of their letters."""
     text = str(answer)
     try:
-        gold = _parse(f"\\boxed{{{text}}}")
+        gold = _parse_alone(text)
     except TooMuchWork:
         gold = None
     words = _WORD.search(_COMMAND.sub(" ", text))
     if gold is None or (words and getattr(gold, "free_symbols", None)):
         raise ValueError(f"the answer {text!r} is neither a number nor an expression in LaTeX")
     return gold
+
+
+def _parse_alone(text: str) -> Any:
+    """Returns the sympy value of a text that holds one value and nothing else; None for numbers
+    that math-verify takes for products. Raises TooMuchWork as `_parse`."""
+    text = written_plainly(text) or without_groups(text, spaces=True)
+    return None if _MISREAD.search(_ARGUMENTS.sub(" ", text)) else _parse(f"\\boxed{{{text}}}")
 
 
 def _parse(text: str) -> Any:

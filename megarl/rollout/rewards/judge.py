@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megarl.config.recipe_engines import JUDGES_ENV, listed_addresses
+from megarl.rollout.rewards.numbers import read_number
 from megarl.rollout.rewards.pool import share
 from megarl.rollout.rewards.results import RewardError, RewardUnavailable, Scored
 from megarl.utils.http import (
@@ -41,7 +42,10 @@ PROMPT = """Task:
 How good is the answer, from {low} (useless) to {high} (perfect)? Say why in one or two sentences, \
 then end with a line of this form:
 Score: <number>"""
-VERDICT = r"(?im)^\W*score\W*?(-?\d+(?:\.\d+)?)"
+VERDICT = (  # up to where the number ends, so that no part of a number is one
+    r"(?im)^\W*score\W*?(?<![.\d])([-+−]?(?:\.?\d|\\[dt]?frac)"
+    r"(?:[\w.,/+\-−–\\{}~%^]| ?/ ?(?=\d)| out of (?=\d)|[ \u00a0\u2009\u202f](?=\d))*)"
+)
 # no other answer of ours will change these: the address, the key or the model's name is wrong
 _CONFIGURED_WRONG = (*range(300, 400), 401, 403, 404, 405)
 _LATER = (408, 409, 425)
@@ -161,8 +165,8 @@ class JudgeReward:
         return [{"role": role, "content": text} for role, text in texts if text]
 
     def verdict(self, text: str) -> float | None:
-        """Returns the reward that the judge's text says, None where it says none, or one that is
-        not on the scale."""
+        """Returns the reward that the judge's text states. None if it states no number, or one
+        that is not on the scale."""
         matches = list(self._parse.finditer(text.rpartition("</think>")[2]))
         if not matches:
             return None
@@ -170,12 +174,10 @@ class JudgeReward:
         if isinstance(self.scale, dict):
             return self.scale.get(verdict)
         low, high = self.scale
-        try:
-            number = float(verdict)
-        except ValueError:
+        number = _number(verdict, max(low, high))
+        if number is None or not min(low, high) <= number <= max(low, high):
             return None
-        on_scale = min(low, high) <= number <= max(low, high)
-        return (number - low) / (high - low) if on_scale else None
+        return (number - low) / (high - low)
 
     async def _ask(self, body: dict[str, Any]) -> str:
         """Returns the judge's text, from one of the servers."""
@@ -203,6 +205,23 @@ class JudgeReward:
                     asked_for = min(error.retry_after or 0.0, MAX_REST)
                     await asyncio.sleep(max(asked_for, backoff(failures)))
         raise RewardUnavailable(f"the judge gave no answer in {self._tries} tries: {error}")
+
+
+def _number(verdict: str, top: float) -> float | None:
+    """Returns the number of a verdict, None if it is no number. 7/10 is 7 on a scale up to `top` =
+    10; another fraction is a number on a scale up to 1 alone, since 7/20 may be of another scale.
+    """
+    spelled = verdict.replace(" out of ", "/")
+    if read_number(spelled) is None:
+        spelled = spelled.rstrip(".,;:}")
+    score, slash, full = spelled.partition("/")
+    if slash and read_number(full) == top:
+        number = read_number(score)
+    elif slash and top > 1 and read_number(score) is not None and " " not in score.strip():
+        number = None
+    else:
+        number = read_number(spelled)
+    return None if number is None else float(number)
 
 
 def _text(url: str, answer: Any) -> str:
