@@ -7,6 +7,7 @@ environments load it in an interpreter that has no megarl.
 
 from __future__ import annotations
 
+import json
 import re
 import uuid
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,17 @@ Tools = Sequence[Mapping[str, Any]]  # OpenAI's function objects
 
 # stands for an answer in a rendered chat, and for nothing that a chat may hold
 _MARK = f"<<answer {uuid.uuid4().hex}>>"
+
+
+def decoded(value: Any) -> Any:
+    """Returns the value of a JSON text, as chat templates take arguments and tools. An empty text
+    is None. A text that is not JSON, and any other value, are returned unchanged."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value.strip() else None
+    except (ValueError, RecursionError):
+        return value
 
 
 class ChatTemplate:

@@ -10,8 +10,9 @@ from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
+from megarl.api.chat_template import decoded
 from megarl.config.dataset import SourceConfig
-from megarl.data.rows import Problem, Row, read_dataset, shown, text
+from megarl.data.rows import Problem, Row, check_characters, read_dataset, shown, text
 
 Message = dict[str, Any]
 T = TypeVar("T")
@@ -19,6 +20,8 @@ _SIDES = ("chosen", "rejected")
 # how conversations stand in one text, as in Anthropic's hh-rlhf
 _TURN = re.compile(r"\n\n(Human|Assistant):")
 _ROLES = {"Human": "user", "Assistant": "assistant"}
+# how a list of messages begins, as JSON or as Python prints it
+_LISTED = re.compile(r"""\s*\[\s*\{\s*['"](role|content)['"]""")
 
 
 INSTRUCTION = "\nPlease reason step by step, and put your final answer within \\boxed{}."
@@ -77,7 +80,7 @@ def chat(
                 "them in options.columns.messages"
             )
         messages = messages_of(row["messages"], place)
-        return row | {"messages": instructed(messages, instruction, place)}
+        return tools_read(row | {"messages": instructed(messages, instruction, place)}, place)
 
     return _read("chat", cfg, subset, revision, read)
 
@@ -100,10 +103,12 @@ def renamed(source: Row, columns: dict[str, str], place: str) -> Row:
 
 
 def messages_of(value: Any, place: str) -> list[Message]:
-    """Returns a list of messages, or a user's message by its text, as a list of messages without
-    null fields. Raises ValueError, with `place`, for anything else."""
-    if isinstance(value, str):
+    """Returns a list of messages, its JSON text, or a user's message by its text, as a list of
+    messages without null fields. Raises ValueError, with `place`, for anything else."""
+    check_characters(value, "messages", place)
+    if isinstance(value, str) and not _LISTED.match(value):
         return [{"role": "user", "content": value}]
+    value = decoded(value)
     if not isinstance(value, list) or not value:
         raise ValueError(f"{place}: messages are {shown(value)}, not a list of role and content")
     return [_message(m, f"{place}: message {i}") for i, m in enumerate(value)]
@@ -112,12 +117,40 @@ def messages_of(value: Any, place: str) -> list[Message]:
 def _message(message: Any, place: str) -> Message:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ValueError(f'{place} is {shown(message)}; write {{"role": ..., "content": ...}}')
-    # parquet gives each message the fields of all messages; null means absent
     message = {k: v for k, v in message.items() if v is not None}
-    content = message.get("content", "" if message.get("tool_calls") else None)
+    if calls := decoded(message.get("tool_calls")):
+        message["tool_calls"] = _objects(calls, f"{place}: tool_calls", _call)
+    content = message.get("content", "" if calls else None)
     if not isinstance(content, str):
         raise ValueError(f"{place}: its content is {shown(content)}, not text")
     return message | {"content": content}
+
+
+def _objects(value: Any, place: str, read: Callable[[Row], Row] = dict) -> list[Row]:
+    """Returns what `read` makes of each object in a list. Raises ValueError, with `place`, for
+    anything else than objects or their JSON text."""
+    listed = [decoded(v) for v in (value if isinstance(value, list) else [value])]
+    if not isinstance(value, list) or not all(isinstance(v, dict) for v in listed):
+        raise ValueError(f"{place}: {shown(value)} is not a list of objects")
+    return [read(v) for v in listed]
+
+
+def _call(call: Row) -> Row:
+    """Returns a call of a tool whose arguments are an object, as chat templates take them."""
+    if isinstance(function := call.get("function"), dict):
+        return call | {"function": _call(function)}
+    arguments = decoded(call.get("arguments"))
+    return call | {"arguments": {} if arguments is None else arguments}
+
+
+def tools_read(row: Row, place: str) -> Row:
+    """Returns the row with a column tools as a list of objects. Raises ValueError, with
+    `place`, for other tools, and for text that is not UTF-8."""
+    for name in {"tools", "response"} & row.keys():
+        check_characters(row[name], name, place)
+    if "tools" not in row:
+        return row
+    return row | {"tools": _objects(decoded(row["tools"]) or [], f"{place}: tools")}
 
 
 def instructed(messages: list[Message], instruction: str, place: str) -> list[Message]:
@@ -154,7 +187,9 @@ def preference(
     def read(source: Row, place: str) -> Row:
         row = renamed(source, columns or {}, place)
         row = _pair(row, place)
-        return row | {"messages": instructed(row["messages"], instruction, place)}
+        return tools_read(
+            row | {"messages": instructed(row["messages"], instruction, place)}, place
+        )
 
     return _read("preference", cfg, subset, revision, read)
 

@@ -4,6 +4,7 @@ which of several sources the next row comes."""
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,7 @@ from megarl.config.check_parts import HUB
 from megarl.config.dataset import SourceConfig
 
 Row = dict[str, Any]
-FORMATS = (".parquet", ".jsonl", ".json")
+FORMATS = (".parquet", ".jsonl", ".json", ".csv")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,17 +97,17 @@ def _hub_rows(
             "where the hub can be reached and name the files"
         ) from e
     for i, row in enumerate(source):
-        yield f"{name} row {i}", row
+        yield f"{name} row {i}", without_nulls(row)
 
 
 def _split_files(folder: Path, split: str) -> list[Path]:
-    """Returns the files <split>*.parquet (or .jsonl, .json) of the folder, or of its `main` as the
-    hub has it. Raises ValueError where there are none."""
+    """Returns the files <split>*.parquet (or another of FORMATS) of the folder, or of its `main` as
+    the hub has it. Raises ValueError where there are none."""
     for place in (folder, folder / "main"):
         for suffix in FORMATS:
             if files := sorted(place.glob(f"{split}*{suffix}")):
                 return files
-    raise ValueError(f"{folder} has no {split}*.parquet, .jsonl or .json")
+    raise ValueError(f"{folder} has no {split}*.parquet, .jsonl, .json or .csv")
 
 
 def read_rows(file: Path) -> Iterator[tuple[str, Row]]:
@@ -114,7 +115,7 @@ def read_rows(file: Path) -> Iterator[tuple[str, Row]]:
     if file.suffix not in FORMATS:
         raise ValueError(f"{file}: use one of {sorted(FORMATS)}")
     try:
-        yield from _parquet(file) if file.suffix == ".parquet" else _json(file)
+        yield from {".parquet": _parquet, ".csv": _csv}.get(file.suffix, _json)(file)
     except OSError as e:
         raise ValueError(f"{file} cannot be read: {e.strerror or e}") from e
 
@@ -163,21 +164,52 @@ def _parquet(file: Path) -> Iterator[tuple[str, Row]]:
     try:
         for batch in pyarrow.parquet.ParquetFile(file).iter_batches():
             for row in batch.to_pylist():
-                yield f"{file} row {number}", row
+                yield f"{file} row {number}", without_nulls(row)
                 number += 1
     except (ArrowException, UnicodeDecodeError) as e:
         raise ValueError(f"{file}: unreadable: {' '.join(str(e).split())}") from e
+
+
+def _csv(file: Path) -> Iterator[tuple[str, Row]]:
+    """Yields the rows of a file whose first line names the columns. An empty cell is null."""
+    csv.field_size_limit(1 << 30)  # characters; the library's own limit is below a long chat
+    try:
+        with file.open(newline="", encoding="utf-8-sig") as lines:
+            for row in (reader := csv.DictReader(lines, strict=True)):
+                place = f"{file} line {reader.line_num}"
+                if None in row or None in row.values():
+                    raise ValueError(f"{place}: not one cell for each of {reader.fieldnames}")
+                yield place, {name: cell or None for name, cell in row.items()}
+    except (csv.Error, UnicodeDecodeError) as e:
+        raise ValueError(f"{file}: not a CSV file in UTF-8: {e}") from e
+
+
+def without_nulls(value: Any, *, listed: bool = False) -> Any:
+    """Returns a row without the null fields of objects in lists: parquet and `datasets` give each
+    object of a list the fields of all. listed: whether the value is in a list."""
+    if isinstance(value, list):
+        return [without_nulls(v, listed=True) for v in value]
+    if not isinstance(value, dict):
+        return value
+    kept = {k: v for k, v in value.items() if not (listed and v is None)}
+    return {k: without_nulls(v, listed=listed) for k, v in kept.items()}
+
+
+def check_characters(value: Any, name: str, place: str) -> None:
+    """Raises ValueError if a text in `value` has half of a surrogate pair, which is not UTF-8."""
+    whole = json.dumps(value, ensure_ascii=False, default=str)
+    try:
+        whole.encode()
+    except UnicodeEncodeError as e:
+        half = f"\\u{ord(whole[e.start]):04x}"
+        raise ValueError(f"{place}: the {name} holds half a character ({half})") from e
 
 
 def text(row: Row, name: str, place: str) -> str:
     """Returns the text in `row[name]`. Raises ValueError for null, a number or anything else."""
     value = row[name]
     if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError as e:
-            half = f"\\u{ord(value[e.start]):04x}"
-            raise ValueError(f"{place}: the {name} holds half a character ({half})") from e
+        check_characters(value, name, place)
         return value
     what = "null" if value is None else f"{shown(value)}, not text"
     fix = "" if value is None else f'; write "{name}": "..."'

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megarl.config.dataset import MIX, DatasetConfig, SourceConfig
-from megarl.data.formats import chat, gsm8k, messages_of, preference
+from megarl.data.formats import chat, gsm8k, messages_of, preference, tools_read
 from megarl.data.generated import arithmetic, reasoning_gym
-from megarl.data.rows import Problem, Row, stable_hash
+from megarl.data.rows import Problem, Row, stable_hash, without_nulls
 from megarl.observability.logging import get_logger
 from megarl.utils.importing import (
     call_problem,
@@ -112,6 +112,8 @@ def _source_rows(
 
 def _all(source: Any) -> Iterable[Any]:
     """Returns the rows of a list, a generator, a HF or a torch data set."""
+    if type(source).__module__.startswith("datasets."):
+        return map(without_nulls, source)
     if hasattr(type(source), "__iter__"):
         return source
     if hasattr(type(source), "__len__") and hasattr(type(source), "__getitem__"):
@@ -133,9 +135,15 @@ def _row(index: int, row: Any, cfg: SourceConfig, purpose: str) -> Row:
         )
     row = dict(row)
     if is_import_path(cfg.type):
-        row["messages"] = messages_of(row["messages"], what)
+        row = tools_read(row | {"messages": messages_of(row["messages"], what)}, what)
         if purpose == "pairs":
             row |= {k: _as_messages(row[k], f"{what}: {k}") for k in _ANSWERS if k in row}
+    answered = row["messages"][-1]["role"] == "assistant"
+    if purpose in ("sft", "prompts") and answered and row.get("response") is not None:
+        raise ValueError(
+            f"{what}: its messages end with an answer, and the column response is another answer; "
+            "leave one of them out"
+        )
     if purpose == "prompts":
         row = _without_answer(row)
     _check_answers(row, purpose, what)

@@ -211,7 +211,7 @@ class Template(ChatTemplate):
         if len(turns) == skipped:
             raise ValueError("the messages have no assistant's among them to train on")
         if _MARKED.search(self.tokenizer.chat_template):
-            return self._marked(messages, tools, skipped)
+            return self.ended_once(*self._marked(messages, tools, skipped))
         turns = turns[skipped:]
         turns = turns[-1:] if self._train_on == "last" else turns
         ids: list[int] = []
@@ -222,7 +222,7 @@ class Template(ChatTemplate):
                 piece.append(self.eos_token_id)
             ids += piece
             mask += [trained] * len(piece)
-        return ids, mask
+        return self.ended_once(ids, mask)
 
     def _pieces(
         self, messages: Sequence[Message], turns: Sequence[int], tools: Sequence[Row]
@@ -251,6 +251,16 @@ class Template(ChatTemplate):
             done = len(begin) + len(answer)
         if self._ends(whole[:done]):
             yield whole[done:], False
+
+    def ended_once(self, ids: list[int], mask: list[bool]) -> tuple[list[int], list[bool]]:
+        """Returns tokens and mask with one EOS at the end of a trained turn. A turn whose text in
+        the data has its own EOS would get a second one."""
+        kept = [
+            t
+            for t in range(len(ids))
+            if not (t and mask[t] and mask[t - 1] and ids[t] == ids[t - 1] == self.eos_token_id)
+        ]
+        return [ids[t] for t in kept], [mask[t] for t in kept]
 
     def _ends(self, text: str) -> bool:
         """Returns whether `text` ends with a special token."""
@@ -305,13 +315,12 @@ def _sft_row(source: Row, template: Template) -> Row:
     response = source.get("response")
     if response is None:
         ids, mask = template.conversation(messages, tools=tools)
-        return {"input_ids": ids, "loss_mask": mask}
-    prompt_ids = template.encode(template.render(messages, tools))
-    response_ids = template.encode(response) + [template.eos_token_id]
-    return {
-        "input_ids": prompt_ids + response_ids,
-        "loss_mask": [False] * len(prompt_ids) + [True] * len(response_ids),
-    }
+    else:
+        prompt_ids = template.encode(template.render(messages, tools))
+        response_ids = template.encode(response) + [template.eos_token_id]
+        written = [False] * len(prompt_ids) + [True] * len(response_ids)
+        ids, mask = template.ended_once(prompt_ids + response_ids, written)
+    return {"input_ids": ids, "loss_mask": mask}
 
 
 def _pair_row(source: Row, template: Template) -> Row:

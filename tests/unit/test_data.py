@@ -302,7 +302,7 @@ ROW = json.dumps(GSM8K[0]).encode()
         ("x.json", b"[" + ROW + b", 3]", "x.json row 1 3"),
         ("x.json", b"[" + ROW + b",\n" + ROW, "x.json JSON line 2, column"),
         ("x.parquet", b"PAR1 no", "x.parquet arquet"),
-        ("x.csv", b"a,b", "x.csv parquet"),
+        ("x.tsv", b"a,b", "x.tsv parquet"),
     ],
 )  # fmt: skip
 def test_gsm8k_names_file_and_line(tokenizer, tmp_path, name, content, names):

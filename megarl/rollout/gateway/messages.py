@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from megarl.api.chat_template import ChatTemplate
+from megarl.api.chat_template import ChatTemplate, decoded
 from megarl.rollout.loop_thread import add_counts
 from megarl.rollout.tools.calls import FORMATS, parse_calls
 from megarl.utils.importing import is_import_path, load_object
@@ -52,11 +52,10 @@ class ToolCall:
 
     @property
     def values(self) -> Any:
-        """Returns the decoded arguments; their text where they are no JSON."""
-        try:
-            return json.loads(self.arguments)
-        except (ValueError, RecursionError):
-            return self.arguments
+        """Returns the decoded arguments, {} for a call without arguments; their text where they are
+        no JSON."""
+        values = decoded(self.arguments)
+        return {} if values is None else values
 
 
 @dataclass(frozen=True, kw_only=True)
