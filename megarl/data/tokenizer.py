@@ -207,12 +207,12 @@ class Template(ChatTemplate):
         that drops earlier thoughts does, and for messages without an assistant's.
         """
         turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-        skipped = sum(i < start for i in turns)
-        if len(turns) == skipped:
+        turns = [i for i in turns if i >= start]
+        if not turns:
             raise ValueError("the messages have no assistant's among them to train on")
         if _MARKED.search(self.tokenizer.chat_template):
-            return self.ended_once(*self._marked(messages, tools, skipped))
-        turns = turns[skipped:]
+            first = turns[-1] if self._train_on == "last" else start
+            return self.ended_once(*self._marked(messages, tools, first))
         turns = turns[-1:] if self._train_on == "last" else turns
         ids: list[int] = []
         mask: list[bool] = []
@@ -235,11 +235,7 @@ class Template(ChatTemplate):
             begin = self.render(messages[:i], tools)
             end = self.render(messages[: i + 1], tools, answer_follows=False)
             if not (end.startswith(begin) and whole.startswith(end)):
-                raise ValueError(
-                    f"the chat template of tokenizer {self.name} renders message {i} otherwise "
-                    "once others follow, or after the beginning of an answer; set options.train_on="
-                    "last, or mark the assistant's text in the template with {% generation %}"
-                )
+                raise self._changed(i)
             answer = end[len(begin) :].rstrip()
             if not self._ends(answer) and i != len(messages) - 1:
                 raise ValueError(
@@ -267,27 +263,35 @@ class Template(ChatTemplate):
         return text.endswith(self._special)
 
     def _marked(
-        self, messages: Sequence[Message], tools: Sequence[Row], skipped: int
+        self, messages: Sequence[Message], tools: Sequence[Row], first: int
     ) -> tuple[list[int], list[bool]]:
-        """Returns tokens and mask by the template's marks, without the first `skipped` turns."""
+        """Returns tokens and mask by the template's marks, in messages[first:] only. Raises
+        ValueError if the text of messages[:first] is not the beginning of the whole text."""
         encoded = self.apply(
             messages, tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
         mask = [bool(m) for m in encoded["assistant_masks"]]
+        if first:
+            told = self.render(messages[:first], tools, answer_follows=False)
+            if not self.render(messages, tools, answer_follows=False).startswith(told):
+                raise self._changed(first)
+            spans = [encoded.token_to_chars(t) for t in range(len(mask))]
+            later = [span is not None and span.start >= len(told) for span in spans]
+            mask = [marked and after for marked, after in zip(mask, later, strict=True)]
         if not any(mask):
             raise ValueError(
                 f"the chat template of tokenizer {self.name} marks no token of the assistant's; "
                 "put its text between {% generation %} and {% endgeneration %}"
             )
-        for _ in range(skipped):
-            begin = mask.index(True)
-            end = mask.index(False, begin)
-            mask[begin:end] = [False] * (end - begin)
-        if self._train_on == "last":
-            end = max(i for i, m in enumerate(mask) if m) + 1
-            begin = next((i for i in range(end - 1, -1, -1) if not mask[i]), -1) + 1
-            mask = [begin <= i < end for i in range(len(mask))]
         return list(encoded["input_ids"]), mask
+
+    def _changed(self, i: int) -> ValueError:
+        """Returns the error of a template that renders earlier messages in another way later."""
+        return ValueError(
+            f"the chat template of tokenizer {self.name} renders the messages up to {i} in another "
+            "way when others follow; set options.train_on=last, or mark the assistant's text in "
+            "the template with {% generation %} and train on all turns"
+        )
 
 
 def encode_rows(

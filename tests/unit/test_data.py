@@ -568,7 +568,7 @@ def test_sft_masks_are_those_of_a_template_that_marks_the_answers(train_on):
 
 def test_a_template_that_rewrites_turns_is_refused_or_trained_on_the_last():
     tokenizer = make_tokenizer(1)
-    with pytest.raises(ValueError, match=r"renders message 1 otherwise.*train_on=\s*last"):
+    with pytest.raises(ValueError, match="train_on=last"):
         trained_texts(tokenizer, THINKING)
     texts, *_ = trained_texts(tokenizer, THINKING, train_on="last")
     assert texts == ["(hm)two<|end|>"]
@@ -602,3 +602,82 @@ def test_sft_rows_of_conversations(gsm8k_file):
 
 def row_tokens(row):
     return row["input_ids"], row["loss_mask"]
+
+
+# marks the content and, apart from it, the calls; no text stands between two turns
+TWICE = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}{% endgeneration %}"
+    "{% if m.tool_calls %}<c>{% generation %}f()<|end|>{% endgeneration %}{% endif %}"
+    "{% else %}<|{{ m.role }}|>{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+CALL = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
+
+
+def say(role, content, **more):
+    return {"role": role, "content": content, **more}
+
+
+@pytest.mark.parametrize(
+    ("messages", "start", "options", "want"),
+    [
+        (
+            [say("user", "1"), say("assistant", "a", tool_calls=CALL), say("tool", "r")],
+            0,
+            {},
+            "af()<|end|>",
+        ),
+        (
+            [say("user", "1"), say("assistant", "", tool_calls=CALL), say("tool", "r")]
+            + [say("assistant", "2"), say("user", "more"), say("assistant", "5")],
+            3,
+            {},
+            "25",
+        ),
+        ([say("user", "1"), say("assistant", "2"), say("assistant", "5")], 2, {}, "5"),
+        (
+            [say("user", "1"), say("assistant", "2"), say("assistant", "5")],
+            0,
+            {"train_on": "last"},
+            "5",
+        ),
+        (
+            [
+                say("user", "1"),
+                say("assistant", "2"),
+                say("user", "3"),
+                say("assistant", "a", tool_calls=CALL),
+            ],
+            0,
+            {"train_on": "last"},
+            "af()<|end|>",
+        ),
+        (
+            [
+                say("user", "1"),
+                say("assistant", "", tool_calls=CALL),
+                say("tool", "r"),
+                say("assistant", "2"),
+            ],
+            3,
+            {},
+            "2",
+        ),
+    ],
+)
+def test_turns_of_a_marking_template_are_those_of_the_messages(messages, start, options, want):
+    tokenizer = make_tokenizer(1)
+    tokenizer.chat_template = TWICE
+    ids, mask = Template(tokenizer, options).conversation(messages, start=start)
+    assert tokenizer.decode([t for t, m in zip(ids, mask, strict=True) if m]) == want
+
+
+def test_a_marking_template_that_rewrites_what_it_has_told_is_refused():
+    tokenizer = make_tokenizer(1)
+    tokenizer.chat_template = TWICE.replace(
+        "{{ m.content }}{% e", "{{ m.content if loop.last }}{% e"
+    )
+    messages = [say("user", "1"), say("assistant", "2"), say("assistant", "5")]
+    with pytest.raises(ValueError, match="train_on"):
+        Template(tokenizer, {}).conversation(messages, start=2)
