@@ -7,6 +7,7 @@ environments load it in an interpreter that has no megarl.
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import uuid
@@ -43,6 +44,14 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any, options: Mapping[str, Any]) -> None:
         self.tokenizer, self._options = tokenizer, dict(options)
         self.name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
+
+    def with_options(self, options: Mapping[str, Any]) -> ChatTemplate:
+        """Returns the template with further options. Raises ValueError for an option that has the
+        name of a parameter of apply_chat_template."""
+        taken = inspect.signature(self.tokenizer.apply_chat_template).parameters.keys()
+        if wrong := sorted(taken & options.keys()):
+            raise ValueError(f"chat_template_kwargs.{wrong[0]}: not an option of a chat template")
+        return ChatTemplate(self.tokenizer, self._options | dict(options)) if options else self
 
     def text(self, messages: Messages, tools: Tools = ()) -> str:
         """Returns a chat as text, up to the beginning of the next answer. The policy goes on with

@@ -18,7 +18,14 @@ from typing import Any
 
 from megarl.config import rules
 from megarl.config.algo import PPOActorConfig, PPOCriticConfig
-from megarl.config.dataset import GENERATED, MIX, WITH_REWARD, DatasetConfig, SourceConfig
+from megarl.config.dataset import (
+    GENERATED,
+    MIX,
+    WITH_REWARD,
+    DatasetConfig,
+    SourceConfig,
+    workflow_of,
+)
 from megarl.config.engine import ALL_LINEAR, LoRAConfig, OptimizerConfig, ParallelConfig
 from megarl.config.errors import ConfigError, raise_if_any
 from megarl.config.recipe_engines import addresses_in, turn_problems
@@ -190,6 +197,7 @@ def data_problems(cfg: BaseConfig) -> Iterator[str]:
         key = held_out_key(name)
         yield from rule_problems(rules.HELD_OUT, data, f"{key}.")
         yield from _source_problems(key, data) if data.type != MIX else ()
+    yield from _workflow_problems(cfg) if isinstance(cfg, GRPOConfig) else ()
     path = cfg.tokenizer_path
     if path and not Path(path).is_dir() and not looks_like_hub_name(path):
         yield f"tokenizer_path={path}: no such directory"
@@ -199,6 +207,14 @@ def data_problems(cfg: BaseConfig) -> Iterator[str]:
         except (OSError, UnicodeDecodeError) as e:
             why = e.strerror if isinstance(e, OSError) else "not UTF-8"
             yield f"chat_template={template}: {why}; name a Jinja file"
+
+
+def _workflow_problems(cfg: GRPOConfig) -> Iterator[str]:
+    for key, data in sources(cfg).items():
+        try:
+            workflow_of(cfg.rollout.workflow, data)
+        except ValueError as e:
+            yield f"{key}.{e}"
 
 
 def _name_problems(key: str, names: Iterable[str]) -> Iterator[str]:

@@ -11,6 +11,7 @@ from megarl.api.batch import Padded
 from megarl.api.chat_template import ChatTemplate
 from megarl.api.inference import SAMPLES_MISSING, InferenceEngine, RolloutWorkflow
 from megarl.api.records import ModelRequest, ModelResponse
+from megarl.config.dataset import workflow_of
 from megarl.config.recipes import GRPOConfig
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.config.script import REWARD_KEYS, note_read
@@ -89,7 +90,8 @@ class ChatWorkflow(RolloutWorkflow):
         None is that of train_dataset; gconfig: None is the configuration's. Raises ValueError for
         an option that the class does not take."""
         note_read(cfg, *REWARD_KEYS, "rollout.workflow", "gconfig", "train_dataset.reward.options")
-        options, taken = cfg.rollout.workflow.options, ("reward_pool",)
+        options = taken_options(cls, workflow_of(cfg.rollout.workflow, cfg.train_dataset).options)
+        taken = ("reward_pool",)
         key = "rollout.workflow.options"
         if problems := list(option_problems(cls, options, key=key, positional=3, by_name=taken)):
             raise ValueError("; ".join(problems))
@@ -226,6 +228,18 @@ class ChatWorkflow(RolloutWorkflow):
         if prompt is None:
             prompt = self._chat.text(data["messages"], data.get("tools") or ())
         return prompt, list(self._chat.encode(prompt) if ids is None else ids)
+
+
+def taken_options(workflow: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Returns the options without chat_template_kwargs if `workflow` renders no chat itself: it is
+    no ChatWorkflow, and does not name them. Raises ValueError for a ChatWorkflow of the user's that
+    does not take them."""
+    given = {k: v for k, v in options.items() if k == "chat_template_kwargs"}
+    how: Any = {"positional": 3, "by_name": ["reward_pool", *(options.keys() - given.keys())]}
+    problems = list(option_problems(workflow, given, key="options", **how)) if given else []
+    if problems and isinstance(workflow, type) and issubclass(workflow, ChatWorkflow):
+        raise ValueError(f"{workflow.__name__}: {'; '.join(problems)}")
+    return {k: v for k, v in options.items() if k not in given} if problems else options
 
 
 class MixedWorkflow(RolloutWorkflow):

@@ -16,7 +16,7 @@ from typing import Any
 from megarl.algos.rows import rollouts_of
 from megarl.api.batch import Padded
 from megarl.api.inference import RolloutWorkflow
-from megarl.config.dataset import DatasetConfig, PartConfig, SourceConfig
+from megarl.config.dataset import DatasetConfig, SourceConfig, workflow_of
 from megarl.config.errors import raise_if_any
 from megarl.config.loader import run_dir
 from megarl.config.recipe_engines import server_addresses
@@ -31,7 +31,7 @@ from megarl.observability.intervals import Estimate, mean_ci
 from megarl.observability.run_log import EVAL_REWARDS_FILE, RunLog
 from megarl.observability.stats_tracker import record_timing
 from megarl.parallel.ranks import on_rank_zero
-from megarl.rollout.chat import MixedWorkflow
+from megarl.rollout.chat import MixedWorkflow, taken_options
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.rollout.executor import RolloutExecutor
 from megarl.rollout.local import SGLangEngine
@@ -179,13 +179,12 @@ def make_workflow(
     rollout.workers cannot get."""
     by_part: dict[str, RolloutWorkflow] = {}
     for name, part in sources_of(data).items():
-        reward_fn, named = reward_of(part), config.workflow
-        if isinstance(part, PartConfig) and part.workflow.type:
-            named = part.workflow
+        reward_fn, named = reward_of(part), workflow_of(config.workflow, part)
         checked = (rows[i] for i in rows.parts[name])
         check_rows(reward_fn, checked, timeout=config.reward_timeout)
-        by_part[name] = load_object(named.type, what="rollout.workflow")(
-            reward_fn, gconfig, tokenizer, reward_pool=pool, **named.options
+        make = load_object(named.type, what="rollout.workflow")
+        by_part[name] = make(
+            reward_fn, gconfig, tokenizer, reward_pool=pool, **taken_options(make, named.options)
         )
     workflow = by_part[""] if "" in by_part else MixedWorkflow(by_part, gconfig)
     if config.workers:

@@ -767,6 +767,57 @@ def test_a_chat_goes_on_with_the_same_tools_alone(tokenizer: Any) -> None:
     run(tokenizer, test)
 
 
+@pytest.mark.parametrize("path", ["/chat/completions", "/messages", "/responses"])
+def test_a_request_has_its_own_options_of_the_template(tokenizer: Any, path: str) -> None:
+    async def test(session: Session, engine: StubEngine) -> None:
+        body = ask("go") | {"max_tokens": 9, "input": "go"}
+        for given in ({"quiet": True}, {}, None):
+            answer = await post(session, path, body | {"chat_template_kwargs": given})
+            assert answer.status_code == 200, answer.text
+        assert [tokenizer.decode(a.input_ids).endswith("hush") for a in engine.asked] == [
+            True,
+            0,
+            0,
+        ]
+        for wrong in ({"tokenize": True}, {"chat_template": "x"}, [1]):
+            answer = await post(session, path, body | {"chat_template_kwargs": wrong})
+            assert answer.status_code == 400 and "chat_template_kwargs" in answer.text
+
+    plain = tokenizer.chat_template
+    tokenizer.chat_template = plain + "{% if quiet %}hush{% endif %}"
+    try:
+        run(tokenizer, test)
+    finally:
+        tokenizer.chat_template = plain
+
+
+def test_a_chat_goes_on_with_the_same_options_alone(tokenizer: Any) -> None:
+    async def test(session: Session, engine: StubEngine) -> None:
+        quiet = {"chat_template_kwargs": {"quiet": True}}
+        first = said(await post(session, "/chat/completions", ask("go") | quiet))
+        longer = {"messages": [*ask("go")["messages"], {"role": "assistant", "content": first}]}
+        longer["messages"].append({"role": "user", "content": "on"})
+        await post(session, "/chat/completions", longer | quiet)
+        assert session.trajectory.forks == 0
+        await post(session, "/chat/completions", longer)
+        assert session.trajectory.forks == 1
+
+    run(tokenizer, test)
+
+
+def test_a_call_without_arguments_has_none(tokenizer: Any) -> None:
+    async def test(session: Session, engine: StubEngine) -> None:
+        for arguments in ("", None, {}, "{}"):
+            call = {"id": "x", "type": "function"}
+            call["function"] = {"name": "look", "arguments": arguments}
+            messages = [*ask("go")["messages"], {"role": "assistant", "tool_calls": [call]}]
+            messages.append({"role": "tool", "tool_call_id": "x", "content": "r"})
+            said(await post(session, "/chat/completions", {"messages": messages}))
+            assert "<call>{}</call>" in tokenizer.decode(engine.asked[-1].input_ids)
+
+    run(tokenizer, test)
+
+
 def test_a_prompt_that_is_asked_again_has_another_seed(tokenizer: Any) -> None:
     async def test() -> None:
         async with opened(tokenizer) as (_, engine, gateway):

@@ -14,10 +14,12 @@ import pytest
 
 from examples.textarena_game import games
 from megarl.api.inference import FAILURES, RolloutFailed
-from megarl.config.dataset import DatasetConfig
+from megarl.config.check import check_config
+from megarl.config.dataset import DatasetConfig, PartConfig
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
-from megarl.config.rollout import GenerationHyperparameters
+from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
+from megarl.data.dataset import RowDataset
 from megarl.data.sources import load_rows
 from megarl.rollout.episode import check_episode, without_failed
 from megarl.rollout.loop_thread import take_counts
@@ -27,6 +29,7 @@ from megarl.rollout.workflows.env import EnvWorkflow
 from megarl.rollout.workflows.multi_turn import Interaction, MultiTurnWorkflow, Reply
 from megarl.rollout.workflows.rlvr import RLVRWorkflow
 from megarl.rollout.workflows.tool import ToolWorkflow
+from megarl.trainer.evaluation import make_workflow
 from megarl.trainer.user_code import Named, check_code, code_problems
 from tests.unit.scripted import (
     TEMPLATE,
@@ -301,6 +304,66 @@ def test_environments_are_closed_when_an_episode_does_not_end(
     expected = {"timeout": TimeoutError, "error": KeyError}.get(end, asyncio.CancelledError)
     with pytest.raises(expected):
         asyncio.run(run())  # the fixture sees that both are closed, once
+
+
+# options of the chat template
+
+QUIET = {"enable_thinking": False}
+PLAIN = "megarl.rollout.workflows.agent:AgentWorkflow"
+
+
+def workflow_for(data: Any, tokenizer: Any, pool: RewardPool, target: str, options: Any) -> Any:
+    config = RolloutConfig()
+    config.workflow.type, config.workflow.options = target, options
+    rows = RowDataset([ROW], parts={name: range(1) for name in data.parts or {"": 0}})
+    return make_workflow(config, data, rows, gconfig(), tokenizer, pool)
+
+
+@pytest.mark.parametrize(
+    ("target", "options"),
+    [
+        (MULTI, {"feedback": "No."}),
+        (TOOL, {"tools": [f"{HERE}:times"]}),
+        (ENV, {"env": f"{HERE}:Countdown"}),
+        (PLAIN, {"agent": f"{HERE}:right"}),
+    ],
+)
+def test_all_turns_have_the_data_sets_options_of_the_template(
+    target: str, options: Any, tokenizer: Any, pool: RewardPool
+) -> None:
+    given = {"options": {"chat_template_kwargs": QUIET}, "reward": {"type": f"{HERE}:right"}}
+    data = load_config(None, [f"train_dataset={json.dumps(given)}"]).train_dataset
+    flow = workflow_for(data, tokenizer, pool, target, options)
+    assert flow.chat_template_kwargs == QUIET
+    part = PartConfig(options=data.options, reward=data.reward)
+    mixed = DatasetConfig(type="mix", parts={"a": part})
+    flow = workflow_for(mixed, tokenizer, pool, target, options)
+    assert flow.workflows["a"].chat_template_kwargs == QUIET
+    if target == MULTI:
+        prefix = "<bos>assistant: "
+        quiet = prefix + "{% if enable_thinking is false %}<think></think>{% endif %}"
+        tokenizer.chat_template = TEMPLATE.replace(prefix, quiet)
+        try:
+            flow = workflow_for(data, tokenizer, pool, target, options)
+            batch = run_episode(flow, ScriptedEngine(tokenizer, lambda i, k, text: str(k)), ROW)
+            assert whole_text(tokenizer, batch, 0).count("<bos>assistant: <think></think>") == 2
+        finally:
+            tokenizer.chat_template = TEMPLATE
+
+
+def test_two_values_of_the_templates_options_are_refused(tokenizer, pool) -> None:
+    words = [
+        "rollout.workflow.options.chat_template_kwargs={enable_thinking: true}",
+        "train_dataset.options.chat_template_kwargs={enable_thinking: false}",
+    ]
+    for given in (words, words[:1]):
+        with pytest.raises(ConfigError) as caught:
+            check_config(load_config(None, given), 1)
+        (problem,) = [p for p in caught.value.problems if "chat_template_kwargs" in p]
+        assert problem.startswith("train_dataset.options.chat_template_kwargs=")
+    data = DatasetConfig(options={"chat_template_kwargs": QUIET})
+    with pytest.raises(ValueError, match="chat_template_kwargs"):
+        workflow_for(data, tokenizer, pool, MULTI, {"chat_template_kwargs": {}})
 
 
 # feedback and interactions

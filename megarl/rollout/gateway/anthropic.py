@@ -13,6 +13,7 @@ from megarl.rollout.gateway.messages import (
     ToolCall,
     objects,
     strings,
+    template_kwargs_of,
     text_of,
     tools_of,
     whole_number,
@@ -38,6 +39,7 @@ def read(body: Mapping[str, Any], *, key: str) -> ChatRequest:
         tools=tools_of(body, choice, _read_tool),
         max_tokens=whole_number(body, "max_tokens"),
         stop=strings(body.get("stop_sequences"), "stop_sequences"),
+        template_kwargs=template_kwargs_of(body),
         key=key,
     )
 

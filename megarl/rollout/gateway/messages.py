@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -104,15 +104,21 @@ class Message:
 @dataclass(frozen=True, kw_only=True)
 class ChatRequest:
     """Asks for `n` answers to a chat. tools: OpenAI's function objects. max_tokens: None leaves the
-    bound to the session. stop: further stop strings. key: what the client calls the request, so
-    that it can send it again ("" for none)."""
+    bound to the session. stop: further stop strings. template_kwargs: further options of the chat
+    template. key: what the client calls the request, so that it can send it again ("" for none)."""
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     n: int = 1
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     key: str = ""
+
+    @cached_property
+    def told(self) -> bytes:
+        """Returns a digest of the tools and the template's options, in which a chat goes on."""
+        return digest(self.tools, self.template_kwargs)
 
     @cached_property
     def fingerprint(self) -> bytes:
@@ -182,6 +188,15 @@ def strings(value: Any, name: str) -> tuple[str, ...]:
     if not isinstance(listed, list) or not all(isinstance(s, str) for s in listed):
         raise BadRequest(f"{name}={value!r}: send a string or a list of strings")
     return tuple(listed)
+
+
+def template_kwargs_of(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the body's chat_template_kwargs, as SGLang and vLLM take them. Raises BadRequest
+    unless they are an object."""
+    kwargs = body.get("chat_template_kwargs") or {}
+    if not isinstance(kwargs, dict):
+        raise BadRequest(f"chat_template_kwargs={kwargs!r}: send an object")
+    return kwargs
 
 
 def tools_of(
@@ -383,28 +398,25 @@ class Renderer:
         if ids and max(ids) >= size:
             raise BadRequest(f"token_ids has {max(ids)}: the vocabulary has {size} tokens")
 
-    def whole(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
+    def whole(self, request: ChatRequest) -> list[int]:
         """Returns the ids of a chat from its beginning; see ChatTemplate.text. Raises BadRequest
         for messages that the template refuses."""
 
         def render(chat: Messages) -> list[int]:
-            return self._template.encode(self._template.text(chat, tools))
+            template = self._template.with_options(request.template_kwargs)
+            return template.encode(template.text(chat, request.tools))
 
-        return self._rendered(render, messages)
+        return self._rendered(render, request.messages)
 
-    def after(
-        self,
-        history: Sequence[Message],
-        rest: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]],
-        last_token: int,
-    ) -> list[int]:
-        """Returns the ids in which `rest` is read; see ChatTemplate.after. Raises BadRequest."""
+    def after(self, history: Sequence[Message], request: ChatRequest, last_token: int) -> list[int]:
+        """Returns the ids in which the request's messages after `history` are read; see
+        ChatTemplate.after. Raises BadRequest."""
 
         def render(before: Messages, chat: Messages) -> list[int]:
-            return self._template.after(before, chat, tools, last_token=last_token)
+            template = self._template.with_options(request.template_kwargs)
+            return template.after(before, chat, request.tools, last_token=last_token)
 
-        return self._rendered(render, history, rest)
+        return self._rendered(render, history, request.messages[len(history) :])
 
     def _rendered(self, render: Callable[..., list[int]], *parts: Sequence[Message]) -> list[int]:
         """Returns what `render` makes of a chat's parts, of which the last is read now; of folded

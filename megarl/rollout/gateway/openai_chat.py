@@ -14,6 +14,7 @@ from megarl.rollout.gateway.messages import (
     ToolCall,
     objects,
     strings,
+    template_kwargs_of,
     text_of,
     tools_of,
     whole_number,
@@ -33,6 +34,7 @@ def read(body: Mapping[str, Any], *, key: str) -> ChatRequest:
         max_tokens=whole_number(body, "max_completion_tokens", "max_tokens"),
         stop=strings(body.get("stop"), "stop"),
         n=whole_number(body, "n") or 1,
+        template_kwargs=template_kwargs_of(body),
         key=key,
     )
 

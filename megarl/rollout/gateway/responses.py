@@ -15,6 +15,7 @@ from megarl.rollout.gateway.messages import (
     Message,
     ToolCall,
     objects,
+    template_kwargs_of,
     text_of,
     tools_of,
     whole_number,
@@ -54,6 +55,7 @@ def read(body: Mapping[str, Any], *, key: str) -> ChatRequest:
             {"tools": [tool.function for tool in _tools(body).values()]}, body.get("tool_choice")
         ),
         max_tokens=whole_number(body, "max_output_tokens"),
+        template_kwargs=template_kwargs_of(body),
         key=key,
     )
 

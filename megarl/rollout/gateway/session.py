@@ -68,7 +68,7 @@ class _Chat:
     """Holds a chat that ends with an answer of the policy, and where that is in the trajectory."""
 
     messages: tuple[Message, ...]
-    tools: bytes  # a digest of them
+    told: bytes  # see ChatRequest
     turn: Turn
 
 
@@ -323,11 +323,10 @@ class Session:
             raise BadRequest("messages is empty")
         if not self._config.reuse:
             return None
-        tools = digest(request.tools)
         chats = sorted(self._chats, key=lambda chat: len(chat.messages), reverse=True)
         for chat in (c for c in chats if len(c.messages) < len(request.messages)):
             begins = zip(chat.messages, request.messages, strict=False)
-            if chat.tools == tools and all(a.key == b.key for a, b in begins):
+            if chat.told == request.told and all(a.key == b.key for a, b in begins):
                 return chat
         return None
 
@@ -378,10 +377,9 @@ class Session:
 
     def _rendered(self, parent: _Chat | None, request: ChatRequest) -> list[int]:
         if parent is None:
-            return self._renderer.whole(request.messages, request.tools)
+            return self._renderer.whole(request)
         before = parent.turn.path_tokens()
-        rest = request.messages[len(parent.messages) :]
-        return before + self._renderer.after(parent.messages, rest, request.tools, before[-1])
+        return before + self._renderer.after(parent.messages, request, before[-1])
 
     def _count(self, answers: int) -> None:
         """Counts answers that are asked for. Raises BadRequest for more than a session may have."""
@@ -433,4 +431,4 @@ class Session:
             self._turns[answer.id] = turn
             self._calls |= {call.id: call for call in answer.message.calls}
             chat = (*messages, answer.message)
-            self._chats.append(_Chat(messages=chat, tools=digest(request.tools), turn=turn))
+            self._chats.append(_Chat(messages=chat, told=request.told, turn=turn))
