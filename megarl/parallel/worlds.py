@@ -28,7 +28,13 @@ from torch.distributed import distributed_c10d as c10d
 
 from megarl.api.failures import OtherRankFailed
 from megarl.parallel.layout import Coords
-from megarl.utils.env import CONTROLS, collective_timeout, set_collective_timeout, set_nccl_default
+from megarl.utils.env import (
+    CONTROLS,
+    collective_timeout,
+    prefer_flash_attention,
+    set_collective_timeout,
+    set_nccl_default,
+)
 from megarl.utils.http import split_address
 from megarl.utils.rendezvous import meet
 from megarl.wire.handles import expand_segments
@@ -79,6 +85,7 @@ def init_distributed(addr: str | None = None, *, timeout: float | None = None) -
     layouts' groups. Raises ValueError where torchrun's environment is incomplete, and in a
     controller, whose workers are the world.
     """
+    prefer_flash_attention(os.environ)
     set_nccl_default(os.environ)  # for scripts that torchrun starts without megarl.run
     if on_cuda():
         # a scheduler may have each process see its own device alone

@@ -7,7 +7,7 @@ import os
 import sys
 
 from megarl.server.args import parse_args
-from megarl.utils.env import set_nccl_default
+from megarl.utils.env import prefer_flash_attention, set_nccl_default
 from megarl.utils.stacks import dump_on_signal
 
 
@@ -19,6 +19,7 @@ def main() -> int:
         level=args.log_level.upper(), format="%(asctime)s server: %(levelname)s %(message)s"
     )
     set_nccl_default(os.environ)  # as SGLang does
+    prefer_flash_attention(os.environ)
     # torch and transformers take seconds to import: --help and a wrong flag need not wait for them
     from megarl.server.app import serve
 

@@ -51,6 +51,16 @@ def set_trainer_defaults(
         set_loopback_default(env, servers=servers)
 
 
+def prefer_flash_attention(env: MutableMapping[str, str]) -> None:
+    """Puts torch's flash attention before cuDNN's, unless the user has set the order.
+
+    From torch 2.11 on, torch prefers cuDNN on Hopper and Blackwell. cuDNN builds a plan for every
+    new shape, and micro-batches, prompts and decoded tokens have new shapes all the time. torch
+    reads the variable at its first attention call.
+    """
+    env.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
+
+
 def attention_problems(env: Mapping[str, str]) -> list[str]:
     """Returns a line for each switch of Transformer Engine that megatron-core refuses, as it sets
     them itself. It asserts so in building any model, and names an option that megarl lacks."""
@@ -77,7 +87,18 @@ def set_sglang_defaults(env: MutableMapping[str, str]) -> None:
     env.setdefault("SGLANG_JIT_DEEPGEMM_FAST_WARMUP", "true")
 
 
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch's names, the newer first
 _SEGMENTS = re.compile(r"expandable_segments\s*:\s*true", re.IGNORECASE)
+
+
+def allocator_settings(env: Mapping[str, str]) -> str:
+    """Returns the user's settings of torch's allocator, "" if there are none."""
+    return next(filter(None, map(env.get, _ALLOCATOR)), None) or ""
+
+
+def without_expandable_segments(settings: str) -> str:
+    """Returns the settings of torch's allocator with expandable segments turned off."""
+    return _SEGMENTS.sub("expandable_segments:False", settings)
 
 
 def set_memory_saver_defaults(env: MutableMapping[str, str]) -> None:
@@ -88,9 +109,9 @@ def set_memory_saver_defaults(env: MutableMapping[str, str]) -> None:
     # trainers hold some of the same GPUs when a server starts again
     env.setdefault("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE", "false")
     env.setdefault("SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK", "false")
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        if _SEGMENTS.search(env.get(name, "")):
-            env[name] = _SEGMENTS.sub("expandable_segments:False", env[name])
+    for name in _ALLOCATOR:
+        if (fixed := without_expandable_segments(env.get(name, ""))) != env.get(name, ""):
+            env[name] = fixed
             log.info("servers that release memory get %s=%s", name, env[name])
 
 

@@ -22,8 +22,11 @@ from typing import Any
 import torch
 from torch.multiprocessing import reductions
 
+from megarl.utils.env import allocator_settings, without_expandable_segments
+
 _DEVICE = 6  # which argument of torch's rebuild_cuda_tensor is the device
-_HAS_SETTINGS = hasattr(torch._C, "_accelerator_getAllocatorSettings")
+_HAS_SETTER = hasattr(torch._C, "_accelerator_setAllocatorSettings")  # since torch 2.9
+_GROWING = "expandable_segments:True"
 _DTYPES = {
     str(d).removeprefix("torch.")
     for d in (torch.uint8, torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -39,6 +42,8 @@ _ALLOWED = {
     *(("torch.storage", name) for name in ("UntypedStorage", "TypedStorage")),
     *(("torch.multiprocessing.reductions", name) for name in _REBUILDERS),
 }
+
+segments_grow = False  # whether expand_segments has changed the allocator of this process
 
 
 def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
@@ -122,23 +127,30 @@ def _replaced(arguments: tuple[Any, ...], device: str | int) -> tuple[Any, ...]:
 
 
 def expand_segments(env: Mapping[str, str]) -> None:
-    """Has torch's allocator on GPUs grow its segments from now on: micro-batches differ in length,
-    and segments of fixed sizes would fragment. What `env` says of the allocator stays, and torch
-    before 2.9 is left as it is."""
-    named = any(env.get(name) for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
-    if not named and _HAS_SETTINGS:
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    """Lets torch's allocator on GPUs grow its segments from now on: micro-batches differ in length,
+    and segments of fixed sizes would fragment. Settings of the allocator in `env` stay. torch
+    before 2.9 has no function to change them."""
+    global segments_grow
+    if not allocator_settings(env) and _HAS_SETTER:
+        torch._C._accelerator_setAllocatorSettings(_GROWING)
+        segments_grow = True
 
 
 @contextlib.contextmanager
 def _fixed_segments() -> Iterator[None]:
-    """Has torch's allocator take memory from segments that do not grow: a handle cannot share the
-    others."""
-    if not _HAS_SETTINGS:
+    """Makes torch's allocator use segments that do not grow, the only ones that a handle shares.
+    Raises RuntimeError if the user lets segments grow and torch cannot change that."""
+    settings = _GROWING if segments_grow else allocator_settings(os.environ)
+    fixed = without_expandable_segments(settings)
+    if fixed == settings:
         yield
         return
-    settings = torch._C._accelerator_getAllocatorSettings()
-    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+    if not _HAS_SETTER:
+        raise RuntimeError(
+            f"PYTORCH_CUDA_ALLOC_CONF={settings}: torch {torch.__version__} cannot share segments "
+            "that grow with other processes; remove expandable_segments:True"
+        )
+    torch._C._accelerator_setAllocatorSettings(fixed)
     try:
         yield
     finally:

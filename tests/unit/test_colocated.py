@@ -108,47 +108,74 @@ def test_text_that_is_no_pickle() -> None:
 
 @pytest.fixture
 def allocator(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The settings that torch's allocator gets, and what it allocates, in order."""
-    events: list[str] = [""]
-
-    def latest() -> str:
-        return [e for e in events if e != "empty"][-1]
-
+    """The settings that torch's allocator gets, and its allocations, in order."""
+    events: list[str] = []
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", events.append)
-    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", latest)
+    # torch 2.11 has no function that returns the settings
+    monkeypatch.delattr(torch._C, "_accelerator_getAllocatorSettings", raising=False)
     monkeypatch.setattr(torch, "empty", lambda *_, **__: events.append("empty"))
+    monkeypatch.setattr(handles, "segments_grow", False)
     return events
 
 
 def test_what_a_handle_shares_lies_in_a_segment_that_does_not_grow(allocator: list[str]) -> None:
     gpu = torch.device("cuda")
     handles.allocate(8, gpu)
-    assert allocator[1:] == [FIXED, "empty", ""]
+    assert allocator == ["empty"]  # torch's segments do not grow by default
     handles.expand_segments({})
     handles.allocate(8, gpu)
-    assert allocator[4:] == [GROWING, FIXED, "empty", GROWING]
+    assert allocator[1:] == [GROWING, FIXED, "empty", GROWING]
 
 
 @pytest.mark.parametrize("name", ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
-def test_the_users_allocator_stays(name: str, allocator: list[str]) -> None:
+def test_the_users_allocator_stays(
+    name: str, allocator: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     handles.expand_segments({name: "max_split_size_mb:128"})
-    assert allocator == [""]
+    assert allocator == []
+    users = f"max_split_size_mb:128,{GROWING}"
+    monkeypatch.setenv(name, users)
+    handles.expand_segments(os.environ)
+    handles.allocate(8, torch.device("cuda"))
+    assert allocator == [f"max_split_size_mb:128,{FIXED}", "empty", users]
 
 
 def test_trainers_on_gpus_grow_their_segments(
     monkeypatch: pytest.MonkeyPatch, allocator: list[str]
 ) -> None:
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     worlds.init_distributed()
-    assert allocator == [""]  # on a CPU
+    assert allocator == []  # on a CPU
     monkeypatch.setattr(worlds, "on_cuda", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: allocator.append("empty"))
     worlds.init_distributed()
-    assert allocator == ["", "empty", GROWING]
+    assert allocator == ["empty", GROWING]
+
+
+@pytest.mark.parametrize("chosen", (None, "0"))
+@pytest.mark.parametrize("process", ("trainer", "server"))
+def test_flash_attention_comes_before_cudnns(process: str, chosen: str | None) -> None:
+    """cuDNN plans every new shape, and each micro-batch and decoded token has a new shape."""
+    name = "TORCH_CUDNN_SDPA_DEPRIORITIZED"
+    starts = {
+        "trainer": "from megarl.parallel import worlds; worlds.init_distributed()",
+        "server": "import sys; sys.modules['megarl.server.app'] = type(sys)('app'); "
+        "sys.modules['megarl.server.app'].serve = lambda args: 0; "
+        "sys.argv = ['server', '--model-path', 'x', '--port', '1']; "
+        "from megarl.server.__main__ import main; main()",
+    }
+    code = f"{starts[process]}; import os; print(os.environ.get({name!r}))"
+    env = {k: v for k, v in os.environ.items() if k != name} | {"MEGARL_DEVICE": "cpu"}
+    if chosen is not None:
+        env[name] = chosen
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == [chosen or "1"]
 
 
 def test_torch_takes_the_settings() -> None:
