@@ -66,7 +66,7 @@ _THEIRS: Mapping[str, str] = {
     # the loss
     "actor.kl_coef": "kl_ctl kl_loss_coef kl_beta init_kl_coef beta reference_policy_kl_penalty",
     "actor.kl_estimator": "kl_loss_type kl_penalty",
-    "actor.kl_controller": "kl_ctrl.type",
+    "actor.kl_controller={target: 0.1, horizon: 10000}": "kl_ctrl.type",
     "kl_ctl": "kl_ctrl.kl_coef",
     "actor.eps_clip": "clip_ratio cliprange epsilon clip_range clip_ratio_low ratio_clip_min",
     "actor.eps_clip_higher": "eps_clip_high clip_ratio_high ratio_clip_max epsilon_high",

@@ -353,7 +353,8 @@ class _Reading:
         shown = f"{key.name}={_shown(value)}"
         if value is None:
             return f"{shown}: needs a value of type {key.type_name}"
-        fix = "; write [a,b]" if key.type_name.startswith("list") else ""
+        forms = {"list": "; write [a,b]", "dict": "; write {name: value}"}
+        fix = forms.get(key.type_name[:4], "")
         return f"{shown}: not of type {key.type_name}{fix}"
 
 

@@ -95,6 +95,10 @@ def plan_here(command: CommandLine) -> Plan:
             ]
         )
     gpus = len(visible_gpus(os.environ))
+    if not gpus and os.environ.get("MEGARL_DEVICE") == "cuda":
+        raise ConfigError(
+            ["MEGARL_DEVICE=cuda: this machine has no GPU; set MEGARL_DEVICE=cpu, or unset it"]
+        )
     placement = place_here(gpus, trainers=plan.nproc, servers=_wanted(plan))
     return _placed(plan, placement)
 

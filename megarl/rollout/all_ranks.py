@@ -94,11 +94,12 @@ def _check_same(call: str, data: str, ranks: Ranks) -> None:
     """Raises ValueError on every rank where `data`, what a rank brings to a `call` of the user's,
     differs from rank 0's. Collective."""
     first, *others = ranks.gather(data, call)
-    if any(other != first for other in others):
-        raise ValueError(
-            f"{call}: the ranks' data differ. Rank {ranks.rank} has {data:.100}, rank 0 has "
-            f"{first:.100}: {_FIX}"
-        )
+    for rank, other in enumerate(others, 1):
+        if other != first:
+            raise ValueError(
+                f"{call}: the ranks' data differ. Rank {rank} has {other:.100}, rank 0 has "
+                f"{first:.100}: {_FIX}"
+            )
 
 
 def _text(rows: Any, index: int) -> str:

@@ -446,6 +446,7 @@ class RowStream:
         self._rows: deque[Row] = deque(first)
         self._loader: Iterable[list[Row]] | None = None
         self._epoch: Iterator[list[Row]] = iter(())
+        self._drawn = False  # whether the dataloader has yielded a batch
         self.batch_size = 0
 
     @property
@@ -454,16 +455,16 @@ class RowStream:
         return list(self._rows)
 
     def attach(self, loader: Iterable[list[Row]]) -> None:
-        """Fixes the dataloader at the first call; `batch_size` is its own, or its first batch's.
-        Raises ValueError for another dataloader later."""
+        """Sets the dataloader; `batch_size` is its own, or its first batch's. Raises ValueError
+        for another dataloader after the first one has yielded a batch."""
         if loader is self._loader:
             return
-        if self._loader is not None:
+        if self._drawn:
             raise ValueError(
                 "prepare_batch was called with another dataloader: its rows in flight would mix; "
                 "use one client per dataloader, and rollout_batch for evaluation"
             )
-        self._loader = loader
+        self._loader, self._epoch = loader, iter(())
         size = getattr(loader, "batch_size", None)
         if size is None:
             rows = self._next_batch()
@@ -491,6 +492,7 @@ class RowStream:
                         "rollout_batch"
                     )
                 if rows:
+                    self._drawn = True
                     return rows
             self._epoch = iter(self._loader)
         raise ValueError("the dataloader yields no batch: fewer rows than batch_size?")

@@ -226,9 +226,9 @@ def has_interface(name: str) -> bool:
 
 
 def uses_gpus(env: Mapping[str, str], *, torch_version: str | None = None) -> bool:
-    """Returns whether trainers compute on GPUs, by the environment and torch's build alone."""
-    if env.get("MEGARL_DEVICE") == "cpu":
-        return False
+    """Returns whether trainers compute on GPUs: MEGARL_DEVICE decides, else torch's build."""
+    if choice := env.get("MEGARL_DEVICE"):
+        return choice != "cpu"
     from importlib.metadata import version  # here, as its import takes as long as many checks
 
     return not (torch_version or version("torch")).endswith("+cpu")

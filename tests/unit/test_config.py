@@ -165,7 +165,7 @@ def test_run_dir() -> None:
         ("actor_rollout_ref.rollout.multi_turn.enable=true", "rollout.workflow"),
         ("rollout.multi_turn.max_turns=5", "rollout.workflow.options"),
         ("multi_turn.tool_config_path=x", "rollout.workflow.options"),
-        ("algorithm.kl_ctrl.type=adaptive", "actor.kl_controller"),
+        ("algorithm.kl_ctrl.type=adaptive", "actor.kl_controller={target: 0.1, horizon: 10000}"),
         ("algorithm.kl_ctrl.kl_coef=0.1", "kl_ctl"),
         ("gpu_memory_utilization=1", "server.options.mem_fraction_static=0.8"),
     ],
@@ -243,7 +243,10 @@ def test_a_plus_sign_sets_a_key_as_none_does() -> None:
         ("gconfig.temperature=hot", "gconfig.temperature=hot: not of type float"),
         ("gconfig.greedy=maybe", "gconfig.greedy=maybe: not of type bool"),
         ("rollout.addresses=a:1", "rollout.addresses=a:1: not of type list[str]; write [a,b]"),
-        ("train_dataset.options=3", "train_dataset.options=3: not of type dict[str, Any]"),
+        (
+            "train_dataset.options=3",
+            "train_dataset.options=3: not of type dict[str, Any]; write {name: value}",
+        ),
         ("gconfig.temperature={a: 1}", "gconfig.temperature={'a': 1}: not of type float"),
         ("seed=null", "seed=null: needs a value of type int"),
         (

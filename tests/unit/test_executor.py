@@ -531,6 +531,13 @@ def test_another_dataloader_is_refused(make):
         prepare_batch(ex, Loader(rows(2), 2), Scripted())
 
 
+def test_a_dataloader_that_yielded_nothing_may_be_replaced(make):
+    ex = make()
+    with pytest.raises(ValueError, match="single rows"):
+        prepare_batch(ex, rows(2), Scripted())
+    assert len(row_ids(prepare_batch(ex, Loader(rows(2), 2), Scripted()))) == 2
+
+
 def test_dataloader_without_a_batch_is_an_error(make):
     with pytest.raises(ValueError, match="yields no batch"):
         prepare_batch(make(), Loader(rows(2), 4), Scripted())

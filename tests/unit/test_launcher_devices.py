@@ -34,6 +34,7 @@ def test_visible_gpus(tmp_path: Path) -> None:
     assert gpus(CUDA_VISIBLE_DEVICES="") == []
     assert gpus(MEGARL_DEVICE="cpu") == []
     assert gpus("2.13.0+cpu") == []
+    assert gpus("2.13.0+cpu", MEGARL_DEVICE="cuda") == ["0", "1"]  # submitted from a CPU's venv
 
 
 def gpus_of(placed: Placement) -> tuple[set[str | None], list[str | None]]:
@@ -96,6 +97,15 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Plan]:
         return plan_here(parse_command_line(line, options=("nproc",)))
 
     return make
+
+
+def test_gpus_that_are_asked_for_and_missing_are_refused(
+    job: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGARL_DEVICE", "cuda")
+    assert job(4)
+    with pytest.raises(ConfigError, match="MEGARL_DEVICE=cuda"):
+        job(0)
 
 
 @pytest.fixture
