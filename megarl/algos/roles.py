@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -116,6 +116,22 @@ class Role:
     def destroy(self) -> None:
         """Destroys the engine. Collective."""
         self.engine.destroy()
+
+    @property
+    def device(self) -> torch.device:
+        """Returns the device on which this rank's engine computes."""
+        return self.engine.device
+
+    def eval(self) -> Self:
+        """Switches the engine to evaluation; returns the role."""
+        self.engine.eval()
+        return self
+
+    def eval_batch(
+        self, data: Data, loss_fn: LossFn, weight_fn: LossWeightFn, **kw: Any
+    ) -> dict[str, float]:
+        """Returns the metrics of `loss_fn` without an update (TrainEngine.eval_batch)."""
+        return self.engine.eval_batch(data, loss_fn, weight_fn, **kw)
 
     def step_lr_scheduler(self) -> None:
         """Moves the learning-rate schedule on, once per training step (not per mini-batch)."""

@@ -273,7 +273,8 @@ class SaveLoadMeta:
 @dataclass(kw_only=True)
 class ModelRequest:
     """Asks for one sample, from token ids or, with a client that has a tokenizer, from text, whose
-    ids it then gets as its own; where it has ids, `text` is not read.
+    ids it then gets as its own; where it has ids, `text` is not read. `input_ids` may be the
+    mapping that a tokenizer returns, of one sequence.
 
     `rid` is unique per attempt; `seed` overrides gconfig.seed. `routes_from`: the first position
     whose routes the answer is to have, where the client asks servers for them.
@@ -285,6 +286,11 @@ class ModelRequest:
     seed: int | None = None
     text: str = ""
     routes_from: int = 0
+
+    def __post_init__(self) -> None:
+        given: Any = self.input_ids
+        if isinstance(given, Mapping):  # transformers 5's apply_chat_template returns one
+            self.input_ids = list(given["input_ids"])
 
 
 @dataclass(kw_only=True)

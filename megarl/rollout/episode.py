@@ -272,13 +272,29 @@ def _checked(
 ) -> tuple[Padded | None, list[Failed]]:
     """Returns what `without_failed` makes of the workflow's batch, checked."""
     try:
-        kept, failed = without_failed(batch)
+        kept, failed = without_failed(_with_boolean_masks(batch))
         if kept is not None:
             check_episode(kept, version=engine.get_version(), vocab_size=episode.vocab_size)
         return kept, failed
     except (TypeError, ValueError) as e:
         name = type(episode.workflow).__name__
         raise type(e)(f"{name} returned for {episode.name}: {e}") from None
+
+
+def _with_boolean_masks(batch: Any) -> Any:
+    """Returns the batch with booleans in place of masks of integers that are all 0 or 1."""
+    if not isinstance(batch, dict):
+        return batch
+    kinds = _PER_TOKEN | _PER_ROW
+    masks = {
+        key: value.bool()
+        for key, value in batch.items()
+        if kinds.get(key) == "booleans"
+        and isinstance(value, Tensor)
+        and value.dtype in _INTEGERS
+        and not (value & ~1).any()
+    }
+    return batch | masks
 
 
 def batch_parts(episodes: Sequence[Episode], *, group_ids: Sequence[int]) -> list[Padded]:

@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from aiohttp import web
+from transformers import BatchEncoding
 
 from megarl.api.inference import RolloutFailed, RolloutWorkflow
 from megarl.api.records import ModelRequest, WeightUpdateMeta
@@ -43,6 +44,11 @@ def connect():
 def request(ids=(1, 2, 3), *, seed=None, rid="r", **gconfig):
     g = GenerationHyperparameters(**({"max_new_tokens": 6} | gconfig))
     return ModelRequest(rid=rid, input_ids=list(ids), gconfig=g, seed=seed)
+
+
+def test_a_request_takes_what_a_chat_template_returns() -> None:
+    encoded = BatchEncoding({"input_ids": [5, 6], "attention_mask": [1, 1]})
+    assert ModelRequest(input_ids=encoded).input_ids == [5, 6]
 
 
 def generate(client, *reqs):

@@ -5,6 +5,7 @@ import threading
 import time
 
 import pytest
+import torch
 
 from megarl.api.inference import RolloutFailed
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
@@ -522,6 +523,26 @@ def test_a_stale_row_of_a_resumed_run_goes_behind_all_that_were_in_flight(make):
         order += row_ids(prepare_batch(second, loader, flow))
         second.bump(version)
     assert order == [*in_flight[1:], in_flight[0]]
+
+
+class IntegerMasks(Scripted):
+    """Returns masks of integers, as AReaL's workflows do; a row's `mask` replaces their ones."""
+
+    async def arun_episode(self, engine, data):
+        batch = await super().arun_episode(engine, data)
+        return batch | {
+            "attention_mask": batch["attention_mask"].long(),
+            "loss_mask": batch["loss_mask"].int() * data.get("mask", 1),
+        }
+
+
+def test_masks_of_zeros_and_ones_are_booleans(make):
+    batch = prepare_batch(make(), Loader(rows(2), 2), IntegerMasks())
+    reference = prepare_batch(make(), Loader(rows(2), 2), Scripted())
+    for key in ("attention_mask", "loss_mask"):
+        assert batch[key].dtype == torch.bool and torch.equal(batch[key], reference[key])
+    with pytest.raises(ValueError, match="loss_mask"):
+        prepare_batch(make(), Loader(rows(2, r0={"mask": 2}), 2), IntegerMasks())
 
 
 def test_another_dataloader_is_refused(make):

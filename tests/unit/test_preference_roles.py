@@ -18,6 +18,7 @@ from megarl.algos.preferences import (
     one_token_longer,
     pair_weight,
 )
+from megarl.algos.roles import Role
 from megarl.api.batch import Batch
 from megarl.config.algo import PREFERENCE_LOSSES, PreferenceConfig, RewardModelConfig
 from megarl.config.engine import TrainEngineConfig
@@ -148,6 +149,15 @@ def test_a_margin_asks_for_more() -> None:
             learner.train(collate_pairs(rows, margin=wanted))
         gaps[wanted] = learner.evaluate(collate_pairs(pairs(32, seed=9)))["margin"]
     assert gaps[True] > gaps[False] + 0.2
+
+
+def test_a_role_passes_evaluation_on_to_its_engine() -> None:
+    rows = collate_pairs(pairs(3, seed=1))
+    rows["ref_logp"] = torch.zeros(rows["input_ids"].shape)
+    role = Role(BigramEngine())
+    assert role.device == role.engine.device and role.eval() is role
+    got = role.eval_batch(rows, DPO(), pair_weight)
+    assert got == role.engine.eval_batch(rows, DPO(), pair_weight)
 
 
 def test_the_added_token_is_behind_every_row() -> None:

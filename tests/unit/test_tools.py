@@ -123,8 +123,8 @@ def test_what_the_model_is_told_nothing_about_is_refused() -> None:
         """
         return str(query)
 
-    def silent() -> str:
-        return ""
+    def silent(query: str) -> str:
+        return query
 
     for func, argument in ((undocumented, "limit"), (untyped, "query"), (silent, "docstring")):
         with pytest.raises(ValueError) as caught:
@@ -132,6 +132,16 @@ def test_what_the_model_is_told_nothing_about_is_refused() -> None:
         words = str(caught.value)
         assert words.startswith(f"tool {func.__name__}: ") and argument in words
         assert "Args:" in words  # what to write
+
+
+def test_a_tool_without_arguments_needs_no_docstring() -> None:
+    def get_time():
+        return "noon"
+
+    function = LocalToolingEnv.generate_schema(get_time)["function"]
+    assert function["name"] == "get_time" and function["parameters"]["properties"] == {}
+    assert function["description"]
+    assert asyncio.run(LocalToolingEnv([get_time]).aexecute("get_time", {})) == "noon"
 
 
 def test_what_cannot_be_a_tool_is_refused() -> None:

@@ -174,7 +174,9 @@ class _Function:
         def named(**arguments: Any) -> dict[str, Any]:
             return arguments
 
-        named.__name__, named.__doc__ = self.name, inspect.getdoc(func)
+        # nothing has to be described if there are no arguments
+        undocumented = "No description provided." if not seen else None
+        named.__name__, named.__doc__ = self.name, inspect.getdoc(func) or undocumented
         try:
             hints = typing.get_type_hints(func, include_extras=True)
             named.__annotations__ = {p.name: hints[p.name] for p in seen if p.name in hints}

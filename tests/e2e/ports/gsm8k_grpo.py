@@ -124,7 +124,7 @@ def main(args: list[str]) -> None:
             future = rollout.update_weights(weight_update_meta)  # on every rank
             actor.upload_weights(weight_update_meta)
             future.result()
-            dist.barrier()  # device_ids=[actor.engine.device.index] on a GPU
+            dist.barrier()  # device_ids=[actor.device.index] on a GPU
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             rollout.resume()
