@@ -25,9 +25,9 @@ from megarl.kernels.given_tokens import GivenGrad
 
 # For an H100. One program per row: 4,096 of them are eight waves on 132 multiprocessors. 8 warps
 # with 16 numbers a thread, two loads of 16 bytes in bf16. A program has 8 KiB in flight; bandwidth
-# times latency (3.35 TB/s, 0.7 us) asks for 18 KiB per multiprocessor. Four programs fit at up to 64
-# registers (read_kernel: 32 KiB), three at up to 80 (gradient_kernel under Triton 3.6 and 3.7, which
-# take 67 to 80; Triton 3.9 takes at most 64): 24 KiB.
+# times latency (3.35 TB/s, 0.7 us) asks for 18 KiB per multiprocessor. Four programs of read_kernel
+# fit at up to 64 registers: 32 KiB. Three of gradient_kernel fit at up to 80, of which Triton 3.6
+# and 3.7 take 67 to 80 (3.9: at most 64): 24 KiB.
 # A number takes 10 to 14 instructions, of which 17 are issued in the time that it takes to read it.
 BLOCK, WARPS = 4096, 8
 _NO_ID = tl.constexpr(2**31 - 1)

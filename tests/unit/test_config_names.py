@@ -427,7 +427,7 @@ def test_an_option_that_went_is_answered_with_what_takes_its_place(
 )
 def test_an_option_that_its_part_does_not_take_is_refused(option: str, fix: str) -> None:
     if option.startswith(("profiler", "actor.correction", "actor.kl_controller")):
-        pytest.importorskip("torch")  # which these parts import; missing in make test-py312
+        pytest.importorskip("torch")  # which these parts import; missing in make stranger-313
     (problem,) = free_problems(load_config(None, [option]))
     assert problem.startswith(f"{option.partition('=')[0]}=") and problem.endswith(fix)
 

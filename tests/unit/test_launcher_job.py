@@ -189,7 +189,7 @@ def test_a_launcher_starts_a_controller_its_trainers_and_a_driver(tmp_path: Path
 
 
 def test_an_engine_is_refused_in_a_launched_controller(tmp_path: Path, monkeypatch) -> None:
-    dist = pytest.importorskip("torch.distributed")  # missing in make test-py312
+    dist = pytest.importorskip("torch.distributed")  # missing in make stranger-313
     from megarl.parallel.worlds import init_distributed
 
     (controller,) = make(tmp_path, *CONTROLLED).of(CONTROLLER)
