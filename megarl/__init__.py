@@ -27,7 +27,9 @@ __all__ = sorted(_MODULES)
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
-        raise AttributeError(f"module 'megarl' has no attribute {name!r}; docs/api.md lists them")
+        from megarl.config.foreign_names import no_attribute  # here: import megarl is instant
+
+        raise no_attribute("megarl", ("megarl",), name)
     module = __import__(_MODULES[name], fromlist=[name])
     return getattr(module, name)
 

@@ -26,6 +26,7 @@ from megarl.api.records import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from megarl.config.algo import PPOCriticConfig, RefConfig, ValueModelConfig
 from megarl.config.check_parts import check_critic
 from megarl.config.engine import TrainEngineConfig
+from megarl.config.foreign_names import AnswersForeignNames
 from megarl.observability.logging import get_logger, warn_on_rank_zero
 from megarl.parallel.packing import split_minibatches
 
@@ -55,7 +56,7 @@ def among_its_ranks(verb: Callable[Concatenate[R, P], T]) -> Callable[Concatenat
     return run
 
 
-class Role:
+class Role(AnswersForeignNames):
     """Passes the engine's verbs through, so that a training script speaks of roles only."""
 
     def __init__(self, engine: TrainEngine) -> None:

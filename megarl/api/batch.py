@@ -33,6 +33,7 @@ from megarl.api.tokens import (
     register_comm,
     row_lengths,
 )
+from megarl.config.foreign_names import AnswersForeignNames
 
 T = TypeVar("T")
 
@@ -42,7 +43,7 @@ UNITS = ("unit_ids", "rollout_ids")
 __all__ = ["Batch", "Comm", "Home", "Padded", "Tokens", "register_comm", "row_lengths"]
 
 
-class Batch:
+class Batch(AnswersForeignNames):
     """Holds the samples of a step: `batch[name]` is the Tensor [B] of a per-sample field, or the
     Tokens of the held rows.
 

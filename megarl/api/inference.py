@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from megarl.api.batch import Batch, Padded
 from megarl.api.records import FinetuneSpec, ModelRequest, ModelResponse, WeightUpdateMeta
+from megarl.config.foreign_names import AnswersForeignNames
 from megarl.config.rollout import GenerationHyperparameters
 
 # why a sample may fail, see RolloutWorkflow.arun_episode; context: it is longer than a model reads
@@ -59,7 +60,7 @@ class Arrival(Protocol):
         it."""
 
 
-class InferenceEngine(ABC):
+class InferenceEngine(AnswersForeignNames, ABC):
     """Defines what a script may ask of generation; every rank makes one, and rank 0 drives.
 
     Collective: initialize, prepare_batch, rollout_batch, update_weights, destroy; an error of the

@@ -17,6 +17,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megarl.config.foreign_names import AnswersForeignNames
+
 MASK, IDS = "attention_mask", "input_ids"
 
 
@@ -56,7 +58,7 @@ def comm_or_default(comm: Comm | None) -> Comm | None:
 
 
 @dataclass(frozen=True)
-class Tokens:
+class Tokens(AnswersForeignNames):
     """Holds a per-token field of b rows: `values` [T, ...], row after row, and `lengths` [b] int64.
     Raises ValueError where the two do not fit."""
 

@@ -17,6 +17,7 @@ from megarl.config.base import (
     OptionsOf,
     free,
 )
+from megarl.config.foreign_names import AnswersForeignKeys
 
 Degree = Annotated[int, POSITIVE]
 
@@ -141,7 +142,7 @@ class LoRAConfig:
 
 
 @dataclass(kw_only=True)
-class TrainEngineConfig:
+class TrainEngineConfig(AnswersForeignKeys):
     """Configures one training engine; without an optimizer it only computes forward."""
 
     path: str = ""

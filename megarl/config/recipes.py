@@ -32,6 +32,7 @@ from megarl.config.base import (
 from megarl.config.dataset import DatasetConfig, SourceConfig
 from megarl.config.engine import TrainEngineConfig
 from megarl.config.errors import ConfigError
+from megarl.config.foreign_names import AnswersForeignKeys
 from megarl.config.presets import ALGORITHMS
 from megarl.config.rollout import (
     GenerationConfig,
@@ -55,7 +56,7 @@ _RECIPES = Choices("sft", "dpo", "rm", "grpo", "ppo", "distill", or_path=True)
 
 
 @dataclass(kw_only=True)
-class BaseConfig:
+class BaseConfig(AnswersForeignKeys):
     """Holds the keys that every recipe has."""
 
     recipe: Annotated[str, _RECIPES] = DEFAULT_RECIPE

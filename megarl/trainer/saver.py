@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from megarl.api.records import SaveLoadMeta
 from megarl.config.earlier_run import FINAL_DIR, STATS_FILE
 from megarl.config.engine import LoRAConfig
+from megarl.config.foreign_names import AnswersForeignNames
 from megarl.config.loader import run_dir
 from megarl.config.recipe_engines import engines, model_path
 from megarl.config.recipes import BaseConfig
@@ -97,7 +98,7 @@ def saved_as(cfg: BaseConfig, name: str, model: Saves) -> Saved:
     )
 
 
-class Saver:
+class Saver(AnswersForeignNames):
     """Saves models when it is due and at the end. Collective. The first of `models` is the one the
     run is about: it is saved last."""
 
