@@ -92,7 +92,9 @@ def parse_hf_config(raw: Mapping[str, Any], source: str = "config.json") -> Mode
     """Returns the ModelConfig of an already parsed config.json; `source` names it in errors. Raises
     ValueError naming the key that is missing, wrong or unsupported."""
     family, wrapped = find_family(raw, source), find_wrapper(raw)
-    full = {**DEFAULTS, **family.defaults, **(text_settings(raw, source) if wrapped else raw)}
+    given = text_settings(raw, source) if wrapped else raw
+    given = {k: v for k, v in given.items() if v is not None or k not in _NULL_IS_ABSENT}
+    full = {**DEFAULTS, **family.defaults, **given}
     checked = {k: v for k, v in _IMPLEMENTED.items() if k not in family.ignored_fields}
     refuse_others(full, checked, source)
     (theta, scaling), window_rope = family.read_rope(full, source)
@@ -203,8 +205,10 @@ def _check_expert_layout(m: ModelConfig, p: ParallelConfig) -> None:
         )
 
 
-# Fields that change the maths, with the values that are implemented. A field that is absent or null
-# is fine; fields not listed here do not change a forward pass.
+# Keys that have the class's default in transformers if they are null.
+_NULL_IS_ABSENT = ("rope_parameters", "rope_theta", "partial_rotary_factor")
+# Fields that change the maths, with the values that are implemented. A field that is absent is
+# fine; fields not listed here do not change a forward pass.
 _IMPLEMENTED: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "mlp_bias": (False,),

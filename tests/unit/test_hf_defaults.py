@@ -6,6 +6,7 @@ import copy
 import importlib
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 import transformers
@@ -134,6 +135,51 @@ def test_a_key_that_is_absent_means_what_it_means_to_transformers(name: str) -> 
     assert told >= 6  # keys whose absence is seen in the numbers
     least = {k: raw[k] for k in raw if k in SIZES} | names_of(raw)
     assert parse_hf_config(least) == parse_hf_config(completed(name, least))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_key_that_is_null_means_what_it_means_to_transformers(name: str) -> None:
+    """Transformers refuses most nulls. Otherwise a null is the class's default or false."""
+    raw = full_config(name)
+    more = dict.fromkeys((
+        "rope_scaling", "rope_parameters", "norm_topk_prob", "rope_interleave", "mlp_bias",
+        "attention_bias", "qkv_bias", "use_qk_norm", "partial_rotary_factor", "use_sliding_window",
+        "layer_types", "rope_local_base_freq", "scoring_func", "topk_method", "moe_layer_freq",
+    ))  # fmt: skip
+    taken = []
+    for key in sorted({**more, **raw}.keys() - {"architectures", "model_type"}):
+        for without in ({key}, {key, "rope_theta"}):
+            null = {k: v for k, v in copy.deepcopy(raw).items() if k not in without} | {key: None}
+            try:
+                want = completed(name, copy.deepcopy(null))
+            except (ValueError, TypeError, huggingface_hub.errors.StrictDataclassError):
+                continue
+            try:
+                wanted = parse_hf_config(want)
+            except ValueError:  # its sizes or bases are null in transformers, too
+                continue
+            try:
+                found = parse_hf_config(null)
+            except ValueError as e:
+                assert key in str(e) or key in SIZES, key
+            else:
+                assert found == wanted, key
+                taken.append(key)
+    assert {"rope_parameters", "rope_scaling", "layer_types"} <= set(taken)
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("deepseek_v3", "norm_topk_prob"),
+        ("deepseek_v3", "rope_interleave"),
+        ("qwen2_moe", "qkv_bias"),
+    ],
+)
+def test_a_null_that_is_false_to_transformers_is_no_true(name: str, key: str) -> None:
+    with pytest.raises(ValueError, match=f"{key}=None"):
+        parse_hf_config({**full_config(name), key: None})
+    parse_hf_config({**full_config(name), key: True})
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -198,7 +198,7 @@ def _v2_experts(raw: Mapping[str, Any], source: str) -> MoEShape:
     refuse_others(  # Hugging Face's model reads none of these but topk_method
         raw,
         {
-            "scoring_func": ("softmax",),
+            "scoring_func": ("softmax", None),
             "topk_method": ("greedy", "group_limited_greedy"),
             "norm_topk_prob": (False,),
         },

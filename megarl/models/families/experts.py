@@ -125,7 +125,7 @@ def leading_dense_experts(raw: Mapping[str, Any], source: str) -> MoEShape:
     layer with experts. Its router is a plain softmax, without groups. Raises ValueError naming the
     key that is wrong or unsupported."""
     shape = _experts(raw, "n_routed_experts", source)
-    refuse_others(raw, {"moe_layer_freq": (1,)}, source)
+    refuse_others(raw, {"moe_layer_freq": (1, None)}, source)
     layers = positive(raw, "num_hidden_layers", source)
     dense = count(raw, "first_k_dense_replace", source)
     if dense >= layers:
@@ -147,7 +147,11 @@ def sigmoid_experts(raw: Mapping[str, Any], source: str) -> MoEShape:
     is wrong or unsupported."""
     refuse_others(  # Hugging Face's models read none of these but norm_topk_prob
         raw,
-        {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "norm_topk_prob": (True,)},
+        {
+            "scoring_func": ("sigmoid", None),
+            "topk_method": ("noaux_tc", None),
+            "norm_topk_prob": (True,),
+        },
         source,
     )
     shape = leading_dense_experts(raw, source)

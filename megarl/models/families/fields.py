@@ -46,10 +46,12 @@ def number(raw: Mapping[str, Any], name: str, source: str, default: float | None
 def refuse_others(
     raw: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]], source: str
 ) -> None:
-    """Raises ValueError for a key of `allowed` that `raw` gives another value than those listed."""
+    """Raises ValueError for a key of `allowed` that `raw` gives another value than those listed. A
+    null is as good as a listed value that is false, because transformers tests for truth."""
     for name, values in allowed.items():
         value = raw.get(name)
-        if value is not None and value not in values:
+        as_false = value is None and (not values or not all(values))
+        if name in raw and value not in values and not as_false:
             fix = (
                 f"supported: {' or '.join(map(repr, values))}"
                 if values

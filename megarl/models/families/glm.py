@@ -29,7 +29,7 @@ def _flash_experts(raw: Mapping[str, Any], source: str) -> MoEShape:
             f"{layers} layers, and one that is sparse"
         )
     dense = tuple(i for i, kind in enumerate(types) if kind == "dense")
-    leading = (len(dense),) if dense == tuple(range(len(dense))) else ()
+    leading = (len(dense), None) if dense == tuple(range(len(dense))) else ()
     # servers read the first, transformers takes the second for qk_rope_head_dim
     also = {"first_k_dense_replace": leading, "head_dim": (raw.get("qk_rope_head_dim"),)}
     refuse_others(raw, also, source)

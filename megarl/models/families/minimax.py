@@ -13,10 +13,10 @@ from megarl.models.shapes import Attention, MoEShape
 
 # of the published config.json; HF's implementation computes this whatever they say
 _IMPLEMENTED: Mapping[str, tuple[Any, ...]] = {
-    "scoring_func": ("sigmoid",),
-    "use_routing_bias": (True,),
-    "use_qk_norm": (True,),
-    "qk_norm_type": ("per_layer",),
+    "scoring_func": ("sigmoid", None),
+    "use_routing_bias": (True, None),
+    "use_qk_norm": (True, None),
+    "qk_norm_type": ("per_layer", None),
     "shared_intermediate_size": (0,),
 }
 

@@ -135,7 +135,7 @@ class Hybrid(Family):
 
     def read_attention(self, raw: Mapping[str, Any], source: str) -> Attention:
         """Reads the attention of the layers that attend, all of them to all tokens before."""
-        refuse_others(raw, {"attn_output_gate": (True,)}, source)
+        refuse_others(raw, {"attn_output_gate": (True, None)}, source)
         return super().read_attention({**raw, "layer_types": None}, source)
 
     def read_recurrent(self, raw: Mapping[str, Any], source: str) -> Recurrent:
@@ -202,7 +202,11 @@ def _state_layers(raw: Mapping[str, Any], source: str) -> tuple[int, ...]:
 
 def _every_layer(raw: Mapping[str, Any], source: str) -> MoEShape:
     """Reads Qwen3.5's block, which Hugging Face puts into every layer."""
-    settings = {"norm_topk_prob": (True,), "decoder_sparse_step": (1,), "mlp_only_layers": ([],)}
+    settings = {
+        "norm_topk_prob": (True, None),
+        "decoder_sparse_step": (1, None),
+        "mlp_only_layers": ([],),
+    }
     refuse_others(raw, settings, source)
     return gated_shared_experts(raw, source)
 

@@ -73,7 +73,7 @@ def rope_by_type(
     full = {"rope_theta": raw["rope_theta"], **(sets.get(FULL) or {}), **scaling}
     window = {"rope_theta": raw["rope_local_base_freq"], **(sets.get(SLIDING) or {})}
     for settings in (full, window):  # transformers looks for it beside the sets
-        refuse_others(settings, {"truncate": (True,)}, source)
+        refuse_others(settings, {"truncate": (True, None)}, source)
     return _read(full, source, False, scalings), _read(window, source, False, scalings)
 
 
