@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader, Metadata
-from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, StorageMeta
 
 from megarl.parallel import mcore  # noqa: F401  before megatron
 
@@ -34,13 +34,33 @@ _ALLOWED = {
     ("torch.serialization", "_get_layout"),
     ("torch", "Size"),
     ("collections", "OrderedDict"),
-    ("pathlib", "PosixPath"),
-    ("pathlib", "Path"),
+}
+
+
+def _memory_format(enum: object, name: str) -> _MEM_FORMAT_ENCODING:
+    """Replaces getattr, with which Python 3.11.0 to 3.11.3 pickle the members of an enum."""
+    if enum is not _MEM_FORMAT_ENCODING:
+        raise pickle.UnpicklingError("builtins.getattr is allowed for one enum only")
+    return _MEM_FORMAT_ENCODING[name]
+
+
+def _path(*parts: str) -> Path:
+    return Path(*parts)
+
+
+# A function stands for a class of Python code, because a pickle can set a class's attributes.
+_REPLACED = {
+    ("builtins", "getattr"): _memory_format,
+    ("pathlib", "PosixPath"): _path,
+    ("pathlib", "Path"): _path,
+    ("pathlib._local", "PosixPath"): _path,  # of Python 3.13
 }
 
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _REPLACED:
+            return _REPLACED[module, name]
         dtype = getattr(torch, name, None) if module == "torch" else None
         if (module, name) in _ALLOWED or isinstance(dtype, torch.dtype):
             return super().find_class(module, name)
