@@ -27,10 +27,12 @@ pageable      a copy to the device by non_blocking=True out of memory that is no
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -41,9 +43,18 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import megarl
+import megarl.parallel.mcore  # before megatron
+
+import megatron.core
+
 DEVICE, HOST = torch.device("cpu", 0), torch.device("cpu")
 PAGEABLE = "pageable"
-_OURS = ("/megarl/", "/megatron/core/")
+_ROOTS = {  # of the packages whose lines count, by name
+    "megarl/": os.path.join(Path(megarl.__file__).resolve().parent, ""),
+    "megatron/core/": os.path.join(Path(megatron.core.__file__).resolve().parent, ""),
+}
+_TORCH = os.path.join(Path(torch.__file__).resolve().parent, "")
 _STAND_INS = ("megarl/parallel/cpu_patches.py",)  # they act for the lines that call them
 _OPS = {
     "_local_scalar_dense": "item",
@@ -141,14 +152,18 @@ class Device:
         return arrive
 
 
+_real = cache(os.path.realpath)
+_HERE = _real(__file__)
+
+
 def _place(kind: str) -> Place:
     frame, outer = sys._getframe(2), None
     while frame is not None:
-        code, name = frame.f_code, frame.f_code.co_filename.replace("\\", "/")
-        ours = next((name[name.rindex(mark) + 1 :] for mark in _OURS if mark in name), None)
-        if ours is not None and not ours.startswith(_STAND_INS) and "/tests/" not in name:
+        code, name = frame.f_code, _real(frame.f_code.co_filename)
+        ours = next((p + name[len(r) :] for p, r in _ROOTS.items() if name.startswith(r)), None)
+        if ours is not None and not ours.startswith(_STAND_INS):
             return Place(kind, ours, code.co_name, frame.f_lineno)
-        if outer is None and name != __file__ and "/torch/" not in name:
+        if outer is None and name != _HERE and not name.startswith(_TORCH):
             outer = Place(kind, Path(name).name, code.co_name, frame.f_lineno)
         frame = frame.f_back  # type: ignore[assignment]
     assert outer is not None

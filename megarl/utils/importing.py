@@ -32,7 +32,7 @@ T = TypeVar("T")
 FASTER = "leave slow work to its first use"
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 _UNIONS = (types.UnionType, typing.Union)
-_STDLIB = sysconfig.get_path("stdlib") + os.sep
+_STDLIB = os.path.join(os.path.realpath(sysconfig.get_path("stdlib")), "")
 # pydantic's names of errors of a value whose type is right
 _BOUNDS = (
     *("greater_than", "greater_than_equal", "less_than", "less_than_equal", "literal_error"),
@@ -115,7 +115,12 @@ def in_one_line(error: BaseException) -> str:
     that raised it, which a SyntaxError's message has."""
     message = " ".join(f"{type(error).__name__}: {error}".split())
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if "importlib" not in f.filename and _PACKAGE not in f.filename]
+    loaders = (os.path.join(_STDLIB, "importlib", ""), _PACKAGE)
+    own = [
+        frame for frame in frames
+        if not frame.filename.startswith("<frozen importlib")
+        and not os.path.realpath(frame.filename).startswith(loaders)
+    ]  # fmt: skip
     if isinstance(error, SyntaxError) or not own:
         return message
     return f"{message} ({own[-1].filename}, line {own[-1].lineno})"
@@ -347,12 +352,13 @@ def type_name(annotation: Any) -> str:
 def user_lines(error: BaseException) -> list[traceback.FrameSummary]:
     """Returns the frames of the user's files in the traces of an error and of its causes, the
     innermost error first; none where only megarl's and libraries' were on the way."""
+    packages = [p for p in sys.path if os.path.basename(p) in ("site-packages", "dist-packages")]
+    libraries = tuple(os.path.join(os.path.realpath(p), "") for p in packages)
     return [
         frame
         for each in _causes(error)
         for frame in traceback.extract_tb(each.__traceback__)
-        if not frame.filename.startswith((_PACKAGE, _STDLIB, "<"))
-        and "site-packages" not in frame.filename
+        if not os.path.realpath(frame.filename).startswith((_PACKAGE, _STDLIB, *libraries))
         and Path(frame.filename).is_file()  # compiled libraries name files of where they were built
     ]
 

@@ -11,7 +11,7 @@ import pytest
 
 import megarl
 from megarl.config.compose import read_yaml
-from megarl.utils.importing import in_users_lines, user_lines
+from megarl.utils.importing import in_one_line, in_users_lines, user_lines
 
 
 def test_the_users_lines_come_with_the_message_and_the_rest_goes_to_a_file(tmp_path: Path) -> None:
@@ -45,6 +45,17 @@ def test_a_folder_whose_name_only_begins_like_a_librarys_is_the_users(library: s
         exec(code)
     with mock.patch.object(Path, "is_file", lambda path: True):
         assert theirs in [line.filename for line in user_lines(caught.value)]
+
+
+@pytest.mark.parametrize("folder", ["importlib", "site-packages-of-mine", "torch/megarl"])
+def test_a_users_folder_may_have_any_name(tmp_path: Path, folder: str) -> None:
+    theirs = tmp_path / folder / "theirs.py"
+    theirs.parent.mkdir(parents=True)
+    theirs.write_text("raise ValueError('x')")
+    with pytest.raises(ValueError) as caught:
+        exec(compile(theirs.read_text(), str(theirs), "exec"))
+    assert str(theirs) in [line.filename for line in user_lines(caught.value)]
+    assert in_one_line(caught.value) == f"ValueError: x ({theirs}, line 1)"
 
 
 def test_an_error_of_none_of_the_users_lines_is_left_alone(tmp_path: Path) -> None:
