@@ -11,6 +11,8 @@ that editors and type checkers read, lists the names with their modules; docs/ap
 from __future__ import annotations
 
 import ast
+import io
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,11 @@ _MODULES = {
     for alias in statement.names
 }
 __all__ = sorted(_MODULES)
+
+# A run must not fail because its terminal cannot show a character of an answer or a table.
+for _stream in (sys.stdout, sys.stderr):
+    if isinstance(_stream, io.TextIOWrapper) and _stream.errors in ("strict", "surrogateescape"):
+        _stream.reconfigure(errors="replace")
 
 
 def __getattr__(name: str) -> Any:

@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (gpus := int(args.gpus)) < 0:
             raise ValueError("GPUs are 0 or more")
         file = Path(args.model, "config.json")
-        known = json.loads(file.read_text()) if file.is_file() else {}
+        known = json.loads(file.read_text("utf-8")) if file.is_file() else {}
         kind, options, batch = read_as(args.data, "answer" if rl else "response")
     except ValueError as e:
         given = f"--data {args.data}, --gpus {args.gpus}, --model {args.model}"
