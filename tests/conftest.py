@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import time
 from collections.abc import Iterator
 
@@ -18,6 +19,13 @@ ALIKE = {
     "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }  # fmt: skip
+
+
+def pytest_configure() -> None:
+    """Undoes what a shell does to a job in the background (`make test &` in a script): it ignores
+    SIGINT, and so would every program that a test starts and interrupts."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:

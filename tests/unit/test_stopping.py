@@ -13,6 +13,8 @@ LOOP = """
 import signal, sys, time
 from megarl.utils import stopping
 signal.signal(signal.SIGHUP, signal.SIG_IGN if "nohup" in sys.argv else signal.SIG_DFL)
+if "background" in sys.argv:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 with stopping.listening():
     if "working" in sys.argv:
         stopping.work_begins()
@@ -73,6 +75,14 @@ def test_a_run_that_ends_by_itself_after_a_signal_ended_well():
         assert process.stdout is not None and process.stdout.readline()
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0
+
+
+def test_a_run_that_a_shell_put_in_the_background_takes_sigint():
+    command = [sys.executable, "-c", LOOP, "working", "background"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 128 + signal.SIGINT
 
 
 def test_a_hang_up_that_nohup_turned_off_stays_off():

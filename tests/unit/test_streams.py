@@ -10,7 +10,8 @@ import pytest
 
 TEXT = "→ 中 \U0001f600 \ud800 é"
 # what each kind of process starts from: commands, launchers, trainers, servers, workers, scripts
-STARTS = "cli launcher.local launcher.node run server.args rpc.link rollout.worker".split()
+LAUNCHERS = ("cli", "launcher.local", "launcher.node")
+STARTS = (*LAUNCHERS, "run", "server.args", "rpc.link", "rollout.worker")
 
 
 def printed(code: str, encoding: str, *words: str) -> subprocess.CompletedProcess[bytes]:
