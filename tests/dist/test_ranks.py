@@ -292,7 +292,7 @@ def test_statistics_are_reduced_over_ranks(world):
 
 def run_client(address: str, mine: list[list[dict]]) -> dict:
     """Runs a batch, an evaluation, an update, and failures. `mine`: each rank's own rows."""
-    client = RemoteSGLangEngine(RolloutConfig(setup_timeout=5.0))
+    client = RemoteSGLangEngine(RolloutConfig(setup_timeout=60.0))
     with pytest.raises(RuntimeError, match=r"not open: call initialize\(\) on every rank"):
         client.prepare_batch([], workflow=Scripted())
     client.initialize(address)
@@ -305,7 +305,7 @@ def run_client(address: str, mine: list[list[dict]]) -> dict:
         client.resume()
         future = client.update_weights(WeightUpdateMeta(type="distributed", version=1))
         if client.drives:
-            call_json("POST", address, "/set_version", {}, timeout=10)
+            call_json("POST", address, "/set_version", {}, timeout=60)
         future.result()
         said["version"] = client.get_version()
         said["evaluated"] = client.on_driver(
@@ -348,12 +348,12 @@ def test_every_rank_makes_the_client(world):
 
 def guarded(address: str) -> str:
     """What other systems' scripts say: rank 0 alone waits for an update, or has the rows."""
-    client = RemoteSGLangEngine(RolloutConfig(setup_timeout=5.0))
+    client = RemoteSGLangEngine(RolloutConfig(setup_timeout=60.0))
     client.initialize(address)
     try:
         future = client.update_weights(WeightUpdateMeta(type="distributed", version=1))
         if dist.get_rank() == 0:
-            call_json("POST", address, "/set_version", {}, timeout=10)
+            call_json("POST", address, "/set_version", {}, timeout=60)
             return error_of(future.result)
         return error_of(lambda: client.rollout_batch(rows(2), Scripted()))
     finally:
@@ -408,14 +408,14 @@ def stands_still(rank: int, port: int, pids: Any, errors: Any) -> None:
     """Rank 0, which serves the store, tells its pid and stops; rank 1 calls it twice."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    init_distributed(timeout=2)
+    init_distributed(timeout=20)
     ranks = Ranks.of()
     ranks.gather(rank)
     if rank == 0:
         pids.put(os.getpid())
-        time.sleep(60)  # it is stopped in this
+        time.sleep(300)  # it is stopped in this
         return
-    os.kill(pids.get(timeout=60), signal.SIGSTOP)
+    os.kill(pids.get(timeout=300), signal.SIGSTOP)
     for call in ("first", "second"):
         try:
             ranks.gather(rank, call)
@@ -437,7 +437,7 @@ def test_a_rank_that_stands_still_holds_up_no_later_call() -> None:
         process.start()
     try:
         for call in ("first", "second"):
-            assert f"OtherRankFailed: rank 1 waited in {call}" in errors.get(timeout=60)
+            assert f"OtherRankFailed: rank 1 waited in {call}" in errors.get(timeout=300)
     finally:
         for process in both:
             process.kill()
