@@ -112,7 +112,7 @@ class FakeServer:
         self.hang = False  # no /model_info and no flush is answered
         self.busy = 0  # flushes that it refuses
         self.info: dict[str, Any] = {}
-        self.address = self.loop.run(self._start(), timeout=10)
+        self.address = self.loop.run(self._start(), timeout=60)
 
     async def _start(self) -> str:
         app = web.Application(middlewares=[self._note])
@@ -135,7 +135,7 @@ class FakeServer:
     def close(self) -> None:
         """May be called twice."""
         if self.loop.alive:
-            self.loop.run(self._runner.cleanup(), timeout=10)
+            self.loop.run(self._runner.cleanup(), timeout=60)
             self.loop.close()
 
     @web.middleware

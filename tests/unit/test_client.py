@@ -219,8 +219,8 @@ def test_what_does_not_answer_a_pause_is_dropped_while_others_are_left(servers, 
     warning = capsys.readouterr().err
     assert "going on with 1 server(s)" in warning and servers[0].address in warning
     servers[1].weight_version = "1"
-    meta = WeightUpdateMeta(type="distributed", version=1, timeout=10)
-    client.update_weights(meta).result(timeout=5)
+    meta = WeightUpdateMeta(type="distributed", version=1, timeout=60)
+    client.update_weights(meta).result(timeout=60)
     client.resume()
     assert generate(client, request())[0].output_versions == [1] * 6
     servers[1].close()
@@ -233,7 +233,7 @@ def test_a_server_gone_after_its_update_is_not_waited_for(servers, connect):
     servers[1].weight_version = "1"
     servers[0].close()
     meta = WeightUpdateMeta(type="distributed", version=1, timeout=600)
-    client.update_weights(meta).result(timeout=5)
+    client.update_weights(meta).result(timeout=60)
     assert client.addresses == [servers[1].address]
 
 
@@ -246,15 +246,15 @@ def test_a_dropped_server_that_answers_again_joins_the_next_update(servers, conn
         client.pause()
         for server in got_it:
             server.weight_version = str(version)
-        meta = WeightUpdateMeta(type="distributed", version=version, timeout=10)
-        client.update_weights(meta).result(timeout=5)
+        meta = WeightUpdateMeta(type="distributed", version=version, timeout=60)
+        client.update_weights(meta).result(timeout=60)
         client.resume()
 
     client.pause()
     client.drop_servers({lost.address: f"server {lost.address}: silent"})
     assert client.addresses == [other.address]
     other.weight_version = "1"
-    client.update_weights(WeightUpdateMeta(type="distributed", version=1, timeout=10)).result(5)
+    client.update_weights(WeightUpdateMeta(type="distributed", version=1, timeout=60)).result(60)
     client.resume()
     assert [path for path, _ in lost.calls] == ["/pause_generation"]
     for _ in range(3):
@@ -287,8 +287,8 @@ def test_servers_join_and_leave_as_the_file_of_addresses_says(servers, connect, 
         client.pause()
         for server in got_it:
             server.weight_version = str(version)
-        meta = WeightUpdateMeta(type="distributed", version=version, timeout=10)
-        client.update_weights(meta).result(timeout=5)
+        meta = WeightUpdateMeta(type="distributed", version=version, timeout=60)
+        client.update_weights(meta).result(timeout=60)
         client.resume()
 
     file.write_text(f"{first.address}\n\nhttp://{second.address}\n")
@@ -344,7 +344,7 @@ def test_a_server_that_was_started_again_gets_no_more_requests(
     client = connect(*(s.address for s in servers))
     for server in servers:
         server.weight_version = "1"
-    client.update_weights(WeightUpdateMeta(type="distributed", version=1, timeout=10)).result(5)
+    client.update_weights(WeightUpdateMeta(type="distributed", version=1, timeout=60)).result(60)
     servers[0].fail, servers[0].weight_version = ["drop"], "default"
     for _ in range(4):
         assert generate(client, request())[0].output_versions == [1] * 6
@@ -366,8 +366,8 @@ def test_requests_name_the_adapter_of_the_last_update(servers, connect):
     client = connect(servers[0].address)
     generate(client, request())
     servers[0].weight_version = "4"
-    meta = WeightUpdateMeta(type="adapter", version=4, path="shared", timeout=10)
-    client.update_weights(meta).result(5)
+    meta = WeightUpdateMeta(type="adapter", version=4, path="shared", timeout=60)
+    client.update_weights(meta).result(60)
     generate(client, request(), request())
     asked = [r.get("lora_path") for r in servers[0].requests]
     assert asked == [None, ["megarl-v4", "megarl-v4"]]
@@ -394,8 +394,8 @@ def test_a_request_that_crosses_an_update_is_asked_again(servers, connect, monke
     def update(version):
         client.pause()
         server.weight_version = str(version)
-        meta = WeightUpdateMeta(type="adapter", version=version, path="shared", timeout=10)
-        client.update_weights(meta).result(5)
+        meta = WeightUpdateMeta(type="adapter", version=version, path="shared", timeout=60)
+        client.update_weights(meta).result(60)
         client.resume()
 
     def meanwhile():
@@ -414,7 +414,7 @@ def test_a_request_that_crosses_an_update_is_asked_again(servers, connect, monke
 def updated(client, server, version):
     client.pause()
     server.weight_version = str(version)
-    client.update_weights(WeightUpdateMeta(type="distributed", version=version)).result(5)
+    client.update_weights(WeightUpdateMeta(type="distributed", version=version)).result(60)
     client.resume()
 
 
@@ -715,7 +715,7 @@ def test_every_call_carries_the_jobs_token(servers, connect, monkeypatch):
     client = connect(servers[0].address)
     generate(client, request())
     client.pause()
-    call_json("POST", servers[0].address, "/continue_generation", {}, timeout=10)
+    call_json("POST", servers[0].address, "/continue_generation", {}, timeout=60)
     assert set(servers[0].authorizations) == {"Bearer the-secret"}
     servers[0].pause_answer = web.json_response({"error": "Unauthorized"}, status=401)
     with pytest.raises(RuntimeError, match=r"401: Unauthorized \(set MEGARL_JOB_TOKEN"):
@@ -816,12 +816,12 @@ def test_check_health_names_the_sick(servers, connect):
 
 def test_update_weights_resolves_when_every_server_serves_the_version(servers, connect):
     client = connect(*(s.address for s in servers))
-    future = client.update_weights(WeightUpdateMeta(type="distributed", version=3, timeout=10))
+    future = client.update_weights(WeightUpdateMeta(type="distributed", version=3, timeout=60))
     servers[0].weight_version = "3"
     time.sleep(0.3)
     assert not future.done() and client.get_version() == 0
     servers[1].weight_version = "3"
-    future.result(timeout=5)
+    future.result(timeout=60)
     assert client.get_version() == 3
 
 
@@ -830,7 +830,7 @@ def test_update_weights_names_the_laggards(servers, connect):
     servers[0].weight_version = "3"
     future = client.update_weights(WeightUpdateMeta(type="distributed", version=3, timeout=0.3))
     with pytest.raises(TimeoutError, match=f"{servers[1].address} serves default") as info:
-        future.result(timeout=5)
+        future.result(timeout=60)
     assert servers[0].address not in str(info.value)
     assert client.get_version() == 0
 
@@ -894,7 +894,7 @@ def test_a_builder_makes_a_workflow_for_each_call(servers, connect):
 
     for row in range(2):
         client.submit({"row_id": row}, workflow_builder=builder)
-    assert len(client.wait(2, timeout=10)["rewards"]) and len(built) == 2
+    assert len(client.wait(2, timeout=60)["rewards"]) and len(built) == 2
     assert len(client.rollout_batch([{"row_id": 1}], workflow_builder=builder)) and len(built) == 3
     for flows in ({}, {"workflow": built[0], "workflow_builder": builder}):
         with pytest.raises(ValueError, match="workflow_builder"):

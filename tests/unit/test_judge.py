@@ -36,7 +36,7 @@ class Judge:
         self.keys: list[str | None] = []
         self.say: Callable[[str], Any] = lambda asked: "Fine.\nScore: 7"
         self.running = self.peak = 0
-        self.url = self.loop.run(self._start(), timeout=10)
+        self.url = self.loop.run(self._start(), timeout=60)
 
     async def _start(self) -> str:
         app = web.Application()

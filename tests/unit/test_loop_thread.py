@@ -44,9 +44,9 @@ def test_a_blocked_loop_is_shown_with_its_line(loop: LoopThread, capfd) -> None:
         loop.run(asyncio.sleep(0), timeout=0.1)
     time.sleep(0.3)
     end.set()
-    blocked.result(timeout=10)
+    blocked.result(timeout=60)
     until(lambda: not loop.blocked())
-    loop.run(asyncio.sleep(0), timeout=10)
+    loop.run(asyncio.sleep(0), timeout=60)
     assert capfd.readouterr().err.count("asynchronous code blocks it") == 1
 
 
@@ -74,7 +74,7 @@ def test_tasks_that_ignore_cancellation_do_not_hold_up_the_end(loop: LoopThread,
         last.set()
 
     loop.submit(stubborn())
-    loop.run(asyncio.sleep(0.05), timeout=10)
+    loop.run(asyncio.sleep(0.05), timeout=60)
     loop.close(last=close)
     assert not loop.alive and last.is_set()
     assert "ignored their cancellation" in capfd.readouterr().err

@@ -16,7 +16,7 @@ from tests.dist.world import free_port
 
 def listens(host: str, port: int) -> bool:
     try:
-        with socket.create_connection((host, port), timeout=5):
+        with socket.create_connection((host, port), timeout=60):
             return True
     except ConnectionRefusedError:
         return False
@@ -25,7 +25,7 @@ def listens(host: str, port: int) -> bool:
 @pytest.mark.parametrize("host", ("127.0.0.1", "localhost"))
 def test_a_job_on_this_host_listens_here_alone(host: str) -> None:
     """127.0.0.2 is another address of this machine, as those of its network interfaces are."""
-    for store in (listen(host, timeout=5), listen(host, free_port(), timeout=5)):
+    for store in (listen(host, timeout=60), listen(host, free_port(), timeout=5)):
         assert listens("127.0.0.1", store.port) and not listens("127.0.0.2", store.port)
         store.set("key", "value")
         assert store.get("key") == b"value"
@@ -37,7 +37,7 @@ def test_what_is_no_address_of_this_machine_is_left_to_torch(
 ) -> None:
     """A name may be 127.0.1.1 here, and a service's address is nobody's own."""
     monkeypatch.setattr(dist, "TCPStore", lambda *args, **given: (args, given))
-    args, given = cast(Any, listen(host, 29500, timeout=5))
+    args, given = cast(Any, listen(host, 29500, timeout=60))
     assert args == (host, 29500) and given["master_listen_fd"] is None
 
 
@@ -45,7 +45,7 @@ def test_a_port_that_is_taken_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(OSError, match=f"cannot listen at 127.0.0.1:{port}: .*in use"):
-            listen("127.0.0.1", port, timeout=5)
+            listen("127.0.0.1", port, timeout=60)
 
 
 class Agent:

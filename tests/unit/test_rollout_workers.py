@@ -594,7 +594,7 @@ def test_workers_go_by_the_servers_that_the_coordinator_knows(connect, server, t
         file.write_text(f"{server.address}\n{other.address}")
         client.pause()
         server.weight_version = other.weight_version = "1"
-        client.update_weights(WeightUpdateMeta(type="distributed", version=1)).result(5)
+        client.update_weights(WeightUpdateMeta(type="distributed", version=1)).result(60)
         client.resume()
         client.executor.rollout_batch([{"row_id": i} for i in range(8)], Varied())
         assert server.requests and other.requests

@@ -23,7 +23,7 @@ def client(servers: list[FakeServer]) -> Iterator[RemoteSGLangEngine]:
 
 
 def connect(servers: list[FakeServer], timeout: float = 5.0) -> RemoteSGLangEngine:
-    config = RolloutConfig(addresses=[s.address for s in servers], setup_timeout=5.0)
+    config = RolloutConfig(addresses=[s.address for s in servers], setup_timeout=60.0)
     sync = WeightSyncConfig(timeout=timeout, server_timeout=2)
     client = RemoteSGLangEngine(config, weight_sync=sync)
     client.initialize()

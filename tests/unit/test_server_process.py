@@ -48,7 +48,7 @@ def start(tmp_path):
         process.stop()
 
 
-def gone(pid, timeout=10.0):
+def gone(pid, timeout=60.0):
     """Whether the process ends; an orphan's zombie counts as ended."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:

@@ -101,13 +101,13 @@ REFUSALS = (
 def test_a_refusal_is_quoted(fakes: Any, answer: Any, words: str) -> None:
     fake = fakes(x=(400, answer))
     with pytest.raises(HttpError, match=f"server {fake.address}: /x answered 400: .*{words}") as e:
-        call_json("POST", fake.address, "/x", {}, timeout=10)
+        call_json("POST", fake.address, "/x", {}, timeout=60)
     assert e.value.status == 400 and e.value.server == fake.address
 
 
 def test_what_an_answer_may_be(fakes: Any) -> None:
     fake = fakes(json=(200, {"a": [1]}), empty=(200, None), text=(200, b"ok"))
-    kinds = [call_json("POST", f"http://{fake.address}/", p, {"q": 1}, timeout=10)
+    kinds = [call_json("POST", f"http://{fake.address}/", p, {"q": 1}, timeout=60)
              for p in ("/json", "/empty", "/text")]  # fmt: skip
     assert kinds == [{"a": [1]}, None, "ok"]
     assert fake.asked[0] == ("/json", {"q": 1})
@@ -116,7 +116,7 @@ def test_what_an_answer_may_be(fakes: Any) -> None:
 def test_failure_under_a_good_status_is_a_failure(fakes: Any) -> None:
     fake = fakes(x=(200, {"success": False, "message": "partially updated"}))
     with pytest.raises(HttpError, match="partially updated"):
-        call_json("POST", fake.address, "/x", timeout=10)
+        call_json("POST", fake.address, "/x", timeout=60)
 
 
 def test_no_answer_is_bounded(fakes: Any) -> None:
