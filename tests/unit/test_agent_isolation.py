@@ -72,6 +72,8 @@ def outside() -> Iterator[Path]:
         Path(path, "tmp").mkdir()
         Path(path, ".bashrc").write_text("")
         yield Path(path)
+    # a segment that left the namespaces would stay for ever
+    subprocess.run(["ipcrm", "-M", str(escaping.SHM_KEY)], capture_output=True)
 
 
 def drive(outside: Path, user: list[str], python: str) -> dict[str, Any]:
