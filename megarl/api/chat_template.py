@@ -35,6 +35,12 @@ def decoded(value: Any) -> Any:
         return value
 
 
+def utf8(text: str) -> str:
+    """Returns the text with U+FFFD for each half of a surrogate pair. Tokenizers, JSON and HTTP
+    refuse such a half, which file names and tools may have."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 class ChatTemplate:
     """Renders by the template of `tokenizer`, which gets `options` (enable_thinking, ...). All
     methods raise ValueError for messages that the template refuses."""
@@ -74,7 +80,14 @@ class ChatTemplate:
             if tools:
                 how["tools"] = [dict(t) for t in tools]
             return self.tokenizer.apply_chat_template([dict(m) for m in messages], **how)
-        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as e:
+        except (
+            TemplateError,
+            TypeError,
+            ValueError,
+            LookupError,
+            ArithmeticError,
+            RuntimeError,
+        ) as e:
             roles = ", ".join(str(m.get("role")) for m in messages)
             raise ValueError(
                 f"the chat template of tokenizer {self.name} fails on messages of {roles} with "
@@ -84,7 +97,7 @@ class ChatTemplate:
     def encode(self, text: str) -> list[int]:
         """Returns the ids of a text that holds its special tokens. Raises ValueError where the
         tokenizer makes none of it."""
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids: list[int] = self.tokenizer(utf8(text), add_special_tokens=False)["input_ids"]
         if text.strip() and not ids:
             raise ValueError(
                 f"tokenizer {self.name} makes no tokens of {text[:40]!r}: its directory lacks the "

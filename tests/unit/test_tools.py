@@ -370,3 +370,84 @@ def test_an_optional_text_may_be_absent(value: str, want: str | None) -> None:
     text += "</function>\n</tool_call>"
     (found,) = parse_calls(text, "qwen3_coder", [{"type": "function", "function": schema}])
     assert found.arguments == {"where": want}
+
+
+def written(format: str, value: str) -> str:
+    """A call of `f` with the argument a, whose value is this text."""
+    body = f'{{"a": {value}}}'
+    return {
+        "hermes": f'<tool_call>{{"name": "f", "arguments": {body}}}</tool_call>',
+        "llama3": f'{{"name": "f", "parameters": {body}}}',
+        "deepseek": f"<｜tool▁call▁begin｜>f<｜tool▁sep｜>{body}<｜tool▁call▁end｜>",
+        "glm": f"<tool_call>f<arg_key>a</arg_key><arg_value>{value}</arg_value></tool_call>",
+        "qwen3_coder": f"<tool_call><function=f><parameter=a>{value}</parameter></function>",
+    }["hermes" if format == "qwen" else format]
+
+
+NO_JSON = [
+    "[" * 2000,
+    '{"a":' * 2000,
+    "[" * 300 + "]" * 300,
+    "NaN",
+    "-Infinity",
+    "1e999",
+    "[1, NaN]",
+]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("value", NO_JSON, ids=range(len(NO_JSON)))
+def test_no_text_of_a_policy_ends_its_reader(format: str, value: str) -> None:
+    (call,) = parse_calls(written(format, value), format)
+    if format in ("glm", "qwen3_coder"):
+        assert call == ToolCall(name="f", arguments={"a": value})
+    else:
+        assert call.error and not call.arguments
+    (good,) = parse_calls(written(format, "[" * 50 + "]" * 50), format)
+    assert good.name == "f" and not good.error
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_half_a_character_of_a_policy_is_replaced(format: str) -> None:
+    (call,) = parse_calls(written(format, '"x\\ud83d"'), format)
+    assert call.arguments == {"a": "x\ufffd"}
+    (call,) = parse_calls(written(format, '"x\\ud83d\\ude00"'), format)
+    assert call.arguments == {"a": "x😀"}
+
+
+TEXTS = [
+    {"type": "string"},
+    {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    {"type": ["string", "null"]},
+    {"enum": ["12345", None]},
+    {"const": "12345"},
+    {"$ref": "#/$defs/Zip"},
+    {"oneOf": [{"type": "integer"}, {"allOf": [{"$ref": "#/$defs/Zip"}]}]},
+]
+OTHERS = [
+    {"type": "integer"},
+    {},
+    True,
+    None,
+    {"$ref": "#/$defs/Loop"},
+    {"anyOf": None},
+    {"type": 3},
+]
+
+
+@pytest.mark.parametrize("format", ["glm", "qwen3_coder"])
+def test_a_value_is_text_where_the_schema_admits_text(format: str) -> None:
+    definitions = {"Zip": {"type": "string"}, "Loop": {"$ref": "#/$defs/Loop"}}
+
+    def read(schema: Any, value: str) -> Any:
+        parameters = {"type": "object", "properties": {"a": schema}, "$defs": definitions}
+        tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+        return parse_calls(written(format, value), format, [tool])[0].arguments["a"]
+
+    assert [read(schema, "12345") for schema in TEXTS] == ["12345"] * len(TEXTS)
+    assert [read(schema, "12345") for schema in OTHERS] == [12345] * len(OTHERS)
+    assert [read(schema, "null") for schema in TEXTS[1:4]] == [None] * 3
+    assert read(TEXTS[0], "null") == "null"
+    for odd in (None, True, [], {"properties": None}, {"properties": [1]}):
+        tool = {"type": "function", "function": {"name": "f", "parameters": odd}}
+        assert parse_calls(written(format, "1"), format, [tool])[0].arguments == {"a": 1}

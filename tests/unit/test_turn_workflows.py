@@ -366,6 +366,71 @@ def test_two_values_of_the_templates_options_are_refused(tokenizer, pool) -> Non
         workflow_for(data, tokenizer, pool, MULTI, {"chat_template_kwargs": {}})
 
 
+# text that is not UTF-8, from whoever wrote it
+
+HALF = "a file: " + b"caf\xe9".decode("utf-8", "surrogateescape")
+
+
+def listing() -> str:
+    """Lists files."""
+    return HALF
+
+
+class Halves:
+    """An environment whose texts have half a character."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[str, dict[str, Any]]:
+        return HALF, {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return HALF, 1.0, action == "1", False, {}
+
+
+class Speaker(Interaction):
+    """An interaction whose texts have half a character."""
+
+    async def start(self, row: dict[str, Any]) -> str | None:
+        return HALF
+
+    async def respond(self, messages: list[dict[str, Any]], row: dict[str, Any]) -> Reply:
+        return Reply(text=HALF, done=messages[-1]["content"] == "1")
+
+
+@pytest.mark.parametrize("who", ["tool", "env", "interaction"])
+def test_half_a_character_is_read_as_its_replacement(who: str, tokenizer: Any, pool: Any) -> None:
+    common: Any = {"reward_pool": pool}
+    flow: Any
+    if who == "tool":
+        flow = tool_flow(tokenizer, pool, tools=[f"{HERE}:listing"])
+    elif who == "env":
+        flow = EnvWorkflow(right, gconfig(), tokenizer, env=f"{HERE}:Halves", **common)
+    else:
+        flow = multi(tokenizer, pool, interaction=f"{HERE}:Speaker")
+    calls = [call("listing"), "1"] if who == "tool" else ["0", "1"]
+    engine = ScriptedEngine(tokenizer, lambda i, k, text: calls[k])
+    seen: list[list[int]] = []
+    plain = engine.agenerate_many
+
+    async def watched(reqs: Any) -> Any:
+        seen.extend(list(r.input_ids) for r in reqs)
+        return await plain(reqs)
+
+    engine.agenerate_many = watched  # type: ignore[method-assign]
+    batch = run_episode(flow, engine, ROW)
+    assert batch["rewards"].shape == (1,) and len(seen) == 2
+    want = tokenizer("a file: caf\ufffd", add_special_tokens=False)["input_ids"]
+    assert any(seen[1][i : i + len(want)] == want for i in range(len(seen[1])))
+
+
+def test_brackets_of_a_policy_are_told_and_the_run_goes_on(tokenizer, pool) -> None:
+    texts = ['<tool_call>{"name": "times", "arguments": {"a": ' + "[" * 2000, "42"]
+    flow = ToolWorkflow(
+        right, gconfig(max_new_tokens=4000), tokenizer, tools=[f"{HERE}:times"], reward_pool=pool
+    )
+    batch = run_episode(flow, ScriptedEngine(tokenizer, lambda i, k, text: texts[k]), ROW)
+    assert batch["rewards"].tolist() == [1.0]
+
+
 # feedback and interactions
 
 

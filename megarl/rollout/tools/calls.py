@@ -6,10 +6,15 @@ To add a format: write a parser of text below and name it in FORMATS.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from megarl.api.chat_template import utf8
+
+MAX_DEPTH = 100  # of lists and objects in a call
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +27,7 @@ class ToolCall:
     error: str = ""
 
 
-Schemas = dict[str, dict[str, Any]]  # tool name -> JSON schema of its parameters
+Schemas = dict[str, Any]  # tool name -> JSON schema of its parameters, as the tool has it
 
 
 def parse_calls(text: str, format: str, tools: Sequence[dict[str, Any]] = ()) -> list[ToolCall]:
@@ -34,7 +39,7 @@ def parse_calls(text: str, format: str, tools: Sequence[dict[str, Any]] = ()) ->
     """
     if format not in FORMATS:
         raise ValueError(f"tool call format {format!r}: use one of {sorted(FORMATS)}")
-    schemas = {t["function"]["name"]: t["function"].get("parameters", {}) for t in tools}
+    schemas = {t["function"]["name"]: t["function"].get("parameters") for t in tools}
     return list(FORMATS[format](text.rpartition("</think>")[2], schemas))
 
 
@@ -56,12 +61,39 @@ def _call_of(found: Any, *keys: str) -> ToolCall:
 def _call_of_text(name: str, text: str) -> ToolCall:
     """Returns the call of a tool with its arguments as the text of a JSON object."""
     try:
-        arguments = json.loads(text, strict=False) if text.strip() else {}
+        arguments = _loads(text) if text.strip() else {}
     except ValueError as e:
         return ToolCall(name=name, error=f"its arguments are no JSON ({e}): {_cut(text)}")
     if not isinstance(arguments, dict):
         return ToolCall(name=name, error=f"its arguments are no JSON object: {_cut(text)}")
     return ToolCall(name=name, arguments=arguments)
+
+
+def _finite(number: str) -> float:
+    """Returns a number as json reads it. Raises ValueError for NaN and for what is infinite."""
+    if not math.isfinite(value := float(number)):
+        raise ValueError(f"{number} is no number of JSON")
+    return value
+
+
+_DECODER = json.JSONDecoder(strict=False, parse_float=_finite, parse_constant=_finite)
+
+
+def _loads(text: str) -> Any:
+    """Returns the value of a policy's JSON text. Raises ValueError for text that is not JSON, and
+    for a value that nests deeper than MAX_DEPTH."""
+    try:
+        value = _DECODER.decode(text)
+    except RecursionError as e:
+        raise ValueError("it nests too deep") from e
+    level, depth = [value], 0
+    while level := [v for v in level if isinstance(v, dict | list)]:
+        level = [x for v in level for x in (v.values() if isinstance(v, dict) else v)]
+        if (depth := depth + 1) > MAX_DEPTH:
+            raise ValueError(f"it nests deeper than {MAX_DEPTH}")
+    if "\\ud" in text.lower():  # half a character may be escaped
+        value = json.loads(utf8(json.dumps(value, ensure_ascii=False)))
+    return value
 
 
 def _cut(value: Any) -> str:
@@ -80,7 +112,7 @@ def _hermes(text: str, schemas: Schemas) -> Iterator[ToolCall]:
     """Reads <tool_call>{"name": ..., "arguments": {...}}</tool_call>, one a pair of tags."""
     for inside, _ in _between(text, "<tool_call>", "</tool_call>"):
         try:
-            found = json.loads(inside, strict=False)
+            found = _loads(inside)
         except ValueError as e:
             yield ToolCall(error=f"a tool call is no JSON ({e}): {_cut(inside.strip())}")
             continue
@@ -94,11 +126,11 @@ def _llama3(text: str, schemas: Schemas) -> Iterator[ToolCall]:
     rest = (rest if tag else text).strip()
     if not tag and not re.match(r'\{\s*"name"', rest):
         return
-    decoder = json.JSONDecoder(strict=False)
     while rest.startswith("{"):
         try:
-            found, end = decoder.raw_decode(rest)
-        except ValueError as e:
+            _, end = _DECODER.raw_decode(rest)
+            found = _loads(rest[:end])
+        except (ValueError, RecursionError) as e:
             yield ToolCall(error=f"a tool call is no JSON ({e}): {_cut(rest)}")
             return
         yield _call_of(found, "parameters", "arguments")
@@ -158,22 +190,49 @@ def _qwen3_coder(text: str, schemas: Schemas) -> Iterator[ToolCall]:
         yield ToolCall(name=name, arguments=_typed(schemas.get(name), pairs))
 
 
-def _typed(schema: dict[str, Any] | None, pairs: list[tuple[str, str]]) -> dict[str, Any]:
-    """Returns arguments whose values came as text: text where the schema says so, else what the
+def _typed(schema: Any, pairs: list[tuple[str, str]]) -> dict[str, Any]:
+    """Returns arguments whose values came as text: text where the schema admits text, else what the
     text is as JSON, else the text."""
-    properties = (schema or {}).get("properties", {})
     arguments: dict[str, Any] = {}
     for key, value in pairs:
         key = key.strip()
         arguments[key] = value
-        takes = properties.get(key, {})
-        absent = takes.get("nullable") and value.strip() == "null"
-        if takes.get("type") != "string" or absent:
+        takes = _kinds(_at(schema, "properties", key), schema)
+        absent = "null" in takes and value.strip() == "null"
+        if "string" not in takes or absent:
             try:
-                arguments[key] = json.loads(value)
+                arguments[key] = _loads(value)
             except ValueError:
                 continue  # it stays text
     return arguments
+
+
+def _at(value: Any, *keys: str) -> Any:
+    """Returns what stands in `value` at a path of keys; None if nothing does."""
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def _kinds(schema: Any, root: Any, depth: int = 8) -> set[str]:
+    """Returns the types that a JSON schema admits by `type`, its values, its alternatives, or a
+    $ref into `root`. Tools send schemas of any form; what is not one admits nothing by name."""
+    if not isinstance(schema, dict) or not depth:
+        return set()
+
+    def listed(key: str) -> list[Any]:
+        value = schema.get(key)
+        return value if isinstance(value, list) else []
+
+    values = [*listed("enum"), schema.get("const", 0)]
+    kinds = {k for k in (schema.get("type"), *listed("type")) if isinstance(k, str)}
+    kinds |= {"string" for v in values if isinstance(v, str)}
+    if schema.get("nullable") or None in values:
+        kinds.add("null")
+    parts = [p for key in ("anyOf", "oneOf", "allOf") for p in listed(key)]
+    if isinstance(ref := schema.get("$ref"), str):
+        parts.append(_at(root, *ref.removeprefix("#/").split("/")))
+    return kinds.union(*(_kinds(part, root, depth - 1) for part in parts))
 
 
 FORMATS: dict[str, Callable[[str, Schemas], Iterator[ToolCall]]] = {

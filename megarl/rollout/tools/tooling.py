@@ -14,6 +14,7 @@ from typing import Any
 
 import pydantic
 
+from megarl.api.chat_template import utf8
 from megarl.api.records import ModelResponse
 from megarl.rollout.loop_thread import CallTimeout, ThreadsExhausted, add_counts, call, closing
 from megarl.rollout.tools.calls import ToolCall, parse_calls
@@ -280,7 +281,7 @@ async def answer_call(env: ToolingEnv, call: ToolCall, max_result: int) -> dict[
     text = f"Error: {call.error}"
     try:
         if not call.error:
-            text = await env.aexecute(call.name, call.arguments)
+            text = utf8(await env.aexecute(call.name, call.arguments))
     except ToolFailure:
         add_counts({"tools/errors": 1})
         raise

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, Unpack
 
 from megarl.api.batch import Padded
+from megarl.api.chat_template import utf8
 from megarl.api.inference import InferenceEngine
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.observability.logging import get_logger
@@ -321,7 +322,7 @@ class TurnsWorkflow(ChatWorkflow):
         """Returns a reply as a user's message, nothing where it is the last, and notes what the
         answer before it earned."""
         sample.head.reward += reply.reward
-        return () if reply.done else ({"role": "user", "content": reply.text},)
+        return () if reply.done else ({"role": "user", "content": utf8(reply.text)},)
 
     def failed(self, sample: Trajectory, kind: str, error: BaseException, data: Row) -> None:
         """Notes that something of `kind` (api.inference.FAILURES) failed, and logs what."""
@@ -452,5 +453,5 @@ def _opened(row: Row, partners: Sequence[Partner], begun: Sequence[Any]) -> Row:
     if tools:
         opened["tools"] = list(tools)
     if first is not None:
-        opened["messages"] = [*row["messages"], {"role": "user", "content": first}]
+        opened["messages"] = [*row["messages"], {"role": "user", "content": utf8(first)}]
     return opened
