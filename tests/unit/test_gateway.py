@@ -805,6 +805,54 @@ def test_a_chat_goes_on_with_the_same_options_alone(tokenizer: Any) -> None:
     run(tokenizer, test)
 
 
+@pytest.mark.parametrize("format", ["hermes", "llama3", "deepseek", "glm", "qwen3_coder"])
+def test_a_call_that_nests_too_deep_is_text_for_the_agent(tokenizer: Any, format: str) -> None:
+    deep = '{"name": "look", "parameters": {"a": ' + "[" * 2000
+    for text in (f"<tool_call>{deep}", deep, f"<｜tool▁call▁begin｜>look<｜tool▁sep｜>{deep}"):
+        assert call_parser(format)(text, [LOOK]) == (text, [])
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/messages"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_stop_string_is_in_the_tokens_alone(tokenizer: Any, path: str, stream: bool) -> None:
+    async def test(session: Session, engine: StubEngine) -> None:
+        anthropic = path == "/messages"
+        stops = {"stop_sequences" if anthropic else "stop": ["</think>"]}
+        body = ask("go") | stops | {"max_tokens": 60, "stream": stream}
+        answer = await post(session, path, body)
+        assert answer.status_code == 200 and "ab" in answer.text
+        assert "</think>" not in answer.text.replace('"stop_sequence":"</think>"', "")
+        assert tokenizer.decode(engine.wrote[0].output_tokens).count("</think>") == 1
+        if anthropic:
+            assert '"stop_reason":"stop_sequence"' in answer.text
+            assert '"stop_sequence":"</think>"' in answer.text
+        history = [*ask("go")["messages"], {"role": "assistant", "content": "<think>ab"}]
+        history.append({"role": "user", "content": "on"})
+        await post(session, path, body | {"messages": history})
+        assert session.trajectory.forks == 0
+
+    run(tokenizer, test)
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/messages", "/responses"])
+@pytest.mark.parametrize("name", ["guided_json", "guided_regex", "structured_outputs", "ebnf"])
+def test_constraints_of_a_servers_own_are_refused(tokenizer: Any, path: str, name: str) -> None:
+    async def test(session: Session, engine: StubEngine) -> None:
+        body = ask("go") | {"input": "go", "max_tokens": 9}
+        answer = await post(session, path, body | {name: {"type": "object"}})
+        assert answer.status_code == 400 and name in answer.text and not engine.asked
+
+    run(tokenizer, test)
+
+
+def test_a_url_of_ipv6_is_one(tokenizer: Any) -> None:
+    async def test(session: Session, engine: StubEngine) -> None:
+        assert session.base_url.startswith("http://[::1]:")
+        said(await post(session, "/chat/completions", ask("go")))
+
+    run(tokenizer, test, host="::1")
+
+
 def test_a_call_without_arguments_has_none(tokenizer: Any) -> None:
     async def test(session: Session, engine: StubEngine) -> None:
         for arguments in ("", None, {}, "{}"):

@@ -18,6 +18,7 @@ from megarl.rollout.gateway.messages import (
     tools_of,
     whole_number,
 )
+from megarl.rollout.gateway.openai_chat import refuse_constraints
 from megarl.rollout.gateway.session import Answer
 
 
@@ -28,6 +29,7 @@ def read(body: Mapping[str, Any], *, key: str) -> ChatRequest:
             "output_config.format: answers are sampled without constraints, as the trainer "
             "computes their logprobs; ask for the format in the prompt"
         )
+    refuse_constraints(body)
     messages: list[Message] = []
     if system := text_of(body.get("system"), "system"):
         messages.append(Message(role="system", content=system))
@@ -100,7 +102,7 @@ def write(body: Mapping[str, Any], answers: Sequence[Answer], model: str) -> dic
         "model": model,
         "content": _blocks(answer.message),
         "stop_reason": _stop_reason(answer),
-        "stop_sequence": None,
+        "stop_sequence": answer.stop,
         "usage": {
             "input_tokens": len(answer.prompt),
             "output_tokens": answer.response.output_len,
@@ -114,7 +116,7 @@ def events(
     """Yields the events of a streamed answer, as (name, data)."""
     whole = write(body, answers, model)
     blocks, counts = whole.pop("content"), whole["usage"]
-    ends = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
+    ends = {"stop_reason": whole["stop_reason"], "stop_sequence": answers[0].stop}
     begun = whole | {"content": [], "stop_reason": None, "usage": counts | {"output_tokens": 0}}
     yield _event("message_start", message=begun)
     for i, block in enumerate(blocks):
@@ -168,4 +170,6 @@ def _blocks(message: Message) -> list[dict[str, Any]]:
 def _stop_reason(answer: Answer) -> str:
     if answer.cut:
         return "max_tokens"
-    return "tool_use" if answer.message.calls else "end_turn"
+    if answer.message.calls:
+        return "tool_use"
+    return "end_turn" if answer.stop is None else "stop_sequence"

@@ -104,7 +104,7 @@ class Gateway:
         host = self._config.advertise or self._config.host
         if host in _WILDCARDS:
             host = socket.gethostname()
-        self.address = f"http://{host}:{port}"
+        self.address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._server = uvicorn.Server(
             uvicorn.Config(
                 self._app(),

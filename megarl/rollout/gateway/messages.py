@@ -436,24 +436,25 @@ class Renderer:
         except Exception as e:
             raise refused from e
 
-    def answer(
-        self, response: ModelResponse, tools: Sequence[Mapping[str, Any]], *, request: bytes
-    ) -> Message:
-        """Returns the policy's answer as a message. request: its fingerprint; with it ids of calls
-        are the same in every run, and of another call in a session never. Raises RuntimeError
-        where the parser of calls fails."""
-        tokens = response.output_tokens
+    def answer(self, response: ModelResponse, request: ChatRequest) -> tuple[Message, str | None]:
+        """Returns the policy's answer as a message, up to the request's stop string that ended it,
+        and this string, or None. With the request's fingerprint ids of calls are the same in every
+        run, and of another call in a session never. Raises RuntimeError where the parser of calls
+        fails."""
+        tools, tokens = request.tools, response.output_tokens
         if tokens and tokens[-1] in self.tokenizer.all_special_ids:
             tokens = tokens[:-1]
         text: str = self.tokenizer.decode(tokens, skip_special_tokens=not tools)
-        reasoning, content = _split_reasoning(text)
+        ends = [(text.find(s), s) for s in request.stop if s and s in text]
+        begin, stop = min(ends, default=(len(text), None))
+        reasoning, content = _split_reasoning(text[:begin])
         if not tools:
-            return Message(role="assistant", content=content, reasoning=reasoning)
+            return Message(role="assistant", content=content, reasoning=reasoning), stop
         try:
             rest, parsed = self._parser(content, tools)
             calls = tuple(
                 ToolCall(
-                    id=f"call_{digest(request, tokens, i).hex()[:16]}",
+                    id=f"call_{digest(request.fingerprint, tokens, i).hex()[:16]}",
                     name=name,
                     arguments=arguments,
                 )
@@ -464,7 +465,7 @@ class Renderer:
                 f"the parser of rollout.gateway.call_format fails at {content[:200]!r}: "
                 f"{type(e).__name__}: {e}; of what it cannot read it returns the text and no calls"
             ) from e
-        return Message(role="assistant", content=rest, reasoning=reasoning, calls=calls)
+        return Message(role="assistant", content=rest, reasoning=reasoning, calls=calls), stop
 
 
 def _split_reasoning(text: str) -> tuple[str, str]:

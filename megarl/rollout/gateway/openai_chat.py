@@ -21,6 +21,10 @@ from megarl.rollout.gateway.messages import (
 )
 from megarl.rollout.gateway.session import Answer
 
+_UNSUPPORTED = (  # the last four are constraints of SGLang's and vLLM's
+    *("logit_bias", "functions", "audio", "prediction"),
+    *("structured_outputs", "json_schema", "regex", "ebnf"),
+)
 _ROLES = {"developer": "system", "function": "tool"}
 
 
@@ -48,8 +52,8 @@ def refuse_constraints(body: Mapping[str, Any]) -> None:
             f"response_format={wanted.get('type')!r}: answers are sampled without constraints, as "
             "the trainer computes their logprobs; ask for the format in the prompt"
         )
-    for name in ("logit_bias", "functions", "audio", "prediction"):
-        if body.get(name):
+    for name in body:
+        if body[name] and (name in _UNSUPPORTED or name.startswith("guided_")):
             raise BadRequest(f"{name} is not supported")
 
 

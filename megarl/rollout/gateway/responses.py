@@ -39,7 +39,7 @@ def read(body: Mapping[str, Any], *, key: str) -> ChatRequest:
             "previous_response_id and conversation are not supported: send the items again"
         )
     wanted = (body.get("text") or {}).get("format") or {}
-    openai_chat.refuse_constraints({"response_format": wanted})
+    openai_chat.refuse_constraints({**body, "response_format": wanted})
     messages: list[Message] = []
     if instructions := text_of(body.get("instructions"), "instructions"):
         messages.append(Message(role="system", content=instructions))

@@ -46,11 +46,12 @@ MAX_ENDED = 64  # answered requests that a session can answer again
 
 @dataclass(kw_only=True)
 class Answer:
-    """Holds one answer of the policy."""
+    """Holds one answer of the policy. stop: the request's stop string that ended it."""
 
     id: str
     message: Message
     response: ModelResponse
+    stop: str | None = None
 
     @property
     def prompt(self) -> list[int]:
@@ -342,14 +343,11 @@ class Session:
             ModelRequest(input_ids=prompt, gconfig=gconfig, seed=seed, routes_from=routed)
             for seed in self._seeds(prompt, request.n)
         ]
-        return [
-            Answer(
-                id=uuid.uuid4().hex,
-                message=self._renderer.answer(r, request.tools, request=request.fingerprint),
-                response=r,
-            )
-            for r in await self._responses(request.fingerprint, requests)
-        ]
+        answers = []
+        for r in await self._responses(request.fingerprint, requests):
+            message, stop = self._renderer.answer(r, request)
+            answers.append(Answer(id=uuid.uuid4().hex, message=message, response=r, stop=stop))
+        return answers
 
     async def _responses(
         self, request: bytes, requests: Sequence[ModelRequest]
