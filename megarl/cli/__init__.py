@@ -115,19 +115,22 @@ class CommandParser(argparse.ArgumentParser):
         self.add_argument(f"--{name}", action="store_true", help=text)
 
     def read(self, argv: Sequence[str] | None) -> argparse.Namespace:
-        """Returns the values in `argv` (None: this process's); options may stand anywhere."""
-        return self.parse_intermixed_args(argv)
+        """Returns the values in `argv` (None: this process's); options may stand anywhere. Modules
+        of the working directory can be imported from then on."""
+        args = self.parse_intermixed_args(argv)
+        from megarl.utils.importing import add_working_directory  # `megarl --help` is instant
+
+        add_working_directory()
+        return args
 
     def recipe(self, argv: Sequence[str] | None) -> tuple[argparse.Namespace, BaseConfig]:
         """Adds CONFIG and `keys`; returns the values in `argv`, and the configuration that they
-        name. Modules of the working directory can be imported from then on."""
+        name."""
         from megarl.config.loader import load_config  # here, so that `megarl --help` is instant
-        from megarl.utils.importing import add_working_directory
 
         self.path("CONFIG", "the recipe's YAML file")
         self.keys()
         args = self.read(argv)
-        add_working_directory()
         return args, load_config(args.config, args.keys)
 
 
