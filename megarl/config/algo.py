@@ -92,8 +92,9 @@ class PPOActorConfig(TrainEngineConfig):
     """added to every reward"""
     reward_clip: Annotated[float, POSITIVE] | None = None
     """limit of |(r + bias) * scaling|: rewards beyond it count as the limit; null is no limit"""
-    dynamic_sampling: bool = False
-    """reject groups whose rewards are all equal (DAPO), prompts are replaced"""
+    dynamic_sampling: bool | list[str] = False
+    """reject groups whose rewards are all equal (DAPO), prompts are replaced; true: parts of type
+    overlong of a weighted reward do not count; a list: the parts of the reward that count"""
     mask_truncated: bool = False
     """answers that were cut at max_new_tokens are compared with the others, but not trained on
     (DAPO's overlong filtering)"""

@@ -45,6 +45,7 @@ from megarl.config.recipes import (
     held_out_sets,
     main_role,
     sources,
+    train_rewards,
 )
 from megarl.config.rollout import built_in_transport
 from megarl.config.rules import rule_problems
@@ -249,12 +250,15 @@ def _input_problems(cfg: GRPOConfig) -> Iterator[str]:
     not known. A workflow of a part of the data is its own, else all's."""
     parts = cfg.train_dataset.parts
     compared = cfg.actor.advantages.options.get("parts")
-    rewards = [source.reward for source in parts.values()] or [cfg.train_dataset.reward]
-    if isinstance(compared, dict) and all(reward.type == "weighted" for reward in rewards):
+    looked_at = cfg.actor.dynamic_sampling
+    rewards = train_rewards(cfg)
+    if all(reward.type == "weighted" for reward in rewards):
         known = {name for reward in rewards for name in reward.options.get("parts", {})}
-        for name in sorted(compared.keys() - known):
+        named = dict.fromkeys(compared or (), "advantages.options.parts")
+        named |= dict.fromkeys(looked_at if isinstance(looked_at, list) else (), "dynamic_sampling")
+        for name in sorted(named.keys() - known):
             yield (
-                f"actor.advantages.options.parts.{name}: no reward of type weighted has this part; "
+                f"actor.{named[name]}.{name}: no reward of type weighted has this part; "
                 f"{meant(name, sorted(known))}"
             )
     if cfg.actor.advantages.type != "remax":

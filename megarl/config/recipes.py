@@ -272,6 +272,30 @@ def sources(cfg: BaseConfig) -> dict[str, SourceConfig]:
     return by_key
 
 
+def train_rewards(cfg: GRPOConfig) -> list[SeamConfig]:
+    """Returns the rewards of the training data: of each part of a mixture its own."""
+    parts = cfg.train_dataset.parts.values()
+    return [source.reward for source in parts] or [cfg.train_dataset.reward]
+
+
+def sampled_parts(cfg: GRPOConfig) -> list[str]:
+    """Returns the parts of the reward that dynamic sampling compares; [] for the reward itself.
+    DAPO asks whether some answers of a group are right and some are wrong (arXiv 2503.14476, eq.
+    11), so that the penalty of length does not count."""
+    sampling, advantages = cfg.actor.dynamic_sampling, cfg.actor.advantages
+    if isinstance(sampling, list):
+        return sampling
+    if advantages.type == "gdpo":
+        return list(advantages.options.get("parts") or ())
+    weighted = [r.options.get("parts") for r in train_rewards(cfg) if r.type == "weighted"]
+    parts = {name: part for each in weighted for name, part in (each or {}).items()}
+    types = {n: p.get("type") if isinstance(p, dict) else p for n, p in parts.items()}
+    if "overlong" not in types.values():
+        return []
+    ignored = {n for n, p in parts.items() if isinstance(p, dict) and p.get("weight", 1) == 0}
+    return [name for name, kind in types.items() if kind != "overlong" and name not in ignored]
+
+
 def main_role(cls: type[BaseConfig]) -> str:
     """Returns the key of the model that the recipe trains."""
     return "actor" if issubclass(cls, GRPOConfig) else "model"

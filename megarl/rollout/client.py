@@ -16,7 +16,7 @@ from megarl.api.inference import Arrival, InferenceEngine, RolloutWorkflow
 from megarl.api.records import FinetuneSpec, ModelRequest, ModelResponse, WeightUpdateMeta
 from megarl.config.check_parts import kv_problems
 from megarl.config.recipe_engines import server_addresses
-from megarl.config.recipes import GRPOConfig
+from megarl.config.recipes import GRPOConfig, sampled_parts
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig, WeightSyncConfig
 from megarl.config.script import CLIENT_KEYS, note_read
 from megarl.parallel.ranks import Ranks
@@ -101,10 +101,8 @@ class RemoteSGLangEngine(InferenceEngine):
             common["tokenizer"] = tokenizer
         client = cls._of_config(cfg, common)
         if cfg.actor.dynamic_sampling:
-            advantages = cfg.actor.advantages
-            parts = advantages.options.get("parts") if advantages.type == "gdpo" else None
-            limits = cfg.actor.reward_limits
-            client.should_accept = partial(has_signal, parts=parts or (), limits=limits)
+            limits = None if cfg.actor.advantages.type == "gdpo" else cfg.actor.reward_limits
+            client.should_accept = partial(has_signal, parts=sampled_parts(cfg), limits=limits)
         return client
 
     @classmethod

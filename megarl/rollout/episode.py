@@ -134,16 +134,21 @@ def _failed(episode: Episode, error: Exception) -> None:
 def has_signal(
     batch: Padded,
     parts: Collection[str] = (),
-    limits: tuple[float, float] = (-math.inf, math.inf),
+    limits: tuple[float, float] | None = (-math.inf, math.inf),
 ) -> bool:
     """Returns whether the rewards of a group differ; equal rewards teach nothing (DAPO's dynamic
-    sampling, arXiv 2503.14476). parts: names of parts of the reward, of which one has to differ
-    instead; a rollout that lacks a part differs from none. limits: of the rewards
-    (PPOActorConfig.reward_limits); beyond them they count as equal."""
+    sampling, arXiv 2503.14476, eq. 11). parts: names of parts of the reward, of which one has to
+    differ, too; a rollout that lacks a part differs from none. limits: of the rewards
+    (PPOActorConfig.reward_limits), beyond which they count as equal; None where the advantages do
+    not read the reward but its parts."""
     names = [f"{REWARD_PART}{name}" for name in parts]
-    named = [batch[name] for name in names if name in batch]
-    fields = named or [batch["rewards"].clamp(*limits)]
-    return any(len(values[~values.isnan()].unique()) > 1 for values in fields)
+    rewards = batch["rewards"] if limits is None else batch["rewards"].clamp(*limits)
+    named = [batch[name] for name in names if name in batch] or [rewards]
+    return any(map(_differ, named)) and (limits is None or _differ(rewards))
+
+
+def _differ(values: Tensor) -> bool:
+    return len(values[~values.isnan()].unique()) > 1
 
 
 async def run_all(episodes: Sequence[Episode], width: int, run: Runner) -> None:
@@ -345,6 +350,10 @@ def check_episode(batch: Any, *, version: int, vocab_size: int | None = None) ->
         ("versions", trained & (versions < 0), _NOT_WRITTEN),
         ("versions", versions > version, f"the newest weights are version {version}"),
         ("rewards", ~batch["rewards"].isfinite(), "must be a finite number"),
+    ]
+    parts = (key for key in batch if key.startswith(REWARD_PART))
+    rules += [
+        (key, batch[key].isinf(), "must be a finite number, or NaN for none") for key in parts
     ]
     if vocab_size is not None:
         bad = mask & (ids >= vocab_size)

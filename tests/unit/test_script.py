@@ -26,6 +26,7 @@ from megarl import (
     load_hf_tokenizer,
     run_dir,
 )
+from megarl.config.check import check_config
 from megarl.engine.checkpoint import check_meta
 from megarl.utils.env import collective_timeout
 
@@ -119,6 +120,24 @@ def test_a_client_drops_groups_without_a_signal_where_dynamic_sampling_is_on() -
 
     assert not accept({"rewards": torch.tensor([1.0, 1.0])})
     assert accept({"rewards": torch.tensor([1.0, 0.0])})
+
+    reward = "train_dataset.reward={type: weighted, options: {parts: {right: exact, short: {type: "
+    reward += "overlong, options: {max_length: 9, buffer: 4}}, seen: {type: exact, weight: 0}}}}"
+    for words, varied in (
+        (["algorithm=dapo"], "right"),
+        (["algorithm=dapo", "actor.dynamic_sampling=[short]"], "short"),
+        (["algorithm=rloo", "actor.dynamic_sampling=true"], "right"),
+    ):
+        accept = RemoteSGLangEngine.for_run(script_config(reward, *words)).should_accept
+        for name in ("right", "short", "seen"):  # the only part that differs, and so the sum does
+            differing = dict.fromkeys(("reward_part/right", "reward_part/short"), torch.zeros(4))
+            differing |= {f"reward_part/{name}": torch.tensor([0.0, -0.5, -1.0, 0.0])}
+            group = differing | {"rewards": differing[f"reward_part/{name}"]}
+            assert accept(group) == (name == varied), (words, name)
+        cancels = {"reward_part/right": torch.tensor([0.0, 1.0]), "rewards": torch.ones(2)}
+        assert not accept(cancels)
+    with pytest.raises(ConfigError, match=r"dynamic_sampling.*rihgt.*right"):
+        check_config(script_config(reward, "actor.dynamic_sampling=[rihgt]"))
 
     limited = script_config("algorithm=dapo", "actor.reward_clip=5", "actor.reward_bias=1")
     accept = RemoteSGLangEngine.for_run(limited).should_accept
