@@ -214,8 +214,9 @@ def aliased(keys: Mapping[str, object], name: str) -> str | None:
     for theirs, free in _SECTIONS.items():
         rest = name.removeprefix(theirs + ".")
         misspelt = get_close_matches(rest.partition(".")[0], ("type", "options"))
+        own = f"{free.rpartition('.')[0]}.{rest}"
         if rest != name and free in keys and not misspelt:
-            return f"{free}.{rest}"
+            return own if own in keys else f"{free}.{rest}"
     return None
 
 

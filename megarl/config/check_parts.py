@@ -424,9 +424,27 @@ def _judge_problems(cfg: GRPOConfig) -> Iterator[str]:
                 )
 
 
+_OF_KEYS = {  # options of servers -> the key of their section that gives them
+    "model_path": "path",
+    "dtype": "dtype",
+    "context_length": "context_length",
+    "max_running_requests": "max_running_requests",
+    "tp": "tp",
+    "tp_size": "tp",
+    "tensor_parallel_size": "tp",
+    "nnodes": "nnodes",
+    "deterministic": "deterministic",
+    "enable_deterministic_inference": "deterministic",
+    "threads": "threads",
+}
+
+
 def _server_problems(s: ServerConfig, key: str) -> Iterator[str]:
     """Yields the problems of how servers run; `key` is their section."""
     yield from rule_problems(rules.SERVER, s, f"{key}.")
+    for name, value in s.options.items():
+        if value and (own := _OF_KEYS.get(name.replace("-", "_"))) is not None:
+            yield f"{key}.options.{name}={show(value)}: the server has it of a key; set {key}.{own}"
     if s.path:
         yield from model_path_problems(f"{key}.path", s.path, weights=True)
     if s.python and not Path(s.python).is_file():

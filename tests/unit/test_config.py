@@ -159,6 +159,8 @@ def test_run_dir() -> None:
         ("inf_engine.max_head_offpolicyness=1", "rollout.max_head_offpolicyness"),
         ("async_training=true", "rollout.max_head_offpolicyness"),
         ("sglang.attention_backend=triton", "server.options.attention_backend"),
+        ("sglang.context_length=9", "server.context_length"),
+        ("server.extra_args.dtype=auto", "server.dtype"),
         ("rollout.workflow.x=1", "rollout.workflow.options.x"),
         ("rollout.workflow.tpye=a", "rollout.workflow.type"),
         ("actor_rollout_ref.rollout.name=sglang", "server.type"),

@@ -342,6 +342,13 @@ def test_sound_configs_pass(model: Path) -> None:
             ["server.dp=2", "server.options.enable_dp_attention", "options.dp_size"],
         ),
         (["+server.options.dp_size=2"], ["server.options.dp_size=2", "set dp"]),
+        (
+            ["server.options.context_length=9"],
+            ["server.options.context_length=9", "set server.context_length"],
+        ),
+        (["server.options={max-running-requests: 4}"], ["set server.max_running_requests"]),
+        (["server.options.tensor_parallel_size=2"], ["set server.tp"]),
+        (["server.options.dtype=float16"], ["server.options.dtype=float16", "set server.dtype"]),
         (["server.options.dp=2"], ["server.options.dp=2", "set dp"]),
         (["+server.options.api_key=k"], ["server.options.api_key", "MEGARL_JOB_TOKEN"]),
         (["server.restarts=1"], ["server.restarts=1", "server.count > 1 (it is 1)"]),
