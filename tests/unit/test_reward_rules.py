@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import pickle
 from typing import Any, ClassVar
 
@@ -102,6 +103,19 @@ def test_late_answers_are_counted_among_all() -> None:
     kept = {k: v for k, v in batch.items() if k not in ("valid", "failure")}
     metrics = rollout_metrics(kept | {"group_ids": torch.zeros(4, dtype=torch.int64)}, version=0)
     assert metrics["reward/late"] == metrics["reward/answer"] == 0.25
+
+
+def infinite_part(prompt: str, completion: str, *ids: list[int]) -> Scored:
+    return Scored(0.0, {"form": math.nan, "right": float(completion)})
+
+
+def test_an_infinite_part_of_a_reward_is_an_error_that_names_it() -> None:
+    fn = get_reward_fn(f"{__name__}:infinite_part")
+    with RewardPool(1, timeout=30.0) as pool:
+        assert asyncio.run(pool.score(fn, ("", "2", [], []), {})).parts["right"] == 2
+        for value in ("inf", "-inf"):
+            with pytest.raises(RewardError, match=rf"right.* {value}"):
+                asyncio.run(pool.score(fn, ("", value, [], []), {}, row_id=4))
 
 
 class Waits:

@@ -72,8 +72,9 @@ class Scored(float):
 
 
 def finite(value: Any) -> float:
-    """Returns what a reward returned as a number. Raises TypeError where it is none, such as a
-    list, ValueError where it is not finite."""
+    """Returns what a reward returned as a number. Raises TypeError if it is no number, such as a
+    list, ValueError if the number is not finite, or a part of it is infinite. A part that is NaN
+    counts as absent."""
     try:
         number = float(value)
     except (TypeError, ValueError) as e:
@@ -83,7 +84,12 @@ def finite(value: Any) -> float:
         ) from e
     if not math.isfinite(number):
         raise ValueError(f"the reward is {number}, not a finite number")
-    return value if isinstance(value, Scored) else number
+    if not isinstance(value, Scored):
+        return number
+    for name, part in value.parts.items():
+        if math.isinf(part):
+            raise ValueError(f"the part {name!r} of the reward is {part}, not a finite number")
+    return value
 
 
 def is_asynchronous(fn: Callable[..., Any]) -> bool:
