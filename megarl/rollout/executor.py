@@ -341,7 +341,8 @@ class RolloutExecutor:
         if self._faults:
             raise self._faults.pop(0)
         if self.episodes.counts[State.BROKEN]:
-            broken = next(e for e in self.episodes.live.values() if e.error is not None)
+            # an episode has its error a moment before it is broken
+            broken = next(e for e in self.episodes.live.values() if e.state is State.BROKEN)
             self.episodes.move(broken, State.FAILED)
             assert broken.error is not None
             raise broken.error

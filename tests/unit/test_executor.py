@@ -240,6 +240,24 @@ def test_reward_errors_stop_the_run_or_reject(make):
     assert (stats["failed_samples/reward"], stats["rejected"]) == (2, 1)
 
 
+def test_the_error_of_an_episode_that_still_runs_hides_no_other(make):
+    """An episode has its error before it counts as broken; meanwhile another one breaks."""
+    ex, both = make(), asyncio.Barrier(2)
+    held = asyncio.Event()
+
+    async def runner(episode):
+        episode.error = RewardError(f"row {episode.row['row_id']} has no answer")
+        await both.wait()
+        if episode.row["row_id"] == 0:
+            await held.wait()
+
+    ex.runner = runner
+    for row in rows(2):
+        ex.submit(row, Scripted())
+    with pytest.raises(RewardError, match="row 1 has no answer"):
+        ex.wait(2, timeout=10)
+
+
 def test_synchronous_batches_are_always_on_policy(make):
     ex, flow = make(), Scripted()
     loader = Loader(rows(8), 4)
