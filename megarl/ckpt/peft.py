@@ -5,22 +5,26 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megarl.ckpt.safetensors import SINGLE, SafetensorsDir, save_tensors
+from megarl.config.engine import LoRAConfig
 from megarl.models.adapters import Adapters
-from megarl.models.lora import PEFT_PREFIX, adapter_config, check_adapter_config
+from megarl.models.lora import PEFT_PREFIX, adapter_config, check_adapter_config, scale
 from megarl.models.params import load_params
 from megarl.models.piece_table import HfTensor, PieceTable
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _BUCKET_BYTES = 64 << 20
+_BESIDE = ("*.json", "*.jinja", "*.model", "*.txt")  # of the weights, which a merged model needs
 
 
 def save_peft(
@@ -74,6 +78,52 @@ def load_peft(path: str | Path, adapters: Adapters) -> None:
             return files.read(tensor.name, box)
 
         load_params(adapters.table, adapters.coords, adapters.params, read)
+
+
+def base_of(adapter: str | Path) -> str:
+    """Returns the model that a PEFT adapter was trained on, as adapter_config.json names it. Raises
+    ValueError for a directory without one."""
+    return str(_read_config(Path(adapter)).get("base_model_name_or_path") or "")
+
+
+def merge_peft(base: str | Path, adapter: str | Path, out: str | Path) -> None:
+    """Writes to the directory `out` the model `base` with a PEFT adapter merged in: W + scale * B A
+    in fp32, rounded to the dtype of W. The adapter's tokenizer replaces that of the base.
+
+    Raises ValueError for an adapter that is not plain LoRA, or that does not fit the model.
+    """
+    base, adapter, out = Path(base), Path(adapter), Path(out)
+    found: dict[str, Any] = _read_config(adapter)
+    cfg = LoRAConfig(
+        r=found.get("r", 0),
+        alpha=found.get("lora_alpha", 0.0),
+        use_rslora=bool(found.get("use_rslora")),
+    )
+    check_adapter_config(found, cfg, str(adapter / CONFIG))
+    with SafetensorsDir(adapter, WEIGHTS) as files:
+        own = {n: files.read(n, (slice(None),) * len(files.stored(n).shape)) for n in files.names()}
+    for shard in sorted(base.glob("*.safetensors")):
+        tensors = load_file(shard)
+        for name, weight in tensors.items():
+            layer = f"base_model.model.{name.removesuffix('.weight')}"
+            pair = [f"{layer}.lora_{side}.weight" for side in "AB"]
+            if not own.keys() >= {*pair}:
+                continue
+            a, b = (own.pop(tensor) for tensor in pair)
+            if (b.shape[0], a.shape[1]) != tuple(weight.shape):
+                raise ValueError(
+                    f"{adapter}: {layer} does not fit {base}: {name} has {weight.shape}"
+                )
+            merged = weight.float() + scale(cfg) * (b.float() @ a.float())
+            tensors[name] = merged.to(weight.dtype)
+        save_file(tensors, out / shard.name, metadata={"format": "pt"})
+    if own:
+        raise ValueError(
+            f"{adapter}: tensor {min(own)} has no weight in {base}; merge it with PEFT"
+        )
+    for source in (base, adapter):
+        for file in (f for pattern in _BESIDE for f in source.glob(pattern) if f.name != CONFIG):
+            shutil.copyfile(file, out / file.name)
 
 
 def _read_config(path: Path) -> dict[str, object]:

@@ -25,10 +25,12 @@ from __future__ import annotations
 import json
 import math
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from rich.console import Console
@@ -39,6 +41,7 @@ from megarl.cli.compare import RESULTS, SAMPLES, compare
 from megarl.config.dataset import DatasetConfig
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
+from megarl.config.recipe_engines import server_addresses
 from megarl.config.recipes import GRPOConfig, held_out_sets
 from megarl.config.secrets import keep_written, public_tree
 from megarl.models.hf_config import read_hf_config
@@ -51,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Evaluates the model that `argv` names and returns 0, or 1 where too many answers failed.
     Raises ConfigError for a wrong command line or configuration."""
     parser = CommandParser("eval", __doc__)
-    parser.path("MODEL", "a Hugging Face directory, such as a run's final model", nargs="?")
+    parser.path("MODEL", "a Hugging Face or PEFT directory, as a run's final one", nargs="?")
     parser.add_argument("--compare", metavar=("A", "B"), type=Path, nargs=2, help="two results")
     parser.option("datasets", _names, "names or import paths, with commas (the configuration's)")
     parser.option("config", Path, "a recipe: its validation sets, eval_gconfig, server, rollout")
@@ -65,17 +68,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return compare(*args.compare)
     if not (args.config or args.datasets):
         parser.error("give --datasets or --config")
-    cfg, datasets = _configuration(args)
+    cfg, datasets, adapter = _configuration(args)
     out = args.out or free_path(Path("eval", args.model.resolve().name), "-")
     if (out / RESULTS).exists():
         raise ConfigError([f"--out {out}: holds an evaluation; name another directory"])
     from megarl.trainer.evaluation import evaluate_model  # here, so that --help is instant
 
-    results, samples = evaluate_model(cfg, str(args.model), datasets, logs=out)
+    with _whole(cfg, adapter, out) as model:
+        results, samples = evaluate_model(cfg, model, datasets, logs=out)
     lines = (json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
     write_whole(out / SAMPLES, "".join(lines))
     record = {
-        "model": str(args.model),
+        "model": adapter or str(args.model),
         "results": {name: _plain(figures) for name, figures in results.items()},
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "datasets": {name: _public(cfg, data) for name, data in datasets.items()},
@@ -92,26 +96,64 @@ def _names(text: str) -> list[str]:
     return [name for name in text.split(",") if name]
 
 
-def _configuration(args: Namespace) -> tuple[GRPOConfig, dict[str, DatasetConfig]]:
-    """Returns the configuration and the data sets by name. Raises ConfigError."""
+@contextmanager
+def _whole(cfg: GRPOConfig, adapter: str, out: Path) -> Iterator[str]:
+    """Yields the directory of the model to evaluate: actor.path, with the adapter merged in where
+    there is one, in a temporary directory. Raises ConfigError for an adapter that cannot be."""
+    if not adapter:
+        yield cfg.actor.path
+        return
+    if server_addresses(cfg.rollout):
+        raise ConfigError(
+            [f"{adapter}: servers of rollout.addresses hold no merged model; leave them out"]
+        )
+    from megarl.ckpt.peft import merge_peft
+
+    out.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix="merged-", dir=out) as merged:
+        print(f"evaluating {cfg.actor.path} with the adapter {adapter} merged in")
+        try:
+            merge_peft(cfg.actor.path, adapter, merged)
+        except ValueError as e:
+            raise ConfigError([str(e)]) from e
+        yield merged
+
+
+def _configuration(args: Namespace) -> tuple[GRPOConfig, dict[str, DatasetConfig], str]:
+    """Returns the configuration, the data sets by name, and the adapter's directory, "" for none.
+    Raises ConfigError."""
+    model, adapter, files = str(args.model), "", ("adapter_config.json", "config.json")
+    if [(args.model / file).is_file() for file in files] == [True, False]:
+        from megarl.ckpt.peft import base_of
+
+        model, adapter = base_of(args.model), model
+        if not Path(model).is_dir():
+            raise ConfigError(
+                [
+                    f"{adapter}: its base_model_name_or_path={model} is no directory here; write "
+                    f"megarl eval MODEL actor.lora.adapter_path={adapter}"
+                ]
+            )
     try:
-        read_hf_config(args.model)
+        read_hf_config(model)
     except ValueError as e:
         raise ConfigError([str(e)]) from e
     named = args.datasets or []
     first = [f"valid_dataset.type={name}" for name in named[:1]]
-    cfg = load_config(args.config, [*first, f"actor.path={args.model}", *args.keys])
+    cfg = load_config(args.config, [*first, f"actor.path={model}", *args.keys])
     sets = held_out_sets(cfg)
     if not isinstance(cfg, GRPOConfig) or not sets:
         raise ConfigError([f"{args.config}: evaluation needs an RL recipe with a valid_dataset"])
+    if cfg.actor.lora is not None:
+        adapter = adapter or cfg.actor.lora.adapter_path
     g = cfg.eval_gconfig.new(n_samples=args.n)
     if args.n > 1 and g.greedy:
         g = g.new(greedy=False, temperature=g.temperature or 1.0)
     sampling = replace(cfg, eval_gconfig=g if g.seed is not None else g.new(seed=cfg.seed))
     keep_written(cfg, sampling)
     if named:
-        return sampling, {name: replace(sets[""], type=name) for name in named}
-    return sampling, {name or data.type: data for name, data in sets.items()}
+        return sampling, {name: replace(sets[""], type=name) for name in named}, adapter
+    return sampling, {name or data.type: data for name, data in sets.items()}, adapter
 
 
 def _public(cfg: GRPOConfig, data: DatasetConfig) -> dict[str, Any]:
