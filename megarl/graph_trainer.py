@@ -22,6 +22,7 @@ from megarl.config.recipes import GRPOConfig, PPOConfig
 from megarl.controlled import ControllerContext, RemoteWorkers
 from megarl.controller.graph import CallFailed, GraphExecution, GraphPlan, StepState
 from megarl.controller.worker import RAISED
+from megarl.dataflow.graph import GENERATE, calls_of
 from megarl.dataflow.graphs import recipe_graph
 from megarl.dataflow.mesh import Devices, Mesh
 from megarl.observability.stats_tracker import record_timing
@@ -74,8 +75,16 @@ class GraphTrainer(RLTrainer):
         super().__init__(cfg, ctx)
 
     def make_graph(self, cfg: GRPOConfig, devices: Devices, where: Mapping[str, str]) -> nx.DiGraph:
-        """Returns the graph of a step, with the places of its calls."""
+        """Returns the graph of a step, with the places of its calls. Raises ConfigError if `where`
+        names a call that generates."""
         graph = recipe_graph(cfg, devices, where)
+        if named := [c.name for c in calls_of(graph) if c.kind == GENERATE and c.name in where]:
+            raise ConfigError(
+                [
+                    f"trainer.options.where.{named[0]}={where[named[0]]}: servers generate, on "
+                    "devices of their own; set server.count and server.tp, and leave it out"
+                ]
+            )
         name, args = "advantages", {"kl_ctl": cfg.kl_ctl}
         if isinstance(cfg, PPOConfig):
             name, args = "gae", gae_settings(cfg)

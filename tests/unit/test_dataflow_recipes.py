@@ -9,6 +9,7 @@ import networkx as nx
 import pytest
 
 from megarl.config.engine import ParallelConfig
+from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
 from megarl.controller.graph import GraphPlan
 from megarl.dataflow.graph import (
@@ -23,6 +24,7 @@ from megarl.dataflow.graph import (
 )
 from megarl.dataflow.graphs import GRAPHS, ppo, recipe_graph
 from megarl.dataflow.mesh import Allocation, Devices, Mesh
+from megarl.graph_trainer import GraphTrainer
 from megarl.trainer.user_code import Named, code_problems
 from tools import plan as tool
 
@@ -129,6 +131,14 @@ def test_the_calls_of_the_example_run_where_it_says_and_its_options_are_read() -
     for name, about in (("where", {}), ("place", {})):
         code = Named(key="trainer", target=cfg.trainer.type, kind="trainer", options={name: about})
         assert any(code_problems([code])) == (name == "place")
+
+
+def test_a_mesh_for_generation_is_refused() -> None:
+    cfg = load_config(str(ROOT / "examples" / "ppo_graph.yaml"))
+    where = cfg.trainer.options["where"] | {"generate": "g0-g3 tp2"}
+    with pytest.raises(ConfigError, match=r"where\.generate=g0-g3 tp2"):
+        GraphTrainer.make_graph(None, cfg, Devices(1, 4), where)
+    assert GraphTrainer.make_graph(None, cfg, Devices(1, 4), cfg.trainer.options["where"])
 
 
 def test_a_recipe_without_a_graph_says_so() -> None:
