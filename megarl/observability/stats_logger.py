@@ -13,6 +13,7 @@ import math
 import os
 import statistics
 import sys
+import threading
 import time
 import uuid
 from collections import deque
@@ -26,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megarl.config.errors import raise_if_any
+from megarl.config.errors import ConfigError, raise_if_any
 from megarl.config.loader import run_dir
 from megarl.config.recipes import BaseConfig
 from megarl.config.run import StatsLoggerConfig, WandbConfig
@@ -46,6 +47,8 @@ UNGROUPED = "train"
 FIRST_GROUPS = ("reward", "eval", UNGROUPED, "response_len", "timing")
 # without tables, fast steps share a line: at most one in this many seconds
 PROGRESS_INTERVAL = 1.0
+CLOSE_S = 60.0  # that a sink has to close
+SLOW_S = 30.0  # after which a sink that works is named
 
 
 class Sink(Protocol):
@@ -108,7 +111,15 @@ class StatsLogger:
         if config.tracker.type:
             make = load_object(config.tracker.type, what="stats_logger.tracker")
             about = {"run_dir": self._run_dir, "from_step": from_step}
-            self._sinks.append(make(run_config, **about, **config.tracker.options))
+            tracker = make(run_config, **about, **config.tracker.options)
+            if not all(callable(getattr(tracker, name, None)) for name in ("write", "close")):
+                raise ConfigError(
+                    [
+                        f"stats_logger.tracker.type={config.tracker.type}: {tracker!r} lacks a "
+                        "method write or close; return an object that has both"
+                    ]
+                )
+            self._sinks.append(tracker)
 
     @classmethod
     def for_run(cls, cfg: BaseConfig, *, from_step: int | None = None) -> StatsLogger:
@@ -177,21 +188,34 @@ class StatsLogger:
         try:
             with full_disk_named("writing the summary", self._run_dir):
                 for sink in sinks:
-                    self._tell(sink.close, outcome)
+                    # a thread, so that a tracker that hangs holds no run that is over
+                    closing = threading.Thread(
+                        target=self._tell, args=(sink.close, outcome), daemon=True
+                    )
+                    closing.start()
+                    closing.join(CLOSE_S)
+                    if closing.is_alive():
+                        log.warning("%s took %g s: given up", _name(sink.close), CLOSE_S)
                 if sinks:
                     self._sum_up(final, error)
         except DiskFull as e:
             log.warning("the summary or the report is not written: %s", e)
 
     def _tell(self, method: Callable[..., None], *args: Any) -> None:
-        """Calls a method of a sink; the first time that it raises is a warning."""
+        """Calls a method of a sink. The first time that it raises is a warning; one that takes
+        longer than SLOW_S is named."""
+        slow = f"the run waits for {_name(method)}, which takes longer than {SLOW_S:g} s"
+        timer = threading.Timer(SLOW_S, log.warning, (slow,))
+        timer.daemon = True
+        timer.start()
         try:
             method(*args)
-        except Exception as e:
+        except (Exception, SystemExit, GeneratorExit) as e:
             if method not in self._failed:
                 self._failed.append(method)
-                name = getattr(method, "__qualname__", method)
-                log.warning("%s failed, and the run goes on: %s", name, in_one_line(e))
+                log.warning("%s failed, and the run goes on: %s", _name(method), in_one_line(e))
+        finally:
+            timer.cancel()
 
     def _elapsed(self) -> float:
         """Returns the seconds of the run, earlier starts included."""
@@ -224,6 +248,10 @@ class StatsLogger:
             summary["paths"] = {"report": str(path)} | summary["paths"]
         write_whole(self._run_dir / report.SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
         report.print_summary(summary)
+
+
+def _name(method: Callable[..., None]) -> str:
+    return getattr(method, "__qualname__", str(method))
 
 
 def throughput(stats: Mapping[str, float]) -> dict[str, float]:

@@ -15,6 +15,7 @@ import pytest
 
 from examples.trackers import MLflow, Trackio
 from megarl.config.base import SeamConfig
+from megarl.config.errors import ConfigError
 from megarl.config.run import StatsLoggerConfig
 from megarl.observability.stats_logger import StatsLogger
 from megarl.utils import stopping
@@ -23,6 +24,7 @@ CONFIG = {"experiment_name": "e", "trial_name": "t", "actor": {"lr": 1e-3}}
 # a tracker that writes what it is told, and one that raises wherever it is told something
 MODULE = """
 import json
+import time
 class Told:
     def __init__(self, config, *, run_dir, from_step, **options):
         self.file = run_dir / "told.jsonl"
@@ -42,6 +44,19 @@ class Fails(Told):
         raise KeyError("gone")
 def make(config, *, run_dir, from_step):
     return Told(config, run_dir=run_dir, from_step=from_step, by="a function")
+class Exits(Told):
+    def write(self, step, stats, total_steps):
+        super().write(step, stats, total_steps)
+        raise (SystemExit(3) if step == 1 else GeneratorExit("ended"))
+    def close(self, outcome):
+        raise SystemExit(3)
+class Hangs(Told):
+    def write(self, step, stats, total_steps):
+        time.sleep(0.5)
+    def close(self, outcome):
+        time.sleep(600)
+def nothing(config, *, run_dir, from_step):
+    return None
 class Unmade(Told):
     def __init__(self, config, *, run_dir, from_step):
         raise RuntimeError("log in first")
@@ -116,6 +131,35 @@ def test_a_tracker_that_raises_is_one_warning_and_gets_the_later_steps(
     assert caplog.text.count("KeyError: 'gone'") == 1
     assert [row["step"] for row in lines(run / "stats.jsonl")] == [1, 2, 3]
     assert json.loads((run / "summary.json").read_text())["status"] == "finished"
+
+
+def test_a_tracker_that_exits_ends_no_run(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = home / "run"
+    tracked = logger(run, "mine:Exits")
+    for step in (1, 2):
+        tracked.log(step, {"loss": 1.0})
+    tracked.close()
+    assert [line[1] for line in lines(run / "told.jsonl")[1:]] == [1, 2]
+    assert caplog.text.count("SystemExit") == 2  # of write and of close
+    assert json.loads((run / "summary.json").read_text())["status"] == "finished"
+
+
+def test_a_tracker_that_hangs_is_named_and_given_up(
+    home: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megarl.observability.stats_logger.SLOW_S", 0.1)
+    monkeypatch.setattr("megarl.observability.stats_logger.CLOSE_S", 0.3)
+    tracked = logger(home / "run", "mine:Hangs")
+    tracked.log(1, {"loss": 1.0})
+    assert "Hangs.write" in caplog.text
+    tracked.close()
+    assert "Hangs.close took 0.3 s" in caplog.text
+    assert json.loads((home / "run" / "summary.json").read_text())["status"] == "finished"
+
+
+def test_a_tracker_without_its_methods_ends_the_start(home: Path) -> None:
+    with pytest.raises(ConfigError, match=r"stats_logger\.tracker\.type=mine:nothing: .*None"):
+        logger(home / "run", "mine:nothing")
 
 
 def test_a_failure_of_tensorboard_is_a_warning_too(
