@@ -82,6 +82,7 @@ class Recovery:
         self._clocks = clocks | {"recover": self._freq}
         self._dir = ctx.run_dir / RECOVER_DIR
         self._pending: _Pending | None = None
+        self._ignores_file = False  # the user's, after it could not be removed
         self._newest = ctx.resumed.step if ctx.resumed else 0  # there is one of this step, or begun
 
     def restore(self, load_state: Callable[[State], None]) -> int:
@@ -124,9 +125,10 @@ class Recovery:
         With `async_save` the files are written while the next steps run, and put in place at the
         end of the first step that finds them whole on every rank. At most one checkpoint is under
         way: the next one waits for it, and the last one is waited for here."""
+        asked = asked and not self._ignores_file
         if self._config.mode == "disabled":
             if asked:
-                self._ctx.ranks.from_zero(self._answered)
+                self._ignores_file = not self._ctx.ranks.from_zero(self._answered)
                 warn_on_rank_zero(log, "%s: none, as recover.mode=disabled says", SAVE_FILE)
             return
         asked = asked and not (self._pending and self._pending.asked)
@@ -184,26 +186,32 @@ class Recovery:
         self._pending = None
         for save in pending.saves:
             save.finish()
-        self._ctx.ranks.from_zero(self._complete, pending)
+        self._ignores_file |= not self._ctx.ranks.from_zero(self._complete, pending)
         log.info("checkpoint %s", pending.target)
 
-    def _complete(self, pending: _Pending) -> None:
-        """Writes the marker, renames the checkpoint into place, removes older ones. Rank 0 only."""
+    def _complete(self, pending: _Pending) -> bool:
+        """Writes the marker, renames the checkpoint into place, removes older ones; returns whether
+        the user's file, if it asked for this, is removed. Rank 0 only."""
         info = pending.info
         info["models"] = {name: architecture(self._ctx.cfg, name) for name in self._models}
         text = json.dumps(seal(info), indent=2) + "\n"
         with full_disk_named(f"saving {pending.target}", pending.staging):
             (pending.staging / MARKER).write_text(text, encoding="utf-8")
             put_in_place(pending.staging, pending.target)
-        if pending.asked:
-            self._answered()
+        answered = self._answered() if pending.asked else True
         whole, _ = checkpoints(self._ctx.run_dir)
         for old in [c for c in whole if c.step <= info["step"]][: -self._config.keep_last]:
             remove(old.path)
+        return answered
 
-    def _answered(self) -> None:
-        """Removes the user's file. Rank 0 only."""
-        (self._ctx.run_dir / SAVE_FILE).unlink(missing_ok=True)
+    def _answered(self) -> bool:
+        """Removes the user's file and returns whether it could. Rank 0 only."""
+        try:
+            (self._ctx.run_dir / SAVE_FILE).unlink(missing_ok=True)
+        except OSError as e:
+            log.warning("%s cannot be removed, so this run reads it no more: %s", SAVE_FILE, e)
+            return False
+        return True
 
     def ended_already(self, saver: Saver, *, total: int, over: bool) -> bool:
         """Logs where this start begins, and returns whether the run is `over`. Where it is, a final

@@ -349,6 +349,26 @@ def test_a_file_asks_for_a_checkpoint_and_goes_when_that_is_whole(tmp_path, mode
     assert again.saved() == [2, 5, 6] and not again.file.exists()
 
 
+@pytest.mark.parametrize("mode", ["auto", "disabled"])
+def test_a_file_that_cannot_be_removed_is_a_warning_once(
+    tmp_path, model, monkeypatch, caplog, mode
+):
+    cfg = sft(
+        tmp_path, model, f"recover.mode={mode}", "recover.freq_steps=4", "recover.keep_last=9"
+    )
+    start = Start(cfg)
+    start.file.touch()
+
+    def refused(self, missing_ok=False):
+        raise PermissionError(1, "Operation not permitted", str(self))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", refused)
+        start.train(5)
+    assert start.saved() == ([1, 4] if mode == "auto" else [])
+    assert caplog.text.count("Operation not permitted") == 1
+
+
 def test_a_file_is_answered_where_there_are_no_checkpoints(tmp_path, model, caplog):
     start = Start(sft(tmp_path, model, "recover.mode=disabled"))
     start.file.touch()
