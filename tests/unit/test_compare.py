@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -99,6 +100,59 @@ def test_several_answers_and_prompts_that_one_side_lacks(
     x, y = (Estimate(v, *bootstrap_ci(s)) for v, s in ((0.3, [0.2, 0.4]), (0.5, [0.6, 0.4])))
     ends = difference_ci(x, y, correlation=-1.0)
     assert figures["reward"] == pytest.approx([0.3, 0.5, 0.2, *ends], abs=5e-4)
+
+
+def test_equal_prompts_are_paired_one_by_one(tmp_path, capsys) -> None:
+    found = []
+    for name, apart in (("equal", False), ("apart", True)):
+        places = []
+        for side, rewards in (("a", ([1.0], [0.0], [0.0])), ("b", ([1.0], [1.0], [0.0]))):
+            by_prompt = {f"q{i}": rewards[i] for i in range(3)}
+            places.append(evaluation(tmp_path / f"{name}-{side}", by_prompt))
+        if not apart:  # the first two prompts are the same
+            for place in places:
+                lines = [json.loads(x) for x in (place / "samples.jsonl").read_text().splitlines()]
+                lines[1]["key"] = lines[0]["key"]
+                (place / "samples.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+        text, figures = compared(*places, capsys)
+        assert (
+            "3 prompts of both (A has 3, B 3)" in text and "1 better, 0 worse, 2 the same" in text
+        )
+        found.append(figures)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    "results",
+    ["[]", "null", "[" * 100_000, '{"results": []}', '{"results": {"sums": 1}}', "1" * 5000],
+)
+def test_results_that_are_none_are_one_line(results, tmp_path, capsys) -> None:
+    a = evaluation(tmp_path / "a", {"1": [1.0]})
+    b = evaluation(tmp_path / "b", {"1": [1.0]})
+    (b / "results.json").write_text(results)
+    assert main(["eval", "--compare", str(a), str(b)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("reward", ['"1"x', "null", "[1]", "NaN", "Infinity", "1" + "0" * 400])
+def test_rewards_that_are_none_are_one_line(reward, tmp_path, capsys) -> None:
+    a = evaluation(tmp_path / "a", {"1": [1.0]})
+    b = evaluation(tmp_path / "b", {"1": [1.0]})
+    text = (b / "samples.jsonl").read_text()
+    (b / "samples.jsonl").write_text(text.replace('"reward": 1.0', f'"reward": {reward}'))
+    assert main(["eval", "--compare", str(a), str(b)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_pipe_is_refused_and_control_characters_stay_out(tmp_path, capsys) -> None:
+    a = evaluation(tmp_path / "a", {"1": [1.0]}, seed="\x1b]0;title\x07")
+    b = evaluation(tmp_path / "b", {"1": [1.0]})
+    assert main(["eval", "--compare", str(a), str(b)]) == 0
+    assert "\x1b" not in capsys.readouterr().out
+    (b / "samples.jsonl").unlink()
+    os.mkfifo(b / "samples.jsonl")
+    assert main(["eval", "--compare", str(a), str(b)]) == 2
+    assert "samples.jsonl" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
