@@ -202,7 +202,7 @@ def _state_layers(raw: Mapping[str, Any], source: str) -> tuple[int, ...]:
 
 def _every_layer(raw: Mapping[str, Any], source: str) -> MoEShape:
     """Reads Qwen3.5's block, which Hugging Face puts into every layer."""
-    settings = {
+    settings: dict[str, tuple[Any, ...]] = {
         "norm_topk_prob": (True, None),
         "decoder_sparse_step": (1, None),
         "mlp_only_layers": ([],),
