@@ -183,6 +183,7 @@ test-mcore: install $(MCORE_STAMP)  ## 5 minutes: engine, checkpoints, LoRA, syn
 	TIER="make test-mcore: 5" MEGARL_MCORE_HOME=$(abspath $(MCORE_HOME)) \
 		PYTHONPATH=$(abspath $(MCORE_HOME)):$(CURDIR) $(PYTEST) $(PAIRED) -m "not full and not realmodel" \
 		tests/mcore $(addprefix tests/dist/,test_engine.py test_checkpoint.py test_lora.py \
+		test_stored_checkpoints.py \
 		test_weight_sync.py test_invariance.py::test_engine_equals_hugging_face)
 
 # each leg installs from nothing. Interpreters that are missing are named in the last line.

@@ -129,8 +129,7 @@ class JobState:
 
 
 def parse_job(text: str) -> JobState | None:
-    """Reads a line of `scontrol -o show job`, the first one of a heterogeneous job's; None for
-    another text."""
+    """Parses the first line of `scontrol -o show job`; None if the text is no such line."""
     pairs = re.findall(r"(?:^| )([A-Za-z]+)=(\S*)", text.strip().partition("\n")[0])
     fields = dict(reversed(pairs))  # of a name that comes twice the first holds
     if "JobState" not in fields:
