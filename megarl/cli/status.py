@@ -21,7 +21,7 @@ from typing import Any
 from megarl.cli import RUN, CommandParser
 from megarl.config.errors import ConfigError
 from megarl.observability.report.runs import load_run
-from megarl.observability.sinks import duration
+from megarl.observability.stats_logger import duration
 from megarl.observability.timeline import BEAT, ENDED, FAILED, RUNNING, read_launcher, read_presence
 from megarl.utils.env import is_loopback
 from megarl.utils.http import HttpError, call_json

@@ -24,7 +24,6 @@ from megarl.config.dataset import (
     WITH_REWARD,
     DatasetConfig,
     SourceConfig,
-    workflow_of,
 )
 from megarl.config.engine import ALL_LINEAR, LoRAConfig, OptimizerConfig, ParallelConfig
 from megarl.config.errors import ConfigError, raise_if_any
@@ -37,6 +36,7 @@ from megarl.config.recipes import (
     held_out_key,
     held_out_sets,
     sources,
+    workflow_of,
 )
 from megarl.config.rollout import (
     GenerationHyperparameters,

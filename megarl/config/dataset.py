@@ -49,20 +49,6 @@ class PartConfig(SourceConfig):
     """workflow of its rows (RL); empty is rollout.workflow"""
 
 
-def workflow_of(default: SeamConfig, data: SourceConfig) -> SeamConfig:
-    """Returns the workflow of a data set's rows, with the data set's chat_template_kwargs among its
-    options. default: rollout.workflow. Raises ValueError if the workflow has other ones."""
-    named = data.workflow if isinstance(data, PartConfig) and data.workflow.type else default
-    key = "chat_template_kwargs"
-    rows, own = data.options.get(key) or {}, named.options.get(key)
-    if own is not None and own != rows:
-        raise ValueError(
-            f"options.{key}={rows}, but the workflow's options.{key}={own}: all turns of a chat "
-            "need the same; set them in the options of the data set only"
-        )
-    return SeamConfig(type=named.type, options=named.options | {key: rows}) if rows else named
-
-
 @dataclass(kw_only=True)
 class DatasetConfig(SourceConfig):
     """Configures one data set: where rows come from, how they are batched, and their reward."""

@@ -142,7 +142,7 @@ def own_class(source: str | os.PathLike[str] | None, overrides: Sequence[str] = 
 
 def keys_set(cfg: BaseConfig) -> tuple[str, ...]:
     """Returns the dotted names of the keys that a file or the command line set."""
-    return getattr(cfg, _SET, ())
+    return vars(cfg).get(_SET, ())
 
 
 def config_yaml(cfg: BaseConfig) -> str:

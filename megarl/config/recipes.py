@@ -29,7 +29,7 @@ from megarl.config.base import (
     SeamConfig,
     free,
 )
-from megarl.config.dataset import DatasetConfig, SourceConfig
+from megarl.config.dataset import DatasetConfig, PartConfig, SourceConfig
 from megarl.config.engine import TrainEngineConfig
 from megarl.config.errors import ConfigError
 from megarl.config.foreign_names import AnswersForeignKeys
@@ -260,6 +260,20 @@ def datasets(cfg: BaseConfig) -> dict[str, DatasetConfig]:
     """Returns every data set of a recipe by its key."""
     held_out = {held_out_key(name): data for name, data in held_out_sets(cfg).items()}
     return {"train_dataset": cfg.train_dataset, **held_out}
+
+
+def workflow_of(default: SeamConfig, data: SourceConfig) -> SeamConfig:
+    """Returns the workflow of a data set's rows, with the data set's chat_template_kwargs among its
+    options. default: rollout.workflow. Raises ValueError if the workflow has other ones."""
+    named = data.workflow if isinstance(data, PartConfig) and data.workflow.type else default
+    key = "chat_template_kwargs"
+    rows, own = data.options.get(key) or {}, named.options.get(key)
+    if own is not None and own != rows:
+        raise ValueError(
+            f"options.{key}={rows}, but the workflow's options.{key}={own}: all turns of a chat "
+            "need the same; set them in the options of the data set only"
+        )
+    return SeamConfig(type=named.type, options=named.options | {key: rows}) if rows else named
 
 
 def sources(cfg: BaseConfig) -> dict[str, SourceConfig]:

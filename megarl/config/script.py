@@ -99,7 +99,7 @@ def fetch_hub_models(cfg: BaseConfig) -> None:
 
 def note_read(cfg: Any, *names: str) -> None:
     """Notes that a part of a script reads these keys and sections."""
-    object.__setattr__(cfg, _READ, getattr(cfg, _READ, frozenset()) | set(names))
+    object.__setattr__(cfg, _READ, vars(cfg).get(_READ, frozenset()) | set(names))
 
 
 def warn_of_unread() -> None:
@@ -124,7 +124,7 @@ def warn_of_unread() -> None:
 
 def _is_read(cfg: BaseConfig, name: str, text: str) -> bool:
     above = list(accumulate(name.split("."), "{}.{}".format))  # a, a.b and a.b.c of a.b.c
-    read = {*_BY_LAUNCHERS, *getattr(cfg, _READ, ())}
+    read = {*_BY_LAUNCHERS, *vars(cfg).get(_READ, ())}
     by_name = above[0]
     if left := [key for key in above if key in _LEFT]:
         above, by_name = left, left[0].rpartition(".")[2]

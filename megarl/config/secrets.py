@@ -65,7 +65,7 @@ def remember(cfg: Any, texts: Mapping[Place, str]) -> None:
 
 def keep_written(cfg: Any, other: Any) -> None:
     """Has `other`, a configuration of the same values, remember what `cfg` does."""
-    if (written := getattr(cfg, _ATTRIBUTE, None)) is not None:
+    if (written := vars(cfg).get(_ATTRIBUTE)) is not None:
         object.__setattr__(other, _ATTRIBUTE, written)
 
 
@@ -76,7 +76,7 @@ def environment_names(cfg: Any) -> list[str]:
 
 def written_values(cfg: Any) -> list[tuple[str, Any]]:
     """Returns (interpolation, value) of each value that came from the environment."""
-    return list(getattr(cfg, _ATTRIBUTE, {}).values())
+    return list(vars(cfg).get(_ATTRIBUTE, {}).values())
 
 
 def as_written(problems: Iterable[str], values: Iterable[tuple[str, Any]]) -> list[str]:
@@ -179,7 +179,7 @@ def masked_override(text: str) -> str:
 def _replaced(cfg: Any, by: Callable[[str, Any], Any]) -> dict[str, Any]:
     """Returns every key with its value, with by(interpolation, value) for the environment's."""
     tree = plain(cfg)
-    for path, (text, value) in getattr(cfg, _ATTRIBUTE, {}).items():
+    for path, (text, value) in vars(cfg).get(_ATTRIBUTE, {}).items():
         *parents, last = path
         with contextlib.suppress(LookupError, TypeError):  # its section is another since, or null
             if at(tree, path) == value:  # else somebody has set another since

@@ -11,8 +11,7 @@ from megarl.api.batch import Padded
 from megarl.api.chat_template import ChatTemplate
 from megarl.api.inference import SAMPLES_MISSING, InferenceEngine, RolloutWorkflow
 from megarl.api.records import ModelRequest, ModelResponse
-from megarl.config.dataset import workflow_of
-from megarl.config.recipes import GRPOConfig
+from megarl.config.recipes import GRPOConfig, workflow_of
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.config.script import REWARD_KEYS, note_read
 from megarl.observability.logging import get_logger

@@ -16,11 +16,17 @@ from typing import Any
 from megarl.algos.rows import rollouts_of
 from megarl.api.batch import Padded
 from megarl.api.inference import RolloutWorkflow
-from megarl.config.dataset import DatasetConfig, SourceConfig, workflow_of
+from megarl.config.dataset import DatasetConfig, SourceConfig
 from megarl.config.errors import raise_if_any
 from megarl.config.loader import run_dir
 from megarl.config.recipe_engines import server_addresses
-from megarl.config.recipes import BaseConfig, GRPOConfig, held_out_key, held_out_sets
+from megarl.config.recipes import (
+    BaseConfig,
+    GRPOConfig,
+    held_out_key,
+    held_out_sets,
+    workflow_of,
+)
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig, ServerConfig
 from megarl.config.run import EvaluatorConfig
 from megarl.config.script import REWARD_KEYS, note_read

@@ -14,7 +14,7 @@ from megarl.config.run import EvaluatorConfig
 from megarl.observability.intervals import bootstrap_ci, wilson
 from megarl.observability.report import load_run, write_report
 from megarl.observability.run_log import EVAL_REWARDS_FILE, RunLog
-from megarl.observability.sinks import progress_line
+from megarl.observability.stats_logger import progress_line
 from megarl.rollout.executor import Answered
 from megarl.trainer.evaluation import HeldOut, SetEvaluator, with_means
 from megarl.trainer.rollout_metrics import completions

@@ -15,14 +15,15 @@ from rich.console import Console
 
 from megarl.config.errors import ConfigError
 from megarl.config.run import StatsLoggerConfig
-from megarl.observability.sinks import (
+from megarl.observability.stats_logger import (
     ConsoleSink,
+    StatsLogger,
     duration,
     number,
     progress_line,
     seconds_per_step,
+    throughput,
 )
-from megarl.observability.stats_logger import StatsLogger, throughput
 from megarl.utils.files import DiskFull
 from tests.full_disk import files_below
 

@@ -34,7 +34,7 @@ from megarl.observability.report.runs import (
     pair_samples,
 )
 from megarl.observability.report.summary import summary_lines
-from megarl.observability.sinks import duration, number
+from megarl.observability.stats_logger import duration, number
 
 __all__ = ["Run", "load_run", "render_report", "write_report"]
 

@@ -20,7 +20,7 @@ from rich.text import Text
 from megarl.observability.report.charts import plain
 from megarl.observability.report.curves import OUTSIDE_STEP, end_window, step_phases
 from megarl.observability.report.runs import ACCURACY, PAIRS, REWARD, Gain, Run, gain, measures
-from megarl.observability.sinks import duration, number
+from megarl.observability.stats_logger import duration, number
 
 Summary = dict[str, Any]
 
