@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from megarl.config.aliases import ALIASES
 from megarl.utils.importing import is_import_path
 
 LARGEST_FLOAT = 1e12  # no float key has a use for more
@@ -83,6 +84,17 @@ class OptionsOf:
     pkg.module:name of a class or a function, by whose signature they are checked at the start."""
 
     target: str
+
+
+class AnswersForeignKeys:
+    """Names our key in the AttributeError of a key that other systems' configurations have."""
+
+    if not TYPE_CHECKING:  # a type checker would take every attribute for one that exists
+
+        def __getattr__(self, name: str) -> Any:
+            ours = ALIASES.get(name)
+            hint = f"; the key is {ours.removeprefix('*.').partition('=')[0]}" if ours else ""
+            raise AttributeError(f"{type(self).__name__} has no key {name!r}{hint}")
 
 
 POSITIVE = Bounds(gt=0)

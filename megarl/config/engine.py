@@ -11,13 +11,13 @@ from megarl.config.base import (
     FRACTION_ABOVE_ZERO,
     OFF_AT_ZERO,
     POSITIVE,
+    AnswersForeignKeys,
     Bounds,
     Choices,
     Options,
     OptionsOf,
     free,
 )
-from megarl.config.foreign_names import AnswersForeignKeys
 
 Degree = Annotated[int, POSITIVE]
 

@@ -1,13 +1,11 @@
 """Answers names of other systems' scripts with ours, where Python would only miss an attribute.
 
-Keys of their configuration files are in aliases.py. docs/from_others.md explains each replacement.
+Keys of their configurations are in aliases.py. docs/from_others.md explains each replacement.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
-
-from megarl.config.aliases import ALIASES
 
 _ACTOR = "MegatronActor(config.actor, temperature=config.gconfig.temperature)"
 # the class, or "megarl" for a name of the package -> their name -> what to write
@@ -47,13 +45,6 @@ def no_attribute(owner: str, names: Any, name: str) -> AttributeError:
     return AttributeError(f"{owner} has no attribute {name!r}; {hint}")
 
 
-def no_key(section: str, name: str) -> AttributeError:
-    """Returns the error for the attribute `name` of a section of the configuration."""
-    ours = ALIASES.get(name)
-    hint = f"; the key is {ours.removeprefix('*.').partition('=')[0]}" if ours else ""
-    return AttributeError(f"{section} has no key {name!r}{hint}")
-
-
 class AnswersForeignNames:
     """Names ours in the AttributeError of a name that scripts of other systems use."""
 
@@ -61,12 +52,3 @@ class AnswersForeignNames:
 
         def __getattr__(self, name: str) -> Any:
             raise no_attribute(type(self).__name__, (c.__name__ for c in type(self).__mro__), name)
-
-
-class AnswersForeignKeys:
-    """Names our key in the AttributeError of a key that other systems' configurations have."""
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            raise no_key(type(self).__name__, name)

@@ -22,6 +22,7 @@ from megarl.config.base import (
     POSITIVE,
     SEED,
     TIMEOUT,
+    AnswersForeignKeys,
     Bounds,
     Choices,
     Options,
@@ -32,7 +33,6 @@ from megarl.config.base import (
 from megarl.config.dataset import DatasetConfig, PartConfig, SourceConfig
 from megarl.config.engine import TrainEngineConfig
 from megarl.config.errors import ConfigError
-from megarl.config.foreign_names import AnswersForeignKeys
 from megarl.config.presets import ALGORITHMS
 from megarl.config.rollout import (
     GenerationConfig,
