@@ -221,7 +221,7 @@ MUTANTS = (
     ),
     Mutant(
         "rollout/gateway/session.py",
-        "if chat.tools == tools and all(a.key == b.key for a, b in begins):",
+        "if chat.told == request.told and all(a.key == b.key for a, b in begins):",
         "if all(a.key == b.key for a, b in begins):",
         ("tests/unit/test_gateway.py::test_a_chat_goes_on_with_the_same_tools_alone",),
     ),
@@ -595,8 +595,8 @@ MUTANTS = (
     ),
     Mutant(
         "algos/advantages.py",
-        "shaped = (rewards.float() + config.reward_bias) * config.reward_scaling",
-        "shaped = rewards.float() * config.reward_scaling + config.reward_bias",
+        "return ((within + config.reward_bias) * config.reward_scaling).float()",
+        "return (within * config.reward_scaling + config.reward_bias).float()",
         ("tests/unit/test_advantages.py::test_reward_shaping_is_bias_then_scale_then_clip",),
     ),
     Mutant(

@@ -189,7 +189,7 @@ TORCHRUN = {
     "GROUP_RANK": "1",
     "GROUP_WORLD_SIZE": "2",
     "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "77",
+    "MASTER_PORT": "1977",  # an ordinary user may listen at ports from 1024 on
 }
 
 
@@ -205,7 +205,7 @@ def test_which_host_this_is() -> None:
     }
     assert this_place(slurm) == Place(job="7-3", node=1, hosts=2, speaks=True)
     there = this_place(TORCHRUN | {"LOCAL_RANK": "3"})
-    assert there == Place(job="127.0.0.1-77", node=1, hosts=2, speaks=False)
+    assert there == Place(job="127.0.0.1-1977", node=1, hosts=2, speaks=False)
     with pytest.raises(ConfigError, match="MASTER_ADDR"):
         this_place({"WORLD_SIZE": "2", "RANK": "0"})
 

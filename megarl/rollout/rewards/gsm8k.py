@@ -142,14 +142,20 @@ def _parse_alone(text: str) -> Any:
     """Returns the sympy value of a text that holds one value and nothing else; None for numbers
     that math-verify takes for products. Raises TooMuchWork as `_parse`."""
     text = written_plainly(text) or without_groups(text, spaces=True)
+    _refuse_work(text)
     return None if _MISREAD.search(_ARGUMENTS.sub(" ", text)) else _parse(f"\\boxed{{{text}}}")
+
+
+def _refuse_work(text: str) -> None:
+    """Raises TooMuchWork if math-verify would compute for minutes while it reads the text."""
+    if _LARGE_BINOMIAL.search(text) or any(int(m[1]) > MAX_DIGITS for m in _POWER.finditer(text)):
+        raise TooMuchWork
 
 
 def _parse(text: str) -> Any:
     """Returns the sympy value of what math-verify extracts; None if it can read nothing. Raises
     TooMuchWork for what nobody could compare."""
-    if _LARGE_BINOMIAL.search(text) or any(int(m[1]) > MAX_DIGITS for m in _POWER.finditer(text)):
-        raise TooMuchWork
+    _refuse_work(text)
     text = _PERCENT.sub(r"$\1$\\%", text)
     values = math_verify_parse(text, parsing_timeout=None, fallback_mode="no_fallback")
     if values and not _computable(values[0]):
