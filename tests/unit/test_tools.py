@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from typing import Any, Literal
 
 import pytest
@@ -405,6 +406,32 @@ def test_no_text_of_a_policy_ends_its_reader(format: str, value: str) -> None:
         assert call.error and not call.arguments
     (good,) = parse_calls(written(format, "[" * 50 + "]" * 50), format)
     assert good.name == "f" and not good.error
+
+
+def recursive(fan_out: int) -> dict[str, Any]:
+    refers = {"$ref": "#/any"}
+    return {"properties": {"a": refers}, "any": {"anyOf": [refers] * fan_out}}
+
+
+@pytest.mark.parametrize(
+    ("format", "text"),
+    [
+        ("glm", "<arg_key>" * 20_000),
+        ("glm", "<arg_key></arg_key><arg_value>" * 20_000),
+        ("glm", "<arg_key>a</arg_key>" * 20_000),
+        ("glm", "<arg_key>a</arg_key><arg_value>1</arg_value>"),
+        ("qwen3_coder", "<function=" * 20_000),
+        ("qwen3_coder", "<function=add>" + "<parameter=" * 20_000),
+        ("deepseek", "function<｜tool▁sep｜>add```json" + f"{' ' * 20_000}```" * 2 + "."),
+    ],
+)
+def test_a_call_is_read_in_a_time_that_grows_with_its_length(format: str, text: str) -> None:
+    begin = "<｜tool▁call▁begin｜>" if format == "deepseek" else "<tool_call>"
+    tool = {"type": "function", "function": {"name": "add", "parameters": recursive(300)}}
+    began = time.process_time()
+    (call,) = parse_calls(f"{begin}{'add' * (format == 'glm')}{text}", format, [tool])
+    assert time.process_time() - began < 5  # 0.1 in fact, and minutes if it grows with the square
+    assert call.arguments == ({"a": 1} if text.endswith("</arg_value>") else {})
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -140,7 +140,7 @@ def _llama3(text: str, schemas: Schemas) -> Iterator[ToolCall]:
 
 
 _DEEPSEEK = ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>")
-_FENCED = re.compile(r"^(\S+)\s*```json\s*(.*?)\s*(?:```)?\s*$", re.DOTALL)
+_FENCED = re.compile(r"^(\S+)\s*```json(.*)$", re.DOTALL)
 
 
 def _deepseek(text: str, schemas: Schemas) -> Iterator[ToolCall]:
@@ -153,12 +153,15 @@ def _deepseek(text: str, schemas: Schemas) -> Iterator[ToolCall]:
         if not found:
             yield ToolCall(error=f"a tool call has no {sep}: {_cut(inside)}")
         elif fenced:
-            yield _call_of_text(fenced[1], fenced[2])
+            yield _call_of_text(fenced[1], fenced[2].rstrip().removesuffix("```"))
         else:
             yield _call_of_text(head.strip(), body)
 
 
-_GLM_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+# A match consumes what it has read, also where a tag is missing: the next begins after it.
+_GLM_ARGUMENT = re.compile(
+    r"<arg_key>(?>(.*?)(?:</arg_key>|\Z))(?:\s*<arg_value>(.*?)(</arg_value>|\Z))?", re.DOTALL
+)
 
 
 def _glm(text: str, schemas: Schemas) -> Iterator[ToolCall]:
@@ -168,13 +171,13 @@ def _glm(text: str, schemas: Schemas) -> Iterator[ToolCall]:
         if not name or any(c in name for c in "<{\n"):
             yield ToolCall(error=f"a tool call has no name: {_cut(inside.strip())}")
             continue
-        pairs = _GLM_ARGUMENT.findall(inside)
+        pairs = [(key, value) for key, value, end in _GLM_ARGUMENT.findall(inside) if end]
         yield ToolCall(name=name, arguments=_typed(schemas.get(name), pairs))
 
 
-_QWEN_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>|$)", re.DOTALL)
+_QWEN_FUNCTION = re.compile(r"<function=([^<>\n]+)>(.*?)(?:</function>|$)", re.DOTALL)
 _QWEN_PARAMETER = re.compile(
-    r"<parameter=([^>\n]+)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|$)", re.DOTALL
+    r"<parameter=([^<>\n]+)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|$)", re.DOTALL
 )
 
 
@@ -214,25 +217,26 @@ def _at(value: Any, *keys: str) -> Any:
     return value
 
 
-def _kinds(schema: Any, root: Any, depth: int = 8) -> set[str]:
+def _kinds(schema: Any, root: Any) -> set[str]:
     """Returns the types that a JSON schema admits by `type`, its values, its alternatives, or a
     $ref into `root`. Tools send schemas of any form; what is not one admits nothing by name."""
-    if not isinstance(schema, dict) or not depth:
-        return set()
-
-    def listed(key: str) -> list[Any]:
-        value = schema.get(key)
-        return value if isinstance(value, list) else []
-
-    values = [*listed("enum"), schema.get("const", 0)]
-    kinds = {k for k in (schema.get("type"), *listed("type")) if isinstance(k, str)}
-    kinds |= {"string" for v in values if isinstance(v, str)}
-    if schema.get("nullable") or None in values:
-        kinds.add("null")
-    parts = [p for key in ("anyOf", "oneOf", "allOf") for p in listed(key)]
-    if isinstance(ref := schema.get("$ref"), str):
-        parts.append(_at(root, *ref.removeprefix("#/").split("/")))
-    return kinds.union(*(_kinds(part, root, depth - 1) for part in parts))
+    kinds, seen, parts = set[str](), set[int](), [schema]
+    while parts:
+        part = parts.pop()
+        if not isinstance(part, dict) or id(part) in seen:
+            continue
+        seen.add(id(part))
+        listed = {k: v for k, v in part.items() if isinstance(v, list)}
+        values = [*listed.get("enum", []), part.get("const", 0)]
+        types = (part.get("type"), *listed.get("type", []))
+        kinds |= {k for k in types if isinstance(k, str)}
+        kinds |= {"string" for v in values if isinstance(v, str)}
+        if part.get("nullable") or None in values:
+            kinds.add("null")
+        parts += [p for key in ("anyOf", "oneOf", "allOf") for p in listed.get(key, [])]
+        if isinstance(ref := part.get("$ref"), str):
+            parts.append(_at(root, *ref.removeprefix("#/").split("/")))
+    return kinds
 
 
 FORMATS: dict[str, Callable[[str, Schemas], Iterator[ToolCall]]] = {
