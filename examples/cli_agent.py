@@ -271,7 +271,7 @@ async def share_of_passed(top: Path, tests: Mapping[str, str]) -> float:
     if f"{mark} begins" not in said:
         raise RuntimeError("the tests of the repository were not run")
     passed = {line for line in said if line.startswith(f"{mark} passed ")}
-    return len(passed) / max(1, sum(map(count_tests, tests.values())))
+    return min(1.0, len(passed) / max(1, sum(map(count_tests, tests.values()))))
 
 
 def count_tests(text: str) -> int:
@@ -391,7 +391,8 @@ def inside(top: str, rules: str) -> None:
         end = os.dup(0)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         threading.Thread(target=lambda: (os.read(end, 1), os._exit(1)), daemon=True).start()
-        os.chdir(HERE / "repository")
+        with contextlib.suppress(OSError):  # tests fail where the agent has removed it
+            os.chdir(HERE / "repository")
         print(run_command(job), flush=True)
     os._exit(0)
 
@@ -400,7 +401,8 @@ def run_command(job: Mapping[str, Any]) -> str:
     """Runs a command and returns how it ended. A command without input is an agent: the end of its
     output is part of the result."""
     given = job.get("input")
-    with open(HERE / "output", "w+b") as output:
+    # the tests need nothing that the agent could have taken away
+    with open(HERE / "output" if given is None else os.devnull, "w+b") as output:
         to = output if given is None else None
         try:
             done = subprocess.run(

@@ -208,6 +208,37 @@ def test_a_repository_cannot_say_that_it_passed(text: str, tmp_path: Path) -> No
     assert asyncio.run(share_of_passed(tmp_path, ROWS[0]["tests"])) == 0.0
 
 
+def test_code_that_deceives_the_tests_earns_no_more_than_all_of_them(tmp_path: Path) -> None:
+    repository = tmp_path / "agent" / "repository"
+    repository.mkdir(parents=True)
+    (repository / "middle.py").write_text(
+        "import os, sys\nframe = sys._getframe()\n"
+        "while 'mark' not in frame.f_locals:\n    frame = frame.f_back\n"
+        "lines = [f'{frame.f_locals[\"mark\"]} passed {i}\\n' for i in range(99)]\n"
+        "os.write(frame.f_locals['said'].fileno(), ''.join(lines).encode())\n"
+    )
+    assert asyncio.run(share_of_passed(tmp_path, ROWS[0]["tests"])) == 1.0
+
+
+RUINS: dict[str, Callable[[Path], Any]] = {
+    "no repository": lambda own: (own / "repository").rmdir(),
+    "a closed repository": lambda own: (own / "repository").chmod(0),
+    "a closed directory": lambda own: own.chmod(0),
+    "no room for output": lambda own: (own / "output").mkdir(),
+}
+
+
+@pytest.mark.parametrize("ruin", RUINS)
+def test_an_agent_that_ruins_its_directory_has_failed_the_tests(ruin: str, tmp_path: Path) -> None:
+    own = tmp_path / "agent"
+    (own / "repository").mkdir(parents=True)
+    RUINS[ruin](own)
+    try:
+        assert asyncio.run(share_of_passed(tmp_path, ROWS[0]["tests"])) == 0.0
+    finally:
+        own.chmod(0o700)
+
+
 def alive(word: str) -> list[str]:
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
