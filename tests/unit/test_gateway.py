@@ -732,6 +732,7 @@ def test_rewards_of_all_answers_have_one_bound(tokenizer: Any) -> None:
         ("/messages", {"messages": [{"role": "user", "content": "a"}, *[7] * 2000]}),
         ("/messages/count_tokens", {"messages": [7] * 2000}),
         ("/responses", {"input": [{"type": "message"}, *[7] * 2000]}),
+        ("/responses", {"messages": [], "input": [7] * 2000}),
     ],
 )
 def test_more_messages_than_a_context_has_tokens_are_not_read(

@@ -223,9 +223,10 @@ class Gateway:
     def _chat_of(self, request: Request, body: Mapping[str, Any], dialect: Dialect) -> ChatRequest:
         """Returns the chat of a body. Raises BadRequest if it has another form, or more messages
         than a context has tokens."""
-        context, listed = self._context_length, body.get("messages", body.get("input"))
-        if context is not None and isinstance(listed, list) and len(listed) > context:
-            raise too_long(f"{len(listed)} messages", context)
+        lists = [v for v in map(body.get, ("messages", "input")) if isinstance(v, list)]
+        context, most = self._context_length, max(map(len, lists), default=0)
+        if context is not None and most > context:
+            raise too_long(f"{most} messages", context)
         try:
             return dialect.read(body, key=request.headers.get("idempotency-key", ""))
         except BadRequest:
