@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
@@ -154,6 +155,12 @@ def test_a_verdict_is_the_whole_number_or_none(scale, said, reward) -> None:
     judge = get_reward_fn("judge", {"base_url": "http://127.0.0.1:9/v1", "scale": scale})
     assert judge.verdict(f"Well.\nScore: {said}") == reward
     assert judge.verdict(f"Well.\n**Score:** {said}") == reward
+
+
+def test_empty_lines_of_a_judge_are_read_in_a_time_that_grows_with_their_number() -> None:
+    began = time.process_time()
+    assert JudgeReward().verdict("\n" * 50_000 + "Score: 7") == 0.7
+    assert time.process_time() - began < 5  # a minute if it grows with the square
 
 
 def test_what_an_answer_says_is_no_verdict_and_ends_no_mark(judge, pool) -> None:

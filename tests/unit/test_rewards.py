@@ -34,7 +34,7 @@ from megarl.rollout.rewards import (
     results,
     reward_arguments,
 )
-from megarl.rollout.rewards.numbers import read_number, written_plainly
+from megarl.rollout.rewards.numbers import read_number, without_groups, written_plainly
 from megarl.rollout.rewards.results import RewardUnavailable
 
 
@@ -279,10 +279,19 @@ def test_a_number_is_read_back_from_each_of_its_spellings(drawn):
 
 @pytest.mark.parametrize(
     "text",
-    ["1,5", "1.2.3", "1 00", "5 79", "0x10", "1e", "1/0", "1,00", "--1", "", "1e999", "9" * 301],
+    ["1,5", "1.2.3", "1 00", "5 79", "0x10", "1e", "1/0", "1,00", "--1", "", "1e999", "9" * 301]
+    + ["0,001"],
 )
 def test_what_is_no_number_is_not_read_as_one(text):
     assert read_number(text) is None
+
+
+def test_a_long_text_of_groups_is_read_in_a_time_that_grows_with_its_length():
+    text = "1" + "~000" * 20_000
+    began = time.process_time()
+    assert without_groups(text, spaces=False) == text.replace("~", "")
+    assert without_groups(text + "~0", spaces=False) == text + "~0"
+    assert time.process_time() - began < 5  # half a minute if it grows with the square
 
 
 PERCENTAGES = [

@@ -43,7 +43,7 @@ How good is the answer, from {low} (useless) to {high} (perfect)? Say why in one
 then end with a line of this form:
 Score: <number>"""
 VERDICT = (  # up to where the number ends, so that no part of a number is one
-    r"(?im)^\W*score\W*?(?<![.\d])([-+−]?(?:\.?\d|\\[dt]?frac)"
+    r"(?im)^[^\w\n]*score\W*?(?<![.\d])([-+−]?(?:\.?\d|\\[dt]?frac)"
     r"(?:[\w.,/+\-−–\\{}~%^]| ?/ ?(?=\d)| out of (?=\d)|[ \u00a0\u2009\u202f](?=\d))*)"
 )
 # no other answer of ours will change these: the address, the key or the model's name is wrong

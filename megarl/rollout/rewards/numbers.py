@@ -16,9 +16,9 @@ _NUMBER = re.compile(
 
 
 def _groups(separator: str) -> re.Pattern[str]:
-    return re.compile(
-        rf"(?<![\d.,_])\d{{1,3}}({separator})\d{{3}}(?:\1\d{{3}})*(?!\d|(?:{separator})\d|\s*/)"
-    )
+    """Returns the pattern of a number in groups; its second group is what makes it no number."""
+    groups = rf"(?!0)\d{{1,3}}({separator})\d{{3}}(?:\1\d{{3}})*+"
+    return re.compile(rf"(?<![\d.,_]){groups}(?=(\d|(?:{separator})\d|\s*/)?)")
 
 
 _GROUPS = _groups(rf"{_GAP}|[ ,_]")
@@ -27,7 +27,7 @@ _GROUPS_IN_LATEX = _groups(rf"{_GAP}| ")
 
 
 def _joined(groups: re.Pattern[str], text: str) -> str:
-    return groups.sub(lambda m: m[0].replace(m[1], ""), text)
+    return groups.sub(lambda m: m[0] if m[2] else m[0].replace(m[1], ""), text)
 
 
 def without_groups(text: str, *, spaces: bool) -> str:
