@@ -8,10 +8,12 @@ checkpoint is made of.
 
 from __future__ import annotations
 
+import importlib
 import io
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -31,7 +33,6 @@ _ALLOWED = {
     *((_METADATA, n) for n in ("BytesStorageMetadata", "ChunkStorageMetadata")),
     *((_METADATA, n) for n in ("TensorStorageMetadata", "_MEM_FORMAT_ENCODING")),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
     ("torch", "Size"),
     ("collections", "OrderedDict"),
 }
@@ -48,9 +49,32 @@ def _path(*parts: str) -> Path:
     return Path(*parts)
 
 
+def _layout(name: str) -> torch.layout:
+    """Replaces torch's function, whose cache a pickle could set."""
+    found = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(found, torch.layout):
+        raise pickle.UnpicklingError(f"{name} is no layout")
+    return found
+
+
+def _set_state(self: object, state: dict[str, Any]) -> None:
+    """Sets attributes of an instance as pickle does. Called on a class it raises TypeError."""
+    if isinstance(self, Enum):
+        raise pickle.UnpicklingError("the members of an enum have no state")
+    vars(self).update(state)
+
+
+# A pickle sets attributes of every class that it names, unless the class has this method.
+for _module, _name in _ALLOWED - {("torch", "Size"), ("collections", "OrderedDict")}:
+    _class = getattr(importlib.import_module(_module), _name)
+    if not hasattr(_class, "__setstate__"):
+        _class.__setstate__ = _set_state
+
+
 # A function stands for a class of Python code, because a pickle can set a class's attributes.
 _REPLACED = {
     ("builtins", "getattr"): _memory_format,
+    ("torch.serialization", "_get_layout"): _layout,
     ("pathlib", "PosixPath"): _path,
     ("pathlib", "Path"): _path,
     ("pathlib._local", "PosixPath"): _path,  # of Python 3.13

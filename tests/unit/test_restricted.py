@@ -16,12 +16,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
     Metadata,
+    MetadataIndex,
     StorageMeta,
     TensorProperties,
+    TensorStorageMetadata,
 )
+from torch.serialization import _get_layout
 
 from megarl.ckpt.convert import dist2hf
 from megarl.ckpt.restricted import read_metadata
@@ -129,3 +135,26 @@ def test_a_pickle_sets_no_attribute_of_paths(tmp_path: Path, module: str) -> Non
     with pytest.raises(ValueError, match=r"no readable \.metadata"):
         read_metadata(tmp_path)
     assert str(tmp_path) == before and str(Path("here")) == "here"
+
+
+CLASSES = (Metadata, MetadataIndex, StorageMeta, TensorProperties, TensorStorageMetadata)
+NAMED: dict[str, Any] = {
+    **{c.__name__: c for c in (*CLASSES, BytesStorageMetadata, ChunkStorageMetadata, _StorageInfo)},
+    "enum": _MEM_FORMAT_ENCODING,
+    "Size": torch.Size,
+    "OrderedDict": OrderedDict,
+    "layout": _get_layout,
+    "member": Call(_MEM_FORMAT_ENCODING, 0),
+}
+
+
+@pytest.mark.parametrize("named", NAMED)
+@pytest.mark.parametrize("slots", [False, True])
+def test_a_pickle_sets_nothing_that_outlives_it(tmp_path: Path, named: str, slots: bool) -> None:
+    state = (None, {"cache": "x"}) if slots else {"cache": "x"}
+    parts = [pickle.dumps(part, protocol=2)[2:-1] for part in (NAMED[named], state)]
+    (tmp_path / ".metadata").write_bytes(b"\x80\x02" + b"".join(parts) + pickle.BUILD + b".")
+    with pytest.raises(ValueError, match=r"no readable \.metadata"):
+        read_metadata(tmp_path)
+    held = _MEM_FORMAT_ENCODING(0) if named == "member" else NAMED[named]
+    assert getattr(held, "cache", None) != "x"
