@@ -217,7 +217,6 @@ _IMPLEMENTED: Mapping[str, tuple[Any, ...]] = {
     "use_mrope": (False,),
     "rope_interleaved": (False,),
     "router_jitter_noise": (0,),
-    "qkv_bias": (True,),
     "partial_rotary_factor": (1,),
     "quantization_config": (),
 }

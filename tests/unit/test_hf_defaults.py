@@ -15,7 +15,10 @@ from megarl.models.families import FAMILIES
 from megarl.models.families.deepseek import Latent
 from megarl.models.families.grouped_query import GroupedQuery
 from megarl.models.hf_config import ModelConfig, parse_hf_config
+from megarl.models.piece_table import build_piece_table
 from megarl.models.rope import inv_freq
+from megarl.parallel.layout import Layout
+from tests.tiny import tiny_hf
 
 CLASSES = {
     "llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen2_moe": "Qwen2Moe",
@@ -168,18 +171,25 @@ def test_a_key_that_is_null_means_what_it_means_to_transformers(name: str) -> No
     assert {"rope_parameters", "rope_scaling", "layer_types"} <= set(taken)
 
 
-@pytest.mark.parametrize(
-    ("name", "key"),
-    [
-        ("deepseek_v3", "norm_topk_prob"),
-        ("deepseek_v3", "rope_interleave"),
-        ("qwen2_moe", "qkv_bias"),
-    ],
-)
-def test_a_null_that_is_false_to_transformers_is_no_true(name: str, key: str) -> None:
+@pytest.mark.parametrize("key", ("norm_topk_prob", "rope_interleave"))
+def test_a_null_that_is_false_to_transformers_is_no_true(key: str) -> None:
     with pytest.raises(ValueError, match=f"{key}=None"):
-        parse_hf_config({**full_config(name), key: None})
-    parse_hf_config({**full_config(name), key: True})
+        parse_hf_config({**full_config("deepseek_v3"), key: None})
+    parse_hf_config({**full_config("deepseek_v3"), key: True})
+
+
+@pytest.mark.parametrize("qkv_bias", (False, True))
+@pytest.mark.parametrize("name", FAMILIES)
+def test_qkv_bias_counts_where_transformers_reads_it(name: str, qkv_bias: bool) -> None:
+    """Qwen3-Coder's config.json has `qkv_bias: false`, a key that only Qwen2Moe reads."""
+    hf = tiny_hf(name, layers=2, qkv_bias=qkv_bias)
+    raw = hf.config.to_dict() | names_of(dict(architectures=[type(hf).__name__], model_type=name))
+    table = build_piece_table(parse_hf_config(raw), Layout())
+    ours, theirs = (
+        {n for n in names if n.endswith(("q_proj.bias", "k_proj.bias", "v_proj.bias"))}
+        for names in (table.by_name, hf.state_dict())
+    )
+    assert ours == theirs
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -147,7 +147,6 @@ def test_sparse_steps() -> None:
         ({**QWEN, "mlp_only_layers": [0, 1, 2, 3]}, "no layer with experts"),
         ({**QWEN, "norm_topk_prob": True, "num_experts_per_tok": 1}, "num_experts_per_tok=1"),
         ({**SHARED, "shared_expert_intermediate_size": None}, "shared_expert_intermediate_size"),
-        ({**SHARED, "qkv_bias": False}, "qkv_bias=False"),
         ({**MIXTRAL, "num_experts_per_tok": 1}, "num_experts_per_tok=1"),
         ({**MIXTRAL, "router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
     ),

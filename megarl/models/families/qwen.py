@@ -37,10 +37,10 @@ FAMILIES = (
     Family(
         name="qwen2_moe",
         architecture="Qwen2MoeForCausalLM",
-        qkv_bias=True,
+        qkv_bias="qkv_bias",
         moe=MoE(gated_shared_experts, shared=(*shared_expert("mlp.shared_expert"), SHARED_GATE)),
         slides=EVEN,
-        defaults={**_DEFAULTS, "num_key_value_heads": 16},
+        defaults={**_DEFAULTS, "num_key_value_heads": 16, "qkv_bias": True},
         ignored_fields=("attention_bias", "mlp_bias"),
     ),
     Family(
