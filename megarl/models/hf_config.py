@@ -160,6 +160,14 @@ def check_layout(model: ModelConfig, parallel: ParallelConfig) -> None:
             raise ValueError(
                 f"parallel.tp*cp={tp}*{parallel.cp} does not divide {name}={size}; lower tp or cp"
             )
+    context = m.rope_scaling.original_max_position_embeddings if m.rope_scaling else 0
+    if m.attention.latent and parallel.cp > 1 and context % (2 * parallel.cp):
+        raise ValueError(
+            f"parallel.cp={parallel.cp}: 2*cp does not divide "
+            f"original_max_position_embeddings={context}, the rows of YaRN's table that latent "
+            "attention shares out to the ranks; choose cp from "
+            f"{[d for d in _divisors(context) if d == 1 or not context % (2 * d)]}"
+        )
     chunks = parallel.pp * parallel.vpp
     if (split := parallel.pipeline_split) is not None and sum(split) != m.num_layers:
         raise ValueError(

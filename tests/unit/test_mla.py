@@ -231,6 +231,22 @@ def test_layouts_that_do_not_fit_name_the_values() -> None:
         check_layout(m, ParallelConfig(tp=3, sequence_parallel=True))
 
 
+@pytest.mark.parametrize("context", (4096, 96, 7))
+@pytest.mark.parametrize("cp", (1, 2, 3, 4, 6, 8, 12))
+def test_context_parallelism_shares_the_rows_of_yarns_table(context: int, cp: int) -> None:
+    """megatron-core cuts the table of the original context into 2 * cp parts."""
+    parallel = ParallelConfig(cp=cp)
+    scaling = {**V3["rope_scaling"], "original_max_position_embeddings": context}
+    check_layout(read(V3, num_hidden_layers=8, rope_scaling=None), parallel)  # has no table
+    m = read(V3, num_hidden_layers=8, rope_scaling=scaling)
+    if cp == 1 or context % (2 * cp) == 0:
+        check_layout(m, parallel)
+        return
+    words = rf"parallel\.cp={cp}\b.*original_max_position_embeddings={context}\b"
+    with pytest.raises(ValueError, match=words):
+        check_layout(m, parallel)
+
+
 @pytest.mark.parametrize(
     "over",
     (
