@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -58,6 +59,30 @@ def test_frequencies_and_factor_are_those_of_transformers(kind: str, over: dict[
 def test_what_is_wrong_is_named(over: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         model_of(tiny_hf("qwen3", layers=1), rope_parameters={**YARN, **over})
+
+
+@pytest.mark.parametrize("kind", ("qwen3", "deepseek_v3"))
+def test_attn_factor_is_named_once_unless_servers_compute_the_same(
+    kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """DeepSeek-R1-0528-Qwen3-8B publishes it. SGLang multiplies YaRN's own factor by it."""
+    plain = YARN | dict(factor=4.0, mscale_all_dim=0.0)
+    hf = tiny_hf(kind, layers=2, rope_parameters=plain)
+    expected = model_of(hf)
+    served = 0.8 * (0.1 * math.log(4) + 1)
+    assert model_of(hf, rope_parameters={**plain, "attn_factor": 1.0}) == expected
+    agreed = {**plain, "attn_factor": 0.8, "attention_factor": served}
+    assert model_of(hf, rope_parameters=agreed).rope_scaling is not None
+    assert capsys.readouterr().err == ""
+    for _ in range(2):  # an engine and a reference model in one process
+        found = parse_hf_config(
+            {**expected.raw, "rope_parameters": {**plain, "attn_factor": 0.8}},
+            f"{kind}/config.json",
+        )
+        assert found.rope_scaling == expected.rope_scaling
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{kind}/config.json" in line and "attn_factor=0.8" in line
+    assert f"attention_factor={served:.6g}" in line
 
 
 def test_rounding_beside_sets_by_layer_type_is_refused() -> None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from megarl.models.families.fields import number, positive, refuse_others
 from megarl.models.shapes import RopeScaling
+from megarl.observability.logging import get_logger, warn_on_rank_zero
+
+log = get_logger(__name__)
 
 ScalingReader = Callable[[Mapping[str, Any], str], RopeScaling]
 Rope = tuple[float, RopeScaling | None]  # base, and how it is scaled
@@ -120,7 +126,7 @@ def yarn(params: Mapping[str, Any], source: str) -> RopeScaling:
     mscale, all_dim = (number(params, k, source, 0.0) for k in ("mscale", "mscale_all_dim"))
     if (given := params.get("attention_factor")) == 0:
         raise ValueError(f"{source}: attention_factor={given!r}; expected a number above 0")
-    return RopeScaling(
+    scaling = RopeScaling(
         type="yarn",
         factor=number(params, "factor", source),
         original_max_position_embeddings=positive(
@@ -133,6 +139,22 @@ def yarn(params: Mapping[str, Any], source: str) -> RopeScaling:
         attention_factor=number(params, "attention_factor", source, 0.0),
         exact=not params.get("truncate", True),
     )
+    attn_factor = number(params, "attn_factor", source, 1.0)
+    served = replace(scaling, attention_factor=0.0).rotary_factor * attn_factor
+    if attn_factor != 1 and not math.isclose(served, scaling.rotary_factor, rel_tol=1e-4):
+        _warn_of_servers(source, attn_factor, scaling.rotary_factor, served)
+    return scaling
+
+
+@cache
+def _warn_of_servers(source: str, attn_factor: float, trained: float, served: float) -> None:
+    warn_on_rank_zero(
+        log,
+        "%s: attn_factor=%g: transformers and megarl ignore it and multiply cos and sin by %.6g, "
+        "SGLang and older vLLM by %.6g; set attention_factor=%.6g beside it, or log-probabilities "
+        "of trainer and servers differ from the first step",
+        source, attn_factor, trained, served, served,
+    )  # fmt: skip
 
 
 def require(params: Mapping[str, Any], kind: str, names: tuple[str, ...], source: str) -> None:
