@@ -20,5 +20,5 @@ def same(a: Path, b: Path) -> None:
     assert want.keys() == have.keys()
     for name, t in want.items():
         assert t.dtype == have[name].dtype, name
-        bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()]
+        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()]
         assert torch.equal(t.view(bits), have[name].view(bits)), name

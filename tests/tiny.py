@@ -287,6 +287,8 @@ def nest(path: Path, architecture: str) -> Path:
     beside = {
         "model.visual.blocks.0.weight": torch.randn(3, 5, 2).bfloat16(),
         "vision_tower.ids": torch.arange(7),
+        "vision_tower.mask": torch.tensor([True, False, True]),
+        "vision_tower.scale": torch.randn(5).to(torch.float8_e4m3fn),
         "mtp.fc.weight": torch.randn(4),
     }
     named = {wrapped[1].name(name): t for name, t in tensors.items()}

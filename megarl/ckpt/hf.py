@@ -202,7 +202,8 @@ def save_hf(
 
     group:           spans the layout's ranks; None is the default group.
     dtype:           of the files, one for all or each tensor's by HF name; None is that of the
-                     first parameter. config.json names the one that most numbers have.
+                     first parameter. config.json names the one that most numbers of the
+                     language model have.
     base_model_path: where generation config, tokenizer, chat template, code and the tensors beside
                      the language model (a vision tower) are copied from; config.json is always the
                      one the model was built from.
@@ -213,12 +214,12 @@ def save_hf(
     """
 
     def finish(staging: Path, files: dict[str, list[Member]]) -> None:
-        files = write_beside(staging, table, base_model_path, files)
-        if len(files) > 1:
-            write_index(staging, files)
+        whole = write_beside(staging, table, base_model_path, files)
+        if len(whole) > 1:
+            write_index(staging, whole)
         write_sidecars(staging, base_model_path, tokenizer)
-        members = chain.from_iterable(files.values())
-        write_config(staging, table.model.raw, main_dtype(members))
+        trained = chain.from_iterable(files.values())
+        write_config(staging, table.model.raw, main_dtype(trained))
 
     save_tensors(
         path,

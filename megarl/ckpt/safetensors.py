@@ -49,20 +49,19 @@ _DAMAGE = (
 )
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-# what is copied as it is, too
-_COPIED = DTYPES | {"F64": torch.float64, "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8}
-_DTYPE_NAMES = {dtype: name for name, dtype in _COPIED.items()}
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Says where a tensor lies: row-major, from byte `offset` of `file` on. `dtype` is the format's
-    name for it."""
+    """The place of a tensor: row-major, `nbytes` from byte `offset` of `file` on. `dtype` is the
+    format's name for it."""
 
     file: Path
     offset: int
     dtype: str
     shape: tuple[int, ...]
+    nbytes: int
 
 
 class SafetensorsDir:
@@ -111,22 +110,17 @@ class SafetensorsDir:
         return tensor
 
     def copy(self, names: Sequence[str], target: Path) -> list[Member]:
-        """Copies the tensors of `names` to the new file `target`, if there are any; returns
-        them."""
-        members = []
-        for name in names:
-            s = self._stored[name]
-            if s.dtype not in _COPIED:
-                raise ValueError(f"{s.file}: cannot copy {name} of dtype {s.dtype}; take it out")
-            dtype = _COPIED[s.dtype]
-            members.append(Member(name, s.shape, dtype, 0, math.prod(s.shape) * dtype.itemsize))
+        """Copies the tensors of `names` to the new file `target`, if there are any; returns them as
+        members of bytes. Only bytes are moved, so a tensor may have any dtype of the format."""
+        stored = {name: self._stored[name] for name in names}
+        members = [Member(n, s.shape, torch.uint8, 0, s.nbytes) for n, s in stored.items()]
         if members:
             with target.open("wb") as out:
-                out.write(shard_header(members))
-                for m in members:
-                    with self._stored[m.name].file.open("rb") as f:
-                        f.seek(self._stored[m.name].offset)
-                        out.write(f.read(m.nbytes))
+                out.write(shard_header(members, {n: s.dtype for n, s in stored.items()}))
+                for s in stored.values():
+                    with s.file.open("rb") as f:
+                        f.seek(s.offset)
+                        out.write(f.read(s.nbytes))
         return members
 
     def _files(self) -> list[str]:
@@ -182,7 +176,7 @@ def _read_header(file: Path) -> dict[str, Stored]:
             dtype = DTYPES.get(entry["dtype"])
             if dtype is not None and stop - start != math.prod(shape) * dtype.itemsize:
                 raise ValueError(f"{name} {list(shape)} has {stop - start} bytes")
-            tensors[name] = Stored(file, 8 + length + start, entry["dtype"], shape)
+            tensors[name] = Stored(file, 8 + length + start, entry["dtype"], shape, stop - start)
             end = max(end, stop)
         if 8 + length + end != size:
             raise ValueError(f"{8 + length + end} are expected")
@@ -227,13 +221,14 @@ def write_index(directory: Path, shards: Mapping[str, Sequence[Member]]) -> None
     (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def shard_header(members: Sequence[Member]) -> bytes:
-    """Returns what stands in a safetensors file before the bytes of `members`."""
+def shard_header(members: Sequence[Member], dtypes: Mapping[str, str] | None = None) -> bytes:
+    """Returns the bytes of a safetensors file before those of `members`. dtypes: the format's name
+    of each tensor's dtype, where the members have another one."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for m in members:
         entries[m.name] = {
-            "dtype": _DTYPE_NAMES[m.dtype],
+            "dtype": dtypes[m.name] if dtypes else _DTYPE_NAMES[m.dtype],
             "shape": list(m.shape),
             "data_offsets": [end, end + m.nbytes],
         }

@@ -83,7 +83,8 @@ def publish(path: Path, keys: dict[str, Any], *whole: Any) -> Path:
         config |= {"model_type": kind, "vision_config": tower}
         (path / "config.json").write_text(json.dumps(config))
         tensors = load_file(path / "model.safetensors")
-        del tensors["vision_tower.ids"]  # Kimi's loader refuses what its tower has not
+        for name in ("ids", "mask", "scale"):  # Kimi's loader refuses what its tower has not
+            del tensors[f"vision_tower.{name}"]
         save_file(tensors, path / "model.safetensors", {"format": "pt"})
     return path
 

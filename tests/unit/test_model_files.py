@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import json
 import shutil
+import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from megarl.ckpt.hf import load_hf
+from megarl.ckpt.hf import copy_beside, load_hf
 from megarl.ckpt.safetensors import INDEX, SINGLE, SafetensorsDir
 from megarl.models.hf_config import read_hf_config
 from megarl.models.piece_table import build_piece_table
 from megarl.parallel.layout import Layout
 from megarl.utils.files import put_in_place, stage
-from tests.tiny import save_tiny
+from tests.tiny import nest, save_tiny
 
 
 def load(path: Path, head: str = "lm") -> dict[str, torch.Tensor]:
@@ -112,6 +114,50 @@ def test_saving_onto_a_link_is_refused_and_takes_nothing_away(tmp_path: Path) ->
     beyond.symlink_to(real)
     put_in_place(stage(beyond / "new"), beyond / "new")  # below a link is another matter
     assert (real / "new").is_dir()
+
+
+# of a number, in the format's order
+BITS = {
+    "BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8,
+    "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16,
+    "I32": 32, "U32": 32, "F32": 32, "C64": 64, "F64": 64, "I64": 64, "U64": 64,
+}  # fmt: skip
+
+
+def test_a_vision_tower_of_any_dtype_is_kept_to_the_bit(tmp_path: Path) -> None:
+    """A copy that cannot be written would fail at the end of a training."""
+    path = nest(save_tiny(tmp_path / "a", "kimi_k2", layers=2), "KimiK25ForConditionalGeneration")
+    (path / SINGLE).rename(path / "a.safetensors")
+    shape, data = (3, 8), {}
+    for i, (dtype, bits) in enumerate(BITS.items()):
+        numbers = range(i, i + 3 * bits)  # bytes of 24 numbers
+        data[f"vision_tower.{dtype.lower()}"] = (dtype, bytes(n % 2 for n in numbers))
+    write_raw(path / "b.safetensors", {n: (dtype, shape, d) for n, (dtype, d) in data.items()})
+    index = dict.fromkeys(load_file(path / "a.safetensors"), "a.safetensors")
+    index |= dict.fromkeys(data, "b.safetensors")
+    (path / INDEX).write_text(json.dumps({"weight_map": index}))
+    load(path)
+    table = build_piece_table(read_hf_config(path), Layout())
+    names = {m.name for m in copy_beside(tmp_path / SINGLE, table, path)}
+    assert names == {n for n in index if not n.startswith("language_model.")}
+    with SafetensorsDir(tmp_path) as copied, safe_open(tmp_path / SINGLE, "pt") as library:
+        for name, (dtype, want) in data.items():
+            s = copied.stored(name)
+            have = s.file.read_bytes()[s.offset : s.offset + len(want)]
+            assert (s.dtype, s.shape, have) == (dtype, shape, want), name
+            if not dtype.startswith("F6"):  # torch has no such dtype
+                assert library.get_tensor(name).nbytes == len(want)
+
+
+def write_raw(file: Path, tensors: dict[str, tuple[str, tuple[int, ...], bytes]]) -> None:
+    """Writes a safetensors file of (dtype, shape, bytes) by name."""
+    header, data = {}, b""
+    for name, (dtype, shape, numbers) in tensors.items():
+        offsets = [len(data), len(data) + len(numbers)]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+        data += numbers
+    text = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + data)
 
 
 BAD: list[Any] = [None, "x", -1, 0.5, True, [], ["x"], {}, {"a": 1}, float("nan")]

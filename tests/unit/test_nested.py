@@ -28,7 +28,6 @@ from tests.files import read_all, same
 from tests.tiny import nest, save_tiny, tiny_hf
 
 KIMI = "KimiK25ForConditionalGeneration"
-BESIDE = {"model.visual.blocks.0.weight", "vision_tower.ids", "mtp.fc.weight"}
 
 
 @pytest.fixture(scope="module")
