@@ -35,12 +35,14 @@ BUCKET_BYTES = 256 << 20
 MAX_SHARD_BYTES = 5 << 30  # Hugging Face's own default
 _EMBEDDING, _HEAD = EMBEDDING.hf[0], OUTPUT.hf[0]
 _COMPARED_AT_ONCE = 8 << 20  # numbers
-# what a generation config and a model's own classes are made of
-_OF_MODEL = ("*.py", "generation_config.json")
-# what a tokenizer and a chat template are made of
+# a generation config, a processor of images or videos, and a model's own classes
+_OF_MODEL = ("*.py", "[!.]*/**/*.py", "generation_config.json", "*processor_config.json")
+# a tokenizer and its chat templates; Mistral's are tekken.json and tokenizer.model.v3
 _OF_TOKENIZER = (
     "*.model",
+    "*.model.v*",
     "*.tiktoken",
+    "tekken.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -50,7 +52,7 @@ _OF_TOKENIZER = (
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
-    "additional_chat_templates",
+    "*chat_templates/*.jinja",
 )
 
 
@@ -204,9 +206,9 @@ def save_hf(
     dtype:           of the files, one for all or each tensor's by HF name; None is that of the
                      first parameter. config.json names the one that most numbers of the
                      language model have.
-    base_model_path: where generation config, tokenizer, chat template, code and the tensors beside
-                     the language model (a vision tower) are copied from; config.json is always the
-                     one the model was built from.
+    base_model_path: where generation config, processor, tokenizer, chat templates, code and the
+                     tensors beside the language model (a vision tower) are copied from; config.json
+                     is always the one the model was built from.
     tokenizer:       its save_pretrained() replaces the copied tokenizer files.
 
     Files are cut by `max_shard_bytes` alone, so their bytes do not depend on the layout (see
@@ -276,14 +278,14 @@ def copy_beside(
 
 
 def write_sidecars(staging: Path, base_model_path: str | Path | None, tokenizer: Any) -> None:
-    """Copies what stands beside the weights in the base model; `tokenizer` replaces its part."""
+    """Copies the base model's tokenizer, chat templates, generation config, processor and code.
+    `tokenizer` replaces the files of its kind."""
     if base_model_path is not None:
         for pattern in (*_OF_MODEL, *(_OF_TOKENIZER if tokenizer is None else ())):
-            for source in Path(base_model_path).glob(pattern):
-                if source.is_dir():
-                    shutil.copytree(source, staging / source.name, dirs_exist_ok=True)
-                elif source.is_file():
-                    shutil.copyfile(source, staging / source.name)
+            for source in filter(Path.is_file, Path(base_model_path).glob(pattern)):
+                target = staging / source.relative_to(base_model_path)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(source, target)
     if tokenizer is not None:
         tokenizer.save_pretrained(str(staging))
 

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megarl.ckpt.safetensors import SINGLE, SafetensorsDir, save_tensors
+from megarl.ckpt.hf import write_sidecars
+from megarl.ckpt.safetensors import INDEX, SINGLE, SafetensorsDir, save_tensors
 from megarl.config.engine import LoRAConfig
 from megarl.models.adapters import Adapters
 from megarl.models.lora import PEFT_PREFIX, adapter_config, check_adapter_config, scale
@@ -24,7 +25,6 @@ from megarl.models.piece_table import HfTensor, PieceTable
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _BUCKET_BYTES = 64 << 20
-_BESIDE = ("*.json", "*.jinja", "*.model", "*.txt")  # of the weights, which a merged model needs
 
 
 def save_peft(
@@ -121,9 +121,10 @@ def merge_peft(base: str | Path, adapter: str | Path, out: str | Path) -> None:
         raise ValueError(
             f"{adapter}: tensor {min(own)} has no weight in {base}; merge it with PEFT"
         )
+    for file in filter(Path.is_file, (base / "config.json", base / INDEX)):
+        shutil.copyfile(file, out / file.name)
     for source in (base, adapter):
-        for file in (f for pattern in _BESIDE for f in source.glob(pattern) if f.name != CONFIG):
-            shutil.copyfile(file, out / file.name)
+        write_sidecars(out, source, None)
 
 
 def _read_config(path: Path) -> dict[str, object]:

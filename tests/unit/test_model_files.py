@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from megarl.ckpt.hf import copy_beside, load_hf
+from megarl.ckpt.convert import dist2hf, hf2dist
+from megarl.ckpt.hf import copy_beside, load_hf, write_sidecars
+from megarl.ckpt.peft import merge_peft
 from megarl.ckpt.safetensors import INDEX, SINGLE, SafetensorsDir
 from megarl.models.hf_config import read_hf_config
 from megarl.models.piece_table import build_piece_table
@@ -114,6 +117,43 @@ def test_saving_onto_a_link_is_refused_and_takes_nothing_away(tmp_path: Path) ->
     beyond.symlink_to(real)
     put_in_place(stage(beyond / "new"), beyond / "new")  # below a link is another matter
     assert (real / "new").is_dir()
+
+
+SIDECARS = (
+    "generation_config.json", "preprocessor_config.json", "processor_config.json",
+    "video_preprocessor_config.json", "modeling_own.py", "layers/__init__.py", "layers/own/mlp.py",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "tokenizer.model.v3",
+    "tokenizer.model.v7m1", "own.tiktoken", "tekken.json", "chat_template.jinja",
+    "chat_template.json", "additional_chat_templates/rag.jinja", "chat_templates/tools.jinja",
+)  # fmt: skip
+LEFT = ("README.md", ".git/hooks.py", "pytorch_model.bin", "trainer_state.json", "layers/data.bin")
+
+
+@pytest.mark.parametrize("way", ("saved", "converted", "merged"))
+def test_files_that_tokenizers_processors_and_servers_need_are_kept(
+    tmp_path: Path, way: str
+) -> None:
+    base, out = save_tiny(tmp_path / "a", "llama", layers=1), tmp_path / "out"
+    adapter = tmp_path / "adapter"
+    model = AutoModelForCausalLM.from_pretrained(base)
+    get_peft_model(model, LoraConfig(target_modules=["q_proj"])).save_pretrained(adapter)
+    for name in (*SIDECARS, *LEFT):
+        (base / name).parent.mkdir(exist_ok=True, parents=True)
+        (base / name).write_text(f"{name} of the base")
+    if way == "converted":
+        hf2dist(base, tmp_path / "dist")
+        dist2hf(tmp_path / "dist", out)
+    elif way == "saved":
+        out.mkdir()
+        write_sidecars(out, base, None)
+    else:
+        out.mkdir()
+        merge_peft(base, adapter, out)
+        assert (out / "config.json").read_text() == (base / "config.json").read_text()
+    for name in SIDECARS:
+        assert (out / name).read_text() == (base / name).read_text(), name
+    assert not any((out / name).exists() for name in LEFT)
 
 
 # of a number, in the format's order
