@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.ckpt.safetensors import SafetensorsDir, main_dtype, save_tensors, write_index
+from megarl.models.families import family_of
 from megarl.models.families.params import EMBEDDING, OUTPUT
 from megarl.models.hf_config import TEXT
 from megarl.models.params import draw, load_params
@@ -91,7 +92,15 @@ def load_hf(
 
 def check_tensors(files: SafetensorsDir, table: PieceTable) -> None:
     """Raises ValueError unless the files hold the table's tensors in their shapes, and no others. A
-    copy of a tied embedding is read and must equal the embedding."""
+    copy of a tied embedding is read and must equal the embedding.
+
+    transformers saves a language model that it took out of a whole under the whole's names. From
+    here on `files` have the language model's own.
+    """
+    for wrapper in family_of(table.model).wrappers if table.model.wrapper is None else ():
+        if wrapper.name(_EMBEDDING) in files:
+            log.info("%s: tensors are named as in %s", files.path, wrapper.architecture)
+            files.unwrap(wrapper)
     _check_layers(files, table)
     for t in table.tensors:
         if t.name not in files:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,6 +29,7 @@ from torch import Tensor
 from megarl.ckpt.files import staged
 from megarl.models.hf_config import adapter_given
 from megarl.models.piece_table import PieceTable
+from megarl.models.shapes import Wrapper, is_beside
 from megarl.parallel.ranks import Ranks
 from megarl.parallel.worlds import device
 from megarl.transfer.gather import BucketGatherer, Dtypes, plan_buckets
@@ -54,10 +56,11 @@ _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The place of a tensor: row-major, `nbytes` from byte `offset` of `file` on. `dtype` is the
-    format's name for it."""
+    """The place of a tensor: row-major, `nbytes` from byte `offset` of `file` on. `name` is that in
+    the file, `dtype` the format's name for it."""
 
     file: Path
+    name: str
     offset: int
     dtype: str
     shape: tuple[int, ...]
@@ -97,14 +100,23 @@ class SafetensorsDir:
         """Returns where a tensor lies."""
         return self._stored[name]
 
+    def unwrap(self, wrapper: Wrapper) -> None:
+        """Gives the tensors of the language model within `wrapper` its own names, and drops those
+        beside it."""
+        kept = {n: s for n, s in self._stored.items() if not is_beside(n, wrapper)}
+        for pattern, plain in wrapper.key_mapping().items():
+            kept = {re.sub(pattern, plain, n): s for n, s in kept.items()}
+        self._stored = kept
+
     def read(self, name: str, box: tuple[slice, ...]) -> Tensor:
         """Returns the box of a tensor, in the file's dtype; only its bytes are read."""
-        file = self._stored[name].file
+        stored = self._stored[name]
+        file = stored.file
         try:
             if file not in self._handles:
                 handle = safe_open(str(file), framework="pt", device="cpu")
                 self._handles[file] = self._open.enter_context(handle)
-            tensor: Tensor = self._handles[file].get_slice(name)[box]
+            tensor: Tensor = self._handles[file].get_slice(stored.name)[box]
         except SafetensorError as e:
             raise ValueError(f"{file}: cannot read {name}{list(box)} ({e})") from e
         return tensor
@@ -176,7 +188,9 @@ def _read_header(file: Path) -> dict[str, Stored]:
             dtype = DTYPES.get(entry["dtype"])
             if dtype is not None and stop - start != math.prod(shape) * dtype.itemsize:
                 raise ValueError(f"{name} {list(shape)} has {stop - start} bytes")
-            tensors[name] = Stored(file, 8 + length + start, entry["dtype"], shape, stop - start)
+            tensors[name] = Stored(
+                file, name, 8 + length + start, entry["dtype"], shape, stop - start
+            )
             end = max(end, stop)
         if 8 + length + end != size:
             raise ValueError(f"{8 + length + end} are expected")

@@ -55,6 +55,38 @@ def test_a_whole_is_read_as_its_language_model(pair: tuple[Path, Path], head: st
     assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.parametrize("name, kind", (("", "_text"), ("Moe", "_moe_text")))
+def test_a_language_model_that_transformers_took_out_of_a_whole_is_read(
+    name: str, kind: str, tmp_path: Path
+) -> None:
+    """transformers saves it with the config of the language model and the names of the whole."""
+    text = tiny_hf(f"qwen3_5{kind}", layers=2)
+    vision = dict(
+        depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=64,
+        patch_size=4, num_position_embeddings=16,
+    )  # fmt: skip
+    config = getattr(transformers, f"Qwen3_5{name}Config")(
+        text_config=text.config.to_dict(), vision_config=vision
+    )
+    whole = getattr(transformers, f"Qwen3_5{name}ForConditionalGeneration")(config).float()
+    whole.model.language_model.load_state_dict(text.model.state_dict())
+    whole.lm_head.load_state_dict(text.lm_head.state_dict())
+    whole.save_pretrained(tmp_path / "whole")
+    taken = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+    taken.save_pretrained(tmp_path / "taken")
+    text.save_pretrained(tmp_path / "alone")
+    assert "model.language_model.norm.weight" in read_all(tmp_path / "taken")
+    want, have = (params(tmp_path / path) for path in ("alone", "taken"))
+    assert want.keys() == have.keys() and all(torch.equal(want[n], have[n]) for n in want)
+    hf2dist(tmp_path / "taken", tmp_path / "ck")
+    dist2hf(tmp_path / "ck", tmp_path / "back")
+    same(tmp_path / "alone", tmp_path / "back")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    ids = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, taken(ids).logits)
+
+
 def test_there_and_back_keeps_what_is_beside(pair: tuple[Path, Path], tmp_path: Path) -> None:
     _, whole = pair
     hf2dist(whole, tmp_path / "ck")
