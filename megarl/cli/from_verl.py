@@ -1,9 +1,10 @@
 """Prints a megarl configuration for a GRPO recipe of verl's (0.8.0.dev).
 
 CONFIG is a Hydra file (.yaml) of verl's keys, or the script that starts verl.trainer.main_ppo with
-key=value words. Each line says which key it comes from; where the recipe sets none and verl's
-default is not ours, verl's is written. A key without a counterpart is refused by name. The last
-line names the keys that megarl does not need.
+key=value words. A file that the script names by --config-path and --config-name is read, too. Each
+line says which key it comes from; where the recipe sets none and verl's default is not ours, verl's
+is written. A key without a counterpart is refused by name. The last line names the keys that megarl
+does not need.
 """
 
 from __future__ import annotations
@@ -11,11 +12,18 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from megarl.cli import CommandParser
 from megarl.config.aliases import aliased
-from megarl.config.compose import parse_overrides, read_yaml, untyped, write_commented
+from megarl.config.compose import (
+    parse_overrides,
+    read_file,
+    read_yaml,
+    untyped,
+    write_commented,
+)
 from megarl.config.errors import ConfigError, raise_if_any
 from megarl.config.help import unknown_key
 from megarl.config.loader import checked_config
@@ -42,6 +50,9 @@ COUNTS = """data.max_prompt_length data.max_response_length data.train_batch_siz
 actor_rollout_ref.actor.ppo_mini_batch_size trainer.n_gpus_per_node
 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu
 actor_rollout_ref.rollout.tensor_model_parallel_size"""
+OWN_FILES = ("ppo_trainer", "ppo_megatron_trainer")  # in config, of verl.trainer.main_ppo
+# Hydra's options for a file, the short forms too
+_NAMED = r"(?<!\S)(?:--config-|-c)(n|p|d)(?:ame|ath|ir)?[= ](\S+)"
 REFUSED = "custom_reward_function multi_turn lr_warmup_steps reward_model norm_adv_by_std_in_grpo"
 
 
@@ -53,20 +64,49 @@ def main(argv: Sequence[str] | None = None) -> int:
     file, problems = parser.read(argv).config, list[str]()
     if not file.is_file():
         raise ConfigError([f"{file}: no such file; name a Hydra file or a script of verl's"])
-    text = file.read_text(encoding="utf-8")
     if file.suffix in (".yaml", ".yml"):
-        tree = leaves(untyped(read_yaml(text)), lists=False)
-        keys = {".".join(map(str, place)): value for place, value in tree}
+        keys = _keys_of(file)
     else:
-        text = re.sub(r"\\\n|\$@", " ", text.replace("$HOME", "${oc.env:HOME}"))
         try:
-            words = [w for w in shlex.split(text, comments=True) if re.match(r"\+*\w+\.\S+=", w)]
+            text = file.read_text(encoding="utf-8").replace("$HOME", "${oc.env:HOME}")
+            shell = shlex.split(re.sub(r"\\\n|\$@", " ", text), comments=True)
         except ValueError as e:
             raise ConfigError([f"{file}: {e}; write it as a shell reads it"]) from e
+        words = [w for w in shell if re.match(r"\+*\w+\.\S+=", w)]
         problems += [f"{w}: write the value itself" for w in words if re.search(r"\$(?!{oc)", w)]
-        keys = {name: untyped(value) for _, name, value in parse_overrides(words, problems)}
+        given = parse_overrides(words, problems)
+        keys = _named_file(shell, file.parent) | {name: untyped(value) for _, name, value in given}
+    if not (keys or problems):
+        raise ConfigError([f"{file}: it has no key of verl's; name a recipe of main_ppo"])
     print(converted(keys, problems))
     return 0
+
+
+def _keys_of(file: Path) -> dict[str, Any]:
+    """Returns the values of a Hydra file by dotted key. Raises ConfigError if it is no YAML, or if
+    it builds on a file that is not verl's own."""
+    tree = untyped(read_file(file))
+    below = tree.get("defaults") or []
+    if not isinstance(below, list) or any(b not in (*OWN_FILES, "_self_") for b in below):
+        why = f"only {', '.join(OWN_FILES)} and _self_ are known; copy the keys of others into it"
+        raise ConfigError([f"{file}: defaults={below}: {why}"])
+    return {".".join(map(str, place)): value for place, value in leaves(tree, lists=False)}
+
+
+def _named_file(words: Sequence[str], folder: Path) -> dict[str, Any]:
+    """Returns the values of the file that the words of a script in `folder` name by Hydra's
+    options; {} for a file of verl's own. Raises ConfigError if there is no such file."""
+    named: dict[str, str] = dict(re.findall(_NAMED, " ".join(words)))
+    name, place = named.get("n", OWN_FILES[0]), named.get("p", named.get("d", ""))
+    name = name.removesuffix(".yaml")
+    if name in OWN_FILES and place in ("", "config", "./config"):
+        return {}
+    files = [at / place / f"{name}.yaml" for at in (folder, Path())]
+    for file in files:
+        if file.is_file():
+            return _keys_of(file)
+    why = f"{files[0]}: no such file; name one that is here, or a name of verl's own"
+    raise ConfigError([f"--config-path={place} --config-name={name}: {why}"])
 
 
 def converted(given: Mapping[str, Any], problems: list[str]) -> str:

@@ -204,7 +204,7 @@ class _Composer:
         if path.resolve() in inside:
             chain = " -> ".join(str(p) for p in (*inside, path.resolve()))
             raise ConfigError([f"--config {inside[0]}: a file is among its own defaults: {chain}"])
-        own = _read_file(path)
+        own = read_file(path)
         entries = own.pop(_DEFAULTS, [])
         if not isinstance(entries, list):
             raise ConfigError([f"--config {path}: defaults: must be a list of files and groups"])
@@ -246,7 +246,8 @@ def _existing(path: Path, file: Path, wanted: str) -> Path:
     raise ConfigError([f"--config {path}: {wanted}: no such file {file}; {there}"])
 
 
-def _read_file(path: Path) -> Tree:
+def read_file(path: Path) -> Tree:
+    """Returns the keys of a file by itself. Raises ConfigError if it is missing or no YAML."""
     if not path.is_file():
         raise ConfigError([f"--config {path}: no such file"])
     try:

@@ -34,7 +34,7 @@ actor_rollout_ref: {hybrid_engine: True, rollout: {name: sglang, multi_turn: {en
 SCRIPT = """#!/bin/bash
 set -x
 PROJECT_DIR="$(pwd)"
-python3 -m verl.trainer.main_ppo --config-path="$CONFIG_PATH" --config-name='gsm8k' \\
+python3 -m verl.trainer.main_ppo --config-path=config --config-name='ppo_trainer.yaml' \\
     algorithm.adv_estimator=grpo data.train_files=$HOME/train.jsonl \\
     data.val_files=$HOME/test.jsonl data.train_batch_size=64 data.max_prompt_length=64 \\
     data.max_response_length=192 data.truncation='error' data.filter_overlong_prompts=True \\
@@ -247,3 +247,32 @@ def test_what_is_no_number_or_no_word_of_a_shell_is_named(
 ) -> None:
     assert convert(tmp_path, f"{GRPO} {word}") == 2
     assert named in capsys.readouterr().err
+
+
+def test_the_file_that_a_script_names_is_read_or_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config").mkdir()
+    file = tmp_path / "config" / "mine.yaml"
+    file.write_text(
+        "hydra: {searchpath: [x]}\ndefaults: [ppo_trainer, _self_]\n"
+        "data: {max_prompt_length: 300, max_response_length: 77}\n"
+    )
+    words = ("--config-path=config", "--config-name='mine'")
+    for given in (words, ("-cp config", "-cn mine.yaml"), ("--config-dir config", words[1])):
+        cfg = converted(tmp_path, capsys, *given, "data.max_prompt_length=400")
+        assert cfg.gconfig.max_new_tokens == 77 and cfg.train_dataset.max_length == 400
+    cfg = converted(tmp_path, capsys, "# --config-name=other\n")
+    assert cfg.gconfig.max_new_tokens == 512
+    assert converted(tmp_path, capsys, "--config-name=ppo_megatron_trainer")
+    for given in ("--config-name other", "--config-path $PWD/config", "--config-path elsewhere"):
+        assert convert(tmp_path, f"{GRPO} {given}") == 2
+        printed = capsys.readouterr()
+        assert given.rpartition(" ")[2] in printed.err and not printed.out
+    for text, named in (
+        ("actor_rollout_ref: {rollout: {multi_turn: {enable: true}}}", "multi_turn.enable"),
+        ("defaults: [ppo_trainer, base]", "base"),
+    ):
+        file.write_text(text)
+        assert convert(tmp_path, " ".join((GRPO, *words))) == 2
+        assert named in capsys.readouterr().err
