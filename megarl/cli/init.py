@@ -63,10 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError("GPUs are 0 or more")
         file = Path(args.model, "config.json")
         known = json.loads(file.read_text("utf-8")) if file.is_file() else {}
-        kind, options, batch = read_as(args.data, "answer" if rl else "response")
+        kind, options, batch, unread = read_as(args.data, "answer" if rl else "response")
     except ValueError as e:
         given = f"--data {args.data}, --gpus {args.gpus}, --model {args.model}"
         raise ConfigError([f"{given}: {e}; correct one"]) from e
+    left_out = f"; not in a prompt or an answer: {unread}" if unread else ""
     servers = max(1, gpus // 2) if rl else 0
     room = min(2048, known.get("max_position_embeddings") or 2048)
     rows = [
@@ -78,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("train_dataset.type", kind, "docs/data.md"),
         ("train_dataset.path", args.data, "in the working directory, or beside this file"),
         ("train_dataset.batch_size", max(1, batch), "rows of a step"),
-        ("train_dataset.options", options, "columns by our names"),
+        ("train_dataset.options", options, "columns by our names" + left_out),
     ]
     if rl:
         rows += [
@@ -98,6 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         path.unlink()
         return status
     launch = f"{'' if gpus else 'MEGARL_DEVICE=cpu '}megarl launch --config {path} --nproc {nproc}"
+    if unread:
+        print(f"{args.data}: columns{left_out[1:]}; name all that the model has to read in {path}")
     print(f"{launch} --check\n{launch}")
     return 0
 

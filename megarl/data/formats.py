@@ -15,21 +15,26 @@ from megarl.config.dataset import SourceConfig
 from megarl.data.rows import Problem, Row, check_characters, read_dataset, shown, text
 
 Message = dict[str, Any]
+Columns = dict[str, str | list[str]]  # our name -> the source's column, or columns of text to join
 T = TypeVar("T")
 _SIDES = ("chosen", "rejected")
 # how conversations stand in one text, as in Anthropic's hh-rlhf
 _TURN = re.compile(r"\n\n(Human|Assistant):")
 _ROLES = {"Human": "user", "Assistant": "assistant"}
+# ShareGPT's names of roles; its messages are {"from": ..., "value": ...}
+_FROM = {role: role for role in ("system", "user", "assistant", "tool")}
+_FROM |= {"human": "user", "gpt": "assistant", "observation": "tool"}
 # how a list of messages begins, as JSON or as Python prints it
-_LISTED = re.compile(r"""\s*\[\s*\{\s*['"](role|content)['"]""")
+_LISTED = re.compile(r"""\s*\[\s*\{\s*['"](role|content|from|value)['"]""")
 
 
 INSTRUCTION = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 # calculator annotations inside solutions: 48/2 = <<48/2=24>>24
 _CALCULATOR = re.compile(r"<<[^>]*>>")
 # likely names of columns: of the prompt, of the answer
-_PROMPTS = ("messages", "prompt", "question", "problem", "instruction", "input")
+_PROMPTS = ("messages", "conversations", "prompt", "question", "problem", "instruction", "input")
 _ANSWERS = ("answer", "response", "completion", "output", "solution", "ground_truth", "label")
+_ANSWERS += ("reward_model.ground_truth",)  # verl's
 
 
 def _read(
@@ -58,7 +63,7 @@ def chat(
     cfg: SourceConfig,
     *,
     seed: int,
-    columns: dict[str, str] | None = None,
+    columns: Columns | None = None,
     instruction: str = "",
     subset: str | None = None,
     revision: str | None = None,
@@ -67,9 +72,10 @@ def chat(
     the source's order; every other column stays in the row. Raises ValueError naming the file and
     the line or row that is wrong.
 
-    columns: name in the row -> column of the source, `a.b` for b inside of column a. instruction:
-    appended to the last user's message; nothing is by default. subset, revision: the hub's
-    configuration, and its commit, tag or branch.
+    columns: name in the row -> column of the source, `a.b` for b inside of column a, or a list of
+    columns whose texts are joined, with a blank line between two. instruction: appended to the last
+    user's message; nothing is by default. subset, revision: the hub's configuration, and its
+    commit, tag or branch.
     """
 
     def read(source: Row, place: str) -> Row:
@@ -85,21 +91,29 @@ def chat(
     return _read("chat", cfg, subset, revision, read)
 
 
-def renamed(source: Row, columns: dict[str, str], place: str) -> Row:
+def renamed(source: Row, columns: Columns, place: str) -> Row:
     """Returns the row with the names of `columns`; a renamed column keeps no second name."""
-    columns_of_row = {}
-    for name, column in columns.items():
-        value: Any = source
-        for part in str(column).split("."):
-            if not isinstance(value, dict) or part not in value:
-                raise ValueError(
-                    f"{place}: options.columns.{name}={column}: no such column; it has "
-                    f"{sorted(source)}"
-                )
-            value = value[part]
-        columns_of_row[name] = value
-    taken = set(columns.values())
-    return {k: v for k, v in source.items() if k not in taken} | columns_of_row
+    listed = {n: [c] if isinstance(c, str) else c for n, c in columns.items()}
+    named: Row = {}
+    for name, parts in listed.items():
+        key = f"{place}: options.columns.{name}={columns[name]}"
+        values = [_value(source, column, key) for column in parts]
+        if len(parts) > 1:
+            if not any(values) or not all(isinstance(v, str) for v in values if v is not None):
+                raise ValueError(f"{key}: {shown(values)} are not texts to join")
+            values = ["\n\n".join(filter(None, values))]
+        named[name] = values[0]
+    taken = {column for parts in listed.values() for column in parts}
+    return {k: v for k, v in source.items() if k not in taken} | named
+
+
+def _value(source: Row, column: str, key: str) -> Any:
+    value: Any = source
+    for part in str(column).split("."):
+        if not isinstance(value, dict) or part not in value:
+            raise ValueError(f"{key}: no such column; it has {sorted(source)}")
+        value = value[part]
+    return value
 
 
 def messages_of(value: Any, place: str) -> list[Message]:
@@ -115,8 +129,12 @@ def messages_of(value: Any, place: str) -> list[Message]:
 
 
 def _message(message: Any, place: str) -> Message:
+    given = message
+    if isinstance(message, dict) and {"from", "value"} <= message.keys():
+        message = {"role": _FROM.get(str(given["from"])), "content": given["value"]}
+        message |= {k: v for k, v in given.items() if k not in ("from", "value")}
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise ValueError(f'{place} is {shown(message)}; write {{"role": ..., "content": ...}}')
+        raise ValueError(f'{place} is {shown(given)}; write {{"role": ..., "content": ...}}')
     message = {k: v for k, v in message.items() if v is not None}
     if calls := decoded(message.get("tool_calls")):
         message["tool_calls"] = _objects(calls, f"{place}: tool_calls", _call)
@@ -169,7 +187,7 @@ def preference(
     cfg: SourceConfig,
     *,
     seed: int,
-    columns: dict[str, str] | None = None,
+    columns: Columns | None = None,
     instruction: str = "",
     subset: str | None = None,
     revision: str | None = None,
@@ -295,18 +313,42 @@ def _problem(row: Row, place: str, instruction: str) -> Problem:
     )
 
 
-def read_as(path: str, answer: str) -> tuple[str, dict[str, Any], int]:
-    """Returns the type of a data set and its options, by the names of its columns, and how many
-    rows it has, at most 32. answer: our name of the column beside messages, answer or response.
-    Raises ValueError for data that cannot be read."""
-    head = [row for _, row in islice(read_dataset(SourceConfig(path=path), None), 32)]
-    row = head[0] if head else {}
+def read_as(path: str, answer: str) -> tuple[str, dict[str, Any], int, list[str]]:
+    """Returns the type of a data set and its options, by the names of its columns, how many rows it
+    has, at most 32, and the columns with content that neither a prompt nor an answer reads.
+
+    answer: our name of the column beside messages, answer or response. Raises ValueError for data
+    that cannot be read.
+    """
+    head = list(islice(read_dataset(SourceConfig(path=path), None), 32))
+    row: Row = {}
+    for _, source in head:
+        row |= {name: value for name, value in source.items() if value or name not in row}
+    kind, columns = "chat", Columns()
     if {"chosen", "rejected"} <= row.keys():
-        return "preference", {}, len(head)
-    if "####" in str(row.get("answer")):
-        return "gsm8k", {}, len(head)
-    if "messages" in row and answer == "response":  # whole conversations
-        return "chat", {}, len(head)
-    likely = {"messages": _PROMPTS, answer: _ANSWERS}
-    columns = {ours: c for ours, names in likely.items() for c in names[::-1] if c in row}
-    return "chat", {"columns": {ours: c for ours, c in columns.items() if c != ours}}, len(head)
+        kind, read = "preference", ["prompt", "chosen", "rejected"]
+    elif "####" in str(row.get("answer")):
+        kind, read = "gsm8k", ["question", "answer"]
+    else:
+        inner = row.get("reward_model")
+        names = {*row, *(f"reward_model.{n}" for n in (inner if isinstance(inner, dict) else ()))}
+        prompts = [c for c in _PROMPTS if c in names]
+        # Alpaca's: the input belongs to the instruction
+        read = prompts if prompts == ["instruction", "input"] else prompts[:1]
+        columns["messages"] = read if len(read) > 1 else "".join(read) or "messages"
+        answers = [c for c in (answer, *_ANSWERS) if c in names][:1]
+        if answers and not (answer == "response" and _is_answered(row, read)):
+            columns[answer] = answers[0]
+            read = read + answers
+    columns = {ours: column for ours, column in columns.items() if column != ours}
+    used = {"tools", *(column.partition(".")[0] for column in read)}
+    unread = [k for k, v in row.items() if isinstance(v, str | list | dict) and v and k not in used]
+    return kind, {"columns": columns} if columns else {}, len(head), unread
+
+
+def _is_answered(row: Row, columns: Sequence[str]) -> bool:
+    """Returns whether the messages of a row end with an answer."""
+    try:
+        return messages_of(row[columns[0]], "row")[-1]["role"] == "assistant"
+    except (ValueError, IndexError):
+        return False

@@ -12,6 +12,7 @@ import pytest
 from examples.tiny_model import make_model
 from megarl.cli import main
 from megarl.config.loader import keys_set, load_config
+from megarl.data.sources import load_rows
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
@@ -37,12 +38,13 @@ def rows(*rows: dict[str, Any]) -> str:
 
 
 TALK = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+SHAREGPT = [{"from": "human", "value": "1+1"}, {"from": "gpt", "value": "2"}]
 
 
 @pytest.mark.parametrize(
     ("algorithm", "row", "kind", "columns"),
     [
-        ("grpo", {"messages": "1+1", "answer": "2"}, "chat", {}),
+        ("grpo", {"messages": "1+1", "answer": "2"}, "chat", None),
         ("dapo", {"problem": "1+1", "solution": "2"}, "chat",
          {"messages": "problem", "answer": "solution"}),
         ("grpo", {"question": "1+1", "answer": "So\n#### 2"}, "gsm8k", None),
@@ -51,6 +53,12 @@ TALK = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"
          {"messages": "prompt", "response": "completion"}),
         ("sft", {"question": "1+1", "answer": "2"}, "chat",
          {"messages": "question", "response": "answer"}),
+        ("sft", {"conversations": SHAREGPT}, "chat", {"messages": "conversations"}),
+        ("sft", {"messages": TALK[:1], "answer": "3", "response": "2"}, "chat", None),
+        ("sft", {"instruction": "1", "input": "+1", "output": "2"}, "chat",
+         {"messages": ["instruction", "input"], "response": "output"}),
+        ("grpo", {"prompt": TALK[:1], "reward_model": {"style": "rule", "ground_truth": "2"}},
+         "chat", {"messages": "prompt", "answer": "reward_model.ground_truth"}),
         ("dpo", {"prompt": "1+1", "chosen": "2", "rejected": "3"}, "preference", None),
         ("rm", {"prompt": "1+1", "chosen": "2", "rejected": "3"}, "preference", None),
     ],
@@ -66,6 +74,26 @@ def test_columns_say_how_data_is_read(
     assert cfg.train_dataset.options.get("columns") == columns
     assert cfg.experiment_name == "new" and cfg.trial_name == algorithm
     assert getattr(cfg, "algorithm", "") == ("dapo" if algorithm == "dapo" else "")
+
+
+def test_what_is_joined_and_what_is_left_out(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = rows(
+        {"instruction": "Say it.", "input": "", "output": "2", "history": []},
+        {"instruction": "Add.", "input": "51+29", "output": "80", "history": ["1+1"], "ID\n": "a"},
+    )
+    flags = ["--model", str(model), "--data", data, "--algorithm", "sft"]
+    assert main(["init", "new", *flags, "--yes"]) == 0
+    read = load_rows(load_config("new/sft.yaml").train_dataset, seed=1, purpose="sft")
+    assert [row["messages"][0]["content"] for row in read] == ["Say it.", "Add.\n\n51+29"]
+    assert [row["response"] for row in read] == ["2", "80"]
+    said = capsys.readouterr().out
+    for text in (said, Path("new/sft.yaml").read_text()):
+        assert "['history', 'ID\\n']" in text
+    refused = rows({"instruction": "Add.", "input": ["51"], "output": "80"})
+    assert main(["init", "odd", *flags[:3], refused, *flags[4:], "--yes"]) == 2
+    assert "['instruction', 'input']" in capsys.readouterr().err
 
 
 def test_every_value_has_a_comment_and_the_commands_are_printed(
