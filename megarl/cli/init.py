@@ -10,7 +10,6 @@ files that the configuration builds on, and the examples to DIR/examples.
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from collections.abc import Sequence
@@ -55,21 +54,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError([f"{path} exists, and is not overwritten; name another DIR, or move it"])
     from megarl.data.formats import read_as  # here, so that --help is instant
     from megarl.launcher import local
+    from megarl.models.hf_config import read_hf_config
 
     recipe = args.algorithm if args.algorithm in RECIPES else "grpo"
     role, rl = main_role(RECIPES[recipe]), issubclass(RECIPES[recipe], GRPOConfig)
     try:
         if (gpus := int(args.gpus)) < 0:
             raise ValueError("GPUs are 0 or more")
-        file = Path(args.model, "config.json")
-        known = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+        has_config = Path(args.model, "config.json").is_file()
+        longest = read_hf_config(args.model).max_position_embeddings if has_config else 2048
         kind, options, batch, unread = read_as(args.data, "answer" if rl else "response")
     except ValueError as e:
         given = f"--data {args.data}, --gpus {args.gpus}, --model {args.model}"
         raise ConfigError([f"{given}: {e}; correct one"]) from e
     left_out = f"; not in a prompt or an answer: {unread}" if unread else ""
     servers = max(1, gpus // 2) if rl else 0
-    room = min(2048, known.get("max_position_embeddings") or 2048)
+    room = min(2048, longest)
     rows = [
         ("recipe", recipe, f"keys: megarl run --help --recipe {recipe}"),
         ("experiment_name", args.dir.absolute().name or "megarl", "runs/<this>/<trial_name>"),
@@ -87,16 +87,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             ("train_dataset.reward", args.reward, "of one answer"),
             ("gconfig.n_samples", 8, "answers to each prompt"),
             ("gconfig.max_new_tokens", room // 4, "longer answers are cut"),
+            ("eval_gconfig.max_new_tokens", "${gconfig.max_new_tokens}", "of an evaluation"),
             ("server.type", "sglang" if gpus else "embedded", "what generates"),
             ("server.count", servers, "one GPU each; the others train"),
             ("server.context_length", room, "tokens of prompt and answer"),
             ("weight_sync.type", "colocated" if gpus == 1 else "distributed", "to the servers"),
         ]
+    valid = {"type": kind, "path": "test.jsonl", "options": options}
+    valid |= {"reward": args.reward} if rl else {}
+    later = write_commented([("valid_dataset", valid, "rows to evaluate on")])
+    made = [folder for folder in (path.parent, *path.parent.parents) if not folder.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(write_commented(rows), encoding="utf-8")
+    path.write_text(f"{write_commented(rows)}# {later}", encoding="utf-8")
     nproc = str(max(1, gpus - servers))
     if status := local.main(["--config", str(path), "--nproc", nproc, "--check"]):
         path.unlink()
+        for folder in made:
+            folder.rmdir()
         return status
     launch = f"{'' if gpus else 'MEGARL_DEVICE=cpu '}megarl launch --config {path} --nproc {nproc}"
     if unread:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import difflib
 import inspect
 import itertools
 import textwrap
@@ -225,7 +226,10 @@ def value_problems(cfg: Any, prefix: str = "") -> Iterator[str]:
 def not_a_choice(key: Key, shown: str) -> str:
     """Returns the line that says which choices the key has, of a value as it is to be shown."""
     path = " (or pkg.module:name)" if key.or_path else ""
-    return f"{key.name}={shown}: not one of {', '.join(map(show, key.choices or ()))}{path}"
+    choices = [show(choice) for choice in key.choices or ()]
+    near = difflib.get_close_matches(shown, choices, n=1, cutoff=0.7)
+    meant = f"; did you mean {near[0]}?" if near else ""
+    return f"{key.name}={shown}: not one of {', '.join(choices)}{path}{meant}"
 
 
 def _out_of(bounds: Bounds, key: Key, *, finite: bool) -> str:

@@ -63,7 +63,7 @@ def read_hf_config(
         )
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as e:
+    except (ValueError, RecursionError) as e:
         raise ValueError(f"{file}: not valid JSON ({e})") from None
     if not isinstance(raw, dict):
         raise ValueError(f"{file}: expected a JSON object, found {type(raw).__name__}")

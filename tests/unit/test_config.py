@@ -253,7 +253,8 @@ def test_a_plus_sign_sets_a_key_as_none_does() -> None:
         ("seed=null", "seed=null: needs a value of type int"),
         (
             "actor.adv_norm=grp",
-            "actor.adv_norm=grp: not one of group, group_mean, group_batch, batch, none",
+            "actor.adv_norm=grp: not one of group, group_mean, group_batch, batch, none; "
+            "did you mean group?",
         ),
         (
             "actor.router_replay=maybe",

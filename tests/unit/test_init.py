@@ -13,6 +13,7 @@ from examples.tiny_model import make_model
 from megarl.cli import main
 from megarl.config.loader import keys_set, load_config
 from megarl.data.sources import load_rows
+from megarl.launcher import local
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
@@ -101,15 +102,21 @@ def test_every_value_has_a_comment_and_the_commands_are_printed(
 ) -> None:
     data = rows({"prompt": "1+1", "answer": "2"})
     assert main(["init", "--model", str(model), "--data", data, "--yes"]) == 0
-    lines = Path("grpo.yaml").read_text().splitlines()
+    *lines, valid = Path("grpo.yaml").read_text().splitlines()
     assert 15 <= len(lines) <= 25
     assert all(line.endswith(":") or "  # " in line for line in lines)
     values = [line for line in lines if "  # " in line]
-    assert load_config("grpo.yaml").server.context_length == 256  # all that this model has
+    cfg = load_config("grpo.yaml")
+    assert cfg.server.context_length == 256  # all that this model has
+    assert cfg.eval_gconfig.max_new_tokens == cfg.gconfig.max_new_tokens == 64
     assert len(keys_set(load_config("grpo.yaml"))) == len(values)
     check, launch = capsys.readouterr().out.splitlines()[-2:]
     assert launch == "MEGARL_DEVICE=cpu megarl launch --config grpo.yaml --nproc 1"
     assert check == f"{launch} --check"
+    Path("test.jsonl").write_text('{"prompt": "2+1", "answer": "3"}\n')
+    Path("both.yaml").write_text("\n".join([*lines, valid.removeprefix("# ")]))
+    assert local.main(["--config", "both.yaml", "--nproc", "1", "--check"]) == 0
+    assert load_config("both.yaml").valid_dataset.reward.type == "exact"
 
 
 def test_questions_are_asked_on_a_terminal(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +148,11 @@ def test_questions_are_asked_on_a_terminal(model: Path, monkeypatch: pytest.Monk
         ("--algorithm dopo", "algorithm=dopo"),
         ("--gpus two", "--gpus two"),
         ("--gpus=-1", "--gpus -1"),
-        ("--model broken", "--model broken: Expecting"),
+        ("--algorithm gropo", "did you mean grpo?"),
+        ("--model list", "list/config.json"),
+        ("--model deep", "deep/config.json"),
+        ("--model word", "max_position_embeddings"),
+        ("--model broken", "--model broken: broken/config.json"),
         ("--algorithm dpo", "no pairs of answers"),
     ],
 )
@@ -149,12 +160,16 @@ def test_what_does_not_exist_is_refused_and_nothing_is_written(
     model: Path, flags: str, named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = rows({"prompt": "1+1", "answer": "2"})
-    Path("broken").mkdir()
-    Path("broken", "config.json").write_text("{")
+    known = json.loads(Path(model, "config.json").read_text())
+    odd = {"broken": "{", "list": "[]", "deep": "[" * 9000,
+           "word": json.dumps(known | {"max_position_embeddings": "x"})}  # fmt: skip
+    for name, text in odd.items():
+        Path(name).mkdir()
+        Path(name, "config.json").write_text(text)
     known = ["--model", str(model), "--data", data]
     assert main(["init", "new", *known, *flags.split(), "--yes"]) == 2
     assert re.search(re.escape(named), capsys.readouterr().err)
-    assert not any(Path("new").glob("*"))
+    assert not Path("new").exists()
 
 
 def test_a_file_is_not_overwritten(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
