@@ -780,3 +780,13 @@ def test_rows_of_a_sum_within_a_sum_are_checked() -> None:
     fn = get_reward_fn("weighted", {"parts": {"inner": inner}})
     with pytest.raises(ValueError, match="row 0"):
         check_rows(fn, [{"row_id": 0, "answer": "no number at all ="}])
+
+
+@pytest.mark.parametrize("module", [math_verify.parser, math_verify.grader])
+def test_math_verify_does_not_warn_of_its_own_timeout(module, monkeypatch, caplog):
+    monkeypatch.setattr(module, "TIMEOUT_WARNING_SHOWN", False)
+    completion = "\\boxed{\\frac{1}{2}}"
+    assert gsm8k.gsm8k_reward("", completion, [], [], answer="0.5") == 1.0
+    assert not caplog.records
+    module.logger.warning("another")
+    assert [record.message for record in caplog.records] == ["another"]
