@@ -8,6 +8,7 @@ is started and no model loaded.
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -25,6 +26,7 @@ from megarl.data.tokenizer import run_tokenizer
 from megarl.trainer.preflight import check_data, check_tokenizer, purpose_of
 
 Row = dict[str, Any]
+_CONTROL = r"[\x00-\x08\x0b-\x1f\x7f-\x9f]"  # a terminal may act on such characters
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,8 +87,12 @@ def _text(ids: list[int], mask: list[bool], tokenizer: Any, *, marks: bool) -> T
         tokens += len(list(run))
         # from the beginning: some decoders leave out a space where a text begins
         whole = tokenizer.decode(ids[:tokens], clean_up_tokenization_spaces=False)
-        piece, before = whole[before:], len(whole)
+        piece, before = re.sub(_CONTROL, _escaped, whole[before:]), len(whole)
         text.append(
             f"«{piece}»" if trained and marks else piece, "black on green" if trained else None
         )
     return text
+
+
+def _escaped(match: re.Match[str]) -> str:
+    return ascii(match[0])[1:-1]

@@ -80,6 +80,18 @@ def test_what_is_trained_stands_in_marks_and_what_is_too_long_is_counted(
     assert any("dropped 1 of 3 rows longer than max_length=20 tokens" in said for said in warnings)
 
 
+def test_what_a_terminal_would_act_on_is_escaped(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked, written = "\x1b]0;x\x07\r\x00", "\x1b[2J\x9b2J"
+    row = {"messages": messages(("user", f"a{asked}\tb\nc"), ("assistant", written))}
+    (place / "odd.jsonl").write_text(json.dumps(row))
+    assert main(["data", *recipe(place, "sft", path=place / "odd.jsonl")]) == 0
+    text = capsys.readouterr().out
+    assert not set(text) & {chr(i) for i in (*range(32), *range(127, 160)) if chr(i) not in "\t\n"}
+    assert "a\\x1b]0;x\\x07\\r\\x00 " in text and "b\nc" in text and "«\\x1b[2J\\x9b2J" in text
+
+
 def test_a_terminal_has_colours_for_marks(
     place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
