@@ -127,7 +127,7 @@ def _configuration(args: Namespace) -> tuple[GRPOConfig, dict[str, DatasetConfig
         from megarl.ckpt.peft import base_of
 
         model, adapter = base_of(args.model), model
-        if not Path(model).is_dir():
+        if not model or not Path(model).is_dir():
             raise ConfigError(
                 [
                     f"{adapter}: its base_model_name_or_path={model} is no directory here; write "

@@ -64,7 +64,7 @@ class EarlierRun(Run):
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     with tarfile.open(ARCHIVE) as tar:
-        tar.extractall(tmp_path, filter="data")
+        tar.extractall(tmp_path)  # `filter` is missing before Python 3.11.4
     return tmp_path
 
 

@@ -78,7 +78,7 @@ def test_what_fails_is_said_and_too_much_of_it_is_no_result(
     ("arguments", "why"),
     [
         (["nowhere", "--datasets", "arithmetic"], "no config.json in 'nowhere'"),
-        (["ADAPTER", "--datasets", "arithmetic"], "holds a PEFT adapter"),
+        (["ADAPTER", "--datasets", "arithmetic"], "base_model_name_or_path"),
         (["GPT2", "--datasets", "arithmetic"], "GPT2LMHeadModel"),
         (["TINY", "--datasets", "chat", "valid_dataset.path=ROWS"], "options.columns.messages"),
         ([], "give MODEL, or --compare A B"),
