@@ -33,8 +33,10 @@ INSTRUCTION = "\nPlease reason step by step, and put your final answer within \\
 _CALCULATOR = re.compile(r"<<[^>]*>>")
 # likely names of columns: of the prompt, of the answer
 _PROMPTS = ("messages", "conversations", "prompt", "question", "problem", "instruction", "input")
-_ANSWERS = ("answer", "response", "completion", "output", "solution", "ground_truth", "label")
-_ANSWERS += ("reward_model.ground_truth",)  # verl's
+_ANSWERS = (
+    *("answer", "response", "completion", "output", "solution", "ground_truth", "label"),
+    "reward_model.ground_truth",  # verl's
+)
 
 
 def _read(
