@@ -18,7 +18,7 @@ from tests.dist.world import World
 from tests.sglang import servers
 from tests.sglang.servers import RealServer, launch, save_model
 
-ROLLOUT = RolloutConfig(request_timeout=120, setup_timeout=60, episode_timeout=240)
+ROLLOUT = RolloutConfig(request_timeout=120, setup_timeout=300, episode_timeout=240)
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def world() -> Iterator[World]:
 @pytest.fixture
 def client_of_two(pair: Pair) -> Iterator[RemoteSGLangEngine]:
     """A client of the server with tp 2."""
-    config = RolloutConfig(addresses=[pair.two.address], request_timeout=120, setup_timeout=60)
+    config = RolloutConfig(addresses=[pair.two.address], request_timeout=120, setup_timeout=300)
     engine = RemoteSGLangEngine(config)
     engine.initialize()
     yield engine
