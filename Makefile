@@ -218,7 +218,7 @@ endif
 install-stranger-312:
 	rm -rf $(STRANGER)/312
 	$(MAKE) --no-print-directory PYTHON=$(PYTHON312) VENV=$(STRANGER)/312 $(STRANGER)/312/.installed
-	$(PYTHON312) tools/uv.py pip install --quiet --python $(STRANGER)/312 -c constraints/cpu.txt $(RUN_TESTS)
+	$(PYTHON312) tools/uv.py pip install --quiet --python $(STRANGER)/312 -c constraints/cpu.txt $(RUN_TESTS) "ray[default]"
 
 # on Python 3.13 what imports no torch
 stranger-313:
