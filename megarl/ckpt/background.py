@@ -37,9 +37,14 @@ def writers_group() -> dist.ProcessGroup:
     return _groups.get()
 
 
-_groups = PerWorld(
-    lambda: proved(dist.new_group(backend="gloo", timeout=timedelta(seconds=collective_timeout())))
-)
+def new_writers_group() -> dist.ProcessGroup:
+    """Creates a group of the world's ranks over gloo. Collective."""
+    wait = timedelta(seconds=collective_timeout())
+    group: dist.ProcessGroup = proved(dist.new_group(backend="gloo", timeout=wait))
+    return group
+
+
+_groups = PerWorld(new_writers_group)
 
 
 def to_host(tensors: Iterable[Tensor]) -> list[Tensor]:

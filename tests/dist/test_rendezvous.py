@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.ckpt.background import writers_group
+from megarl.ckpt.background import new_writers_group
 from megarl.parallel import worlds as parallel_worlds
 from megarl.parallel.groups import ProcessGroups
 from megarl.parallel.layout import Layout
@@ -182,7 +182,7 @@ MAKES: dict[str, Callable[[], Any]] = {
     "mesh": lambda: parallel_worlds.World([0, 1]),
     "ranks": Ranks,
     "ranks of a group": lambda: Ranks(dist.new_group([0, 1])),
-    "writers": writers_group,
+    "writers": new_writers_group,
     "layout": lambda: ProcessGroups(Layout(tp=2)),
 }
 
