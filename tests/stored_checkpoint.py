@@ -1,12 +1,14 @@
 """Writes and describes the checkpoints in tests/data. These calls wrote them:
 
     /usr/bin/python3 -m tests.stored_checkpoint tests/data/python3.11.2
-    python3.13 -m tests.stored_checkpoint tests/data/python3.13
+    python3.13 -m tests.stored_checkpoint /tmp/stored/python3.13
 
 The first Python was 3.11.2 with megatron-core 0.16.1, the second 3.13.0 with 0.19.2; both had torch
-2.13.0. A call trains a model of two layers and width 16 for two steps and saves weights and
-optimizer in ckpt/ of the directory. The file expected.json holds what a load must give: a digest of
-each tensor, and the next number of each random generator.
+2.13.0. The second checkpoint was moved here: megatron-core 0.19 stores the path of the directory.
+
+A call trains a model of two layers and width 16 for two steps and saves weights and optimizer in
+ckpt/ of the directory. The file expected.json holds what a load must give: a digest of each tensor,
+and the next number of each random generator.
 """
 
 from __future__ import annotations
