@@ -174,10 +174,10 @@ slurm:  ## install Debian's Slurm and munge where they are missing
 	$$install >/dev/null 2>&1 || { timeout 120 apt-get update >/dev/null && $$install >/dev/null; }
 
 test-sglang: install install-sglang  ## 10 minutes: megarl against the real SGLang server, on CPU
-	TIER="make test-sglang: 10" MEGARL_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python $(PYTEST) -m "$(or $(MARK),not full)" tests/sglang
+	TIER="make test-sglang: 10" MEGARL_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python $(PYTEST) $(PAIRED) -m "$(or $(MARK),not full)" tests/sglang
 
 test-te: install $(TE_STAMPS)  ## 3 minutes: Transformer Engine's layers and calls, its Python alone
-	TIER="make test-te: 3" MEGARL_TE_HOME=$(abspath $(TE_HOME)) $(PYTEST) tests/te
+	TIER="make test-te: 3" MEGARL_TE_HOME=$(abspath $(TE_HOME)) $(PYTEST) $(PAIRED) tests/te
 
 test-mcore: install $(MCORE_STAMP)  ## 5 minutes: engine, checkpoints, LoRA, syncs and layouts with the newest megatron-core
 	TIER="make test-mcore: 5" MEGARL_MCORE_HOME=$(abspath $(MCORE_HOME)) \
@@ -237,7 +237,7 @@ test-wheel: dist  ## 5 minutes: the wheel in a clean venv; what the Dockerfile's
 	$(WHEEL_VENV)/bin/python -m pip install --no-deps dist/*.whl
 	$(BIN)/python -c "import sys; print(*(p for p in sys.path if 'site-packages' in p), sep='\n')" \
 		> "$$($(WHEEL_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beside.pth"
-	TIER="make test-wheel: 5" MEGARL_WHEEL_VENV=$(abspath $(WHEEL_VENV)) $(PYTEST) tests/wheel
+	TIER="make test-wheel: 5" MEGARL_WHEEL_VENV=$(abspath $(WHEEL_VENV)) $(PYTEST) $(PAIRED) tests/wheel
 
 test-gpu:  ## tests that need GPUs: PYTHON's own torch, nothing installed or pinned
 	$(PYTHON) -m pytest tests/gpu
