@@ -68,7 +68,7 @@ class GraphTrainer(RLTrainer):
         except ConfigError:
             raise
         except ValueError as e:
-            raise ConfigError([f"trainer.options: {e}"]) from e
+            raise ConfigError(f"trainer.options: {e}") from e
         for model, home in self.plan.homes.items():  # what logs and checkpoints say
             engines(cfg)[model].parallel = home.where.parallel
         self._parts: dict[Mesh, RemoteWorkers] = {}
@@ -80,10 +80,8 @@ class GraphTrainer(RLTrainer):
         graph = recipe_graph(cfg, devices, where)
         if named := [c.name for c in calls_of(graph) if c.kind == GENERATE and c.name in where]:
             raise ConfigError(
-                [
-                    f"trainer.options.where.{named[0]}={where[named[0]]}: servers generate, on "
-                    "devices of their own; set server.count and server.tp, and leave it out"
-                ]
+                f"trainer.options.where.{named[0]}={where[named[0]]}: servers generate, on "
+                "devices of their own; set server.count and server.tp, and leave it out"
             )
         name, args = "advantages", {"kl_ctl": cfg.kl_ctl}
         if isinstance(cfg, PPOConfig):

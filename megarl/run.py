@@ -113,13 +113,11 @@ def _prepare(cfg: BaseConfig, *, only: bool) -> None:
         try:
             servers = server_addresses(cfg.rollout)
         except OSError as e:
-            raise ConfigError([f"rollout.addresses_file: cannot be read: {e}; make it"]) from e
+            raise ConfigError(f"rollout.addresses_file: cannot be read: {e}; make it") from e
         if not (only or servers) and needs_servers(cfg):
             raise ConfigError(
-                [
-                    "no generation server: name running ones in rollout.addresses=[host:port,...] "
-                    f"or {ADDRESSES_ENV}, or start with python -m megarl.launcher.local"
-                ]
+                "no generation server: name running ones in rollout.addresses=[host:port,...] "
+                f"or {ADDRESSES_ENV}, or start with python -m megarl.launcher.local"
             )
     set_trainer_defaults(os.environ, servers=servers, block_fp8=uses_block_fp8(cfg))
 
@@ -134,7 +132,7 @@ def _read(command: CommandLine) -> BaseConfig:
         overrides = [*recipe, *command.words, *command.overrides]
         return load_config(command.options.get("config"), overrides)
     if (text := os.environ.pop(CHECKED, None)) is None:
-        raise ConfigError([f"--checked: {CHECKED} is not set; a launcher sets it, leave it out"])
+        raise ConfigError(f"--checked: {CHECKED} is not set; a launcher sets it, leave it out")
     return checked_config(text, command.overrides)
 
 
@@ -195,10 +193,8 @@ def _world_size(cfg: BaseConfig, only_checks: bool) -> int:
     if cfg.trainer.mode == "controller":
         if os.environ.get("WORLD_SIZE", "1") != "1":
             raise ConfigError(
-                [
-                    "trainer.mode=controller under torchrun: one process starts the trainers; run "
-                    "python -m megarl.run, or a launcher, or set trainer.mode=spmd"
-                ]
+                "trainer.mode=controller under torchrun: one process starts the trainers; run "
+                "python -m megarl.run, or a launcher, or set trainer.mode=spmd"
             )
         return trainer_processes(cfg)
     if only_checks and "WORLD_SIZE" not in os.environ:

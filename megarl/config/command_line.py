@@ -45,12 +45,12 @@ def parse_command_line(
             line.switches.add(name)
         elif name in options:
             if not equals and (not args or args[0].startswith("--")):
-                raise ConfigError([f"--{name}: needs a value"])
+                raise ConfigError(f"--{name}: needs a value")
             line.options[name] = value if equals else args.pop(0)
         else:
             flags = [f"--{name}" for name in (*options, *switches)]
             fix = meant(arg, flags, "keys are key=value, options are")
-            raise ConfigError([f"{arg}: unknown option; {fix}"])
+            raise ConfigError(f"{arg}: unknown option; {fix}")
     return line
 
 

@@ -203,11 +203,11 @@ class _Composer:
         here."""
         if path.resolve() in inside:
             chain = " -> ".join(str(p) for p in (*inside, path.resolve()))
-            raise ConfigError([f"--config {inside[0]}: a file is among its own defaults: {chain}"])
+            raise ConfigError(f"--config {inside[0]}: a file is among its own defaults: {chain}")
         own = read_file(path)
         entries = own.pop(_DEFAULTS, [])
         if not isinstance(entries, list):
-            raise ConfigError([f"--config {path}: defaults: must be a list of files and groups"])
+            raise ConfigError(f"--config {path}: defaults: must be a list of files and groups")
         tree: Tree = {}
         for entry in entries if _SELF in entries else [*entries, _SELF]:
             if entry == _SELF:
@@ -224,7 +224,7 @@ class _Composer:
             return
         if not isinstance(entry, dict) or len(entry) != 1:
             raise ConfigError(
-                [f"--config {path}: defaults: {entry}: write a file, or one group as `group: name`"]
+                f"--config {path}: defaults: {entry}: write a file, or one group as `group: name`"
             )
         ((group, option),) = entry.items()
         self.groups.add(str(group))
@@ -243,19 +243,19 @@ def _existing(path: Path, file: Path, wanted: str) -> Path:
             return candidate
     known = sorted(f.stem for f in file.parent.glob("*.yaml"))
     there = f"there are {', '.join(known)}" if known else f"{file.parent} holds no .yaml"
-    raise ConfigError([f"--config {path}: {wanted}: no such file {file}; {there}"])
+    raise ConfigError(f"--config {path}: {wanted}: no such file {file}; {there}")
 
 
 def read_file(path: Path) -> Tree:
     """Returns the keys of a file by itself. Raises ConfigError if it is missing or no YAML."""
     if not path.is_file():
-        raise ConfigError([f"--config {path}: no such file"])
+        raise ConfigError(f"--config {path}: no such file")
     try:
         tree = read_yaml(path.read_text(encoding="utf-8")) or {}
     except NOT_YAML as e:
-        raise ConfigError([f"--config {path}: not valid YAML: {' '.join(str(e).split())}"]) from e
+        raise ConfigError(f"--config {path}: not valid YAML: {' '.join(str(e).split())}") from e
     if not isinstance(tree, dict):
-        raise ConfigError([f"--config {path}: the top level must be keys and values"])
+        raise ConfigError(f"--config {path}: the top level must be keys and values")
     return {str(k): _with_neighbours(v, str(k), path.parent) for k, v in tree.items()}
 
 
@@ -312,7 +312,7 @@ def put(tree: Tree, name: str, value: Any) -> None:
             inner = {"type": inner}
         elif inner is not None and not isinstance(inner, dict):
             above = ".".join(sections[:depth])
-            raise ConfigError([f"{name}: {above}={show(inner)} is a value, not a section"])
+            raise ConfigError(f"{name}: {above}={show(inner)} is a value, not a section")
         tree[section] = tree = {} if inner is None else inner
     tree[last] = value
 
@@ -332,9 +332,9 @@ def as_correction(actor: Any) -> None:
     shown = ", ".join(f"actor.{key}={show(value)}" for key, value in areals.items())
     if actor.get("correction") is not None:
         why = "actor.correction says how tokens are weighed; leave it out, or set that to null"
-        raise ConfigError([f"{shown}: {why}"])
+        raise ConfigError(f"{shown}: {why}")
     if not isinstance(on, bool) and (cap is not None or "use_decoupled_loss" in areals):
-        raise ConfigError([f"{shown}: needs actor.use_decoupled_loss=true, or false"])
+        raise ConfigError(f"{shown}: needs actor.use_decoupled_loss=true, or false")
     if on:
         mask = "none" if cap is None else "token"
         actor["correction"] = presets.CORRECTION | {"mask": mask, "mask_high": cap}

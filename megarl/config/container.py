@@ -46,11 +46,9 @@ def check_fileroot(cfg: BaseConfig) -> None:
     here = _outside(cfg, cfg.fileroot) if cfg.cluster.container else None
     if here is not None and Path(here).resolve() != Path(cfg.fileroot).resolve():
         raise ConfigError(
-            [
-                f"fileroot={cfg.fileroot}: this machine has it as {here}, and the launcher writes "
-                f"there too; mount it under the same name: cluster.container_mounts=[{here}:{here}]"
-                f" and fileroot={here}"
-            ]
+            f"fileroot={cfg.fileroot}: this machine has it as {here}, and the launcher writes "
+            f"there too; mount it under the same name: cluster.container_mounts=[{here}:{here}]"
+            f" and fileroot={here}"
         )
 
 

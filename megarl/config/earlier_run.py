@@ -73,10 +73,8 @@ def check_run_dir(cfg: BaseConfig, seen: BaseConfig | None = None) -> None:
     if cfg.recover.mode == "disabled":
         if (directory / STATS_FILE).exists():
             raise ConfigError(
-                [
-                    f"recover.mode=disabled: {directory} holds a run already; set another "
-                    "trial_name, set recover.mode=auto to continue that run, or move the directory"
-                ]
+                f"recover.mode=disabled: {directory} holds a run already; set another "
+                "trial_name, set recover.mode=auto to continue that run, or move the directory"
             )
         return
     whole, _ = checkpoints(directory)
@@ -199,7 +197,7 @@ def _saved_tree(directory: Path) -> dict[str, Any]:
     except (*NOT_YAML, RecursionError):
         tree = None
     if not isinstance(tree, dict):
-        raise ConfigError([f"{path}: damaged: no YAML of keys; remove it to continue the run"])
+        raise ConfigError(f"{path}: damaged: no YAML of keys; remove it to continue the run")
     return tree
 
 

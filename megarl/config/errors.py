@@ -8,10 +8,10 @@ EXIT_CODE = 2  # of a process that ends with a ConfigError, as argparse and POSI
 
 
 class ConfigError(ValueError):
-    """Holds one or more problems, each one line that names the key, the value and the fix."""
+    """Holds one problem or several, each one line that names the key, the value and the fix."""
 
-    def __init__(self, problems: Iterable[str]) -> None:
-        self.problems = tuple(problems)
+    def __init__(self, problems: str | Iterable[str]) -> None:
+        self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
         assert self.problems, "a ConfigError needs a problem"
         super().__init__("\n".join(self.problems))
 

@@ -45,7 +45,7 @@ def render_section(section: str, recipes: Sequence[str] = tuple(RECIPES)) -> str
     if not recipes_of:
         near = difflib.get_close_matches(section, names, n=1)
         hint = f"did you mean {near[0]}?" if near else "--help alone lists all"
-        raise ConfigError([f"--help {section}: no section or key of that name; {hint}"])
+        raise ConfigError(f"--help {section}: no section or key of that name; {hint}")
     if len(recipes_of) == 1:
         return next(iter(recipes_of))
     return "\n\n".join(f"recipe={', '.join(names)}\n{text}" for text, names in recipes_of.items())

@@ -372,7 +372,7 @@ def _followed(whole: Tree) -> Tree:
         followed: Any = OmegaConf.to_container(tree, resolve=True)
     except OmegaConfBaseException as e:
         first = str(e).splitlines()[0]
-        raise ConfigError([f"{e.full_key}: {first}" if e.full_key else first]) from e
+        raise ConfigError(f"{e.full_key}: {first}" if e.full_key else first) from e
     return followed
 
 

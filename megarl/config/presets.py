@@ -174,7 +174,7 @@ class AllocationMode:
         """Returns what `allocation_mode` says. Raises ConfigError that shows its form."""
         match = _TEXT.fullmatch(text)
         if match is None:
-            raise ConfigError([f"allocation_mode={text}: {_FORM}"])
+            raise ConfigError(f"allocation_mode={text}: {_FORM}")
         backend = match["backend"]
         return cls(
             trainers=_part("megatron", match["trainers"], text),
@@ -202,5 +202,5 @@ class AllocationMode:
 def _part(backend: str, degrees: str, text: str) -> Part:
     numbers = re.findall(r"([a-z])(\d+)", degrees)
     if len(dict(numbers)) < len(numbers):
-        raise ConfigError([f"allocation_mode={text}: {degrees} gives a degree twice; {_FORM}"])
+        raise ConfigError(f"allocation_mode={text}: {degrees} gives a degree twice; {_FORM}")
     return Part(backend=backend, degrees={letter: int(number) for letter, number in numbers})

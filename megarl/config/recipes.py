@@ -351,7 +351,7 @@ def recipe_class(
     if isinstance(name, str) and is_import_path(name):
         named = _own_class(name, "recipe")
     elif name is not None and name not in tuple(RECIPES):
-        raise ConfigError([f"recipe={name}: not one of {', '.join(RECIPES)} (or pkg.module:name)"])
+        raise ConfigError(f"recipe={name}: not one of {', '.join(RECIPES)} (or pkg.module:name)")
     else:
         named = RECIPES.get(name)
         trainer = _own_trainer(tree, overrides)
@@ -361,7 +361,7 @@ def recipe_class(
         return named or RECIPES[DEFAULT_RECIPE]
     if named is not None and not issubclass(cls, named):
         raise ConfigError(
-            [f"recipe={name}: {cls.__name__} is not one of that recipe's; leave it out"]
+            f"recipe={name}: {cls.__name__} is not one of that recipe's; leave it out"
         )
     return cls
 
@@ -389,9 +389,9 @@ def own_code(tree: Mapping[str, Any], overrides: Mapping[str, Any]) -> str | Non
 def _own_class(name: str, key: str) -> type[BaseConfig]:
     cls = _load(name, key)
     if not (isinstance(cls, type) and issubclass(cls, BaseConfig)):
-        raise ConfigError([f"{key}={name}: not a subclass of a recipe's, as SFTConfig, GRPOConfig"])
+        raise ConfigError(f"{key}={name}: not a subclass of a recipe's, as SFTConfig, GRPOConfig")
     if not is_dataclass(cls) or "__dataclass_fields__" not in vars(cls):
-        raise ConfigError([f"{key}={name}: write @dataclass(kw_only=True) above the class"])
+        raise ConfigError(f"{key}={name}: write @dataclass(kw_only=True) above the class")
     return cls
 
 
@@ -399,4 +399,4 @@ def _load(name: str, key: str) -> Any:
     try:
         return load_object(name, what=key)
     except ValueError as e:
-        raise ConfigError([str(e)]) from e
+        raise ConfigError(str(e)) from e

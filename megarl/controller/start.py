@@ -84,8 +84,6 @@ def _check_alone() -> None:
     ranks = os.environ.get("WORLD_SIZE", "1")
     if ranks != "1":
         raise ConfigError(
-            [
-                f"a controller in {ranks} processes: one process starts the workers; start the "
-                "script by python, or by a launcher with trainer.mode=controller"
-            ]
+            f"a controller in {ranks} processes: one process starts the workers; start the "
+            "script by python, or by a launcher with trainer.mode=controller"
         )

@@ -76,7 +76,7 @@ def build_graph(
                 graph.add_edge(maker[key], call.name, keys=(*keys, key), version="")
     graph.add_edges_from(list(_version_edges(graph)))
     if not nx.is_directed_acyclic_graph(graph):
-        raise ConfigError([_cycle(graph)])
+        raise ConfigError(_cycle(graph))
     return graph
 
 

@@ -168,7 +168,7 @@ def _algorithm(cfg: BaseConfig) -> nx.DiGraph:
     if isinstance(cfg, SFTConfig | RMConfig):
         return sft()
     if not isinstance(cfg, GRPOConfig) or isinstance(cfg, DistillConfig):
-        raise ConfigError([f"recipe={cfg.recipe}: sft, rm, grpo and ppo have graphs"])
+        raise ConfigError(f"recipe={cfg.recipe}: sft, rm, grpo and ppo have graphs")
     actor, judged, ref = cfg.actor, cfg.reward_model is not None, cfg.ref is not None
     specs = loss_of(actor), advantages_of(actor)
     recompute = actor.recomputes and bool(reason_for_pass(actor, *specs, kl_ctl=cfg.kl_ctl))

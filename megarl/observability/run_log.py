@@ -90,10 +90,8 @@ def check_age(paths: Iterable[Path]) -> None:
                 older.append(str(path))
     if older:
         raise ConfigError(
-            [
-                f"{' and '.join(older)}: written by an older megarl; move what is named away, and "
-                "the run goes on from its checkpoint with new ones"
-            ]
+            f"{' and '.join(older)}: written by an older megarl; move what is named away, and "
+            "the run goes on from its checkpoint with new ones"
         )
 
 

@@ -111,10 +111,8 @@ class StatsLogger:
             tracker = make(run_config, **about, **config.tracker.options)
             if not all(callable(getattr(tracker, name, None)) for name in ("write", "close")):
                 raise ConfigError(
-                    [
-                        f"stats_logger.tracker.type={config.tracker.type}: {tracker!r} lacks a "
-                        "method write or close; return an object that has both"
-                    ]
+                    f"stats_logger.tracker.type={config.tracker.type}: {tracker!r} lacks a "
+                    "method write or close; return an object that has both"
                 )
             self._sinks.append(tracker)
 
