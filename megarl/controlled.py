@@ -65,8 +65,7 @@ class RemoteWorkers(Workers):
 
     def run(self, fn: Callable[P, T], /, *args: P.args, **kw: P.kwargs) -> T:
         """Returns the first worker's `fn(*args, **kw)`; all run it."""
-        result: T = self.group.call(fn, *args, **kw)
-        return result
+        return self.group.call(fn, *args, **kw)
 
 
 class ControllerContext(RunContext):

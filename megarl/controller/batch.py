@@ -219,13 +219,11 @@ class RemoteBatch(Batch):
 
     def select(self, rows: Sequence[int] | Tensor, names: Sequence[str] | None = None) -> Batch:
         """Returns a RemoteBatch of some rows and fields (Batch.select), made on the workers."""
-        part: Batch = self.group.call(Batch.select, self, rows, names)
-        return part
+        return self.group.call(Batch.select, self, rows, names)
 
     def keep(self, mask: Tensor) -> Batch:
         """Returns a RemoteBatch without the rows where `mask` [B] is False (Batch.keep)."""
-        kept: Batch = self.group.call(Batch.keep, self, mask)
-        return kept
+        return self.group.call(Batch.keep, self, mask)
 
     def row_sums(
         self,
@@ -236,8 +234,7 @@ class RemoteBatch(Batch):
     ) -> Tensor:
         """Returns the number of `fn` for every row, [B] float64, which workers compute
         (Batch.row_sums)."""
-        sums: Tensor = self.group.call(Batch.row_sums, self, fn, names, what=what)
-        return sums
+        return self.group.call(Batch.row_sums, self, fn, names, what=what)
 
     def fetch(self, rows: Sequence[int] | Tensor, names: Sequence[str] | None = None) -> Padded:
         """Returns `padded` of a few rows, which workers send here."""

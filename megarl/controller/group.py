@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from megarl.api.failures import OtherRankFailed
 from megarl.controller.batch import RemoteBatch, RemoteTokens, Sample, numbers
@@ -34,6 +34,7 @@ from megarl.rpc.errors import RemoteError
 from megarl.rpc.link import Link, pack
 from megarl.rpc.worker import Worker
 
+T = TypeVar("T")
 # seconds in which other workers' errors follow the first: they may be its reason, or the same
 GRACE, SOON = 10.0, 0.5
 READ_TIMEOUT = 600.0  # seconds in which a worker sends the rows of one request
@@ -252,10 +253,11 @@ class WorkerGroup:
 
     # -- calls
 
-    def call(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def call(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Returns `fn(*args, **kwargs)` of the first worker; all make the call. Raises the error of
         the first worker that failed for a reason of its own, with its name and traceback."""
-        return self.submit(fn, args, kwargs).result()
+        result: T = self.submit(fn, args, kwargs).result()
+        return result
 
     def each(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Returns the plain results of all workers, in their order."""
