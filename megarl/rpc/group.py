@@ -215,12 +215,12 @@ class WatchedGroup:
             for index, status in self._statuses().items():
                 raise WorkerDied(
                     f"worker {self.spec.name}/{index} ended with status {spelled(status)} before "
-                    f"it served{self._log_of(index)}"
+                    f"it served{log_tail(self.spec.log(index))}"
                 )
             if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"after {self.spec.start_timeout:g} s these workers of {self.spec.name} do not "
-                    f"serve: {missing}{self._log_of(missing[0])}"
+                    f"serve: {missing}{log_tail(self.spec.log(missing[0]))}"
                 )
             time.sleep(LOOK / 5)
         self.workers, self.clients = zip(*(arrived[i] for i in range(self.spec.count)), strict=True)
@@ -248,16 +248,10 @@ class WatchedGroup:
         """Notes that a worker has ended, once."""
         if index in self._ended:
             return
-        worker, text = self.workers[index], self._log_of(index)
+        worker, text = self.workers[index], log_tail(self.spec.log(index))
         self._ended[index] = Ended(worker=worker, status=status, log=text)
         died = WorkerDied(f"worker {worker} ended with status {spelled(status)}{text}")
         self.clients[index].fail(died)
-
-    def _log_of(self, index: int) -> str:
-        """Returns the end of a worker's log, behind a line that names it; "" where it is empty."""
-        path = Path(self.spec.log(index))
-        tail = log_tail(path) if path.is_file() else ""
-        return f"\n--- end of {path} ---\n{tail}" if tail else ""
 
 
 class Scheduler:

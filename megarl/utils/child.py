@@ -107,9 +107,7 @@ class Child:
 
     def tail(self) -> str:
         """Returns the end of the log behind a line that names it, "" where there is none."""
-        if not self.log_path or not Path(self.log_path).is_file():
-            return ""
-        return f"\n--- end of {self.log_path} ---\n{log_tail(Path(self.log_path))}"
+        return log_tail(self.log_path)
 
 
 @contextlib.contextmanager
@@ -287,10 +285,14 @@ def spelled(status: int) -> str:
     return f"{status} ({name}{cause})"
 
 
-def log_tail(path: Path) -> str:
-    """Returns the end of a process's log, without the job's token."""
-    lines = path.read_text(errors="replace").splitlines()[-LOG_TAIL:]
-    return "\n".join(lines).replace(job_token() or "\0", f"<{JOB_TOKEN}>")
+def log_tail(path: str | Path) -> str:
+    """Returns the end of a process's log, without the job's token, after a line that names the
+    file; "" if there is no such file."""
+    if not os.path.isfile(path):
+        return ""
+    lines = Path(path).read_text(errors="replace").splitlines()[-LOG_TAIL:]
+    end = "\n".join(lines).replace(job_token() or "\0", f"<{JOB_TOKEN}>")
+    return f"\n--- end of {path} ---\n{end}"
 
 
 class LogTail:
