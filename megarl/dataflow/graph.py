@@ -167,7 +167,7 @@ def _problems(
 
 
 def _naming_problems(calls: Sequence[Call]) -> Iterator[str]:
-    names, trained = [call.name for call in calls], dict[str, str]()
+    names, trained = [call.name for call in calls], dict[str, Call]()
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f"{names.count(name)} calls are named {name!r}: names are unique"
     for call in calls:
@@ -175,13 +175,11 @@ def _naming_problems(calls: Sequence[Call]) -> Iterator[str]:
             yield f"call {call.name!r}: kind {call.kind!r} is none of {', '.join(KINDS)}"
         if call.into and call.into not in call.outputs:
             yield f"call {call.name!r}: into={call.into!r} is not among its outputs"
-        if call.kind == TRAIN_STEP and call.model in trained:
+        if call.kind == TRAIN_STEP and (first := trained.setdefault(call.model, call)) is not call:
             yield (
-                f"calls {trained[call.model]!r} and {call.name!r} both train {call.model!r}: a "
+                f"calls {first.name!r} and {call.name!r} both train {call.model!r}: a "
                 "step trains a model once"
             )
-        if call.kind == TRAIN_STEP:
-            trained.setdefault(call.model, call.name)
 
 
 def _allocation_problems(call: Call, devices: Devices | None) -> Iterator[str]:

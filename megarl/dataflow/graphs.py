@@ -69,30 +69,26 @@ def grpo(
 ) -> nx.DiGraph:
     """Returns GRPO: the answers to a prompt are compared with each other, and no critic is needed.
     The arguments are those of `ppo`; the KL to the reference is part of the loss."""
-    old = "prox_logp" if recompute else "logprobs"
-    kl = ("ref_logp",) if reference else ()
-    made = (*ANSWERS, "group_ids") if reward_model else (*ANSWERS, "group_ids", "rewards")
-    return build_graph(
-        [
-            Call("generate", "actor", GENERATE, PROMPTS, made, verb="prepare_batch"),
-            *_scores(reward_model, reference, recompute),
-            _advantages("group_ids"),
-            _update((old, "advantages", *kl)),
-        ]
-    )
+    return _comparison("group_ids", reward_model, reference, recompute)
 
 
 def remax(*, reference: bool = False, recompute: bool = False) -> nx.DiGraph:
     """Returns ReMax: an answer's reward is compared with that of the greedy answer to the same
     prompt, `baseline`, which the workflow has written beside the samples."""
+    return _comparison("baseline", False, reference, recompute)
+
+
+def _comparison(by: str, reward_model: bool, reference: bool, recompute: bool) -> nx.DiGraph:
+    """Returns a step without a critic; `by` is the key that answers are compared by."""
     old = "prox_logp" if recompute else "logprobs"
     kl = ("ref_logp",) if reference else ()
-    made = (*ANSWERS, "rewards", "baseline")
+    made = (*ANSWERS, by) if reward_model else (*ANSWERS, by, "rewards")
+    read, verb = ("loss_mask", "rewards", by), "compute_advantages"
     return build_graph(
         [
             Call("generate", "actor", GENERATE, PROMPTS, made, verb="prepare_batch"),
-            *_scores(False, reference, recompute),
-            _advantages("baseline"),
+            *_scores(reward_model, reference, recompute),
+            Call("advantages", "actor", COMPUTE, read, ("advantages",), verb=verb),
             _update((old, "advantages", *kl)),
         ]
     )
@@ -124,12 +120,6 @@ def _scores(reward_model: bool, reference: bool, recompute: bool) -> list[Call]:
         *([reads("ref", "ref", "compute_logp", "ref_logp")] if reference else []),
         *([reads("logp", "actor", "compute_prox_logp", "prox_logp")] if recompute else []),
     ]
-
-
-def _advantages(compared: str) -> Call:
-    inputs = ("loss_mask", "rewards", compared)
-    verb = "compute_advantages"
-    return Call("advantages", "actor", COMPUTE, inputs, ("advantages",), verb=verb)
 
 
 def _update(inputs: tuple[str, ...]) -> Call:
