@@ -100,13 +100,8 @@ def smallest_world_size(cfg: BaseConfig) -> int:
     recipe can run on."""
     if cfg.allocation_mode:
         return AllocationMode.from_str(cfg.allocation_mode).trainers.gpus
-    return math.lcm(
-        *(
-            degree
-            for e in engines(cfg).values()
-            for degree in (e.parallel.dense_ranks, e.parallel.expert_ranks)
-        )
-    )
+    layouts = [engine.parallel for engine in engines(cfg).values()]
+    return math.lcm(*(p.dense_ranks for p in layouts), *(p.expert_ranks for p in layouts))
 
 
 def trainer_processes(cfg: BaseConfig) -> int:

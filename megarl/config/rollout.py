@@ -207,11 +207,8 @@ class GenerationHyperparameters:
         there is no file."""
         file = Path(path) / "generation_config.json"
         recommended = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        known = {
-            k: recommended[k]
-            for k in ("temperature", "top_p", "top_k")
-            if recommended.get(k) is not None
-        }
+        names = ("temperature", "top_p", "top_k")
+        known = {k: v for k in names if (v := recommended.get(k)) is not None}
         if known.get("top_k") == 0:  # transformers' word for all
             del known["top_k"]
         ends = recommended.get("eos_token_id")
