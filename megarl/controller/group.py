@@ -237,19 +237,16 @@ class WorkerGroup:
         for a group that is such a part itself, the workers' error for ranks that are not there."""
         if self.world is not None:
             raise ValueError(f"{self.name} is a part already: take another part of the whole group")
-        if tuple(ranks) not in self._parts:
-            world = self.call(make_world, list(ranks))
-            self._parts[tuple(ranks)] = self._part(ranks, world)
-        return self._parts[tuple(ranks)]
-
-    def _part(self, ranks: Sequence[int], world: Any) -> WorkerGroup:
-        return WorkerGroup(
-            f"{self.name}.{'-'.join(map(str, ranks))}",
-            [self.workers[rank] for rank in ranks],
-            [self.clients[rank] for rank in ranks],
-            order=self._order,
-            world=world,
-        )
+        part = tuple(ranks)
+        if part not in self._parts:
+            self._parts[part] = WorkerGroup(
+                f"{self.name}.{'-'.join(map(str, part))}",
+                [self.workers[rank] for rank in part],
+                [self.clients[rank] for rank in part],
+                order=self._order,
+                world=self.call(make_world, part),
+            )
+        return self._parts[part]
 
     # -- calls
 
