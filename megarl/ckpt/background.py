@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -26,6 +27,7 @@ from megarl.parallel import mcore
 from megarl.parallel.ranks import Ranks, together
 from megarl.parallel.worlds import PerWorld, inside, proved, thread_inside
 from megarl.utils.env import collective_timeout
+from megarl.utils.http import settle
 
 T = TypeVar("T")
 _newest: threading.Thread | None = None
@@ -79,16 +81,14 @@ class PendingSave(Generic[T]):
         self._outcome: Future[T] = Future()
         before = _newest
 
-        def run() -> None:
-            try:
-                if before is not None:
-                    _join(before)
-                with thread_inside(self._world):
-                    self._outcome.set_result(write())
-            except BaseException as e:  # for the main thread, which waits for an outcome
-                self._outcome.set_exception(e)
+        def run() -> T:
+            if before is not None:
+                _join(before)
+            with thread_inside(self._world):
+                return write()
 
-        self._thread = _newest = threading.Thread(target=run, name=f"megarl {what}", daemon=True)
+        work = partial(settle, self._outcome, run)
+        self._thread = _newest = threading.Thread(target=work, name=f"megarl {what}", daemon=True)
         self._thread.start()
 
     def is_done(self) -> bool:

@@ -79,9 +79,8 @@ def tensor(raw: bytearray, dtype: Any, shape: tuple[int, ...]) -> Any:
     """Returns the tensor whose values are these bytes, without a copy."""
     import torch  # here: not all that is sent has tensors
 
-    return (
-        torch.frombuffer(raw, dtype=dtype).view(shape) if raw else torch.empty(shape, dtype=dtype)
-    )
+    flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+    return flat.view(shape)
 
 
 def pack(payload: Any) -> Packed:

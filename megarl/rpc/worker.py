@@ -30,6 +30,7 @@ from megarl.rpc.errors import Refused, RpcError
 from megarl.rpc.link import Handler, Link, Listener, connect, split
 from megarl.utils.child import TERM_TIMEOUT
 from megarl.utils.env import address_towards, quiet_libraries, set_trainer_defaults
+from megarl.utils.http import settle
 from megarl.utils.importing import add_working_directory, load_object
 from megarl.utils.stacks import dump_on_signal
 
@@ -102,23 +103,19 @@ class MainThread:
     """Runs calls on the thread that is in `run`, as CUDA, torch.distributed and signals want it."""
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[Any, ...] | None] = SimpleQueue()  # of future, fn, args
         self.ending = False
 
     def call(self, fn: Callable[..., Any], *args: Any) -> Future[Any]:
         """Returns the Future of fn(*args), called behind all that was asked for before."""
         future: Future[Any] = Future()
-        self._queue.put((future, lambda: fn(*args)))
+        self._queue.put((future, fn, *args))
         return future
 
     def run(self) -> None:
         """Makes the calls, one after another, until `end`."""
         while (job := self._queue.get()) is not None and not self.ending:
-            future, call = job
-            try:
-                future.set_result(call())
-            except BaseException as e:  # a SystemExit of a call is its caller's to see
-                future.set_exception(e)
+            settle(*job)  # a SystemExit of a call is its caller's to see
 
     def end(self) -> None:
         """Has `run` return when the call that runs is done. A signal handler may call it."""
@@ -127,11 +124,7 @@ class MainThread:
 
 
 _main_thread = MainThread()
-
-
-def on_main_thread(fn: Callable[..., Any], *args: Any) -> Future[Any]:
-    """Returns the Future of fn(*args), which the main thread calls, one after another."""
-    return _main_thread.call(fn, *args)
+on_main_thread = _main_thread.call
 
 
 def main() -> int:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megarl.utils.env import JOB_TOKEN, job_token
@@ -171,15 +172,18 @@ def in_thread(fn: Callable[..., T], *args: Any, **kw: Any) -> Future[T]:
     """Runs fn in a daemon thread: unlike an executor's, it cannot hold up the process's exit."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()  # who stops waiting for it cannot take the result away
-
-    def work() -> None:
-        try:
-            future.set_result(fn(*args, **kw))
-        except BaseException as e:
-            future.set_exception(e)
-
-    threading.Thread(target=work, name=getattr(fn, "__name__", "call"), daemon=True).start()
+    work, name = partial(settle, future, fn, *args, **kw), getattr(fn, "__name__", "call")
+    threading.Thread(target=work, name=name, daemon=True).start()
     return future
+
+
+def settle(future: Future[T], fn: Callable[..., T], *args: Any, **kw: Any) -> None:
+    """Sets the result of a future to fn(*args, **kw), or its exception to the one that this raises,
+    SystemExit too."""
+    try:
+        future.set_result(fn(*args, **kw))
+    except BaseException as e:
+        future.set_exception(e)
 
 
 class Retries:
