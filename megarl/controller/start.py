@@ -32,9 +32,8 @@ def trainers(
     """Returns the trainer processes of a run, which share one world of torch.distributed: so many
     as trainer.workers says, or the part of them that `ranks` names. Each has what the engine or
     role whose model comes first asks for (`get_scheduling_config`)."""
-    count = trainer_processes(config)
     asked = WorkerSpec.of(engine.get_scheduling_config())
-    whole = workers(TRAINERS, count, config, scheduler, asked)
+    whole = workers(TRAINERS, trainer_processes(config), config, scheduler, asked)
     return whole if ranks is None else whole.on(ranks)
 
 
@@ -55,8 +54,12 @@ def workers(
     with this process, or by scheduler.close(). Raises ValueError where the group that there is has
     another size, ConfigError in one of several ranks of torchrun."""
     groups = _started.setdefault(scheduler, {})
-    if not groups:
-        _check_alone()
+    # each rank of torchrun would start workers of its own
+    if not groups and (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
+        raise ConfigError(
+            f"a controller in {ranks} processes: one process starts the workers; start the "
+            "script by python, or by a launcher with trainer.mode=controller"
+        )
     if name not in groups:
         spec = GroupSpec(
             name=name,
@@ -77,13 +80,3 @@ def workers(
             "group serves all models of a run"
         )
     return groups[name]
-
-
-def _check_alone() -> None:
-    """Raises ConfigError in a rank of torchrun: each would start workers of its own."""
-    ranks = os.environ.get("WORLD_SIZE", "1")
-    if ranks != "1":
-        raise ConfigError(
-            f"a controller in {ranks} processes: one process starts the workers; start the "
-            "script by python, or by a launcher with trainer.mode=controller"
-        )
