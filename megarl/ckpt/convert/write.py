@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import pickle
 import shutil
@@ -215,13 +216,10 @@ def _params(source: Source, dtype: torch.dtype | None) -> list[Member]:
                 f"{source.path}: {run.source} is {wanted[run.source]}, what it is fused with is "
                 f"{dtypes[run.target]}; choose one with --dtype"
             )
-    params = []
-    for p in stored_params(source.table):
-        rows, width = matrix(p.shape)
-        params.append(
-            Member(p.name, p.shape, dtypes[p.name], 0, rows * width * dtypes[p.name].itemsize)
-        )
-    return params
+    return [
+        Member(p.name, p.shape, dtypes[p.name], 0, math.prod(p.shape) * dtypes[p.name].itemsize)
+        for p in stored_params(source.table)
+    ]
 
 
 def _write_part(

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from megarl.rollout.gateway import openai_chat
 from megarl.rollout.gateway.messages import (
     BadRequest,
     ChatRequest,
@@ -18,8 +19,9 @@ from megarl.rollout.gateway.messages import (
     tools_of,
     whole_number,
 )
-from megarl.rollout.gateway.openai_chat import refuse_constraints
 from megarl.rollout.gateway.session import Answer
+
+failed = openai_chat.failed
 
 
 def read(body: Mapping[str, Any], *, key: str) -> ChatRequest:
@@ -29,7 +31,7 @@ def read(body: Mapping[str, Any], *, key: str) -> ChatRequest:
             "output_config.format: answers are sampled without constraints, as the trainer "
             "computes their logprobs; ask for the format in the prompt"
         )
-    refuse_constraints(body)
+    openai_chat.refuse_constraints(body)
     messages: list[Message] = []
     if system := text_of(body.get("system"), "system"):
         messages.append(Message(role="system", content=system))
@@ -133,11 +135,6 @@ def error(message: str, status: int, code: str) -> dict[str, Any]:
     kinds = {401: "authentication_error", 404: "not_found_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": message}}
-
-
-def failed(refusal: dict[str, Any]) -> tuple[str, Any]:
-    """Returns the event that ends a stream with a refusal."""
-    return "error", refusal
 
 
 def _event(kind: str, **fields: Any) -> tuple[str, Any]:
