@@ -208,11 +208,12 @@ def stop_all(
         else:
             child.signal(first)
     patience = min(len(signals.received), 1)
-    wait_until(
-        lambda: len(signals.received) > patience or all(c.poll() is not None for c in children),
-        timeout=timeout,
-    )
-    if all(c.poll() is not None for c in children):  # what they started gets a moment, too
+
+    def ended() -> bool:
+        return all(child.poll() is not None for child in children)
+
+    wait_until(lambda: len(signals.received) > patience or ended(), timeout=timeout)
+    if ended():  # what they started gets a moment, too
         left = [c for c in children if signal_group(c.pid, signal.SIGTERM)]
         wait_until(lambda: not any(signal_group(c.pid, 0) for c in left), timeout=ORPHAN_GRACE)
     for child in children:
