@@ -28,12 +28,7 @@ from megarl.dataflow.mesh import Devices, Mesh
 from megarl.observability.stats_tracker import record_timing
 from megarl.trainer.context import RunContext
 from megarl.trainer.rl import RLTrainer, gae_settings
-from megarl.trainer.roles import (
-    MegatronRewardModel,
-    make_actor,
-    make_critic,
-    make_frozen,
-)
+from megarl.trainer.roles import MegatronRewardModel, make_actor, make_critic, make_frozen
 from megarl.trainer.rollout_metrics import rollout_metrics, trained_metrics, update_speed
 from megarl.trainer.self_check import SelfCheck
 

@@ -18,13 +18,7 @@ from typing import Any
 
 from megarl.config import rules
 from megarl.config.algo import PPOActorConfig, PPOCriticConfig
-from megarl.config.dataset import (
-    GENERATED,
-    MIX,
-    WITH_REWARD,
-    DatasetConfig,
-    SourceConfig,
-)
+from megarl.config.dataset import GENERATED, MIX, WITH_REWARD, DatasetConfig, SourceConfig
 from megarl.config.engine import ALL_LINEAR, LoRAConfig, OptimizerConfig, ParallelConfig
 from megarl.config.errors import ConfigError, raise_if_any
 from megarl.config.recipe_engines import addresses_in, turn_problems

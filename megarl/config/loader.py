@@ -45,15 +45,7 @@ from megarl.config.errors import ConfigError, raise_if_any
 from megarl.config.help import unknown_key
 from megarl.config.presets import AllocationMode
 from megarl.config.recipes import BaseConfig, main_role, own_code, recipe_class
-from megarl.config.schema import (
-    UNIONS,
-    Key,
-    children,
-    find_key,
-    key_table,
-    not_a_choice,
-    show,
-)
+from megarl.config.schema import UNIONS, Key, children, find_key, key_table, not_a_choice, show
 from megarl.config.secrets import (
     Place,
     as_written,

@@ -26,11 +26,7 @@ from megarl.server.protocol import MAX_GROUP_SIZE, MAX_JOINS, ControlError
 from megarl.server.weights import Spec, WeightStore, cut, read_specs
 from megarl.weight_sync.receiver import LOADER, megarl_receiver
 from megarl.wire import block_fp8, handles
-from megarl.wire.process_group import (
-    abort_collectives,
-    destroy_update_group,
-    init_update_group,
-)
+from megarl.wire.process_group import abort_collectives, destroy_update_group, init_update_group
 
 logger = logging.getLogger(__name__)
 DEFAULT_GROUP = "weight_update_group"

@@ -46,13 +46,7 @@ from megarl.ckpt.convert.source import (
     stored_params,
 )
 from megarl.ckpt.dist import complete, describe_model
-from megarl.ckpt.hf import (
-    MAX_SHARD_BYTES,
-    copy_beside,
-    write_beside,
-    write_config,
-    write_sidecars,
-)
+from megarl.ckpt.hf import MAX_SHARD_BYTES, copy_beside, write_beside, write_config, write_sidecars
 from megarl.ckpt.safetensors import SINGLE, main_dtype, plan_shards, shard_header, write_index
 from megarl.models.params import checkpoint_keys
 from megarl.parallel import mcore  # noqa: F401  before megatron

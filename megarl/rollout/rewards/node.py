@@ -22,12 +22,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
 from megarl.rollout.rewards.pool import RewardPool
-from megarl.rollout.rewards.results import (
-    RewardError,
-    RewardTimeout,
-    RewardUnavailable,
-    WorkerLost,
-)
+from megarl.rollout.rewards.results import RewardError, RewardTimeout, RewardUnavailable, WorkerLost
 from megarl.rpc.errors import Refused, RemoteError, RpcError
 from megarl.rpc.group import LOOPBACK
 from megarl.rpc.link import Link, Listener, connect
