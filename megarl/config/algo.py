@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Annotated
 
 from annotated_types import Ge, Gt, Le
@@ -19,6 +18,7 @@ from megarl.config.base import (
     OptionsOf,
     SeamConfig,
     free,
+    section,
 )
 from megarl.config.engine import TrainEngineConfig
 
@@ -31,16 +31,16 @@ BY_GROUP = ("gdpo", "rloo", "opo", "pass_at_k", "max_at_k", "gpg")
 class PPOActorConfig(TrainEngineConfig):
     """Configures the policy that trains: its engine, loss, advantages and rewards."""
 
-    loss: SeamConfig = field(default_factory=partial(SeamConfig, type="policy"))
+    loss: SeamConfig = section(SeamConfig, type="policy")
     """the loss of an update: a function of this section that returns a LossSpec; policy: ratio,
     surrogate, correction, KL and entropy, by the keys below"""
     ratio: Annotated[str, Choices("token", "sequence", "sequence-token")] = "token"
     """importance ratio of the surrogate: token: of a token; sequence: the geometric mean over its
     sequence (GSPO); sequence-token: that mean with the token's gradient (GSPO-token)"""
-    surrogate: SeamConfig = field(default_factory=partial(SeamConfig, type="clip"))
+    surrogate: SeamConfig = section(SeamConfig, type="clip")
     """what a token's loss is, by its ratio and its advantage: clip (PPO), cispo, sapo, gmpo,
     topr, unclipped, log_likelihood, or a function of this section"""
-    advantages: SeamConfig = field(default_factory=partial(SeamConfig, type="group"))
+    advantages: SeamConfig = section(SeamConfig, type="group")
     """how rewards become advantages without a critic: a function of this section that returns an
     AdvantageSpec; group: compares the samples of a prompt (adv_norm), with a std of options.kind:
     sample (by n - 1) or population (by n)"""

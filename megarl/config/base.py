@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megarl.config.aliases import ALIASES
 from megarl.utils.importing import is_import_path
 
+T = TypeVar("T")
 LARGEST_FLOAT = 1e12  # no float key has a use for more
 LARGEST_INT = (1 << 63) - 1  # torch and the servers count in 64 bits
 DAY = 24 * 3600
@@ -76,6 +78,11 @@ Options = dict[str, Any]  # of a free section
 def free() -> Any:
     """Returns the default of a free section: a dict that is empty."""
     return field(default_factory=dict)
+
+
+def section(cls: type[T], **keys: Any) -> T:
+    """Returns the default of a section: a new `cls` with these keys for each configuration."""
+    return field(default_factory=partial(cls, **keys))
 
 
 @dataclass(frozen=True)

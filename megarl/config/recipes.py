@@ -29,6 +29,7 @@ from megarl.config.base import (
     OptionsOf,
     SeamConfig,
     free,
+    section,
 )
 from megarl.config.dataset import DatasetConfig, PartConfig, SourceConfig
 from megarl.config.engine import TrainEngineConfig
@@ -181,9 +182,7 @@ class GRPOConfig(BaseConfig):
     their sum in GRPO"""
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
     """sampling during training"""
-    eval_gconfig: GenerationHyperparameters = field(
-        default_factory=lambda: GenerationHyperparameters(greedy=True)
-    )
+    eval_gconfig: GenerationHyperparameters = section(GenerationHyperparameters, greedy=True)
     """sampling during evaluation"""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     """generation client"""
@@ -211,7 +210,7 @@ class PPOConfig(GRPOConfig):
     """Configures PPO: GRPO's keys, with a critic and GAE instead of comparing samples."""
 
     recipe: Annotated[str, _RECIPES] = "ppo"
-    actor: PPOActorConfig = field(default_factory=lambda: PPOActorConfig(adv_norm="batch"))
+    actor: PPOActorConfig = section(PPOActorConfig, adv_norm="batch")
     critic: PPOCriticConfig = field(default_factory=PPOCriticConfig)
     """the value function; empty path is actor.path"""
     discount: Annotated[float, FRACTION] = 1.0

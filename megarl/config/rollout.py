@@ -12,7 +12,6 @@ import inspect
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -27,6 +26,7 @@ from megarl.config.base import (
     OptionsOf,
     SeamConfig,
     free,
+    section,
 )
 from megarl.utils.importing import load_object
 
@@ -292,13 +292,9 @@ class RolloutConfig:
     addresses_file: str = ""
     """file with a line host:port for each further server, read at every weight update: added
     servers join the run, removed ones leave it"""
-    workflow: SeamConfig = field(
-        default_factory=partial(SeamConfig, type="megarl.rollout.workflows.rlvr:RLVRWorkflow")
-    )
+    workflow: SeamConfig = section(SeamConfig, type="megarl.rollout.workflows.rlvr:RLVRWorkflow")
     """class that turns a row into samples"""
-    backend: SeamConfig = field(
-        default_factory=partial(SeamConfig, type="megarl.rollout.client:RemoteSGLangEngine")
-    )
+    backend: SeamConfig = section(SeamConfig, type="megarl.rollout.client:RemoteSGLangEngine")
     """class of the generation client, made with (rollout, weight_sync=..., seed=...)"""
     gateway: Annotated[Options, OptionsOf("megarl.rollout.gateway.messages:GatewayConfig")] = free()
     """HTTP gateway through which agents reach the policy: host (127.0.0.1), port (0 takes a free
@@ -362,13 +358,11 @@ class GenerationConfig:
 
     loss: bool = True
     """evaluate by the loss on the validation sets' own answers, too"""
-    gconfig: GenerationHyperparameters = field(
-        default_factory=partial(GenerationHyperparameters, greedy=True)
-    )
+    gconfig: GenerationHyperparameters = section(GenerationHyperparameters, greedy=True)
     """sampling during evaluation"""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     """generation client"""
     server: ServerConfig = field(default_factory=ServerConfig)
     """servers that rank 0 starts"""
-    weight_sync: WeightSyncConfig = field(default_factory=partial(WeightSyncConfig, type="disk"))
+    weight_sync: WeightSyncConfig = section(WeightSyncConfig, type="disk")
     """weights to the servers"""
