@@ -274,6 +274,23 @@ class Actor(Role):
                 made = whiten(whole, name)
             put(batch, name, made)
 
+    def compute_advantages_and_returns(
+        self, batch: Data, *, kl_ctl: float = 0.0, **gae: Any
+    ) -> dict[str, Any]:
+        """Adds batch["advantages"], and returns it with the "returns", both [B,S]: Tokens of a
+        Batch, tensors of a plain dict.
+
+        A batch with `values` gets both from `compute_gae`, which takes `gae` (discount, gae_lambda,
+        bootstrap, ...). Without a value function `compute_advantages` computes the advantages, and
+        the returns are the same numbers.
+        """
+        if "values" in batch:
+            self.compute_gae(batch, kl_ctl=kl_ctl, **gae)
+        else:
+            self.compute_advantages(batch, kl_ctl=kl_ctl, **gae)
+        returns = batch["returns" if "values" in batch else "advantages"]
+        return {"advantages": batch["advantages"], "returns": returns}
+
     def _mask_truncated(self, batch: Data, whole: Batch) -> None:
         """With mask_truncated takes rollouts that were cut out of loss_mask [B,S] of the data and
         of `whole`, the same as a Batch, unless nothing would be left."""

@@ -20,8 +20,6 @@ _NAMES: dict[str, dict[str, str]] = {
     },
     "Role": {
         "compute_logps": "compute_logp(batch)",
-        "compute_advantages_and_returns": "compute_advantages(batch), which adds its fields to the "
-        "batch",
         "update": "ppo_update(batch)",
     },
     "Batch": {

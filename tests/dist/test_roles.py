@@ -90,7 +90,8 @@ def estimates(path: str, parallel: dict[str, Any]) -> dict[str, Tensors]:
         actor.place(batch)
         assert len(batch.rows) < N or actor.engine.layout.dp == 1
         kw = dict(discount=0.9, gae_lambda=0.95, kl_ctl=0.1, bootstrap=True)
-        white.compute_gae(batch, **kw)
+        both = white.compute_advantages_and_returns(batch, **kw)
+        assert all(both[name] is batch[name] for name in ("advantages", "returns"))
         made = {name: whole(batch, name) for name in FIELDS[:3]}
         actor.compute_advantages(batch)
         made["whitened"], made["grouped"] = made["advantages"], whole(batch, "advantages")

@@ -62,6 +62,20 @@ def test_minibatches_cover_every_sequence_once_and_average_their_figures():
     assert stats["first_ratio_abs_dev"] == 0.0 < stats["ratio_abs_dev"]  # later ones are off-policy
 
 
+@pytest.mark.parametrize("as_batch", [False, True])
+def test_advantages_and_returns_are_those_of_the_update(as_batch):
+    actor, want = prepared(PPOActorConfig())
+    batch: Any = rollout(actor.engine)
+    batch = Batch.from_padded(batch) if as_batch else batch
+    made = actor.compute_advantages_and_returns(batch)
+    assert made.keys() == {"advantages", "returns"}
+    for values in made.values():  # of one number for each token, without a value function
+        values = values.padded() if as_batch else values
+        assert values.shape == want["input_ids"].shape
+        assert torch.equal(values, want["advantages"])
+    assert batch["advantages"] is made["advantages"] and "returns" not in batch
+
+
 class RoutingEngine(BigramEngine):
     """Every token's expert is its id."""
 

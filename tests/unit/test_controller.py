@@ -16,9 +16,11 @@ import pytest
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from megarl.algos import Actor
 from megarl.api.batch import Batch, Home, Tokens
 from megarl.api.failures import OtherRankFailed
 from megarl.api.records import ServersLost
+from megarl.config.algo import PPOActorConfig
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
 from megarl.controller import start
@@ -31,6 +33,7 @@ from megarl.rpc.errors import RemoteError, WorkerDied
 from megarl.rpc.group import LocalScheduler
 from megarl.utils.files import DiskFull
 from megarl.utils.stopping import StopRequested
+from tests.unit.bigram import BigramEngine, prepared, rollout
 from tests.unit.controlled import workers
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -145,6 +148,18 @@ def test_a_batch_travels_to_workers_and_edits_come_back() -> None:
         assert group.call(lambda b: b["extra"].tolist(), batch) == [1.0] * 5
         few = batch.fetch([1, 4], ["prox_logp"])
         assert few["prox_logp"].shape == (2, 5) and set(few) == {"prox_logp", "attention_mask"}
+
+
+def test_advantages_and_returns_of_an_actor_on_workers() -> None:
+    _, want = prepared(PPOActorConfig())
+    with workers(driver=1, trainers=1) as (driver, group):
+        batch = driver.call(lambda: Batch.from_padded(rollout(BigramEngine())))
+        actor: Any = group.put(Actor(PPOActorConfig(), BigramEngine(), temperature=1.0))
+        made = actor.compute_advantages_and_returns(batch)
+        batch["advantages"], batch["returns"] = made["advantages"], made["returns"]
+        found = batch.load_data()
+        for name in ("advantages", "returns"):
+            assert torch.equal(found[name], want["advantages"])
 
 
 def test_each_worker_pulls_its_share_alone() -> None:

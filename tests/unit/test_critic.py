@@ -240,6 +240,19 @@ def test_compute_gae_puts_rewards_kl_and_the_last_value_in_their_places():
         actor.compute_gae(b, discount=1.0, gae_lambda=1.0, kl_ctl=0.0, bootstrap=False)
 
 
+def test_with_values_advantages_and_returns_are_those_of_gae():
+    settings = {"discount": 0.9, "gae_lambda": 0.8, "kl_ctl": 0.1, "bootstrap": True}
+    want, actor = ready(**settings), Actor(PPOActorConfig(), BigramEngine(), temperature=1.0)
+    actor.config.adv_norm = "none"
+    batch = {k: v for k, v in want.items() if k not in ("advantages", "returns", "earned")}
+    made = actor.compute_advantages_and_returns(batch, **settings)
+    for name in ("advantages", "returns"):
+        assert torch.equal(made[name], want[name]) and made[name] is batch[name]
+    assert not torch.equal(made["advantages"], made["returns"])
+    with pytest.raises(TypeError, match="discount"):  # no second default beside the recipe's
+        actor.compute_advantages_and_returns(batch)
+
+
 def test_lambda_by_length_and_one_for_the_critic():
     """VAPO's 1 - 1 / (alpha l) for the advantages, a lambda of their own for the returns."""
     alpha = 0.4

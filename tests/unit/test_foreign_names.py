@@ -36,10 +36,6 @@ LINES: dict[str, tuple[Callable[[], Any], str]] = {
         "update_weights",
     ),
     "actor.compute_logps": (lambda: Role(BigramEngine()).compute_logps, "compute_logp"),
-    "actor.compute_advantages_and_returns": (
-        lambda: Role(BigramEngine()).compute_advantages_and_returns,
-        "compute_advantages",
-    ),
     "saver.save": (lambda: object.__new__(Saver).save, "maybe_save"),
     "batch.to": (lambda: batch().to, "moves"),
     "batch['input_ids'].shape": (lambda: batch()["input_ids"].shape, "padded"),

@@ -133,7 +133,8 @@ def main_grpo() -> None:
 
             # prepare train inputs; the batch needs no copy of its keys
             batch["ref_logp"] = ref.compute_logp(batch)
-            actor.compute_advantages(batch)
+            adv_batch = actor.compute_advantages_and_returns(batch)
+            batch["advantages"] = adv_batch["advantages"]
 
             # PPO update
             stats = actor.ppo_update(batch)
