@@ -10,9 +10,12 @@
         stats_tracker.scalar(loss=1.0)                             # actor/loss
     stats = stats_tracker.export()                                 # {name: float}, and starts anew
 
-The functions act on one tracker of the process; StatsTracker is for a second one. A loss may use
-them: the engine has one rank of each data-parallel replica record, so that every sequence counts
-once however it is laid out and cut into micro-batches.
+The functions act on one tracker of the process; StatsTracker is for a second one.
+
+Every rank runs the script and records the same values, such as the fields [B] of a Batch. So the
+export has the counts and sums of one rank. A loss may use the functions, too: there one rank of
+each data-parallel replica records its own rows, and counts and sums add up over ranks. So every
+sequence counts once, however it is laid out and cut into micro-batches.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from megarl.observability.timeline import phase
 
 REDUCE_TYPES = ("avg", "sum", "min", "max")
 _BY_DEFAULT = ("avg", "min", "max")
+_COMMON = "common sum"  # of values that every rank records
 
 
 @dataclass
@@ -73,7 +77,8 @@ def joined(*taken: Entries) -> dict[str, float]:
     """Returns {name: value} of what was recorded in several processes."""
     sums: Entries = {}
     for entries in taken:
-        for key, entry in entries.items():
+        for (name, how), entry in entries.items():
+            key = name, "sum" if how == _COMMON else how
             sums.setdefault(key, _Entry()).join(entry)
     return {name: entry.reduced(how) for (name, how), entry in sorted(sums.items())}
 
@@ -92,7 +97,7 @@ class StatsTracker:
         self._entries: dict[tuple[str, str], _Entry] = {}  # by (name, how it is reduced)
         self._seconds: dict[str, float] = {}  # of each phase, since the last export
         self._around: Callable[[str], AbstractContextManager[Any]] = nullcontext
-        self._muted = False
+        self._muted = self._row_by_row = False
 
     def scalar(self, **values: float) -> None:
         """Records numbers. A name's values of one export are averaged, over all ranks."""
@@ -153,13 +158,15 @@ class StatsTracker:
 
     @contextmanager
     def muted(self, mute: bool = True) -> Iterator[None]:
-        """Checks what is recorded inside, but for timings, and leaves it out: on a rank that
-        computes what another records, or where something is computed again."""
-        before, self._muted = self._muted, self._muted or mute
+        """Enters a block in which one rank records each row: counts and sums add up over ranks.
+        With `mute` this rank checks its records and leaves them out, except timings: another rank
+        records them, or they are computed again."""
+        before = self._muted, self._row_by_row
+        self._muted, self._row_by_row = self._muted or mute, True
         try:
             yield
         finally:
-            self._muted = before
+            self._muted, self._row_by_row = before
 
     @contextmanager
     def record_timing(self, name: str) -> Iterator[None]:
@@ -188,8 +195,9 @@ class StatsTracker:
     def export(self, *, over_ranks: bool = True, group: Any = None) -> dict[str, float]:
         """Returns {name: value} and starts anew. Collective over `group`, the world, by default.
 
-        Every rank's records count, so ranks that hold the same rows should not both record sums of
-        them. Timings are those of the slowest rank. over_ranks: False takes this rank alone.
+        Averages, minima and maxima are of all ranks' records. A count or a sum is averaged over the
+        ranks that record it, and inside `muted` and losses added up. Timings are those of the
+        slowest rank. over_ranks: False exports the records of this rank only.
         """
         return joined(self.take(over_ranks=over_ranks, group=group))
 
@@ -206,6 +214,8 @@ class StatsTracker:
         return entries
 
     def _add(self, name: str, how: str, values: Tensor) -> None:
+        if how == "sum" and not self._row_by_row:
+            how = _COMMON
         if not self._muted:
             self._entries.setdefault((name, how), _Entry()).add(values)
 
@@ -225,13 +235,14 @@ def _joined(entries: Entries, group: Any) -> Entries:
         dist.all_gather_object(every, keys, group)
         keys = sorted({key for rank in every for key in rank})
     own = [entries.get(key, _Entry()) for key in keys]
-    sums = torch.tensor([[e.sum, e.count] for e in own], dtype=torch.float64, device=device)
+    recorded = [[e.sum, e.count, key in entries] for key, e in zip(keys, own)]
+    sums = torch.tensor(recorded, dtype=torch.float64, device=device)
     tops = torch.tensor([[e.high, -e.low] for e in own], dtype=torch.float64, device=device)
     dist.all_reduce(sums, dist.ReduceOp.SUM, group)
     dist.all_reduce(tops, dist.ReduceOp.MAX, group)
     return {
-        key: _Entry(total, count, -low, high)
-        for key, (total, count), (high, low) in zip(keys, sums.tolist(), tops.tolist(), strict=True)
+        key: _Entry(total / (ranks if key[1] == _COMMON else 1), count, -low, high)
+        for key, (total, count, ranks), (high, low) in zip(keys, sums.tolist(), tops.tolist())
     }
 
 

@@ -18,8 +18,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed import distributed_c10d as c10d
 
+from megarl.api.batch import Batch
 from megarl.api.records import WeightUpdateMeta
 from megarl.config.rollout import RolloutConfig
+from megarl.observability import stats_tracker
 from megarl.observability.stats_tracker import StatsTracker
 from megarl.parallel import ranks as module
 from megarl.parallel.ranks import Ranks, on_rank_zero
@@ -269,8 +271,12 @@ def recorded() -> dict[str, float]:
     tracker.denominator(odd=torch.tensor([True, False, True]))
     tracker.stat(n=lengths, denominator="odd")
     tracker.stat(total=lengths, denominator="odd", reduce_type="sum")
+    with tracker.muted(False):  # rows of this rank
+        tracker.denominator(own=torch.tensor([True, False, True]))
+        tracker.stat(own_total=lengths, denominator="own", reduce_type="sum")
     if rank == 1:
         tracker.scalar(only_here=5.0)
+        tracker.denominator(one_rank=torch.ones(3, dtype=torch.bool))
     with tracker.record_timing("train"):
         pass
     stats = tracker.export()
@@ -282,8 +288,33 @@ def test_statistics_are_reduced_over_ranks(world):
     first, second = world.run(recorded)
     assert first == second and first.pop("slowest") > 0
     assert first == {
-        "loss": 0.5, "odd": 4.0, "n/avg": 7.0, "n/min": 1.0, "n/max": 13.0, "total": 28.0,
-        "only_here": 5.0,
+        "loss": 0.5, "odd": 2.0, "n/avg": 7.0, "n/min": 1.0, "n/max": 13.0, "total": 14.0,
+        "own": 4.0, "own_total": 28.0, "only_here": 5.0, "one_rank": 3.0,
+    }  # fmt: skip
+
+
+def recorded_of_a_batch() -> dict[str, float]:
+    """The lines of document 002, of a batch of 8 that two ranks share, and a loss's own rows."""
+    lengths = torch.tensor([2, 3])
+    padded = {
+        "input_ids": torch.zeros(4, 3, dtype=torch.long),
+        "attention_mask": torch.arange(3) < lengths.repeat(2)[:, None],
+        "rewards": torch.tensor([1.0, 0.0, 1.0, 1.0]),
+    }
+    batch = Batch.from_local(padded)
+    assert len(batch) == 8 and len(batch.rows) == 4
+    right = (batch["rewards"] > 0).bool()
+    stats_tracker.denominator(correct_n_seqs=right, n_seqs=torch.ones_like(right))
+    stats_tracker.stat(correct_seq_len=batch.lengths.float(), denominator="correct_n_seqs")
+    stats_tracker.stat(tokens=batch.lengths, denominator="n_seqs", reduce_type="sum")
+    return stats_tracker.export()
+
+
+def test_fields_of_a_batch_count_once(world):
+    first, second = world.run(recorded_of_a_batch)
+    assert first == second == {
+        "n_seqs": 8.0, "correct_n_seqs": 6.0, "tokens": 20.0, "correct_seq_len/avg": 14 / 6,
+        "correct_seq_len/min": 2.0, "correct_seq_len/max": 3.0,
     }  # fmt: skip
 
 

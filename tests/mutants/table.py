@@ -407,8 +407,8 @@ MUTANTS = (
     ),
     Mutant(
         "observability/stats_tracker.py",
-        "before, self._muted = self._muted, self._muted or mute",
-        "before, self._muted = self._muted, mute",
+        "self._muted, self._row_by_row = self._muted or mute, True",
+        "self._muted, self._row_by_row = mute, True",
         ("tests/unit/test_stats_tracker.py::test_what_is_muted_is_checked_and_left_out",),
     ),
     Mutant(
