@@ -173,18 +173,12 @@ def run(cfg: BaseConfig) -> None:
     own = next(path for recipe, path in TRAINERS.items() if isinstance(cfg, recipe))
     trainer = load_object(cfg.trainer.type or own, what="trainer")
     from megarl.trainer import loop
-    from megarl.trainer.context import RunContext
 
     if isinstance(cfg, GRPOConfig) and cfg.replay is not None:
         from megarl.trainer.replay import replaying
 
         trainer = replaying(trainer)
-    context: type[RunContext] = RunContext
-    if cfg.trainer.mode == "controller":
-        from megarl.controlled import ControllerContext
-
-        context = ControllerContext
-    loop.run(cfg, trainer, context)
+    loop.run(cfg, trainer)
 
 
 def _world_size(cfg: BaseConfig, only_checks: bool) -> int:

@@ -3,7 +3,7 @@ have no effect in it are named.
 
 A recipe reads every key. A user's script reads the keys that it names and the keys of the parts
 that it makes by `for_run`. A section that it hands to a part counts as read, but for the keys in
-`_LEFT`. A key that is set and not read is named once, after the first step or at the end.
+`LEFT_KEYS`. A key that is set and not read is named once, after the first step or at the end.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ REWARD_KEYS = (
     *("rollout.reward_addresses", "rollout.on_reward_error"),
 )
 # keys that the part which a script hands their section to leaves to parts made by `for_run`
-_LEFT = (*REWARD_KEYS, "rollout.workflow", "rollout.backend", "actor.dynamic_sampling")
+LEFT_KEYS = (*REWARD_KEYS, "rollout.workflow", "rollout.backend", "actor.dynamic_sampling")
 # the configuration and the file of this process's script, until its keys are named
 _script: tuple[BaseConfig, Path] | None = None
 
@@ -126,7 +126,7 @@ def _is_read(cfg: BaseConfig, name: str, text: str) -> bool:
     above = list(accumulate(name.split("."), "{}.{}".format))  # a, a.b and a.b.c of a.b.c
     read = {*_BY_LAUNCHERS, *vars(cfg).get(_READ, ())}
     by_name = above[0]
-    if left := [key for key in above if key in _LEFT]:
+    if left := [key for key in above if key in LEFT_KEYS]:
         above, by_name = left, left[0].rpartition(".")[2]
     used = rf"""\.{by_name}\b|["']{by_name}["']"""
     return not read.isdisjoint(above) or re.search(used, text) is not None

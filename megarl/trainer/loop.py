@@ -4,32 +4,43 @@ ends."""
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from megarl.algos import Role
 from megarl.api.records import FinetuneSpec
-from megarl.config.recipe_engines import engines
+from megarl.config.recipe_engines import engines, trainer_processes, uses_block_fp8
 from megarl.config.recipes import BaseConfig, main_role
+from megarl.config.script import LEFT_KEYS, note_read
 from megarl.data.tokenizer import tokenizer_to_save
 from megarl.observability import stats_tracker
 from megarl.observability.logging import get_logger
 from megarl.observability.stats_tracker import record_timing
 from megarl.trainer.context import RunContext, Workers
 from megarl.trainer.evaluation import EvaluationTimes
+from megarl.trainer.preflight import check_recipe
 from megarl.trainer.recover import Recovery
 from megarl.trainer.rollout_metrics import update_speed
 from megarl.trainer.saver import Saver, Saves, saved_as
 from megarl.trainer.self_check import SelfCheck
 from megarl.utils import stopping
+from megarl.utils.env import set_trainer_defaults
+from megarl.utils.importing import load_object
 from megarl.utils.stopping import StopRequested
 
 log = get_logger(__name__)
 
+CONTROLLER_CONTEXT = "megarl.controlled:ControllerContext"  # a row above this one
 
-def run(cfg: BaseConfig, trainer_class: type[Any], context: type[RunContext] = RunContext) -> None:
+
+def run(cfg: BaseConfig, trainer_class: type[Any]) -> None:
     """Runs a recipe from start to end by its trainer. Every rank calls it."""
+    context: type[RunContext] = RunContext
+    if cfg.trainer.mode == "controller":
+        context = load_object(CONTROLLER_CONTEXT, what="context")
     with context(cfg, model_path=engines(cfg)[main_role(type(cfg))].path) as ctx:
         trainer = trainer_class(cfg, ctx, **cfg.trainer.options)
         try:
@@ -63,6 +74,22 @@ def collected_by_hand() -> Iterator[None]:
             gc.enable()
 
 
+@dataclass(frozen=True)
+class ScriptRun:
+    """A recipe's run that a script starts, by `trainer_class`."""
+
+    cfg: BaseConfig
+    trainer_class: type[Any]
+
+    def train(self) -> None:
+        """Runs the recipe from start to end. If a signal stops it, the process exits with 128 + the
+        signal's number, as a recipe's run does. Collective."""
+        with stopping.listening(spokesman=os.environ.get("RANK", "0") == "0"):
+            run(self.cfg, self.trainer_class)
+        if status := stopping.status():
+            raise SystemExit(status)
+
+
 class Trainer:
     """Trains until the last step, max_train_seconds, `good_enough` or a signal. A subclass makes
     its models, calls `go_on`, and says what a step is (`step`)."""
@@ -81,6 +108,19 @@ class Trainer:
 
     def __init__(self, cfg: Any, ctx: RunContext) -> None:
         self.cfg, self.ctx = cfg, ctx
+
+    @classmethod
+    def for_run(cls, cfg: BaseConfig) -> ScriptRun:
+        """Returns the run of a script's configuration by this trainer; `train()` runs it. Raises
+        ConfigError for a configuration that the recipe's own start refuses."""
+        by_controller = cfg.trainer.mode == "controller"
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        check_recipe(cfg, trainer_processes(cfg) if by_controller else world_size, own_script=True)
+        set_trainer_defaults(os.environ, block_fp8=uses_block_fp8(cfg))
+        # the script chooses the trainer, so these two have no effect, and the log names them
+        read = (field.name for field in fields(cfg) if field.name not in ("trainer", "replay"))
+        note_read(cfg, *read, "trainer.options", *LEFT_KEYS)
+        return ScriptRun(cfg, cls)
 
     @property
     def trainers(self) -> Workers:

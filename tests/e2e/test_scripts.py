@@ -13,6 +13,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from examples.tiny_model import make_model
+from megarl import ConfigError, GRPOConfig, RLTrainer, load_config
 from tests.dist.world import free_port
 from tests.embedded_server import embedded_server
 
@@ -99,6 +100,58 @@ def test_the_script_by_torchrun(model: Path, tmp_path: Path) -> None:
         )
         assert server.get("/model_info")[1]["weight_version"] == str(STEPS)
     check_run(tmp_path)
+
+
+ONE_CALL = r"^```python\n(import sys\n.*?for_run\(config\)\.train\(\)\n)```$"
+
+
+@pytest.fixture
+def one_call(tmp_path: Path) -> str:
+    """The script of docs/extending.md that starts a trainer of its own in one call."""
+    page = (ROOT / "docs" / "extending.md").read_text()
+    (script,) = re.findall(ONE_CALL, page.split("## A tracker")[0], re.MULTILINE | re.DOTALL)
+    (tmp_path / "train.py").write_text(script)
+    return str(tmp_path / "train.py")
+
+
+def check_recipe_run(root: Path) -> None:
+    """Both steps were the script's, on the whole batch, and all that a recipe writes is there."""
+    run_dir = root / "script/grpo"
+    rows = [json.loads(line) for line in (run_dir / "stats.jsonl").open()]
+    assert [(row["step"], row["mine"], row["n_updates"]) for row in rows] == [(1, 1, 2), (2, 1, 2)]
+    assert [row["rollout/trained_samples"] for row in rows] == [12.0, 24.0]
+    AutoModelForCausalLM.from_pretrained(run_dir / "final")
+    assert (run_dir / "recover/step_000002/trainer.json").is_file()
+
+
+def test_a_trainer_in_one_call_by_torchrun(model: Path, tmp_path: Path, one_call: str) -> None:
+    flags = ("--context-length", "64", "--dtype", "float32")
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr"]
+    with embedded_server(model, *flags, log=tmp_path / "server.log") as server:
+        out = run(
+            [*torchrun, "127.0.0.1", "--master-port", str(free_port()), one_call]
+            + [*keys(model, tmp_path), f"rollout.addresses=[127.0.0.1:{server.port}]"]
+            + ["weight_sync.type=disk", "recover.freq_steps=2", "trainer=elsewhere:Unread"]
+        )
+        assert server.get("/model_info")[1]["weight_version"] == str(STEPS)
+    check_recipe_run(tmp_path)
+    (unread,) = (line for line in out.splitlines() if "no effect in this script" in line)
+    assert "script: trainer.type. " in unread  # the script has chosen; it reads all other keys
+
+
+def test_a_trainer_in_one_call_under_a_controller(
+    model: Path, tmp_path: Path, one_call: str
+) -> None:
+    command = ["-m", "megarl.launcher.local", one_call, "trainer.mode=controller", "--nproc", "2"]
+    run([*command, *keys(model, tmp_path), "recover.freq_steps=2"])
+    check_recipe_run(tmp_path)
+
+
+def test_a_trainer_in_one_call_refuses_what_the_recipe_refuses(model: Path) -> None:
+    config = load_config(["--config", str(CONFIG), f"actor.path={model}"], cls=GRPOConfig)
+    config.actor.parallel.tp = 3
+    with pytest.raises(ConfigError, match=r"actor\.parallel: .*\b3\b"):
+        RLTrainer.for_run(config)
 
 
 def test_the_cells_of_the_notebook(model: Path, tmp_path: Path) -> None:
