@@ -33,7 +33,7 @@ from megarl.config.secrets import leaves
 
 # with what verl's data files hold, and what servers on the trainers' GPUs need
 DEFAULTS = """{actor.c_clip: 3.0, actor.optimizer.lr: 1.0e-6, actor.optimizer.beta2: 0.999,
-actor.optimizer.warmup_steps_proportion: 0.0, actor.recompute_granularity: full, server.tp: 2,
+actor.optimizer.warmup_steps: 0, actor.recompute_granularity: full, server.tp: 2,
 train_dataset.batch_size: 1024, total_train_epochs: 30, train_dataset.type: chat,
 train_dataset.options: &verl {columns: {messages: prompt, answer: reward_model.ground_truth}},
 train_dataset.reward: gsm8k, valid_dataset.type: chat, valid_dataset.reward: gsm8k,
@@ -53,7 +53,7 @@ actor_rollout_ref.rollout.tensor_model_parallel_size"""
 OWN_FILES = ("ppo_trainer", "ppo_megatron_trainer")  # in config, of verl.trainer.main_ppo
 # Hydra's options for a file, the short forms too
 _NAMED = r"(?<!\S)(?:--config-|-c)(n|p|d)(?:ame|ath|ir)?[= ](\S+)"
-REFUSED = "custom_reward_function multi_turn lr_warmup_steps reward_model norm_adv_by_std_in_grpo"
+REFUSED = "custom_reward_function multi_turn reward_model norm_adv_by_std_in_grpo"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -142,6 +142,8 @@ def converted(given: Mapping[str, Any], problems: list[str]) -> str:
         ours = (aliased(table, name) or "").partition("=")[0]
         if parts & {*NEEDLESS.split()} or value == -1:
             needless.append(name)
+        elif name.endswith("_steps_ratio") and (value == 1 or keys.get(name[:-6], -1) != -1):
+            problems.append(f"{name}={value}: write lr_warmup_steps, without a ratio")
         elif ours and not parts & {*REFUSED.split()}:
             value = [value] if ours.endswith(".files") and isinstance(value, str) else value
             rows.append((ours, VALUES.get(str(value), value), name))

@@ -33,8 +33,8 @@ _THEIRS: Mapping[str, str] = {
     # the optimizer
     "*.optimizer.lr": "learning_rate lr",
     "*.optimizer.gradient_clipping": "grad_clip clip_grad max_grad_norm",
-    "*.optimizer.warmup_steps_proportion": "warmup_ratio lr_warmup_steps_ratio "
-    "num_warmup_steps lr_warmup_steps warmup_steps",
+    "*.optimizer.warmup_steps": "warmup_ratio lr_warmup_steps_ratio num_warmup_steps "
+    "lr_warmup_steps warmup_steps_proportion",
     "*.optimizer.lr_scheduler_type": "lr_scheduler scheduler lr_decay_style warmup_style",
     "*.optimizer.min_lr_ratio": "min_lr",
     "*.optimizer.beta1": "adam_beta1",

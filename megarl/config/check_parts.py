@@ -105,6 +105,8 @@ def lora_problems(key: str, cfg: LoRAConfig) -> Iterator[str]:
 def optimizer_problems(key: str, cfg: OptimizerConfig) -> Iterator[str]:
     """Yields optimizer options that need another option, and options that megatron-core lacks."""
     yield from rule_problems(rules.OPTIMIZER, cfg, f"{key}.")
+    if cfg.warmup_steps > 1 and cfg.warmup_steps % 1:
+        yield f"{key}.warmup_steps={cfg.warmup_steps}: write whole steps, or a fraction below 1"
     for name, value in cfg.options.items():
         declared = _fields_of_megatron()
         option = f"{key}.options.{name}={show(value)}"

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from megarl.config.base import (
     FRACTION,
     FRACTION_ABOVE_ZERO,
+    NOT_NEGATIVE,
     OFF_AT_ZERO,
     POSITIVE,
     AnswersForeignKeys,
@@ -76,8 +77,8 @@ class OptimizerConfig:
     """Adam epsilon"""
     lr_scheduler_type: Annotated[str, Choices("constant", "linear", "cosine")] = "constant"
     """schedule after warm-up"""
-    warmup_steps_proportion: Annotated[float, FRACTION] = 0.001
-    """fraction of all steps spent warming up linearly"""
+    warmup_steps: Annotated[int | float, NOT_NEGATIVE] = 0.001
+    """steps of linear warm-up; below 1 the fraction of all steps"""
     gradient_clipping: Annotated[float, OFF_AT_ZERO] = 1.0
     """global gradient norm bound; 0 turns clipping off"""
     spike_norm: Annotated[float, POSITIVE] | None = None

@@ -170,25 +170,26 @@ def build_schedule(
 
     Step k (from 0) has lr * (k+1)/w during the w warm-up steps, so that none is wasted at 0 and the
     last of them has lr. Then it falls towards the minimum, which would be reached at step n, one
-    after the last. Without warm-up the first step has lr, just as with a warm-up of one step.
+    after the last. Without warm-up the first step has lr, just as with a warm-up of one step. If
+    the length is unknown, a fraction of it is no warm-up.
     """
-    if ft_spec is None:
-        if cfg.lr_scheduler_type != "constant":
-            raise ValueError(
-                f"optimizer.lr_scheduler_type={cfg.lr_scheduler_type!r} needs to know the run's "
-                "length: pass ft_spec to initialize(), or use 'constant'"
-            )
-        steps, warmup = _ENDLESS, 1
-    else:
-        steps = max(1, ft_spec.total_train_steps)
-        warmup = max(1, math.ceil(cfg.warmup_steps_proportion * steps - 1e-9))  # 0.1 * 30 > 3
+    if ft_spec is None and cfg.lr_scheduler_type != "constant":
+        raise ValueError(
+            f"optimizer.lr_scheduler_type={cfg.lr_scheduler_type!r} needs to know the run's "
+            "length: pass ft_spec to initialize(), or use 'constant'"
+        )
+    steps = _ENDLESS if ft_spec is None else max(1, ft_spec.total_train_steps)
+    warmup = cfg.warmup_steps
+    if warmup < 1:
+        warmup = 1 if ft_spec is None else math.ceil(warmup * steps - 1e-9)  # 0.1 * 30 > 3
+    warmup = max(1, int(warmup))
     schedule = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=cfg.lr,
         min_lr=cfg.lr * cfg.min_lr_ratio,
-        lr_warmup_steps=min(steps, warmup),
-        lr_decay_steps=steps + 1,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=max(steps, warmup) + 1,
         lr_decay_style=cfg.lr_scheduler_type,
         start_wd=cfg.weight_decay,
         end_wd=cfg.weight_decay,

@@ -35,7 +35,7 @@ def dist_meta(path: Path | str, with_optim: bool = True) -> SaveLoadMeta:
 
 
 def engine_for(path: str, parallel: Parallel, over: dict[str, Any]) -> Any:
-    schedule = dict(lr_scheduler_type="cosine", warmup_steps_proportion=0.25)
+    schedule = dict(lr_scheduler_type="cosine", warmup_steps=0.25)
     own = {**over, "optimizer": {**schedule, **over.get("optimizer", {})}}
     return make_engine(path, parallel, **own)
 

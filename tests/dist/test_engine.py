@@ -497,9 +497,7 @@ def schedule_of(path: str, kind: str, steps: int, warmup: float) -> list[float]:
     from megarl.config.engine import OptimizerConfig, TrainEngineConfig
     from megarl.engine import MegatronEngine
 
-    opt = OptimizerConfig(
-        lr=1.0, lr_scheduler_type=kind, warmup_steps_proportion=warmup, min_lr_ratio=0.1
-    )
+    opt = OptimizerConfig(lr=1.0, lr_scheduler_type=kind, warmup_steps=warmup, min_lr_ratio=0.1)
     engine = MegatronEngine(TrainEngineConfig(path=path, optimizer=opt))
     engine.initialize(
         None, FinetuneSpec(total_train_epochs=2, dataset_size=steps // 2, train_batch_size=1)

@@ -26,10 +26,12 @@ FIGURES = (
 
 
 class EarlierRun(Run):
-    """A run of the archive in a folder of its own, and the command that began it."""
+    """A run of the archive in a folder of its own, and the command that began it, with a key that
+    has another name today."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        super().__init__(folder / name / "runs", (*COMMAND, *RUNS[name]))
+        today = [word.replace("warmup_steps_proportion", "warmup_steps") for word in COMMAND]
+        super().__init__(folder / name / "runs", (*today, *RUNS[name]))
 
     def start_again(self) -> tuple[int, str]:
         """Repeats the command with today's code; the status and the output."""

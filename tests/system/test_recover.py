@@ -38,7 +38,7 @@ COMMON = [
     "stats_logger.table=false",
     "collective_timeout=120",
 ]  # fmt: skip
-OPTIMIZER = ["lr=1e-2", "lr_scheduler_type=linear", "warmup_steps_proportion=0.4"]
+OPTIMIZER = ["lr=1e-2", "lr_scheduler_type=linear", "warmup_steps=0.4"]
 GRPO = [
     "recipe=grpo", *(f"actor.optimizer.{o}" for o in OPTIMIZER), "actor.ppo_n_minibatches=2",
     "gconfig.n_samples=4", "gconfig.max_new_tokens=8", "gconfig.seed=7",

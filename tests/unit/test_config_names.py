@@ -328,7 +328,7 @@ def written(folder: Path, files: list[str]) -> Path | None:
     [
         ("server.extra_args.mem_fraction_static=0.8", "server.options.mem_fraction_static"),
         ("server.enforce_eager=true", "server.options."),
-        ("actor.optimizer.warmup_steps=3", "actor.optimizer.warmup_steps_proportion"),
+        ("actor.optimizer.warmup_steps_proportion=0.1", "actor.optimizer.warmup_steps"),
         (
             "actor.optimizer.cpu_offload_fraction=0.5",
             "optimizer.options.optimizer_offload_fraction",

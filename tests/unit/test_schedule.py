@@ -16,11 +16,11 @@ FALL = {"linear": lambda x: 1 - x, "cosine": lambda x: (1 + math.cos(math.pi * x
 
 
 def schedule(kind: str, n: int, warmup: float):
-    """The optimizer, and its schedule of `n` steps; warmup is their share."""
+    """The optimizer, and its schedule of `n` steps."""
     optimizer = SimpleNamespace(param_groups=[{"lr": -1.0}])
     cfg = OptimizerConfig(
         lr=LR, min_lr_ratio=LEAST, lr_scheduler_type=kind,
-        warmup_steps_proportion=warmup,
+        warmup_steps=warmup,
     )  # fmt: skip
     spec = FinetuneSpec(total_train_epochs=1, dataset_size=n, train_batch_size=1)
     return optimizer, build_schedule(cfg, optimizer, spec)
@@ -53,9 +53,26 @@ def closed_form(kind: str, n: int, w: int) -> list[float]:
 def test_the_peak_is_reached_and_the_fall_ends_at_the_run_s_end(kind, n, w):
     want = closed_form(kind, n, w)
     assert want[max(w, 1) - 1] == LR
-    assert rates(kind, n, w / n) == pytest.approx(want)
+    for warmup in {w, w / n if w < n else w}:  # in steps, and as a fraction
+        assert rates(kind, n, warmup) == pytest.approx(want)
     for step in range(1, n + 1):
-        assert rates(kind, n, w / n, resume_at=step) == pytest.approx(want)
+        assert rates(kind, n, w, resume_at=step) == pytest.approx(want)
+
+
+def test_a_warm_up_that_is_longer_than_the_run_does_not_become_steeper():
+    rising = [LR * (k + 1) / 10 for k in range(6)]
+    for kind in ("constant", *FALL):
+        assert rates(kind, 5, 10) == pytest.approx(rising)
+
+
+def test_a_warm_up_in_steps_needs_no_length():
+    optimizer = SimpleNamespace(param_groups=[{"lr": -1.0}])
+    plan = build_schedule(OptimizerConfig(lr=LR, warmup_steps=4), optimizer, None)
+    found = []
+    for _ in range(6):
+        found.append(current_lr(optimizer))
+        plan.step(1)
+    assert found == pytest.approx([LR / 4, LR / 2, 3 * LR / 4, LR, LR, LR])
 
 
 def test_a_constant_rate_needs_no_length():
