@@ -183,6 +183,7 @@ NEEDLESS = {
     "slurm.minutes": f"{_SBATCH}: --time=MINUTES",
     "slurm.save_before": f"{_SBATCH}: --signal=B:USR1@SECONDS",
     "slurm.requeue": f"{_SBATCH}: --no-requeue",
+    "optimizer.type": "leave it out: the optimizer is Adam",
     "saver.mode": "write saver.metric=-NAME where a smaller one is better",
     "poll_seconds": "leave it out: the launcher asks Slurm every 2 s",
     "value_head_bias": "leave it out: a reward model's head has no bias, a critic's has one",

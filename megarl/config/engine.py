@@ -61,8 +61,6 @@ class ParallelConfig:
 class OptimizerConfig:
     """Configures Adam, its learning-rate schedule, and where the optimizer's state lies."""
 
-    type: Annotated[str, Choices("adam")] = "adam"
-    """optimizer"""
     lr: Annotated[float, FRACTION_ABOVE_ZERO] = 1e-5
     """peak learning rate"""
     min_lr_ratio: Annotated[float, FRACTION] = 0.0

@@ -45,6 +45,7 @@ from megarl.config.errors import ConfigError, raise_if_any
 from megarl.config.help import unknown_key
 from megarl.config.presets import AllocationMode
 from megarl.config.recipes import BaseConfig, main_role, own_code, recipe_class
+from megarl.config.rollout import recommended_sampling
 from megarl.config.schema import UNIONS, Key, children, find_key, key_table, not_a_choice, show
 from megarl.config.secrets import (
     Place,
@@ -200,9 +201,9 @@ def _build(cls: type[BaseConfig], tree: Tree, problems: Sequence[str] = ()) -> B
     Raises ConfigError with all that is wrong, after the `problems` that are known."""
     reading = _Reading(cls)
     whole = reading.whole(tree)
-    if reading.texts is not None and whole["allocation_mode"]:
-        reading = _Reading(cls)
-        whole = reading.whole(merged(_allocated(cls, whole, reading.problems), tree))
+    if reading.texts is not None and (decided := _decided(cls, whole, reading.problems)):
+        reading = _Reading(cls, reading.problems)
+        whole = reading.whole(merged(decided, tree))
     cfg: BaseConfig = reading.section(cls, whole)
     texts = reading.texts or {}
     read = [(texts[place], at(whole, place)) for place in from_environment(texts)]
@@ -211,15 +212,23 @@ def _build(cls: type[BaseConfig], tree: Tree, problems: Sequence[str] = ()) -> B
     return cfg
 
 
-def _allocated(cls: type[BaseConfig], whole: Tree, problems: list[str]) -> Tree:
-    """Returns the keys that allocation_mode decides. Those that are set stay above them, and the
-    checks (check.py) compare both."""
-    tree: Tree = {}
+def _decided(cls: type[BaseConfig], whole: Tree, problems: list[str]) -> Tree:
+    """Returns the keys that allocation_mode and gconfig.from_model decide. Those that are set stay
+    above them, and the checks (check.py) compare them with the allocation."""
+    tree, decided, main = Tree(), Tree(), main_role(cls)
     try:
-        decided = AllocationMode.from_str(str(whole["allocation_mode"])).keys(main_role(cls))
+        if whole["allocation_mode"]:
+            decided |= AllocationMode.from_str(str(whole["allocation_mode"])).keys(main)
     except ConfigError as e:
         problems += e.problems
-        return tree
+    for key in (name for name in _leaves(whole) if name.endswith("gconfig.from_model")):
+        if at(whole, key.split(".")):
+            path, section = whole[main]["path"], key.removesuffix("from_model")
+            try:
+                decided |= {section + name: v for name, v in recommended_sampling(path).items()}
+            except (OSError, ValueError) as e:  # ValueError: no JSON, or no name that a hub allows
+                why = f"{main}.path={path} recommends nothing ({' '.join(str(e).split())})"
+                problems.append(f"{key}=true: {why}; set {section}temperature instead")
     for name, value in decided.items():
         if name in key_table(cls):
             put(tree, name, value)

@@ -195,6 +195,9 @@ class GenerationHyperparameters:
     """generate through EOS"""
     seed: int | None = None
     """seeded sampling: keys every token by (seed, step, prompt, sample, position)"""
+    from_model: bool = False
+    """take temperature, top_p, top_k, greedy and stop_token_ids from the trained model's
+    generation_config.json; keys that are set win"""
 
     def new(self, **changes: Any) -> GenerationHyperparameters:
         """Returns a copy with other values, as gconfig.new(n_samples=1)."""
@@ -203,20 +206,29 @@ class GenerationHyperparameters:
     @classmethod
     def from_pretrained(cls, path: str | Path, **changes: Any) -> GenerationHyperparameters:
         """Returns the parameters that generation_config.json of a model directory recommends
-        (temperature, top_p, top_k, greedy, further stop tokens), with `changes`; the defaults where
-        there is no file."""
-        file = Path(path) / "generation_config.json"
-        recommended = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        names = ("temperature", "top_p", "top_k")
-        known = {k: v for k in names if (v := recommended.get(k)) is not None}
-        if known.get("top_k") == 0:  # transformers' word for all
-            del known["top_k"]
-        ends = recommended.get("eos_token_id")
-        if isinstance(ends, list):  # the first is the model's EOS
-            known["stop_token_ids"] = ends[1:]
-        if "do_sample" in recommended:
-            known["greedy"] = not recommended["do_sample"]
-        return cls(**(known | changes))
+        (temperature, top_p, top_k, greedy, further stop tokens), with `changes`. Raises OSError or
+        ValueError if the model has no such file."""
+        return cls(**(recommended_sampling(path) | changes))
+
+
+def recommended_sampling(path: str | Path) -> dict[str, Any]:
+    """Returns the keys of GenerationHyperparameters that a model's generation_config.json sets.
+
+    path: a directory or a hub name. Raises OSError or ValueError if the model has no such file."""
+    file = Path(path) / "generation_config.json"
+    if not Path(path).is_dir():
+        from huggingface_hub import hf_hub_download
+
+        file = Path(hf_hub_download(str(path), file.name))
+    recommended = json.loads(file.read_text(encoding="utf-8"))
+    # top_k=0 is transformers' word for all
+    known = {k: v for k in ("temperature", "top_p", "top_k") if (v := recommended.get(k))}
+    ends = recommended.get("eos_token_id")
+    if isinstance(ends, list):  # the first is the model's EOS
+        known["stop_token_ids"] = ends[1:]
+    if "do_sample" in recommended:
+        known["greedy"] = not recommended["do_sample"]
+    return known
 
 
 @dataclass(kw_only=True)

@@ -137,7 +137,7 @@ def _mcore_config(cfg: OptimizerConfig, dtype: torch.dtype) -> McoreOptimizerCon
         for name, value in cfg.options.items()
     }
     config = McoreOptimizerConfig(
-        optimizer=cfg.type,
+        optimizer="adam",
         lr=cfg.lr,
         min_lr=cfg.lr * cfg.min_lr_ratio,
         weight_decay=cfg.weight_decay,

@@ -486,9 +486,50 @@ def test_sampling_as_a_model_recommends_it(tmp_path):
     found = GenerationHyperparameters.from_pretrained(tmp_path, max_new_tokens=9)
     assert (found.temperature, found.top_k, found.top_p) == (0.6, 20, 1.0)
     assert found.stop_token_ids == [7] and found.max_new_tokens == 9 and not found.greedy
-    assert GenerationHyperparameters.from_pretrained(tmp_path / "none") == (
-        GenerationHyperparameters()
-    )
+    (tmp_path / "none").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"generation_config\.json"):
+        GenerationHyperparameters.from_pretrained(tmp_path / "none")
+
+
+RECOMMENDED = '{"do_sample": true, "temperature": 0.6, "top_p": 0.95, "eos_token_id": [1, 7]}'
+
+
+def test_a_key_takes_the_sampling_of_the_trained_model(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text(RECOMMENDED)
+    both = ["gconfig.from_model=true", "eval_gconfig.from_model=true"]
+    others = ["gconfig.n_samples=4", "server.options.seen=${eval_gconfig.temperature}"]
+    words = [f"actor.path={tmp_path}", *both, "gconfig.temperature=0.9", *others]
+    cfg = load_config(None, words)
+    assert (cfg.gconfig.temperature, cfg.gconfig.top_p, cfg.gconfig.top_k) == (0.9, 0.95, -1)
+    assert cfg.gconfig.stop_token_ids == [7] and cfg.gconfig.n_samples == 4
+    # by default evaluations are greedy; this model's file asks for samples
+    assert cfg.eval_gconfig.temperature == 0.6 and not cfg.eval_gconfig.greedy
+    assert cfg.server.options["seen"] == 0.6
+    (tmp_path / "saved").mkdir()
+    save_config(cfg, tmp_path / "saved" / "config.yaml")
+    (tmp_path / "generation_config.json").write_text("{}")  # what the run has seen stays
+    assert load_config(tmp_path / "saved" / "config.yaml") == cfg
+
+
+def test_the_sampling_of_an_evaluation_by_generation(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text(RECOMMENDED)
+    words = ["recipe=sft", f"model.path={tmp_path}"]
+    assert load_config(None, words).generation is None
+    cfg = load_config(None, [*words, "generation.gconfig.from_model=true"])
+    assert cfg.generation.gconfig.top_p == 0.95
+
+
+@pytest.mark.parametrize("text", [None, "no json"])
+def test_a_model_without_sampling_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None
+) -> None:
+    if text is not None:
+        (tmp_path / "generation_config.json").write_text(text)
+    (problem,) = problems("gconfig.from_model=true", f"actor.path={tmp_path}")
+    assert problem.startswith("gconfig.from_model=true: ") and f"actor.path={tmp_path}" in problem
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (problem,) = problems("gconfig.from_model=true", "actor.path=org/absent")
+    assert "actor.path=org/absent" in problem
 
 
 def test_problems_travel_between_processes() -> None:
