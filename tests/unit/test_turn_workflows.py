@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import indent
 from typing import Any, ClassVar
 
 import pytest
@@ -21,10 +23,12 @@ from megarl.config.loader import load_config
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
 from megarl.data.dataset import RowDataset
 from megarl.data.sources import load_rows
+from megarl.rollout.chat import ChatWorkflow
 from megarl.rollout.episode import check_episode, without_failed
 from megarl.rollout.loop_thread import take_counts
 from megarl.rollout.rewards import RewardPool, get_reward_fn
-from megarl.rollout.tools.tooling import LocalToolingEnv, ToolFailure, ToolingEnv
+from megarl.rollout.tools.tooling import LocalToolingEnv, ToolExecutor, ToolFailure, ToolingEnv
+from megarl.rollout.trajectory import to_batch
 from megarl.rollout.workflows.env import EnvWorkflow
 from megarl.rollout.workflows.multi_turn import Interaction, MultiTurnWorkflow, Reply
 from megarl.rollout.workflows.rlvr import RLVRWorkflow
@@ -189,6 +193,32 @@ def test_tool_results_are_read_and_the_models_own_tokens_are_continued(tokenizer
     assert trained_text(tokenizer, batch, 0) == "".join(f"{text}<eos>" for text in written)
     assert batch["rewards"].tolist() == [1.0] and len(engine.prompts) == 3
     assert batch["logprobs"][~batch["loss_mask"]].abs().sum() == 0
+
+
+def test_a_workflow_of_ones_own_reads_results_by_the_lines_of_the_page(tokenizer, pool) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "agents.md").read_text()
+    (lines,) = re.findall(r"^```python\n(news = await .*?)^```$", page, re.MULTILINE | re.DOTALL)
+    source = "async def read_results(self, executor, sample):\n" + indent(lines, "    ")
+    exec(source, scope := {})
+    executor = ToolExecutor()
+    executor.register_tool(times)
+
+    class OneRound(ChatWorkflow):
+        async def arun_episode(self, engine, data):
+            (sample,) = samples = self.begin(data | {"tools": executor.list_tools()})
+            await self.generate(engine, samples, data)
+            await scope["read_results"](self, executor, sample)
+            await self.generate(engine, samples, data)
+            return to_batch(samples, await self.score(samples, data))
+
+    written = [call("times", a=6, b=7) + call("times", a=1, b=1), "It is 42"]
+    engine = ScriptedEngine(tokenizer, lambda i, k, text: written[k])
+    batch = run_episode(OneRound(right, gconfig(1, 300), tokenizer, reward_pool=pool), engine, ROW)
+    assert whole_text(tokenizer, batch, 0).endswith(
+        f"{written[0]}<eos><bos>user: [42][1]<eos><bos>assistant: It is 42<eos>"
+    )
+    assert trained_text(tokenizer, batch, 0) == f"{written[0]}<eos>It is 42<eos>"
+    assert batch["rewards"].tolist() == [1.0]
 
 
 def test_samples_share_their_first_request_and_go_their_own_ways(tokenizer, pool) -> None:
