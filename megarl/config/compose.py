@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import re
 import typing
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -39,13 +40,18 @@ Override = tuple[str, str, Any]  # its plus signs, its dotted name, its value wi
 _DECOUPLED = ("use_decoupled_loss", "behav_imp_weight_cap")  # AReaL's keys
 _DEFAULTS, _SELF = "defaults", "_self_"
 # keys whose values name a file or a directory; any other value does as file.py:name
-_FILES = ("path", "files", "tokenizer_path", "chat_template", "adapter_path")
-# what PyYAML raises for a text that is no YAML, or holds a tag its value does not fit
+FILE_KEYS = ("path", "files", "tokenizer_path", "chat_template", "adapter_path")
+# what `read_yaml` raises for a text that is no YAML, has a tag that its value does not fit, or has
+# more nodes or levels than these
 NOT_YAML = (yaml.YAMLError, ValueError, LookupError, AttributeError)
+_MOST_NODES, _MOST_LEVELS = 100_000, 100
 _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _KEPT = ("tag:yaml.org,2002:null", "tag:yaml.org,2002:merge")
 _STR = "tag:yaml.org,2002:str"
-_INT = re.compile(r"[-+]?(0|[1-9][0-9_]*|0x_*[0-9a-fA-F][0-9a-fA-F_]*|0b_*[01][01_]*)")
+# Python reads no decimal number of more than 4300 digits
+_INT = re.compile(
+    r"[-+]?(0|[1-9][0-9_]{0,4000}|0x_*[0-9a-fA-F][0-9a-fA-F_]{0,3000}|0b_*[01][01_]{0,3000})"
+)
 _FLOAT = re.compile(
     r"[-+]?([0-9][0-9_]*\.[0-9_]*([eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+"
     r"|\.[0-9][0-9_]*([eE][-+]?[0-9]+)?|\.(inf|Inf|INF))|\.(nan|NaN|NAN)"
@@ -80,8 +86,8 @@ class _Loader(_Base):  # type: ignore[misc]
     }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        if twice := [key for key in keys if keys.count(key) > 1]:
+        keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        if twice := [key for key, count in keys.items() if count > 1]:
             raise yaml.MarkedYAMLError(None, None, f"duplicate key {twice[0]}", node.start_mark)
         return super().construct_mapping(node, deep)
 
@@ -133,7 +139,30 @@ def _commented(tree: Tree, indent: str = "") -> Iterator[str]:
 
 
 def read_yaml(text: str) -> Any:
-    """Returns the tree of a YAML text, with words. Raises one of NOT_YAML."""
+    """Returns the tree of a YAML text, with words. Raises one of NOT_YAML. An alias counts as often
+    as it is used, because whoever copies the tree copies its nodes as often."""
+    sizes: dict[Any, tuple[int, int]] = {}  # nodes and levels, by anchor
+    inside = [(None, 0, 0)]  # anchor, nodes and levels so far of each open collection
+    for event in yaml.parse(text, Loader=_Loader):
+        anchor, nodes, levels = getattr(event, "anchor", None), 1, 1
+        mark: Any = event.start_mark
+        if isinstance(event, yaml.CollectionStartEvent):
+            inside.append((anchor, 1, 1))
+            if len(inside) > _MOST_LEVELS:
+                raise yaml.MarkedYAMLError(None, None, "too many levels", mark)
+            continue
+        if isinstance(event, yaml.CollectionEndEvent):
+            anchor, nodes, levels = inside.pop()
+            sizes[anchor] = nodes, levels
+        elif isinstance(event, yaml.AliasEvent):
+            if any(anchor == outer for outer, _, _ in inside):
+                why = f"*{anchor}: an alias of what it is in"
+                raise yaml.MarkedYAMLError(None, None, why, mark)
+            nodes, levels = sizes.get(anchor, (1, 1))
+        outer, total, deepest = inside[-1]
+        inside[-1] = outer, total + nodes, max(deepest, levels + 1)
+        if total + nodes > _MOST_NODES or len(inside) + levels > _MOST_LEVELS:
+            raise yaml.MarkedYAMLError(None, None, "too many nodes or levels", mark)
     return yaml.load(text, Loader=_Loader)
 
 
@@ -270,7 +299,7 @@ def _with_neighbours(value: Any, key: str, folder: Path) -> Any:
         return value
     file, colon, name = value.rpartition(":")
     if not (file.endswith(".py") and name.isidentifier() and len(value.split()) == 1):
-        if key not in _FILES:
+        if key not in FILE_KEYS:
             return value
         file, colon, name = value, "", ""
     there = folder / file
