@@ -43,8 +43,9 @@ from megarl.config.recipes import RECIPES, TRAINERS, BaseConfig, GRPOConfig
 from megarl.utils import stopping
 from megarl.utils.env import quiet_libraries, set_trainer_defaults
 from megarl.utils.files import DiskFull, full_disk_named
-from megarl.utils.importing import add_working_directory, in_users_lines, load_object
+from megarl.utils.importing import add_working_directory, load_object
 from megarl.utils.stacks import dump_on_signal
+from megarl.utils.user_errors import in_users_lines
 
 FAILED = 1  # exit status of a run that an error ended
 OTHERS_WAIT = 2.0  # seconds a rank stays quiet after a config error, so that rank 0 is heard

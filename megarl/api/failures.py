@@ -17,6 +17,7 @@ from megarl.api.records import ServersLost
 from megarl.api.tokens import Comm
 from megarl.utils.files import DiskFull
 from megarl.utils.stopping import StopRequested
+from megarl.utils.user_errors import RemoteTrace
 
 T = TypeVar("T")
 
@@ -27,10 +28,11 @@ class OtherRankFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Failure:
-    """An error as it travels between ranks: its text, and what tells callers its type apart.
-    `servers`: why each server of a ServersLost is lost."""
+    """An error as it travels between ranks: its text, its trace, and what tells callers its type
+    apart. `servers`: why each server of a ServersLost is lost."""
 
     text: str
+    trace: RemoteTrace | None = None
     disk_full: bool = False
     stop: bool = False  # StopRequested
     servers: Mapping[str, str] = field(default_factory=dict)  # of ServersLost
@@ -41,7 +43,7 @@ class Failure:
         servers = error.servers if isinstance(error, ServersLost) else {}
         stop = isinstance(error, StopRequested)
         text = str(error) if servers or stop else f"{type(error).__name__}: {error}"
-        return cls(text, isinstance(error, DiskFull), stop, servers)
+        return cls(text, RemoteTrace.of(error), isinstance(error, DiskFull), stop, servers)
 
 
 def merged(
@@ -67,7 +69,10 @@ def merged(
             return StopRequested(failure.text)
     texts = "; ".join(f"rank {rank}: {failure.text}" for rank, failure in failed.items())
     kind = DiskFull if any(f.disk_full for f in failed.values()) else OtherRankFailed
-    return kind(f"{what} failed on {texts}")
+    told = kind(f"{what} failed on {texts}")
+    traces = [failure.trace for failure in failed.values() if failure.trace]
+    told.__cause__ = max(traces, key=lambda trace: len(trace.lines) > 0, default=None)
+    return told
 
 
 def on_every_rank(what: str, fn: Callable[[], T], comm: Comm | None) -> T:

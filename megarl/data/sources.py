@@ -14,11 +14,11 @@ from megarl.data.rows import Problem, Row, stable_hash, without_nulls
 from megarl.observability.logging import get_logger
 from megarl.utils.importing import (
     call_problem,
-    in_one_line,
     is_import_path,
     load_object,
     option_problems,
 )
+from megarl.utils.user_errors import in_one_line
 
 log = get_logger(__name__)
 

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import sys
+import traceback
+from collections import Counter
+from weakref import WeakKeyDictionary
+
+from megarl.utils.user_errors import in_one_line, user_lines
 
 ROOT = "megarl"
+# how often the event loop of a run has met a problem
+_met: WeakKeyDictionary[asyncio.AbstractEventLoop, Counter[object]] = WeakKeyDictionary()
 
 
 def env_rank() -> int:
@@ -27,6 +35,22 @@ def warn_on_rank_zero(log: logging.Logger, message: str, *args: object) -> None:
     """Logs a warning on rank 0 alone: all ranks have the same reason for it."""
     if env_rank() == 0:
         log.warning(message, *args)
+
+
+def warn_recurring(log: logging.Logger, what: str, problem: BaseException | str) -> None:
+    """Logs a problem the first, the tenth, the hundredth ... time that the running event loop meets
+    it. Errors are one problem if their types and the user's last lines in their traces are equal.
+
+    what: what met the problem, such as a row."""
+    key: object = problem
+    if isinstance(problem, BaseException):
+        frames = user_lines(problem) or traceback.extract_tb(problem.__traceback__)
+        key = type(problem), *((frame.filename, frame.lineno) for frame in frames[-1:])
+        problem = in_one_line(problem)
+    met = _met.setdefault(asyncio.get_running_loop(), Counter())
+    met[log.name, key] = times = met[log.name, key] + 1
+    if str(times).strip("0") == "1":
+        log.warning("%s: %s%s", what, problem, f" ({times} times)" if times > 1 else "")
 
 
 class _Stderr(logging.StreamHandler):

@@ -35,7 +35,8 @@ from megarl.observability.run_log import RunLog
 from megarl.observability.trackers import TensorBoardSink, WandbSink
 from megarl.utils import stopping
 from megarl.utils.files import DiskFull, full_disk_named, write_whole
-from megarl.utils.importing import in_one_line, load_object
+from megarl.utils.importing import load_object
+from megarl.utils.user_errors import in_one_line
 
 log = get_logger(__name__)
 

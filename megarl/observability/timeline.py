@@ -35,6 +35,7 @@ from megarl.config.run import ProfilerConfig
 from megarl.observability.logging import get_logger
 from megarl.observability.run_log import append_line, read_lines
 from megarl.utils.files import clean_up, write_whole
+from megarl.utils.user_errors import in_one_line
 
 log = get_logger(__name__)
 
@@ -234,7 +235,7 @@ class Presence:
         """Writes how the process ended: with `error`, or well."""
         self._over.set()
         self._thread.join(2 * BEAT)
-        text = f"{type(error).__name__}: {error}" if error is not None else None
+        text = in_one_line(error) if error is not None else None
         self._write(FAILED if error is not None else ENDED, text)
 
     def _beat(self) -> None:

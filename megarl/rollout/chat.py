@@ -14,7 +14,7 @@ from megarl.api.records import ModelRequest, ModelResponse
 from megarl.config.recipes import GRPOConfig, workflow_of
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.config.script import REWARD_KEYS, note_read
-from megarl.observability.logging import get_logger
+from megarl.observability.logging import get_logger, warn_recurring
 from megarl.rollout.episode_context import attempt_key, seed_version, stable_seed
 from megarl.rollout.loop_thread import add_counts, all_of
 from megarl.rollout.rewards import (
@@ -211,7 +211,7 @@ class ChatWorkflow(RolloutWorkflow):
             except RewardError as e:
                 if not fails_sample(e, self.reward_pool.on_error):
                     raise
-                log.warning("sample %d failed (reward): %s", sample.index, e)
+                warn_recurring(log, f"sample {sample.index} failed (reward)", e)
                 sample.fail("reward")
                 return math.nan
 

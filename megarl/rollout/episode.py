@@ -30,7 +30,7 @@ from megarl.api.inference import (
 )
 from megarl.api.tokens import REWARD_PART, concat_padded, is_per_token, select
 from megarl.config.rollout import RolloutConfig
-from megarl.observability.logging import get_logger
+from megarl.observability.logging import get_logger, warn_recurring
 from megarl.observability.timeline import EPISODES, timeline
 from megarl.rollout.episode_context import EpisodeContext, Home, current_episode
 from megarl.rollout.episodes import Episode, Failed, Runner, by_kind
@@ -244,11 +244,11 @@ async def _gathered(
             if failed:
                 lost = {name: values[~returned["valid"]] for name, values in returned.items()}
                 episode.lost = [*episode.lost, lost]
-                log.warning("%s: rollouts failed: %s", episode.name, by_kind(failed))
+                warn_recurring(log, f"{episode.name}: rollouts failed", by_kind(failed))
         except (RolloutFailed, RewardError) as e:
             if isinstance(e, RewardError) and not fails_sample(e, config.on_reward_error):
                 raise
-            log.warning("%s: all rollouts failed: %s", episode.name, e)
+            warn_recurring(log, f"{episode.name}: all rollouts failed", e)
             kind = e.kind if isinstance(e, RolloutFailed) else "reward"
             failed = [(kind, 0)] * episode.missing
         episode.failed = [*episode.failed, *failed]

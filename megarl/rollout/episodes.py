@@ -402,7 +402,7 @@ class Failures:
             return
         raise RuntimeError(
             f"{len(failed)} of the latest {seen} rollouts failed ({by_kind(failed)}), more than "
-            f"rollout.max_failure_rate={self._bound:g}: mend what fails (the log names rows), or "
+            f"rollout.max_failure_rate={self._bound:g}: fix what fails (the log shows it), or "
             "raise the bound"
         )
 

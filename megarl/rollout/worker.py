@@ -7,7 +7,6 @@ of all clients; it *hears* of episodes that have ended, and how far the others' 
 from __future__ import annotations
 
 import asyncio
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ from megarl.rollout.episode_context import Answer, AnswerLog
 from megarl.rollout.episodes import Episode
 from megarl.rollout.loop_thread import PauseClock, stuck_threads, take_counts
 from megarl.rollout.rewards.pool import close_copies, copies
+from megarl.utils.user_errors import RemoteTrace
 from megarl.wire.routes import RouteShape
 
 if TYPE_CHECKING:
@@ -224,19 +224,19 @@ class EpisodeWorker:
 
 
 def _portable(error: BaseException | None) -> bytes | None:
-    """Returns an error as bytes, with its traceback as a note; one that would not come through is
-    told in words."""
+    """Returns an error and its RemoteTrace as bytes; in place of an error that cannot be pickled a
+    RuntimeError with its message."""
     if error is None:
         return None
-    trace = "".join(traceback.format_exception(error))
-    error.add_note(f"in a worker of rollout.workers:\n{trace.rstrip()}")
+    trace = RemoteTrace.of(error)
     try:
-        pickled: bytes = cloudpickle.dumps(error)
+        pickled: bytes = cloudpickle.dumps((error, trace))
         cloudpickle.loads(pickled)
     except Exception:
         plain = RuntimeError(f"{type(error).__name__}: {error}")
-        plain.add_note(error.__notes__[-1])
-        pickled = cloudpickle.dumps(plain)
+        for note in getattr(error, "__notes__", ()):
+            plain.add_note(note)
+        pickled = cloudpickle.dumps((plain, trace))
     return pickled
 
 

@@ -196,7 +196,8 @@ class Link:
             setattr(episode, name, value)
         if error is not None:
             try:
-                episode.error = cloudpickle.loads(error)
+                episode.error, trace = cloudpickle.loads(error)
+                episode.error.__cause__ = trace
             except Exception as e:
                 e.add_note(f"as the error of {episode.name} was loaded, which a worker sent")
                 episode.error = e

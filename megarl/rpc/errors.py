@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from megarl.utils.user_errors import RemoteTrace
+
 
 class RpcError(RuntimeError):
     """Tells that a call failed. Its subclasses say how; by itself it is a lost link."""
@@ -17,11 +19,11 @@ class WorkerDied(RpcError):
 
 class RemoteError(RpcError):
     """Tells that a worker raised: `worker` is its name, `kind` the type of the exception, `text`
-    its message, `traceback` that of the worker."""
+    its message, and `trace` the cause of this error."""
 
-    def __init__(self, worker: str, kind: str, text: str, traceback: str) -> None:
-        super().__init__(worker, kind, text, traceback)
-        self.worker, self.kind, self.text, self.traceback = worker, kind, text, traceback
+    def __init__(self, worker: str, kind: str, text: str, trace: RemoteTrace | None = None) -> None:
+        super().__init__(worker, kind, text, trace)
+        self.worker, self.kind, self.text, self.__cause__ = worker, kind, text, trace
 
     def __str__(self) -> str:
-        return f"worker {self.worker}: {self.kind}: {self.text}\n{self.traceback.rstrip()}"
+        return f"worker {self.worker}: {self.kind}: {self.text}"

@@ -14,7 +14,6 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ import cloudpickle
 
 from megarl.rpc.errors import Refused, RemoteError, RpcError
 from megarl.rpc.frames import Part, Wire, greet, introduce, new_instance, own_token
+from megarl.utils.user_errors import RemoteTrace
 
 # (verb, payload, the link that it came over) -> the answer, or a Future of it
 Handle = Callable[[str, Any, "Link"], Any]
@@ -237,8 +237,7 @@ class Link:
             answer = future.result()
             self._send(number, ANSWER, answer if isinstance(answer, Packed) else pack(answer))
         except BaseException as e:
-            trace = "".join(traceback.format_exception(e))
-            self._send(number, ERROR, pack((type(e).__name__, str(e), trace)))
+            self._send(number, ERROR, pack((type(e).__name__, str(e), RemoteTrace.of(e))))
 
     def _send(self, number: int, kind: int, packed: Packed) -> None:
         with self._lock, contextlib.suppress(OSError):  # nobody waits for it any more

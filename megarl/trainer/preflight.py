@@ -43,7 +43,8 @@ from megarl.rollout.rewards import check_rows, get_reward_fn, is_registered, loa
 from megarl.trainer.user_code import check_code, isolated, rewards_answers
 from megarl.utils.env import attention_problems
 from megarl.utils.http import HttpError, as_object, call_json
-from megarl.utils.importing import in_one_line, is_import_path
+from megarl.utils.importing import is_import_path
+from megarl.utils.user_errors import in_one_line
 
 PROBE_BYTES = 1 << 20
 _TOKENIZER_FILES = ("*tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")

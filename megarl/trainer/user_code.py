@@ -55,11 +55,11 @@ from megarl.utils.importing import (
     FASTER,
     call_isolated,
     call_problem,
-    in_one_line,
     load_object,
     option_problems,
     within,
 )
+from megarl.utils.user_errors import in_one_line
 
 T = TypeVar("T")
 IMPORT_TIMEOUT = 300  # seconds the import of a user's modules may take

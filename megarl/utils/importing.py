@@ -1,6 +1,5 @@
-"""Loads objects that a configuration names by "package.module:name" or "path/to/file.py:name", here
-or in a process that may hang, exit or crash; compares the calls that megarl is going to make with
-their signatures, and shows their errors by the user's own lines.
+"""Loads objects that a configuration names by "package.module:name" or "path/to/file.py:name", in
+this process or in another that may hang, exit or crash. Compares megarl's calls with signatures.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ import multiprocessing as mp
 import os
 import signal
 import sys
-import sysconfig
-import traceback
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,13 +23,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megarl.utils.child import end_with_parent, signal_group
+from megarl.utils.user_errors import in_one_line
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 FASTER = "leave slow work to its first use"
-_PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 _UNIONS = (types.UnionType, typing.Union)
-_STDLIB = os.path.join(os.path.realpath(sysconfig.get_path("stdlib")), "")
 # pydantic's names of errors of a value whose type is right
 _BOUNDS = (
     *("greater_than", "greater_than_equal", "less_than", "less_than_equal", "literal_error"),
@@ -108,22 +104,6 @@ def _why_not(error: BaseException, module: str) -> str:
             f"({os.getcwd()}), installed, or on PYTHONPATH"
         )
     return in_one_line(error)
-
-
-def in_one_line(error: BaseException) -> str:
-    """Returns an error of a user's code as one line: its type, its message, and the file and line
-    that raised it, which a SyntaxError's message has."""
-    message = " ".join(f"{type(error).__name__}: {error}".split())
-    frames = traceback.extract_tb(error.__traceback__)
-    loaders = (os.path.join(_STDLIB, "importlib", ""), _PACKAGE)
-    own = [
-        frame for frame in frames
-        if not frame.filename.startswith("<frozen importlib")
-        and not os.path.realpath(frame.filename).startswith(loaders)
-    ]  # fmt: skip
-    if isinstance(error, SyntaxError) or not own:
-        return message
-    return f"{message} ({own[-1].filename}, line {own[-1].lineno})"
 
 
 def call_isolated(
@@ -347,41 +327,3 @@ def type_name(annotation: Any) -> str:
         return f"{origin.__name__}[{', '.join(map(type_name, inner))}]"
     name = annotation.__name__ if isinstance(annotation, type) else str(annotation)
     return name.replace("typing.", "").replace("NoneType", "None")
-
-
-def user_lines(error: BaseException) -> list[traceback.FrameSummary]:
-    """Returns the frames of the user's files in the traces of an error and of its causes, the
-    innermost error first; none where only megarl's and libraries' were on the way."""
-    packages = [p for p in sys.path if os.path.basename(p) in ("site-packages", "dist-packages")]
-    libraries = tuple(os.path.join(os.path.realpath(p), "") for p in packages)
-    return [
-        frame
-        for each in _causes(error)
-        for frame in traceback.extract_tb(each.__traceback__)
-        if not os.path.realpath(frame.filename).startswith((_PACKAGE, _STDLIB, *libraries))
-        and Path(frame.filename).is_file()  # compiled libraries name files of where they were built
-    ]
-
-
-def in_users_lines(error: BaseException, file: Path) -> str | None:
-    """Returns an error as the user's lines and its message, and writes the whole trace to `file`;
-    None, and writes nothing, where no line is the user's or there is no room for the file."""
-    if not (lines := user_lines(error)):
-        return None
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
-    except OSError:
-        return None
-    shown = "".join([*traceback.format_list(lines), *traceback.format_exception_only(error)])
-    return f"Traceback, your own lines (the whole is in {file}):\n{shown.rstrip()}"
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yields an error's first cause, what came of it, and so on up to the error."""
-    chain: list[BaseException] = []
-    at: BaseException | None = error
-    while at is not None and at not in chain:
-        chain.append(at)
-        at = at.__cause__ or (None if at.__suppress_context__ else at.__context__)
-    yield from reversed(chain)

@@ -8,6 +8,7 @@ have to pass; what must be immediate keeps the defaults, which are minutes, and 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.cli.status import status
 from tests.dist.world import free_port
 from tests.embedded_server import Server, embedded_server
 from tests.leftovers import Mark
@@ -99,6 +101,20 @@ def stuck_once(*args, **row):
         first.touch()
         os._exit(3)
     return 1.0
+
+def wrong(*args, **row):
+    return {}["my bug"]
+
+def agent(data, base_url, api_key):
+    return {}["my bug"]
+
+def loss(outputs, batch):
+    import torch.distributed as dist
+    return outputs["logprobs"].sum() if dist.get_rank() == 0 else {}["my bug"], {}
+
+def spec(config):
+    from megarl.algos.specs import LossSpec
+    return LossSpec(fn=loss, weight=lambda batch: float(batch["loss_mask"].sum()))
 """
 
 
@@ -434,7 +450,46 @@ def test_a_reward_that_dies_may_cost_its_samples_only(run: Run, serve: None) -> 
     run.start("", reward, "rollout.on_reward_error=reject")
     status, output = run.end()
     assert status == 0, output
-    assert "failed (reward): reward stuck_once on row" in output
+    assert "reward stuck_once on row" in output
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("train_dataset.reward=failing_rewards:wrong", "wrong"),
+        ("actor.loss=failing_rewards:spec", "loss"),  # on rank 1
+    ],
+)
+def test_an_error_of_a_users_code_is_shown_by_its_line(
+    run: Run, serve: None, key: str, name: str
+) -> None:
+    """In the last box, in the status, and in the files of both ranks; megarl's frames stay in the
+    files."""
+    run.start("", key, "trial_name=user", "actor.parallel.tp=1", nproc=2)
+    output = run.fails()
+    at = next(i for i, text in enumerate(REWARDS.splitlines(), 1) if f"def {name}(" in text)
+    at = next(i for i, text in enumerate(REWARDS.splitlines(), 1) if i > at and "my bug" in text)
+    place = f"({run.path}/failing_rewards.py, line {at}, in {name})"
+    (directory,) = (run.path / "runs").glob("*/user")
+    now = status(directory)
+    assert now["state"] == "failed" and place in now["last_error"], now["last_error"]
+    assert place in json.loads((directory / "summary.json").read_text())["status"]
+    shown = [line for line in output.splitlines() if line.lstrip().startswith("File ")]
+    assert shown and all("failing_rewards.py" in line for line in shown), output
+    assert "KeyError: 'my bug'" in output and len(output.splitlines()) < 60
+    traces = [path.read_text() for path in (directory / "logs").glob("error_*.txt")]
+    assert any("megarl/trainer/" in trace and f"in {name}" in trace for trace in traces)
+
+
+def test_an_agent_that_always_raises_shows_its_line_once(run: Run, serve: None) -> None:
+    agent = [
+        "rollout.workflow.type=megarl.rollout.workflows.agent:AgentWorkflow",
+        "rollout.workflow.options.agent=failing_rewards:agent",
+    ]
+    run.start("", *agent, "train_dataset.batch_size=16", "gconfig.n_samples=4")
+    output = run.fails()
+    warned = [line for line in output.splitlines() if "failing_rewards.py, line" in line]
+    assert 1 <= len(warned) <= 3 and "in agent" in warned[0], output  # the 1st, 10th, 100th
 
 
 @pytest.mark.full

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import threading
-import traceback
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from megarl.controller.worker import Calls
 from megarl.rpc.errors import RemoteError
 from megarl.rpc.link import Packed, pack
 from megarl.rpc.worker import Worker
+from megarl.utils.user_errors import RemoteTrace
 
 
 class ThreadComm:
@@ -58,8 +58,8 @@ class ThreadChannel:
             body, *raw = packed.parts
             answer = self.worker_calls.handle(verb, pickle.loads(body, buffers=raw))
         except Exception as e:
-            said = type(e).__name__, str(e), traceback.format_exc()
-            raise RemoteError(str(self.worker), *said) from None
+            trace = RemoteTrace.of(e)
+            raise RemoteError(str(self.worker), type(e).__name__, str(e), trace) from trace
         return pickle.loads(cloudpickle.dumps(answer))
 
     def call(self, verb: str, payload: Any = None, timeout: float | None = None) -> Any:

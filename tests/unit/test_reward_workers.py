@@ -21,6 +21,7 @@ from megarl.rollout.rewards import RewardError, RewardPool, RewardTimeout, get_r
 from megarl.rollout.rewards.results import RewardUnavailable, Scored
 from megarl.rollout.server_process import ServerProcess
 from megarl.utils.env import JOB_TOKEN, free_port
+from megarl.utils.user_errors import in_one_line, user_lines
 
 ROOT = Path(__file__).parents[2]
 TOKEN = "the-tests-secret"
@@ -101,7 +102,9 @@ def test_a_reward_with_options_of_a_file_whose_folder_is_on_its_path(
 def test_errors_name_row_and_worker(pool: RewardPool, worker: ServerProcess) -> None:
     with pytest.raises(RewardError, match="reward raises on row 17 raised ZeroDivisionError") as e:
         run(pool, raises, row_id=17)
-    assert 'raise ZeroDivisionError("no ratio")' in str(e.value) and worker.address in str(e.value)
+    assert user_lines(e.value)[0].line == 'raise ZeroDivisionError("no ratio")'
+    assert __file__ in in_one_line(e.value) and "Traceback" not in str(e.value)
+    assert worker.address in str(e.value)
     with pytest.raises(RewardTimeout, match="reward slow on row 3 took longer than"):
         run(pool, slow, row_id=3)
     assert run(pool, add, 1.0) == 1.0

@@ -36,6 +36,7 @@ from megarl.rollout.rewards import (
 )
 from megarl.rollout.rewards.numbers import read_number, without_groups, written_plainly
 from megarl.rollout.rewards.results import RewardUnavailable
+from megarl.utils.user_errors import in_one_line, user_lines
 
 
 def score(name, completion, **row):
@@ -417,7 +418,8 @@ def test_workers_do_not_load_torch():
 def test_raising_reward_shows_its_traceback_and_row(pool):
     with pytest.raises(RewardError, match="reward raises on row 17 raised ZeroDivisionError") as e:
         run(pool, raises, row_id=17)
-    assert 'raise ZeroDivisionError("no ratio")' in str(e.value)
+    assert user_lines(e.value)[0].line == 'raise ZeroDivisionError("no ratio")'
+    assert __file__ in in_one_line(e.value) and "Traceback" not in str(e.value)
     assert run(pool, add, 1.0) == 1.0
 
 

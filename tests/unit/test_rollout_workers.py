@@ -43,6 +43,7 @@ from megarl.rollout.workflows.rlvr import RLVRWorkflow
 from megarl.rollout.workflows.tool import ToolWorkflow
 from megarl.rpc.errors import RpcError
 from megarl.rpc.link import pack
+from megarl.utils.user_errors import user_lines
 from tests.unit.rollout_fakes import FakeServer, trajectory
 from tests.unit.scripted import tool_tokenizer
 from tests.unit.test_judge import Judge
@@ -447,7 +448,8 @@ def test_what_a_workflow_raises_arrives_with_its_traceback(connect):
         with pytest.raises(expected) as error:
             client.wait(1, timeout=30)
         told = "".join(error.value.__notes__)
-        assert f"in the episode of row {row}" in told and "arun_episode" in told
+        assert f"in the episode of row {row}" in told
+        assert user_lines(error.value)[0].name == "arun_episode"
     assert "Own: no such thing" in str(error.value)
 
 

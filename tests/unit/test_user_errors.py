@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
+import inspect
 import json
+import logging
+import pickle
+import traceback
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 
 import megarl
+from megarl.api.failures import Failure, merged
 from megarl.config.compose import read_yaml
-from megarl.utils.importing import in_one_line, in_users_lines, user_lines
+from megarl.observability.logging import warn_recurring
+from megarl.utils.user_errors import RemoteTrace, in_one_line, in_users_lines, user_lines
 
 
 def test_the_users_lines_come_with_the_message_and_the_rest_goes_to_a_file(tmp_path: Path) -> None:
@@ -55,7 +63,7 @@ def test_a_users_folder_may_have_any_name(tmp_path: Path, folder: str) -> None:
     with pytest.raises(ValueError) as caught:
         exec(compile(theirs.read_text(), str(theirs), "exec"))
     assert str(theirs) in [line.filename for line in user_lines(caught.value)]
-    assert in_one_line(caught.value) == f"ValueError: x ({theirs}, line 1)"
+    assert in_one_line(caught.value) == f"ValueError: x ({theirs}, line 1, in <module>)"
 
 
 def test_an_error_of_none_of_the_users_lines_is_left_alone(tmp_path: Path) -> None:
@@ -66,3 +74,56 @@ def test_an_error_of_none_of_the_users_lines_is_left_alone(tmp_path: Path) -> No
     error.__traceback__ = error.__traceback__.tb_next  # without this test's own line
     assert in_users_lines(error, tmp_path / "error.txt") is None
     assert not (tmp_path / "error.txt").exists()
+
+
+def test_an_error_of_another_process_is_shown_by_the_users_line_there(tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs.py"
+    theirs.write_text("def loss():\n    raise ValueError('bad')\n")
+    names: dict[str, Any] = {}
+    exec(compile(theirs.read_text(), str(theirs), "exec"), names)
+    with pytest.raises(ValueError) as caught:
+        names["loss"]()
+    trace = pickle.loads(pickle.dumps(RemoteTrace.of(caught.value)))
+    error: Exception = RuntimeError("worker 3 failed")
+    error.__cause__ = trace
+    told = Failure.of(error)  # and on to another rank
+    other = merged("train_batch", {3: pickle.loads(pickle.dumps(told))})
+    for each in (error, other):
+        assert each is not None
+        assert in_one_line(each).endswith(f"({theirs}, line 2, in loss)")
+        assert user_lines(each)[-1].line == "raise ValueError('bad')"
+        assert "ValueError: bad" in "".join(traceback.format_exception(each))
+
+
+def test_a_handled_error_is_not_the_place_of_the_one_that_follows() -> None:
+    def fails() -> None:
+        try:
+            raise KeyError("handled")
+        except KeyError:
+            raise ValueError("not handled")  # noqa: B904
+
+    with pytest.raises(ValueError) as caught:
+        fails()
+    lines, first = inspect.getsourcelines(fails)
+    at = first + next(i for i, text in enumerate(lines) if "not handled" in text)
+    assert in_one_line(caught.value) == f"ValueError: not handled ({__file__}, line {at}, in fails)"
+
+
+def test_a_problem_that_recurs_is_logged_in_powers_of_ten(caplog: pytest.LogCaptureFixture) -> None:
+    log = logging.getLogger("a test of what recurs")
+
+    async def meet(times: int) -> None:
+        for i in range(times):
+            try:
+                json.loads("{")
+            except ValueError as e:
+                warn_recurring(log, f"row {i}", e)
+            warn_recurring(log, f"row {i}", "another")
+
+    asyncio.run(meet(120))
+    rows = [record.getMessage().partition(":")[0] for record in caplog.records]
+    assert rows == [f"row {i}" for i in (0, 0, 9, 9, 99, 99)]
+    assert __file__ in caplog.records[0].getMessage() and "100" in caplog.records[-1].getMessage()
+    caplog.clear()
+    asyncio.run(meet(1))  # another run
+    assert len(caplog.records) == 2

@@ -21,6 +21,7 @@ from megarl.observability.report.charts import plain
 from megarl.observability.report.curves import OUTSIDE_STEP, end_window, step_phases
 from megarl.observability.report.runs import ACCURACY, PAIRS, REWARD, Gain, Run, gain, measures
 from megarl.observability.stats_logger import duration, number
+from megarl.utils.user_errors import in_one_line
 
 Summary = dict[str, Any]
 
@@ -82,8 +83,7 @@ def summarize(
 def _status(error: BaseException | None, *, early: bool) -> str:
     if error is None:
         return "stopped early" if early else "finished"
-    first_line = (str(error).splitlines() or [""])[0]
-    return f"failed: {type(error).__name__}: {first_line}".removesuffix(": ")
+    return f"failed: {in_one_line(error)}"
 
 
 def _total(run: Run, metric: str) -> int:

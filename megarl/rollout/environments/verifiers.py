@@ -16,7 +16,7 @@ from megarl.api.batch import Padded
 from megarl.api.inference import SAMPLES_MISSING, InferenceEngine, RolloutWorkflow
 from megarl.config.dataset import DatasetConfig
 from megarl.config.rollout import GenerationHyperparameters
-from megarl.observability.logging import get_logger
+from megarl.observability.logging import get_logger, warn_recurring
 from megarl.rollout.environments.client import (
     EnvironmentConfig,
     WorkerError,
@@ -123,7 +123,7 @@ class VerifiersWorkflow(RolloutWorkflow):
                     return rollouts
                 raise WorkerError("the policy wrote nothing that is trained on")
             except WorkerError as e:
-                log.warning("row %s: %s", data.get("row_id", "?"), e)
+                warn_recurring(log, f"row {data.get('row_id', '?')}", str(e))
         return [_failed(session)]
 
     async def _run(self, config: EnvironmentConfig, data: Row, session: Session) -> Row:

@@ -15,7 +15,6 @@ import queue
 import signal
 import threading
 import time
-import traceback
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -40,6 +39,7 @@ from megarl.rollout.rewards.results import (
 )
 from megarl.utils.child import end_with_parent, signal_group
 from megarl.utils.stacks import dump_on_signal
+from megarl.utils.user_errors import RemoteTrace
 
 if TYPE_CHECKING:
     from megarl.rollout.rewards.node import RewardNode
@@ -84,13 +84,9 @@ def _serve(pipe: Connection) -> None:
             pipe.send(("begun", None))
             answer: tuple[str, Any] = ("ok", finite(fn(*args, **kw)))
         except Exception as e:
-            answer = ("unavailable" if isinstance(e, RewardUnavailable) else "error", _described(e))
+            kind = "unavailable" if isinstance(e, RewardUnavailable) else "error"
+            answer = (kind, (f"{type(e).__name__}: {e}", RemoteTrace.of(e)))
         pipe.send(answer)
-
-
-def _described(error: Exception) -> str:
-    """Returns an error with its stack, while it is handled."""
-    return f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
 
 
 def _bound(timeout: float) -> str:
@@ -132,7 +128,8 @@ class RewardProcess:
                 continue
             if kind == "ok":
                 return value
-            raise (RewardError if kind == "error" else RewardUnavailable)(f"{what} raised {value}")
+            error = RewardError if kind == "error" else RewardUnavailable
+            raise error(f"{what} raised {value[0]}") from value[1]
         raise RewardUnavailable(ended)
 
     def _started(self, what: str) -> Connection:
@@ -265,7 +262,7 @@ class RewardPool:
         except Exception as e:
             if clock.expired() and isinstance(e, TimeoutError):
                 raise RewardTimeout(f"{what} took longer than {_bound(self.timeout)}") from e
-            raise RewardError(f"{what} raised {_described(e)}") from e
+            raise RewardError(f"{what} raised {type(e).__name__}: {e}") from e
 
     def close(self) -> None:
         """Kills the workers, also busy ones, and joins the threads. May be called twice."""

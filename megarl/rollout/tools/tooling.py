@@ -16,9 +16,12 @@ import pydantic
 
 from megarl.api.chat_template import utf8
 from megarl.api.records import ModelResponse
+from megarl.observability.logging import get_logger, warn_recurring
 from megarl.rollout.loop_thread import CallTimeout, ThreadsExhausted, add_counts, call, closing
 from megarl.rollout.tools.calls import ToolCall, parse_calls
 from megarl.utils.importing import load_object, option_problems
+
+log = get_logger(__name__)
 
 TOOL_TIMEOUT = 30.0  # seconds
 MAX_RESULT = 8192  # characters
@@ -149,6 +152,7 @@ class LocalToolingEnv(ToolingEnv):
         except CallTimeout:
             return f"Error: {function.name} took longer than {self._timeout:g} s"
         except Exception as e:
+            warn_recurring(log, f"tool {function.name}", e)
             return f"Error: {function.name} raised {type(e).__name__}: {e}"
 
 

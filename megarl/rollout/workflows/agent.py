@@ -11,7 +11,7 @@ from typing import Any, Unpack
 from megarl.api.batch import Padded
 from megarl.api.inference import InferenceEngine
 from megarl.config.rollout import GenerationHyperparameters
-from megarl.observability.logging import get_logger
+from megarl.observability.logging import get_logger, warn_recurring
 from megarl.rollout.chat import ChatOptions, ChatWorkflow
 from megarl.rollout.episode_context import attempt_key
 from megarl.rollout.gateway.session import MOST_REWARD, Session
@@ -92,7 +92,7 @@ class AgentWorkflow(ChatWorkflow):
                 raise
             except Exception as e:
                 kind = "server" if session.failures else "environment"
-                log.warning("agent failed on row %s (%s): %r", data.get("row_id", "?"), kind, e)
+                warn_recurring(log, f"agent failed on row {data.get('row_id', '?')} ({kind})", e)
                 session.trajectory.fail(kind)
                 return session.trajectory
         return await self._scored(session, returned, data)
@@ -106,7 +106,7 @@ class AgentWorkflow(ChatWorkflow):
     ) -> Trajectory:
         rollout = session.trajectory
         if not rollout.answers:
-            log.warning("the agent of row %s never asked the policy", data.get("row_id", "?"))
+            warn_recurring(log, f"agent of row {data.get('row_id', '?')}", "never asked the policy")
             rollout.fail("environment")
             return rollout
         reward = session.reward

@@ -14,7 +14,7 @@ from megarl.api.batch import Padded
 from megarl.api.chat_template import utf8
 from megarl.api.inference import InferenceEngine
 from megarl.config.rollout import GenerationHyperparameters
-from megarl.observability.logging import get_logger
+from megarl.observability.logging import get_logger, warn_recurring
 from megarl.rollout.chat import ChatOptions, ChatWorkflow
 from megarl.rollout.loop_thread import ThreadsExhausted, add_counts, all_of, call, closing
 from megarl.rollout.trajectory import Trajectory, to_batch
@@ -327,10 +327,8 @@ class TurnsWorkflow(ChatWorkflow):
     def failed(self, sample: Trajectory, kind: str, error: BaseException, data: Row) -> None:
         """Notes that something of `kind` (api.inference.FAILURES) failed, and logs what."""
         sample.fail(kind)
-        log.warning(
-            "row %s: sample %d failed (%s): %s: %s",
-            *(data.get("row_id", "?"), sample.index, kind, type(error).__name__, error),
-        )
+        row_id = data.get("row_id", "?")
+        warn_recurring(log, f"row {row_id}: sample {sample.index} failed ({kind})", error)
 
     async def score_one(self, sample: Trajectory, data: Row) -> float:
         """Returns the reward of the sample's last answer, and notes it as the sample's outcome. The
