@@ -127,6 +127,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--turns", action="store_true", help="servers and trainers use the same GPUs in turn")
     _add_graph_options(parser)
     args = parser.parse_args(argv)
+    if args.model and args.model.endswith((".yaml", ".yml")):
+        parser.error(f"MODEL={args.model}: a configuration; write --config {args.model}")
     if args.config:
         cfg = load_config(args.config)
         parser.set_defaults(cfg=cfg, **questions(cfg))

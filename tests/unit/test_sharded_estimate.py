@@ -143,6 +143,14 @@ def test_small_rounds_hide_copies_and_cost_messages() -> None:
     assert many.seconds == pytest.approx(many.network_seconds + many.copy_seconds / many.rounds)
 
 
+def test_a_configuration_in_the_models_place_names_the_flag(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        tool.main(["configs/llama3_70b_grpo.yaml", "--train", "8x8"])
+    assert "--config configs/llama3_70b_grpo.yaml" in capsys.readouterr().err
+
+
 def test_the_tool_plans_it(capsys: pytest.CaptureFixture[str]) -> None:
     options = "--train 1x8 --tp 2 --serve 1x8 --server-tp 2 --sharded"
     command = ["qwen3-1.7b", *options.split()]
