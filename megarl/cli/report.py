@@ -17,6 +17,8 @@ from megarl.cli.status import status
 from megarl.config.errors import ConfigError
 from megarl.observability.report import render_report, write_report
 
+NO_PAGE = "no page: the address needs the secret path that `megarl report --live` printed\n"
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Writes or serves the report that `argv` asks for and returns 0. Raises ConfigError for a
@@ -40,8 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def serve(runs: Sequence[str], title: str | None, port: int) -> None:
     """Serves the report of `runs` until Ctrl-C, and prints where. Its page asks for the state of
-    the runs, and is loaded again where that has changed. Raises what write_report does, OSError for
-    a port that is taken."""
+    the runs, and is loaded again where that has changed. Raises what write_report does, ConfigError
+    if the port is taken."""
     from megarl.observability.pages import PageServer  # here, as most reports are files
 
     root = f"/{secrets.token_urlsafe(16)}/"
@@ -54,11 +56,11 @@ def serve(runs: Sequence[str], title: str | None, port: int) -> None:
     def answer(path: str, _: Message) -> tuple[int, str]:
         if path == root:
             return 200, render_report(runs, title=title, live=state())
-        return (200, state()) if path == f"{root}state" else (404, "")
+        return (200, state()) if path == f"{root}state" else (404, NO_PAGE)
 
     answer(root, Message())  # raises where a run is none
     with (
-        PageServer(port, "text/html; charset=utf-8", answer) as server,
+        PageServer(port, "text/html; charset=utf-8", answer, key="--port") as server,
         suppress(KeyboardInterrupt),
     ):
         print(f"http://127.0.0.1:{server.server_port}{root}", flush=True)

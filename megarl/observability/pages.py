@@ -7,18 +7,25 @@ from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from megarl.config.errors import ConfigError
+
 Answer = Callable[[str, Message], tuple[int, str]]
 
 
 class PageServer(ThreadingHTTPServer):
-    """Answers GET at 127.0.0.1:<port>, 0 for a free one. Raises OSError where that is taken.
+    """Answers GET at 127.0.0.1:<port>, 0 for a free one. Raises ConfigError if the port is taken.
 
-    answer: returns the status and the text for a path and the caller's headers."""
+    key: names the port's setting in messages. answer: returns the status and the text for a path
+    and the caller's headers."""
 
     request_queue_size = 128  # connections that wait, as in a burst of silent callers
 
-    def __init__(self, port: int, media_type: str, answer: Answer) -> None:
-        super().__init__(("127.0.0.1", port), _Handler)
+    def __init__(self, port: int, media_type: str, answer: Answer, *, key: str = "port") -> None:
+        try:
+            super().__init__(("127.0.0.1", port), _Handler)
+        except (OSError, OverflowError) as e:
+            why = f"{key}={port}: cannot be listened at ({e}); take another port"
+            raise ConfigError(why) from e
         self.media_type, self.answer = media_type, answer
 
 

@@ -42,13 +42,10 @@ class PrometheusSink:
     port is taken or the environment has no token."""
 
     def __init__(self, port: int, from_step: int | None) -> None:
-        key = f"stats_logger.metrics_port={port}"
+        key = "stats_logger.metrics_port"
         if job_token() is None:
-            raise ConfigError(f"{key}: readers send the job's token; set {JOB_TOKEN}")
-        try:
-            self._server = PageServer(port, MEDIA_TYPE, self._answer)
-        except OSError as e:
-            raise ConfigError(f"{key}: cannot be listened at ({e}); take another port") from e
+            raise ConfigError(f"{key}={port}: readers send the job's token; set {JOB_TOKEN}")
+        self._server = PageServer(port, MEDIA_TYPE, self._answer, key=key)
         self._values: dict[str, float] = {}
         self.write(from_step or 0, {}, None)
         threading.Thread(target=self._server.serve_forever, daemon=True).start()

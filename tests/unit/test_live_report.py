@@ -33,6 +33,19 @@ def test_a_burst_of_silent_callers_is_connected_immediately() -> None:
             caller.close()
 
 
+def test_a_port_that_is_taken_is_named_with_its_flag(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    presence(tmp_path / "e" / "a", "ended")
+    step(tmp_path / "e" / "a", 1)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert main(["report", "--live", str(tmp_path / "e" / "a"), "--port", str(port)]) == 2
+    assert f"--port={port}" in capsys.readouterr().err
+
+
 def presence(run: Path, state: str) -> None:
     """Writes what the only process of a run said last; it is of another host."""
     now = time.time()
@@ -75,7 +88,8 @@ def test_the_page_follows_its_runs_until_they_end(tmp_path: Path) -> None:
         for path in ("", "/", "/state", "/x/state"):
             with pytest.raises(urllib.error.HTTPError, match="404") as refused:
                 get(base + path)
-            assert refused.value.read() == b""
+            said = refused.value.read().decode()
+            assert "secret path" in said and url.split("/")[-2] not in said
         served.send_signal(signal.SIGINT)
         assert served.wait(30) == 0
         assert served.stdout.read() == "" and served.stderr and served.stderr.read() == ""
