@@ -276,14 +276,16 @@ class ConsoleSink:
     def write(self, step: int, stats: Mapping[str, float], total_steps: int | None) -> None:
         """Prints one step, unless a line was printed less than PROGRESS_INTERVAL seconds ago."""
         now = self._clock()
-        self._ends.append((step, now))
+        if step:  # row 0 ends an evaluation, before what the first step waits for
+            self._ends.append((step, now))
         always = step == total_steps or any(name.startswith("eval/") for name in stats)
         if not (self._table or always) and now - self._shown < PROGRESS_INTERVAL:
             return
         self._shown = now
         if self._table and stats:
             self._console.print(stats_table(stats, width=self._console.width))
-        line = progress_line(step, stats, total_steps, seconds_per_step(self._ends))
+        pace = seconds_per_step(self._ends) or stats.get("timing/step_s")
+        line = progress_line(step, stats, total_steps, pace)
         self._console.print(Text(line, style="bold"), soft_wrap=True)
 
     def close(self, outcome: str) -> None:

@@ -265,6 +265,17 @@ def test_durations(seconds, text):
     assert duration(seconds) == text
 
 
+def test_the_start_is_no_part_of_the_forecast() -> None:
+    """Row 0 comes before the first step, which waits for more than later steps do."""
+    out, now = io.StringIO(), iter([0.0, 60.0, 62.0])
+    console = Console(file=out, width=80)
+    sink = ConsoleSink(table=False, console=console, clock=lambda: next(now))
+    for step in range(3):
+        sink.write(step, {"loss": 1.0, "timing/step_s": 3.0} if step else {}, 101)
+    _, first, second = out.getvalue().splitlines()
+    assert first.endswith("ETA 5m 00s") and second.endswith("ETA 3m 18s")
+
+
 def test_fast_steps_share_a_progress_line():
     out, now = io.StringIO(), iter([0.0, 0.3, 0.6, 1.2, 1.5, 1.6])
     sink = ConsoleSink(
