@@ -574,9 +574,7 @@ async def a_later_list(completion):
     return [1.0]
 
 
-@pytest.mark.parametrize(
-    "fn, kind", [(a_list, "list"), (nothing, "NoneType"), (a_later_list, "list")]
-)
+@pytest.mark.parametrize("fn, kind", [(a_list, "list"), (nothing, "None"), (a_later_list, "list")])
 def test_a_reward_that_returns_no_number_is_named_with_what_it_returned(pool, fn, kind):
     own = ("1+1=", "2", [1], [2])
     kw = reward_arguments(fn, own, {"answer": "2"})

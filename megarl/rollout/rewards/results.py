@@ -78,9 +78,10 @@ def finite(value: Any) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError) as e:
+        kind = "" if value is None else f", a {type(value).__name__}"
         raise TypeError(
-            f"it returned {reprlib.repr(value)}, a {type(value).__name__}: a reward gets one "
-            "completion, as text, and returns one number"
+            f"it returned {reprlib.repr(value)}{kind}: a reward gets one completion, as text, and "
+            "returns one number"
         ) from e
     if not math.isfinite(number):
         raise ValueError(f"the reward is {number}, not a finite number")
