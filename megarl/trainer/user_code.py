@@ -426,7 +426,10 @@ def _of_call(code: Named, fn: Any, what: str) -> Iterator[str]:
             by_name=call.by_name,
         )
     )
-    yield from (f"{problem}; {code.target} is called as {call.shown}" for problem in problems)
+    # the arguments of a function for another place are no options
+    others = code.kind in ALGORITHMS and any(p.endswith("needs it; set it") for p in problems)
+    called = f"{code.target} is called as {call.shown}"
+    yield from (f"{called}; {p}" if others else f"{p}; {called}" for p in problems)
     if not problems and (
         problem := call_problem(fn, call.positional, (*call.by_name, *code.options))
     ):
