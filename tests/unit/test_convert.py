@@ -367,6 +367,7 @@ def test_inspect_says_what_it_is(tmp_path: Path) -> None:
     (a / "model.safetensors").write_bytes(b"")
     assert inspect(a)["complete"].startswith("no: ")
     assert inspect(tmp_path / "ck" / "..")["models"] == "ck/"  # as a run's recover/step_000004
+    assert inspect(tmp_path)["complete"].startswith("ck/ no: ")
     (tmp_path / "none").mkdir()
     assert inspect(tmp_path / "none")["what"].startswith("neither")
 
@@ -431,3 +432,22 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     with pytest.raises(SystemExit):
         main(["hf2dist", "--hf", a, "--out", b, "--check-logits"])
     assert "by verify" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_a_run_is_its_only_model(tmp_path: Path) -> None:
+    model, step = save_tiny(tmp_path / "model", "qwen3"), tmp_path / "recover" / "step_000005"
+    hf2dist(model, step / "actor", **SMALL)
+    found = inspect(step)
+    assert (found["models"], found["complete"]) == ("actor/", "yes")
+    dist2hf(step, tmp_path / "out")
+    assert verify(model, tmp_path / "out") == verify(step, model) == []
+    hf2dist(model, step / "critic", **SMALL)
+    with pytest.raises(ValueError, match=r"step_000005/actor.*step_000005/critic"):
+        dist2hf(step, tmp_path / "other")
+
+
+def test_an_adapter_is_refused_with_its_base(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base"}')
+    with pytest.raises(ValueError, match="some/base") as e:
+        hf2dist(tmp_path, tmp_path / "out", **SMALL)
+    assert str(tmp_path) in str(e.value) and "adapter_path" not in str(e.value)

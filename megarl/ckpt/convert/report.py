@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megarl.ckpt.convert.rows import MAX_MEMORY, Buffer, chunk_bytes, chunks
-from megarl.ckpt.convert.source import HF, Source, open_source
+from megarl.ckpt.convert.source import HF, Source, models_of_run, open_source
 from megarl.ckpt.files import MARKER, read_info
 from megarl.ckpt.safetensors import main_dtype
 from megarl.utils.files import human
@@ -86,6 +86,11 @@ def inspect(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     if not path.is_dir():
         raise ValueError(f"{path} is no directory")
+    if models := models_of_run(path):
+        parts = {f"{model.name}/": inspect(model)["complete"] for model in models}
+        wrong = [f"{name} {why}" for name, why in parts.items() if why != "yes"]
+        about = {"what": "a checkpoint of a run", "models": ", ".join(parts)}
+        return {**about, "complete": "; ".join(wrong) or "yes"}
     try:
         return _whole(open_source(path))
     except ValueError as e:
@@ -131,7 +136,4 @@ def _part(path: Path) -> dict[str, Any]:
         return {"what": "a dist checkpoint", **_training(info), **lora}
     if (path / "config.json").exists():
         return {"what": "a Hugging Face model"}
-    models = sorted(m.parent.name for m in path.glob(f"*/{MARKER}"))
-    if models:
-        return {"what": "a checkpoint of a run", "models": ", ".join(f"{m}/" for m in models)}
     return {"what": "neither a Hugging Face model nor a dist checkpoint"}

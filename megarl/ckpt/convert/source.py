@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from megarl.ckpt.convert.rows import Block, Rows, Run, matrix, moved, torch_block
 from megarl.ckpt.files import MARKER, check_contents, read_info
 from megarl.ckpt.hf import check_tensors
+from megarl.ckpt.peft import CONFIG, base_of
 from megarl.ckpt.restricted import read_metadata
 from megarl.ckpt.safetensors import DTYPES, SafetensorsDir
 from megarl.models.hf_config import (
@@ -69,9 +70,28 @@ class Source:
 def open_source(path: Path, base: Path | None = None) -> Source:
     """Opens the weights in `path`. Raises ValueError, naming the fix, if it holds none or only
     some of them."""
+    path = model_directory(path)
     if (path / ".metadata").exists() or (path / MARKER).exists():
         return open_dist(path, base)
     return open_hf(path)
+
+
+def models_of_run(path: Path) -> list[Path]:
+    """Returns the models of a checkpoint of a run, such as recover/step_000004/actor. Any other
+    directory has none."""
+    if (path / MARKER).exists() or (path / "config.json").exists():
+        return []
+    return sorted(marker.parent for marker in path.glob(f"*/{MARKER}"))
+
+
+def model_directory(path: Path) -> Path:
+    """Returns the only model of a checkpoint of a run, and `path` itself if it is no such
+    checkpoint. Raises ValueError, naming the models, if there are several."""
+    models = models_of_run(path) or [path]
+    if len(models) > 1:
+        named = ", ".join(map(str, models))
+        raise ValueError(f"{path}: a checkpoint of a run with several models; name one of {named}")
+    return models[0]
 
 
 def row_runs(table: PieceTable) -> Iterator[Run]:
@@ -111,7 +131,12 @@ def stored_params(table: PieceTable) -> Iterator[LocalParam]:
 
 def open_hf(path: Path) -> Source:
     """Opens a Hugging Face model directory; a token or sequence classifier is a value model. Raises
-    ValueError if it is not whole or does not fit its config."""
+    ValueError if it is an adapter, is not whole or does not fit its config."""
+    if (path / CONFIG).is_file() and not (path / "config.json").is_file():
+        raise ValueError(
+            f"{path}: a PEFT adapter, not a model; convert its base {base_of(path)}, or merge the "
+            "two before (merge_and_unload of peft)"
+        )
     table = build_piece_table(read_hf_config(path, head=_head(path)), Layout())
     with SafetensorsDir(path) as files:
         check_tensors(files, table)

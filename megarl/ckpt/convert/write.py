@@ -40,6 +40,7 @@ from megarl.ckpt.convert.rows import (
 from megarl.ckpt.convert.source import (
     COMPANIONS,
     Source,
+    model_directory,
     open_dist,
     open_hf,
     row_runs,
@@ -117,7 +118,7 @@ def dist2hf(
     Raises ValueError if `dist` is not whole, is of another model than `base` or holds adapters, if
     `out` is there already, or if max_memory or the disk's room is too little.
     """
-    source = open_dist(Path(dist), None if base is None else Path(base))
+    source = open_dist(model_directory(Path(dist)), None if base is None else Path(base))
     members = source.members(dtype)
     shards = plan_shards(members, max_shard_bytes)
     files = {name: partial(_write_shard, source, shard) for name, shard in shards.items()}
