@@ -43,7 +43,7 @@ from megarl.rollout.executor import RolloutExecutor
 from megarl.rollout.local import SGLangEngine
 from megarl.rollout.rewards import RewardPool, check_rows, reward_of, shared_pool
 from megarl.rollout.worker import pickled_workflow
-from megarl.trainer.rollout_metrics import completions
+from megarl.trainer.rollout_metrics import completions, expected
 from megarl.trainer.saver import Frequency
 from megarl.trainer.scores import figures, final_answers
 from megarl.utils.importing import load_object
@@ -119,7 +119,7 @@ class SetEvaluator:
                     "prompt_number": number,
                     "prompt": self.rows[number].get("prompt", ""),
                     "completion": self.tokenizer.decode(ids, skip_special_tokens=True),
-                    "expected": str(self.rows[number].get("answer", "")),
+                    "expected": expected(self.rows[number]),
                     "reward": reward,
                 }
             )

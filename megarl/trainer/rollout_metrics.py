@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import resource
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,12 @@ from megarl.rollout.rewards.results import LATE
 
 WROTE, READ = "model", "environment"  # who wrote a turn
 PASSES = 1.0  # a rollout is right from this reward on
+
+# columns that the data set's messages or megarl make, and no reward compares an answer with
+_NO_ANSWERS = (
+    *("row_id", "episode_id", "dataset", "messages", "prompt", "prompt_ids"),
+    *("tools", "task", "difficulty", "chat_template_kwargs"),
+)
 
 
 @where_it_lies
@@ -155,6 +161,13 @@ def group_extremes(values: torch.Tensor, group_ids: torch.Tensor) -> dict[str, t
     return out
 
 
+def expected(row: Mapping[str, Any]) -> str:
+    """Returns the answer of a row as text; of a row without `answer` the columns of its own, each
+    with its name."""
+    own = {name: value for name, value in row.items() if name not in _NO_ANSWERS}
+    return str(own.get("answer", ", ".join(f"{name}: {value}" for name, value in own.items())))
+
+
 def completions(batch: Padded, tokenizer: Any, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns one record per row that has samples: prompt, completion, answer and reward of its
     first.
@@ -168,7 +181,7 @@ def completions(batch: Padded, tokenizer: Any, rows: list[dict[str, Any]]) -> li
         row = rows[group]
         written = _completion(batch, k, tokenizer)
         own = {"prompt": row["prompt"], "completion": written.pop("completion")}
-        records.append(own | {"answer": str(row.get("answer", ""))} | written)
+        records.append(own | {"answer": expected(row)} | written)
     return records
 
 

@@ -17,7 +17,7 @@ from megarl.observability.run_log import EVAL_REWARDS_FILE, RunLog
 from megarl.observability.stats_logger import progress_line
 from megarl.rollout.executor import Answered
 from megarl.trainer.evaluation import HeldOut, SetEvaluator, with_means
-from megarl.trainer.rollout_metrics import completions
+from megarl.trainer.rollout_metrics import completions, expected
 
 SPECIAL = 99
 tokenizer = SimpleNamespace(
@@ -169,6 +169,13 @@ def test_failures_of_an_evaluation_are_on_every_page(tmp_path):
     assert status(tmp_path)["eval_failed"] == 0.375
     line = progress_line(2, {"eval/accuracy": math.nan, "eval/failed": 0.375}, 9, None)
     assert "nan" in line and "37.5%" in line
+
+
+def test_a_row_without_answer_shows_the_columns_of_its_own():
+    given = {"row_id": 3, "messages": [], "prompt": "p", "prompt_ids": [1]}
+    assert expected({**given, "gold": "7"}) == "gold: 7"
+    assert expected({**given, "gold": "7", "answer": "8"}) == "8"
+    assert expected(given) == ""
 
 
 def turns_of(ids: list[int], written: list[int], real: int | None = None) -> list[tuple[str, str]]:
