@@ -203,7 +203,8 @@ def _sharing(cfg: TrainEngineConfig, model: ModelConfig, attention: str) -> Shar
     if problems:
         log.info("mb_spec.share_prefixes=auto: whole sequences, since %s", "; ".join(problems))
         return None
-    return Sharing(_PAYS[attention])
+    # a frozen model of the run would log the same
+    return Sharing(_PAYS[attention], logged=cfg.optimizer is None)
 
 
 # ---- making it ---------------------------------------------------------------------------------

@@ -4,14 +4,18 @@ by what their tries hold, and packed as these."""
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.config.engine import OptimizerConfig, TrainEngineConfig
+from megarl.engine.setup import resolve
 from megarl.parallel.packing import Alignment, Cost, unpack
 from megarl.parallel.trie import build_trie, pack_trie, plan_tries, sort_rows, token_bytes
+from tests.tiny import save_tiny
 
 settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=100)
 settings.load_profile("repeatable")
@@ -168,3 +172,10 @@ def test_answers_about_the_nodes_reach_every_row(with_ids):
     assert torch.equal(ids.flatten()[flat], packed.input_ids[: trie.tokens])
     alone = pack_trie(ids[1:2], [1], given=None if given_ids is None else given_ids[1:2])
     assert len(alone.labels) == 1 and not alone.valid.any()
+
+
+def test_a_frozen_model_leaves_the_choice_to_the_log_of_the_trained_one(tmp_path: Path) -> None:
+    path = str(save_tiny(tmp_path / "model", "qwen3"))
+    for optimizer in (OptimizerConfig(), None):
+        sharing = resolve(TrainEngineConfig(path=path, optimizer=optimizer), 1).sharing
+        assert sharing is not None and sharing.logged == (optimizer is None)
