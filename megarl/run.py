@@ -44,7 +44,7 @@ from megarl.utils import stopping
 from megarl.utils.env import quiet_libraries, set_trainer_defaults
 from megarl.utils.files import DiskFull, full_disk_named
 from megarl.utils.importing import add_working_directory, load_object
-from megarl.utils.stacks import dump_on_signal
+from megarl.utils.stacks import prepare_signals
 from megarl.utils.user_errors import in_users_lines
 
 FAILED = 1  # exit status of a run that an error ended
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     a configuration error, 128 + the signal's number after a stop by signal. An error of the user's
     code is shown by the user's lines; others are raised."""
     add_working_directory()
-    dump_on_signal()
+    prepare_signals()
     with stopping.listening(spokesman=_rank() == 0):
         try:
             cfg = _checked(sys.argv[1:] if argv is None else argv)

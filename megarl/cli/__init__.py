@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megarl.config.errors import EXIT_CODE, ConfigError
-from megarl.utils.stacks import dump_on_signal
+from megarl.utils.stacks import prepare_signals
 
 if TYPE_CHECKING:
     from megarl.config.recipes import BaseConfig
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"megarl: {name}: no such command; {hint}", file=sys.stderr)
         return EXIT_CODE
     sys.argv[0] = f"megarl {name}"
-    dump_on_signal()
+    prepare_signals()
     try:
         with contextlib.suppress(BrokenPipeError):  # megarl ... | head
             return importlib.import_module(COMMANDS[name][0]).main(rest) or 0

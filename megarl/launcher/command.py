@@ -26,7 +26,7 @@ from megarl.observability.logging import get_logger
 from megarl.trainer.preflight import check_contents, check_writable
 from megarl.utils.child import Signals
 from megarl.utils.importing import add_working_directory
-from megarl.utils.stacks import dump_on_signal
+from megarl.utils.stacks import prepare_signals
 
 log = get_logger("launcher")
 
@@ -54,7 +54,7 @@ def run_launcher(launcher: Launcher, argv: Sequence[str] | None) -> int:
     """Runs a launcher with the command line `argv` (None: this process's); returns the exit status:
     2 for a configuration error, else that of the job."""
     add_working_directory()
-    dump_on_signal()
+    prepare_signals()
     try:
         command = help_or_command_line(
             argv,

@@ -34,6 +34,14 @@ def dump_on_signal() -> None:
     faulthandler.register(signal.SIGUSR2, file=STDERR, all_threads=True)
 
 
+def prepare_signals() -> None:
+    """Prepares a command: SIGUSR2 writes its stacks, and SIGINT ends it. A shell ignores SIGINT in
+    the programs that it starts in the background."""
+    dump_on_signal()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def state(pid: int) -> str:
     """Returns the letter of a process's state as ps shows it, "" where there is no such process."""
     return _status(pid).get("State", "")[:1]

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -16,7 +18,12 @@ from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
 from megarl.launcher import slurm
 from megarl.launcher.slurm import Files, JobState, batch_script, parse_job
+from megarl.utils.child import wait_until
+from tests.background import ignoring_sigint
+from tests.hf_stub import write_stub
 from tests.unit.test_launcher_job import GOLDEN, POOLS, make
+
+ROOT = Path(__file__).resolve().parents[2]
 
 LINE = (
     "JobId=12 JobName=megarl-e-t UserId=me(1000) Priority=1 JobState={state} Reason={reason} "
@@ -226,6 +233,29 @@ def test_a_job_is_followed_to_its_end(
     assert capsys.readouterr().out == "0: a step\n"
     for state in states:
         assert f"job 12 is {state}" in caplog.text
+
+
+def test_a_wait_for_a_job_that_a_shell_put_in_the_background_takes_sigint(
+    tmp_path: Path,
+) -> None:
+    line = LINE.format(state="RUNNING", reason="None", code="0:0", restarts=0)
+    for name, body in (("sbatch", "echo 12"), ("scontrol", f"touch asked; echo '{line}'")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    command = [
+        sys.executable, "-m", "megarl.launcher.slurm", "--nproc", "1", "fileroot=runs",
+        f"actor.path={write_stub(tmp_path / 'model')}", "actor.optimizer.lr=1e-5",
+        "gconfig.n_samples=2",
+    ]  # fmt: skip
+    with ignoring_sigint():
+        waits = subprocess.Popen(command, cwd=tmp_path, env=env)
+    try:
+        assert wait_until((tmp_path / "asked").exists, timeout=120)
+        waits.send_signal(signal.SIGINT)
+        assert waits.wait(60) == 128 + signal.SIGINT
+    finally:
+        waits.kill()
 
 
 def test_slurm_that_is_not_there_is_a_clear_error(

@@ -19,6 +19,7 @@ import pytest
 from megarl.cli import main
 from megarl.observability.pages import PageServer
 from megarl.observability.run_log import append_line
+from tests.background import ignoring_sigint
 
 
 def get(url: str) -> str:
@@ -93,6 +94,21 @@ def test_the_page_follows_its_runs_until_they_end(tmp_path: Path) -> None:
         served.send_signal(signal.SIGINT)
         assert served.wait(30) == 0
         assert served.stdout.read() == "" and served.stderr and served.stderr.read() == ""
+    finally:
+        served.kill()
+        served.communicate()
+
+
+def test_a_report_that_a_shell_put_in_the_background_takes_sigint(tmp_path: Path) -> None:
+    step(tmp_path, 1)
+    presence(tmp_path, "running")
+    command = [sys.executable, "-m", "megarl.cli", "report", "--live", str(tmp_path)]
+    with ignoring_sigint():
+        served = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert served.stdout is not None and served.stdout.readline()
+        served.send_signal(signal.SIGINT)
+        assert served.wait(60) == 0
     finally:
         served.kill()
         served.communicate()

@@ -26,6 +26,7 @@ from megarl.run import main
 from megarl.trainer import user_code
 from megarl.trainer.user_code import Named, code_problems, read_config
 from megarl.utils.importing import call_isolated
+from tests.background import ignoring_sigint
 from tests.hf_stub import write_stub
 
 ROOT = Path(__file__).parents[2]
@@ -397,6 +398,15 @@ def test_ctrl_c_during_the_check_is_no_traceback(
     assert local.main(args) == 128 + signal.SIGINT
     said = capfd.readouterr()
     assert said.out == said.err == ""
+
+
+def test_a_check_that_a_shell_put_in_the_background_takes_sigint(home: Path) -> None:
+    pressed = "import os, signal, time; os.kill(os.getppid(), signal.SIGINT); time.sleep(300)"
+    (home / "pressed.py").write_text(pressed)
+    args = arguments("train_dataset.reward=pressed:good", "--check")
+    with ignoring_sigint():
+        run = subprocess.Popen([sys.executable, "-m", "megarl.launcher.local", *args], cwd=home)
+    assert run.wait(120) == 128 + signal.SIGINT
 
 
 def test_code_that_is_looked_at_ends_with_who_looks_at_it(tmp_path: Path) -> None:
