@@ -42,7 +42,6 @@ TORCH_TESTS := test_config*.py test_launcher_*.py test_recover.py test_load_byte
 RUN_TESTS := pytest pytest-timeout pytest-xdist
 # the word by which test-drawn draws
 DRAW ?= $(shell git rev-parse --short HEAD 2>/dev/null || date +%F)
-PROBES ?= env adam connections head
 CPU := MEGARL_DEVICE=cpu
 # a test's processes read what was compiled before
 unexport PYTHONDONTWRITEBYTECODE
@@ -289,8 +288,8 @@ bench-grpo: install  ## a GRPO step beside TRL's
 bench-convert: install  ## converting checkpoints beside copying them
 	$(CPU) $(BIN)/python benchmarks/convert.py
 
-first-day:  ## probes of one GPU, PROBES="adam head", by PYTHON's own torch (docs/gpu_first_day.md)
-	PYTHONPATH=. $(PYTHON) benchmarks/first_day.py $(PROBES)
+first-day:  ## all probes of one GPU, by PYTHON's own torch (SECONDS=560 PROBES="adam head" ARGS=--again)
+	PYTHONPATH=. $(PYTHON) benchmarks/first_day.py $(PROBES) $(if $(SECONDS),--seconds $(SECONDS)) $(ARGS)
 
 bench-gpu:  ## how much of a GPU train_batch uses: PYTHON's own torch, as for test-gpu
 	PYTHONPATH=. $(PYTHON) benchmarks/gpu_train.py

@@ -1,522 +1,340 @@
-"""Probes the first half hour on one GPU: what it does where the CPU's tests cannot look.
+"""Probes of one GPU: behavior and speed that tests on CPUs cannot show.
 
-    python benchmarks/first_day.py PROBE [PROBE ...] [--small] [--limit SECONDS] [--here]
+    python benchmarks/first_day.py [PROBE ...] [--seconds 1800] [--out runs/first_day] [--again]
 
-env          versions, compilers, headers, and whether a kernel may read host memory
-adam         the Adam that stands in for Transformer Engine's, beside torch's AdamW
-syncs        where the host waits for the device in a pass and in a training step
-head         the LM head by kernels and by torch: time beside its matrix products, and memory
-connections  whether a stream that waits holds up the others
-offload      host memory: its pinning, its rate, and a frozen model that rests there
-tries        attention over shared prefixes beside attention over whole rows
-slices       weights to a server by slices over NCCL, from GPU to GPU: needs two
+Without names all probes of the plan run (`--list`): first the checks, many at the same time, then
+the timed probes, one by one. Each probe is a process with a limit, and a probe that fails or hangs
+does not end the others. All limits grow with --seconds, which bounds the whole.
 
-Every probe runs in a process of its own with a time limit: an illegal access or a hang ends it
-alone. It prints a Markdown table; docs/gpu_first_day.md says what each decides. The exit status is
-1 where a probe failed. `--here` runs the probes in this process without a limit, for a debugger.
-
-`--small` runs the same code at small sizes on a CPU; its numbers mean nothing.
+A folder receives results.jsonl (a line per number or row), summary.md, a file with the output of
+each probe, and traces. The exit status is 1 if a probe failed. docs/gpu_first_day.md explains the
+numbers. `--here` runs one probe in this process without a limit, for a debugger. `--small` runs the
+same code at small sizes on a CPU, where numbers mean nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import collections
 import contextlib
-import ctypes
-import glob
-import importlib.metadata
 import importlib.util
+import json
 import os
-import re
-import shutil
 import signal
-import statistics
 import subprocess
 import sys
-import tempfile
 import time
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-ROUNDS = 5
-CHUNK, LAYERS = 4096, 28  # tokens of a chunk of logits; of a model whose head it is
-KILL_TIMEOUT = 10.0  # seconds that a process may take to end once it is killed
-PAGEABLE_MEMORY_ACCESS = 88  # of CUdevice_attribute
-MODULES = ("megatron.core", "transformer_engine", "deep_ep", "flash_attn", "apex", "sglang")
-HEADERS = ("cudnn.h", "nccl.h")  # without them Transformer Engine does not compile
-FAMILIES = ("qwen3", "glm4", "deepseek_v3", "qwen3_moe")  # fused rotary, half, latent, experts
-MICRO_BATCHES = 2  # of the probe `syncs`
-CLOSE = 1e-5  # between two Adams in fp32 after three steps of 0.1
-# a stream sleeps for 2e9 cycles (about a second), another waits for it, the main one has work
-HELD_UP = """
-import time, torch
-sleeper, waiter = torch.cuda.Stream(), torch.cuda.Stream()
-x = torch.ones(1 << 20, device="cuda")
-x * 2
-with torch.cuda.stream(waiter):
-    x * 3  # memory that is asked for later might stop the device
-torch.cuda.synchronize()
-with torch.cuda.stream(sleeper):
-    torch.cuda._sleep(2_000_000_000)
-    event = sleeper.record_event()
-waiter.wait_event(event)
-with torch.cuda.stream(waiter):
-    x * 3
-begun = time.perf_counter()
-x * 2
-torch.cuda.current_stream().synchronize()
-main = time.perf_counter() - begun
-torch.cuda.synchronize()
-print(f"{1e3 * main:.1f} ms of {1e3 * (time.perf_counter() - begun):.0f}")
-"""
-
-
-def columns(*names: str) -> None:
-    """Begins a Markdown table."""
-    row(*names)
-    print("|" + "---|" * len(names), flush=True)
-
-
-def row(*cells: Any) -> None:
-    """Prints a row as soon as it is known."""
-    print("|", " | ".join(str(c).replace("|", "/") for c in cells), "|", flush=True)
-
-
-def place(small: bool) -> tuple[torch.device, torch.dtype]:
-    """Returns where the probes compute, and in what."""
-    if small:
-        return torch.device("cpu"), torch.float32
-    return torch.device("cuda"), torch.bfloat16
-
-
-def synchronize() -> None:
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-
-
-def seconds(fn: Callable[[], Any]) -> float:
-    """Measures one call, from an idle device to an idle device."""
-    synchronize()
-    begun = time.perf_counter()
-    fn()
-    synchronize()
-    return time.perf_counter() - begun
-
-
-def ms(fn: Callable[[], Any], rounds: int = ROUNDS) -> float:
-    """Measures milliseconds of a call: the median of `rounds`, after one that does not count."""
-    fn()
-    return 1e3 * statistics.median(seconds(fn) for _ in range(rounds))
-
-
-def env(small: bool) -> None:
-    """Prints what is there. Where a kernel may read pageable host memory (HMM), a tensor on the
-    wrong device passes unseen."""
-    columns("what", "here")
-    row("python", sys.version.split()[0])
-    for package in ("torch", "triton", "transformers"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            row(package, importlib.metadata.version(package))
-    row("CUDA of torch", torch.version.cuda)
-    if not small and torch.cuda.is_available():
-        gpu()
-    for module in MODULES:
-        row(f"import {module}", imported(module))
-    for command in ("nvcc", "gcc", "ninja"):
-        row(command, version(command))
-    for header in HEADERS:
-        row(header, next(found(header), "missing"))
-    row("cores", len(os.sched_getaffinity(0)))
-    for folder in ("/tmp", "/dev/shm"):
-        row(f"free in {folder}", f"{shutil.disk_usage(folder).free / 2**30:.0f} GiB")
-
-
-def gpu() -> None:
-    """Prints the rows of env about the GPU."""
-    name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
-    row("GPU", f"{name}, compute capability {capability[0]}.{capability[1]}")
-    free, total = torch.cuda.mem_get_info()
-    row("memory", f"{free / 2**30:.1f} GiB of {total / 2**30:.1f} are free")
-    row("NCCL", ".".join(map(str, torch.cuda.nccl.version())))
-    value = ctypes.c_int()  # torch has started CUDA by now
-    driver = ctypes.CDLL("libcuda.so.1")
-    driver.cuDeviceGetAttribute(ctypes.byref(value), PAGEABLE_MEMORY_ACCESS, 0)
-    row("kernels may read pageable host memory", "yes" if value.value else "no")
-
-
-def imported(module: str) -> str:
-    """Returns where `module` lies, or the last line of what its import says."""
-    command = [sys.executable, "-c", f"import {module} as m; print(m.__file__)"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    except subprocess.TimeoutExpired:
-        return "no end after 60 s"
-    lines = (done.stdout.strip() or done.stderr.strip()).splitlines()
-    return lines[-1].strip()[:150] if lines else f"exit status {done.returncode}"
-
-
-def version(command: str) -> str:
-    if not shutil.which(command):
-        return "missing"
-    printed = subprocess.run([command, "--version"], capture_output=True, text=True).stdout
-    number = re.search(r"\d+\.\d[\w.]*", printed)
-    return number[0] if number else printed.strip()[:150]
-
-
-def found(header: str) -> Iterator[str]:
-    """Yields the places of a header where a compiler looks."""
-    toolkit = os.environ.get("CUDA_HOME", "/usr/local/cuda")
-    folders = [*filter(None, os.environ.get("CPATH", "").split(":")), f"{toolkit}/include"]
-    for folder in [*folders, "/usr/include", *glob.glob("/usr/include/*-linux-gnu")]:
-        if os.path.isfile(path := os.path.join(folder, header)):
-            yield path
-
-
-def adam(small: bool) -> None:
-    """Compares CpuFusedAdam, which engines take where Transformer Engine and apex are missing, with
-    AdamW. Raises RuntimeError where they differ."""
-    from megarl.parallel.cpu_kernels import CpuFusedAdam
-
-    device, _ = place(small)
-    ours, theirs = (
-        torch.nn.Parameter(torch.linspace(-1, 1, 1000, device=device)) for _ in range(2)
-    )
-    pairs = (
-        (ours, CpuFusedAdam([ours], lr=0.1)),
-        (theirs, torch.optim.AdamW([theirs], lr=0.1, weight_decay=0.0)),
-    )
-    columns("step", "largest difference from AdamW")
-    for step in range(3):
-        for param, optimizer in pairs:
-            param.grad = torch.sin(3 * param.detach())
-            optimizer.step()
-        difference = float((ours - theirs).detach().abs().max())
-        row(step + 1, f"{difference:.1e}")
-        if not difference < CLOSE:
-            raise RuntimeError(f"Adam differs from AdamW by {difference}, more than {CLOSE}")
-
-
-def syncs(small: bool) -> None:
-    """Counts where the host waits for the device in a forward pass and a training step of tiny
-    models with four layers, by source line, beside what tests/dist/test_waits.py counts on a CPU.
-    Waits of a backward count at the line that began it."""
-    from tests.dist.engine_jobs import batch, loss_fn, make_engine, weight_fn
-    from tests.tiny import save_tiny
-
-    outputs = ("logprobs", "entropy")
-    over: dict[str, Any] = dict(dtype="float32" if small else "bfloat16", max_tokens=60)
-    columns("family", "recompute", "waits", "expected", "line")
-    for family in FAMILIES:
-        for recompute in ("none", "full"):
-            with tempfile.TemporaryDirectory() as folder:
-                path = str(save_tiny(Path(folder) / "m", family))
-                engine = make_engine(path, {}, recompute_granularity=recompute, **over)
-
-            def work(engine: Any = engine) -> None:
-                engine.forward(batch())
-                engine.train_batch(batch(), loss_fn, weight_fn, outputs=outputs)
-
-            work()
-            places = waits(work)
-            row(family, recompute, sum(places.values()), expected(engine, recompute), "all")
-            for line, times in places.most_common(12):
-                row(family, recompute, times, "", line)
-            engine.destroy()
-
-
-def expected(engine: Any, recompute: str) -> int:
-    """Returns the waits of `syncs` that a CPU counts: a result, the sums of a loss, a norm; with
-    experts their loads, and what megatron-core asks in each layer and micro-batch."""
-    from tests.dist.waits_jobs import LOADS, NORM, SANCTIONED, SUMS
-
-    count = 1 + sum(SUMS.values()) + sum(NORM.values())
-    if engine.model_config.moe is None:
-        return count
-    layers = engine.model_config.num_layers - len(engine.model_config.moe.dense_layers)
-    passes = MICRO_BATCHES * (3 if recompute == "full" else 2)
-    fused = importlib.util.find_spec("transformer_engine") is not None
-    asked = 1 if fused else sum(SANCTIONED.values())
-    return count + sum(LOADS.values()) + layers * passes * asked
-
-
-def waits(work: Callable[[], None]) -> collections.Counter[str]:
-    """Returns how often each line of `work` waits for the device."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        if torch.cuda.is_initialized():
-            torch.cuda.set_sync_debug_mode("warn")
-        work()
-        if torch.cuda.is_initialized():
-            torch.cuda.set_sync_debug_mode("default")
-    return collections.Counter(
-        f"{'/'.join(w.filename.split('/')[-3:])}:{w.lineno}"
-        for w in caught
-        if "synchroniz" in str(w.message)
-    )
-
-
-def head(small: bool) -> None:
-    """Measures the LM head by Triton's kernels and by torch: its passes over the logits come on top
-    of its matrix products. With --small the kernels are interpreted."""
-    vocab, tokens, widths = (512, 32, (64,)) if small else (151936, 16384, (1024, 4096))
-    if small:
-        os.environ["TRITON_INTERPRET"] = "1"  # read as triton is imported
-    device, dtype = place(small)
-    labels = torch.randint(vocab, (tokens,), device=device)
-    columns(
-        "hidden", "outputs", "by", "forward ms", "and backward ms", "its products ms", "over them",
-        f"of a step of {LAYERS} layers", "peak GiB",
-    )  # fmt: skip
-    for width in widths:
-        x = torch.randn(tokens, width, device=device, dtype=dtype, requires_grad=True)
-        weight = torch.randn(vocab, width, device=device, dtype=dtype) * width**-0.5
-        weight.requires_grad_()
-        least, layers = head_products(x, weight)
-        for outputs in (("logprobs",), ("logprobs", "entropy")):
-            for by in ("kernels", "torch"):
-                forward, both, peak = head_costs(x, weight, labels, outputs, by)
-                row(
-                    width, ", ".join(outputs), by, f"{forward:.2f}", f"{both:.2f}", f"{least:.2f}",
-                    f"{both / least:.2f}", f"{both / (both + layers):.0%}", f"{peak:.2f}",
-                )  # fmt: skip
-
-
-def head_products(x: torch.Tensor, weight: torch.Tensor) -> tuple[float, float]:
-    """Returns ms of the head's four products, forward and backward (logits twice), by chunks, and
-    those of a dense model's LAYERS: three times 12 * hidden * hidden numbers a layer and token."""
-    with torch.no_grad():
-        layer = x.new_empty(12 * x.shape[1], x.shape[1]).normal_()
-        of_a_layer = ms(lambda: torch.mm(x, layer.t()))
-        g = torch.mm(x[:CHUNK], weight.t())
-
-        def products() -> None:
-            for part in x.split(CHUNK):
-                torch.mm(part, weight.t())
-                torch.mm(part, weight.t())
-                torch.mm(g[: len(part)], weight)
-                torch.mm(g[: len(part)].t(), part)
-
-        return ms(products), 3 * LAYERS * of_a_layer
-
-
-def head_costs(
-    x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, outputs: tuple[str, ...], by: str
-) -> tuple[float, float, float]:
-    """Returns ms without and with backward, and the peak in GiB."""
-    from megarl.parallel import vocab_parallel
-
-    shard = vocab_parallel.VocabShard(start=0, rows=len(weight), vocab_size=len(weight))
-    if by == "kernels" and not vocab_parallel.by_kernels(x):
-        raise RuntimeError("triton is not installed")
-
-    def run() -> torch.Tensor:
-        return vocab_parallel.token_outputs(
-            x, weight, labels, shard=shard, outputs=outputs, temperature=0.9, chunk_tokens=CHUNK
-        )
-
-    with contextlib.ExitStack() as stack:
-        if by == "torch":
-            stack.enter_context(mock.patch.object(vocab_parallel, "by_kernels", lambda x: False))
-        if x.is_cuda:
-            torch.cuda.reset_peak_memory_stats()
-        with torch.no_grad():
-            forward = ms(run)
-        both = ms(lambda: run().sum().backward())
-    return forward, both, torch.cuda.max_memory_allocated() / 2**30 if x.is_cuda else 0.0
-
-
-def connections(small: bool) -> None:
-    """Measures how long work of the main stream waits while another stream waits, with one hardware
-    queue (what trainers get) and with eight."""
-    columns("CUDA_DEVICE_MAX_CONNECTIONS", "the main stream waited")
-    for queues in ("1", "8"):
-        if small:
-            row(queues, "needs a GPU")
-            continue
-        done = subprocess.run(
-            [sys.executable, "-c", HELD_UP],
-            env=os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": queues},
-            capture_output=True,
-            text=True,
-        )
-        if done.returncode:
-            raise RuntimeError(done.stderr)
-        row(queues, done.stdout.strip())
-
-
-def offload(small: bool) -> None:
-    """Measures copies to and from pinned host memory, and passes of a frozen model that rests
-    there."""
-    if not small:
-        columns("GiB", "pinned in s", "to the device GB/s", "back GB/s")
-        for gib in (1, 3):
-            row(gib, *copies(gib << 30))
-        print()
-    columns("weights of a frozen model", "GiB", "a pass ms")
-    for rests in (False, True):
-        row("rest in host memory" if rests else "stay", *frozen(small, rests))
-
-
-def copies(size: int) -> tuple[str, str, str]:
-    """Returns the seconds of pinning `size` bytes, and GB/s of their copies up and down."""
-    begun = time.perf_counter()
-    host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    pinned = time.perf_counter() - begun
-    there = torch.empty(size, dtype=torch.uint8, device="cuda")
-    up = ms(lambda: there.copy_(host, non_blocking=True))
-    down = ms(lambda: host.copy_(there, non_blocking=True))
-    return f"{pinned:.2f}", f"{1e-6 * size / up:.1f}", f"{1e-6 * size / down:.1f}"
-
-
-def frozen(small: bool, rests: bool) -> tuple[str, str]:
-    """Returns the GiB of weights of a frozen model of random weights, and the ms of its pass."""
-    from gpu_train import Work, batch, write_config
-
-    from megarl.config.engine import MicroBatchSpec, TrainEngineConfig
-    from megarl.engine import MegatronEngine
-
-    if small:
-        shape, memory = "tiny", None
-        work = Work(tokens=256, longest=64, budget=128, chunk=32)
-    else:
-        total = torch.cuda.mem_get_info()[1]
-        shape, memory = "7b" if total > 70e9 else "0.5b", 0.75 * total
-        work = Work(tokens=32768, longest=4096, budget=8192, chunk=2048)
-    with tempfile.TemporaryDirectory() as folder:
-        write_config(shape, Path(folder), work, memory=memory)
-        engine = MegatronEngine(
-            TrainEngineConfig(
-                path=folder, init_from_scratch=True, offload=rests,
-                dtype="float32" if small else "bfloat16",
-                mb_spec=MicroBatchSpec(max_tokens_per_mb=work.budget),
-            )
-        )  # fmt: skip
-        engine.initialize()
-    sequences = batch(work, engine.model_config.vocab_size, 0)
-    size = sum(p.nbytes for p in engine.state.params.values())
-    spent = ms(lambda: engine.forward(sequences), 3)
-    engine.destroy()
-    return f"{size / 2**30:.2f}", f"{spent:.0f}"
-
-
-def tries(small: bool) -> None:
-    """Measures attention over the trie of a prompt and eight answers, forward and backward, beside
-    torch's over the eight whole rows. A trie of another size may compile anew."""
-    from megarl.models.trie_attention import prepare
-    from megarl.parallel.packing import Segment
-
-    device, _ = place(small)
-    prompt, answer, heads, width = (64, 32, 4, 16) if small else (2048, 1024, 16, 128)
-    begins = [prompt + n * answer for n in range(8)]
-    columns("attention", "tokens", "first s", "then ms")
-    for last in (answer, answer, answer - (8 if small else 64)):
-        ends = [*begins[1:], begins[-1] + last]
-        segments = [Segment(0, prompt, None), *(Segment(b, e, 0) for b, e in zip(begins, ends))]
-        q, k, v = (leaf(small, ends[-1], n, width) for n in (heads, heads // 4, heads // 4))
-        begun = time.perf_counter()
-        attend = prepare(segments, device)
-
-        def by_trie(attend: Any = attend, qkv: Any = (q, k, v)) -> None:
-            attend(*qkv, width**-0.5).sum().backward()
-
-        by_trie()
-        synchronize()
-        row("of the trie", ends[-1], f"{time.perf_counter() - begun:.1f}", f"{ms(by_trie):.2f}")
-    tokens = prompt + answer
-    q, k, v = (leaf(small, 8, n, tokens, width) for n in (heads, heads // 4, heads // 4))
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-
-    def by_rows() -> None:
-        sdpa(q, k, v, is_causal=True, enable_gqa=True).sum().backward()
-
-    first = seconds(by_rows)
-    row("of 8 whole rows", 8 * tokens, f"{first:.1f}", f"{ms(by_rows):.2f}")
-
-
-def slices(small: bool) -> None:
-    """Sends slices to a server, which is compared after each sync. What passed is noted for
-    `weight_sync.options.sharded=auto`."""
-    from first_slices import run
-
-    columns("slices", "s", "GB/s")
-    for cells in run(small):
-        row(*cells)
-
-
-def leaf(small: bool, *shape: int) -> torch.Tensor:
-    device, dtype = place(small)
-    return torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
-
-
-# the seconds that each may take
-PROBES: dict[str, tuple[Callable[[bool], None], float]] = {
-    "env": (env, 180),
-    "adam": (adam, 120),
-    "syncs": (syncs, 300),
-    "head": (head, 180),
-    "connections": (connections, 120),
-    "offload": (offload, 300),
-    "tries": (tries, 300),
-    "slices": (slices, 600),
+import first_calls as calls  # noqa: E402
+import first_steps as steps  # noqa: E402
+import first_tables as tables  # noqa: E402
+from first_rows import RESULTS  # noqa: E402
+
+SHORT_S = 560.0  # of a plan with the limits below; a longer one multiplies them
+LEAST_S = 15.0  # a probe that has less does not start
+RESERVE_S = 3.0
+KILL_TIMEOUT_S = 10.0
+POLL_S = 0.05
+THREADS = "2"  # of each check
+PYTEST = ("-m", "pytest", "-q", "--tb=short", "-rfE", "--timeout=120")
+SPREAD = ("-n", "5") if importlib.util.find_spec("xdist") else ()
+CUDNN = {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "0"}  # torch's own order: cuDNN first on Hopper
+RAGGED = CUDNN | {"TORCH_CUDNN_SDPA_AVOID_RECOMPILE": "1"}
+TE_LOG = {"NVTE_DEBUG": "1", "NVTE_DEBUG_LEVEL": "1"}  # the attention that is chosen, and why
+TE = "transformer_engine"
+
+
+@dataclass(frozen=True)
+class Job:
+    """The setting of a probe: sizes for a CPU, seconds, and the folder of results."""
+
+    small: bool
+    limit: float
+    out: Path
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A probe of the plan.
+
+    run: a function, or arguments of pytest below tests/gpu.
+    limit: seconds in a plan of SHORT_S.
+    check: runs beside other checks.
+    needs_te: runs only with Transformer Engine.
+    planned: runs if no probe is named.
+    """
+
+    run: Callable[[Job], None] | tuple[str, ...]
+    limit: float
+    check: bool = False
+    env: dict[str, str] = field(default_factory=dict)
+    needs_te: bool = False
+    planned: bool = True
+
+
+def train(*shapes: str, traced: bool = False) -> Callable[[Job], None]:
+    """Returns a probe of training steps of gpu_train's `shapes`."""
+    return lambda job: steps.train(job.small, job.out, job.limit, *shapes, traced=traced)
+
+
+def loop(sync: str, *overrides: str) -> Callable[[Job], None]:
+    """Returns a probe of a GRPO run."""
+    return lambda job: steps.loop(job.small, job.out, sync, *overrides)
+
+
+def plain(probe: Callable[[bool], None]) -> Callable[[Job], None]:
+    """Returns a probe that needs to know only its sizes."""
+    return lambda job: probe(job.small)
+
+
+FLAT = "actor.mb_spec.share_prefixes=false"  # FlexAttention would compile in the first steps
+PROBES = {
+    "env": Probe(plain(tables.env), 100, check=True),
+    "adam": Probe(plain(tables.adam), 60, check=True),
+    "calls": Probe(plain(calls.calls), 60, check=True),
+    "numerics": Probe(plain(calls.numerics), 120, check=True),
+    "kernels": Probe(("test_kernels_lm_head.py", "test_less_to_send.py"), 120, check=True),
+    "ipc": Probe(("test_colocated.py",), 90, check=True),
+    "engine": Probe(("test_engine.py",), 120, check=True),
+    "flex": Probe(("test_trie_attention.py",), 120, check=True),
+    "families": Probe(("test_invariance.py", "-k", "sdpa", *SPREAD), 150, check=True),
+    "train": Probe(train("0.5b", traced=True), 100),
+    "train_cudnn": Probe(train("0.5b"), 50, env=CUDNN),
+    "loop": Probe(loop("colocated", FLAT), 160),
+    "head": Probe(plain(tables.head), 45),
+    "train_te": Probe(train("0.5b", "1.5b"), 90, needs_te=True),
+    "train_large": Probe(train("1.5b", "7b"), 75),
+    "syncs": Probe(plain(tables.syncs), 75),
+    "tries": Probe(plain(tables.tries), 60),
+    "te": Probe(
+        ("test_invariance.py", "test_fp8.py", "-k", "not sdpa", *SPREAD),
+        90,
+        env=TE_LOG,
+        needs_te=True,
+    ),
+    "connections": Probe(plain(tables.connections), 40),
+    "offload": Probe(plain(tables.offload), 60),
+    "loop_cudnn": Probe(loop("colocated", FLAT), 100, env=CUDNN),
+    "loop_disk": Probe(loop("disk"), 90),
+    "train_ragged": Probe(train("0.5b"), 50, env=RAGGED),
+    "slices": Probe(plain(tables.slices), 190, planned=False),  # needs two GPUs
 }
+OK, LATE = "ok", "no time left"
 
 
-def run_apart(name: str, small: bool, limit: float) -> bool:
-    """Runs a probe in a process of its own, which ends after `limit` seconds with all that it
-    started. Returns whether it succeeded."""
-    command = [sys.executable, str(Path(__file__).resolve()), "--here", name]
-    print(f"\n## {name}\n", flush=True)
-    begun = time.monotonic()
-    process = subprocess.Popen(command + ["--small"] * small, start_new_session=True)
-    try:
-        status: int | None = process.wait(limit)
-    except subprocess.TimeoutExpired:
-        status = None
-    finally:
+@dataclass
+class Running:
+    """A process of a probe."""
+
+    process: subprocess.Popen[bytes]
+    start: float
+    limit: float
+
+
+class Day:
+    """Runs probes within a limit, and stores their results."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.out: Path = args.out
+        self.deadline = time.monotonic() + args.seconds
+        self.running: dict[str, Running] = {}
+        self.failed: list[str] = []
+        self.blocking: list[str] = []
+
+    def run(self, names: list[str]) -> None:
+        """Runs the probes: checks at the same time, the others one by one."""
+        names.sort(key=lambda name: not self.is_check(name))
+        try:
+            while names or self.running:
+                while names and self.has_room(names[0]):
+                    self.start(names.pop(0))
+                for name, running in list(self.running.items()):
+                    late = time.monotonic() > running.start + running.limit
+                    if late or running.process.poll() is not None:
+                        self.end(name, f"no end after {running.limit:.0f} s")
+                time.sleep(POLL_S)
+        finally:
+            for name in list(self.running):
+                self.end(name, "stopped")
+
+    def is_check(self, name: str) -> bool:
+        """Returns whether a probe may run beside others; one that failed before runs alone."""
+        return PROBES[name].check and name not in self.blocking
+
+    def has_room(self, name: str) -> bool:
+        """Returns whether a probe may start beside those that run."""
+        if not self.running:
+            return True
+        checks = all(map(self.is_check, [name, *self.running]))
+        return checks and len(self.running) < self.args.at_once
+
+    def start(self, name: str) -> None:
+        """Starts a probe, or stores why it does not run."""
+        probe, seconds = PROBES[name], self.args.seconds
+        limit = self.args.limit or probe.limit * max(1.0, seconds / SHORT_S)
+        left = self.deadline - time.monotonic() - RESERVE_S
+        if probe.needs_te and not (self.args.te or importlib.util.find_spec(TE)):
+            return self.store(name, "needs Transformer Engine")
+        if left < min(LEAST_S, limit / 2):
+            return self.store(name, LATE)
+        limit = min(limit, left)
+        command = [sys.executable, str(Path(__file__).resolve()), "--here", name]
+        command += ["--limit", str(limit), "--out", str(self.out), "--json", str(self.args.json)]
+        env = {"PYTHONUNBUFFERED": "1"}
+        if self.is_check(name):
+            env["OMP_NUM_THREADS"] = THREADS
+        if name in self.blocking:  # an illegal access ends at the line that started the kernel
+            env["CUDA_LAUNCH_BLOCKING"] = "1"
+        if probe.needs_te and self.args.te:
+            before = os.environ.get("PYTHONPATH")
+            env["PYTHONPATH"] = ":".join(filter(None, (str(self.args.te), before)))
+        with open(self.out / f"{name}.txt", "wb") as log:
+            process = subprocess.Popen(
+                command + ["--small"] * self.args.small,
+                env=os.environ | env, start_new_session=True, stdout=log, stderr=log,
+            )  # fmt: skip
+        self.running[name] = Running(process, time.monotonic(), limit)
+
+    def end(self, name: str, unfinished: str) -> None:
+        """Ends a probe with all that it started, prints its output and stores its status, or
+        `unfinished` if it was still running."""
+        running = self.running.pop(name)
+        status = running.process.poll()
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+            os.killpg(running.process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(KILL_TIMEOUT)
-    how = f"no end after {limit:.0f} s" if status is None else f"exit status {status}"
-    print(f"\n{name}: {how}, {time.monotonic() - begun:.0f} s", flush=True)
-    return status == 0
+            running.process.wait(KILL_TIMEOUT_S)
+        how = OK if status == 0 else f"exit status {status}"
+        if status is None:
+            how = unfinished
+        if how != OK:
+            self.failed.append(name)
+        text = (self.out / f"{name}.txt").read_text(errors="replace").strip()
+        last = next((x for x in reversed(text.splitlines()) if x[:1] not in ("", "|")), "")
+        print(f"\n## {name}\n\n{text}", flush=True)
+        self.store(name, how, time.monotonic() - running.start, last)
+
+    def store(self, name: str, status: str, seconds: float = 0.0, last: str = "") -> None:
+        """Prints and stores the status of a probe, and renews the summary.
+
+        last: line of its output.
+        """
+        print(f"\n{name}: {status}, {seconds:.0f} s", flush=True)
+        RESULTS.probe = name
+        RESULTS.append(dict(status=status, s=round(seconds, 1), last=last))
+        write_summary(self.args.json, self.out / "summary.md")
 
 
-def main() -> None:
+def read_results(file: Path) -> list[dict[str, object]]:
+    """Returns the lines of a file of results; a line that a killed probe cut is left out."""
+    rows = []
+    for line in file.read_text().splitlines() if file.exists() else ():
+        with contextlib.suppress(ValueError):
+            rows.append(json.loads(line))
+    return rows
+
+
+def write_summary(results: Path, file: Path) -> None:
+    """Writes a table of statuses, then the main numbers of each probe."""
+    rows = read_results(results)
+    text = ["| probe | status | s | last line |", "|---|---|---|---|"]
+    for r in rows:
+        if "status" in r:
+            last = str(r["last"])[:110].replace("|", "/")
+            text.append(f"| {r['probe']} | {r['status']} | {r['s']} | {last} |")
+    text.append("")
+    for r in rows:
+        if "status" not in r and "detail" not in r:
+            numbers = (f"{k}={v}" for k, v in r.items() if k not in ("probe", "at"))
+            text.append(f"- {r['probe']}: {', '.join(numbers)}")
+    file.write_text("\n".join(text) + "\n")
+
+
+def to_repeat(results: Path, names: list[str]) -> tuple[list[str], list[str]]:
+    """Returns the probes that have not passed, failed ones first, and those that failed."""
+    status = {str(r["probe"]): str(r["status"]) for r in read_results(results) if "status" in r}
+    failed = [n for n in names if status.get(n, "").startswith("exit")]
+    rest = [n for n in names if n not in failed]
+    return failed + [n for n in rest if not status.get(n, "").startswith((OK, "needs"))], failed
+
+
+def run_here(name: str, job: Job) -> None:
+    """Runs a probe in this process."""
+    probe = PROBES[name]
+    os.environ.update(probe.env)
+    if callable(probe.run):
+        probe.run(job)
+        return
+    tests = [f"tests/gpu/{arg}" if arg.endswith(".py") else arg for arg in probe.run]
+    os.chdir(ROOT)
+    os.execv(sys.executable, [sys.executable, *PYTEST, *tests])
+
+
+def read_arguments() -> argparse.Namespace:
+    """Returns the command line's arguments; refuses a GPU's probes without a GPU."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("probes", nargs="+", choices=list(PROBES), metavar="PROBE")
-    parser.add_argument("--small", action="store_true", help="small sizes, on a CPU")
+    names, planned = list(PROBES), [name for name, probe in PROBES.items() if probe.planned]
+    parser.add_argument("probes", nargs="*", metavar="PROBE")
+    parser.add_argument("--seconds", type=float, default=1800, help="of all probes (1800)")
+    parser.add_argument("--out", type=Path, default=Path("runs/first_day"), help="folder")
+    parser.add_argument("--json", type=Path, help="file of results (results.jsonl in --out)")
+    parser.add_argument("--again", action="store_true", help="what failed or had no time before")
+    parser.add_argument("--skip", nargs="+", default=[], choices=names, metavar="PROBE")
+    parser.add_argument("--at-once", type=int, default=8, help="checks at the same time (8)")
+    parser.add_argument("--te", type=Path, help="folder of Transformer Engine, for its probes only")
     parser.add_argument("--limit", type=float, help="seconds, in place of each probe's own")
+    parser.add_argument("--small", action="store_true", help="small sizes, on a CPU")
     parser.add_argument("--here", action="store_true", help="in this process, without a limit")
+    parser.add_argument("--list", action="store_true", help="the probes and their limits")
     args = parser.parse_args()
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # they would cut the tables
+    if unknown := sorted({*args.probes} - {*names}):
+        parser.error(f"unknown probe {unknown[0]!r}; the probes are {', '.join(names)}")
+    args.probes = [name for name in args.probes or planned if name not in args.skip]
     if args.small:
         os.environ["MEGARL_DEVICE"] = "cpu"
-    elif args.probes != ["env"]:
+    elif args.probes != ["env"] and not args.list:
         if os.environ.get("MEGARL_DEVICE") == "cpu":
             parser.error("MEGARL_DEVICE=cpu is set: unset it (--small runs the code on a CPU)")
         if not torch.cuda.is_available():
             parser.error("torch sees no CUDA device (--small runs the code on a CPU)")
+    return args
+
+
+def main() -> None:
+    args = read_arguments()
+    if args.list:
+        for name, probe in PROBES.items():
+            print(f"{name:14} {'check' if probe.check else 'timed'} {probe.limit:4} s")
+        return
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # they would cut the tables
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if args.here:
         for name in args.probes:
-            PROBES[name][0](args.small)
+            RESULTS.probe, RESULTS.file = name, args.json
+            run_here(name, Job(args.small, args.limit or float("inf"), args.out))
         return
-    # whoever ends this process ends the probe with it
+    args.out.mkdir(parents=True, exist_ok=True)
+    args.json = RESULTS.file = args.json or args.out / "results.jsonl"
+    day = Day(args)
+    if args.again:
+        args.probes, day.blocking = to_repeat(args.json, args.probes)
+    else:
+        args.json.unlink(missing_ok=True)
+    # whoever ends this process ends the probes with it
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    limits = {name: PROBES[name][1] if args.limit is None else args.limit for name in args.probes}
-    if failed := [n for n, limit in limits.items() if not run_apart(n, args.small, limit)]:
-        sys.exit(f"failed: {', '.join(failed)}")
+    day.run(args.probes)
+    if day.failed:
+        sys.exit(f"failed: {', '.join(day.failed)}")
 
 
 if __name__ == "__main__":
