@@ -388,7 +388,7 @@ def test_whole_tensors_have_time_left_where_slices_take_too_long(
 ) -> None:
     """A server that stands still while it records."""
     with StockServer(bench.one.spec, whole=True, slow=30.0) as server:
-        meta = bench.meta(1, server, sharded="auto", timeout=12.0)
+        meta = bench.meta(1, server, sharded="auto", timeout=30.0)
         for (figures,) in world.run(run_uploads, TP2, [Upload(bench.paths[0], None, meta)]):
             assert figures["weight_sync/sharded"] == 0, figures
         assert server.version == "1" and server.holds(bench.tensors[0])
@@ -418,7 +418,7 @@ def test_a_rank_that_is_gone_is_met_as_the_group_comes_together(
     with StockServer(bench.one.spec, tp=2, whole=True, how=how) as victim:
         servers = bench.two, bench.one, victim
         victim.ask("params")  # when it has started
-        bad = bench.meta(2, *servers, timeout=12.0)
+        bad = bench.meta(2, *servers, timeout=20.0)
         whole = bench.meta(3, *servers, sharded="off")
         uploads = [Upload(bench.paths[1], None, meta) for meta in (bad, whole)]
         began = time.monotonic()
@@ -427,7 +427,7 @@ def test_a_rank_that_is_gone_is_met_as_the_group_comes_together(
             assert victim.address in error
             assert bench.two.address not in error and bench.one.address not in error, error
             assert isinstance(figures, dict) == (how == "never gets its byte"), figures
-        assert time.monotonic() - began < 40
+        assert time.monotonic() - began < bad.timeout + 28
         assert victim.version == ("3" if how == "never gets its byte" else "default")
     if how == "dies before its byte":
         bench.check(0, 1)

@@ -550,7 +550,7 @@ def run_disagreeing_plans(source: Path, address: str) -> str:
     shards = sharded(source, {}, torch.float32)
     sender = WeightSender(WeightSource(*shards))
     meta = WeightUpdateMeta(
-        type="distributed", version=1, addresses=(address,), timeout=10, sharded="off",
+        type="distributed", version=1, addresses=(address,), timeout=60, sharded="off",
         bucket_bytes=SOME * (1 + shards[2]),
     )  # fmt: skip
     try:
@@ -581,7 +581,7 @@ def run_meeting_sglang(port: int) -> list[float]:
     if dist.get_rank() == 0:
         pg = init_update_group(
             master_address="127.0.0.1", master_port=port, rank=0, world_size=2, group_name=name,
-            backend="gloo", timeout=30,
+            backend="gloo", timeout=60,
         )  # fmt: skip
     else:
         store, rank, size = next(dist.rendezvous(f"tcp://127.0.0.1:{port}", 1, 2))
@@ -655,7 +655,7 @@ def run_loop_of_one_meta(source: Path, meta: WeightUpdateMeta) -> tuple[list[int
         for step in range(3):
             arrived = client.update_weights(meta)
             engine.upload_weights(meta)
-            arrived.result(timeout=30)
+            arrived.result(timeout=60)
             versions.append(client.get_version())
             if step:  # a script may also leave it to the uploads
                 engine.set_version(step + 1)

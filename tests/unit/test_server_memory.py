@@ -22,7 +22,7 @@ def client(servers: list[FakeServer]) -> Iterator[RemoteSGLangEngine]:
     client.destroy()
 
 
-def connect(servers: list[FakeServer], timeout: float = 5.0) -> RemoteSGLangEngine:
+def connect(servers: list[FakeServer], timeout: float = 60.0) -> RemoteSGLangEngine:
     config = RolloutConfig(addresses=[s.address for s in servers], setup_timeout=60.0)
     sync = WeightSyncConfig(timeout=timeout, server_timeout=2)
     client = RemoteSGLangEngine(config, weight_sync=sync)
@@ -69,7 +69,7 @@ def test_a_server_that_works_while_it_is_paused_is_named(
     assert [name for name, _ in asked(servers[0])] == ["flush"] * 4 + ["release"]
     client.pauses.memory.resume(("kv_cache",))
     client.destroy()
-    hasty = connect(servers, timeout=1.0)
+    hasty = connect(servers, timeout=3.0)
     hasty.pause()
     servers[0].busy = 10**6
     asked(servers[0])
