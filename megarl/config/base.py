@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megarl.config.aliases import ALIASES
+from megarl.config.aliases import foreign_keys, is_key
 from megarl.utils.importing import is_import_path
 
 T = TypeVar("T")
@@ -99,8 +99,9 @@ class AnswersForeignKeys:
     if not TYPE_CHECKING:  # a type checker would take every attribute for one that exists
 
         def __getattr__(self, name: str) -> Any:
-            ours = ALIASES.get(name)
-            hint = f"; the key is {ours.removeprefix('*.').partition('=')[0]}" if ours else ""
+            ours = foreign_keys().get(name, "")
+            key = ours.removeprefix("*.").partition("=")[0]
+            hint = f"; the key is {key}" if key and is_key(ours) else ""
             raise AttributeError(f"{type(self).__name__} has no key {name!r}{hint}")
 
 

@@ -1,6 +1,6 @@
 """Answers names of other systems' scripts with ours, where Python would only miss an attribute.
 
-Keys of their configurations are in aliases.py. docs/from_others.md explains each replacement.
+aliases.py knows the keys of their configurations. docs/from_others.md explains each replacement.
 """
 
 from __future__ import annotations

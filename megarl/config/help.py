@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, fields
 
-from megarl.config.aliases import NEEDLESS, aliased, role_of
+from megarl.config.aliases import advice, aliased, role_of
 from megarl.config.errors import ConfigError
 from megarl.config.recipes import RECIPES, BaseConfig, find_recipe
 from megarl.config.schema import Key, all_keys, children, key_table, show
@@ -107,9 +107,8 @@ def _elsewhere(cls: type, name: str) -> str:
 
 def _hint(cls: type, name: str) -> str:
     """Returns what to do about a key that `cls` lacks, as the end of a line."""
-    for end in (_last(name), ".".join(name.split(".")[-2:])):
-        if end in NEEDLESS:
-            return f"; {NEEDLESS[end]}"
+    if (known := advice(name)) is not None:
+        return f"; {known}"
     near = _nearest_key(key_table(cls), name)
     return f"; did you mean {near}?" if near else "; --help lists all keys"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,7 +11,7 @@ from typing import Annotated, Any
 import pytest
 import yaml
 
-from megarl.config.aliases import ALIASES, aliased
+from megarl.config.aliases import aliased, foreign_keys, is_key
 from megarl.config.base import Choices, SeamConfig
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config, run_dir, save_config
@@ -165,8 +166,8 @@ def test_run_dir() -> None:
         ("rollout.workflow.tpye=a", "rollout.workflow.type"),
         ("actor_rollout_ref.rollout.name=sglang", "server.type"),
         ("actor_rollout_ref.rollout.multi_turn.enable=true", "rollout.workflow"),
-        ("rollout.multi_turn.max_turns=5", "rollout.workflow.options"),
-        ("multi_turn.tool_config_path=x", "rollout.workflow.options"),
+        ("rollout.multi_turn.max_turns=5", "rollout.workflow.options.max_turns"),
+        ("multi_turn.tool_config_path=x", "rollout.workflow.options.tools"),
         ("algorithm.kl_ctrl.type=adaptive", "actor.kl_controller={target: 0.1, horizon: 10000}"),
         ("algorithm.kl_ctrl.kl_coef=0.1", "kl_ctl"),
         ("gpu_memory_utilization=1", "server.options.mem_fraction_static=0.8"),
@@ -212,7 +213,13 @@ def test_names_of_another_recipe_are_answered_with_both() -> None:
 def test_every_alias_leads_to_a_key(recipe: str) -> None:
     """A value that comes with a key is one that it takes."""
     table = key_table(RECIPES[recipe])
-    found = {alias: aliased(table, alias) for alias in ALIASES if alias not in table}
+    taken = {*table, *(f"{name}." for name, key in table.items() if key.free_form)}
+    found = {
+        alias: aliased(table, alias)
+        for alias, ours in foreign_keys().items()
+        if is_key(ours) and taken.isdisjoint((alias, re.sub(r"\w+$", "", alias)))
+        and not alias.endswith(".*")
+    }  # fmt: skip
     said = {
         p.partition(":")[0]: p for p in problems(f"recipe={recipe}", *(f"{a}=1" for a in found))
     }
