@@ -1,10 +1,10 @@
 """Prints a megarl configuration for a GRPO recipe of verl's (0.8.0.dev).
 
 CONFIG is a Hydra file (.yaml) of verl's keys, or the script that starts verl.trainer.main_ppo with
-key=value words. A file that the script names by --config-path and --config-name is read, too. Each
-line says which key it comes from; where the recipe sets none and verl's default is not ours, verl's
-is written. A key without a counterpart is refused by name. The last line names the keys that megarl
-does not need.
+key=value words. A file that the script names by --config-path and --config-name is read, too. The
+comment of each line names the key that it comes from. If the recipe sets no key and verl's default
+is not ours, verl's default is written. A key without a counterpart is refused by name. The last
+line names the keys that megarl does not need.
 """
 
 from __future__ import annotations
@@ -16,44 +16,30 @@ from pathlib import Path
 from typing import Any
 
 from megarl.cli import CommandParser
-from megarl.config.aliases import aliased
-from megarl.config.compose import (
-    parse_overrides,
-    read_file,
-    read_yaml,
-    untyped,
-    write_commented,
-)
+from megarl.cli.convert import converted, followed, keys_of
+from megarl.config.aliases import foreign_tables
+from megarl.config.compose import Commented, parse_overrides, untyped
 from megarl.config.errors import ConfigError, raise_if_any
-from megarl.config.help import unknown_key
-from megarl.config.loader import checked_config
-from megarl.config.recipes import GRPOConfig
-from megarl.config.schema import key_table
-from megarl.config.secrets import leaves
 
-# with what verl's data files hold, and what servers on the trainers' GPUs need
-DEFAULTS = """{actor.c_clip: 3.0, actor.optimizer.lr: 1.0e-6, actor.optimizer.beta2: 0.999,
-actor.optimizer.warmup_steps: 0, actor.recompute_granularity: full, server.tp: 2,
-train_dataset.batch_size: 1024, total_train_epochs: 30, train_dataset.type: chat,
-train_dataset.options: &verl {columns: {messages: prompt, answer: reward_model.ground_truth}},
-train_dataset.reward: gsm8k, valid_dataset.type: chat, valid_dataset.reward: gsm8k,
-valid_dataset.options: *verl, server.type: sglang, weight_sync.type: colocated,
-eval_gconfig.max_new_tokens: '${gconfig.max_new_tokens}'}"""
-VALUES = {"seq-mean-token-mean": "sequence-mean", "seq-mean-token-sum": "sequence-sum"}
-VALUES |= {"low_var_kl": "k3", "kl": "k1", "mse": "k2", "vllm": "sglang", "disable": "disabled"}
-# parts of names of keys that megarl does not need, and of keys that mean something else here
-NEEDLESS = """critic kl_ctrl use_remove_padding fsdp_config filter_overlong_prompts truncation ref
-rollout.mode hydra defaults clip_ratio return_raw_chat hybrid_engine strategy free_cache_engine
-enable_chunked_prefill balance_batch val_batch_size use_torch_compile global_profiler load_format
-logger use_dynamic_bsz log_prob_micro_batch_size_per_gpu enable_gradient_checkpointing"""
-COUNTS = """data.max_prompt_length data.max_response_length data.train_batch_size trainer.nnodes
-actor_rollout_ref.actor.ppo_mini_batch_size trainer.n_gpus_per_node
-actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu
-actor_rollout_ref.rollout.tensor_model_parallel_size"""
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+_TURNS = f"{_ROLLOUT}multi_turn."
+_MINI, _TP = f"{_ACTOR}ppo_mini_batch_size", f"{_ROLLOUT}tensor_model_parallel_size"
+# numbers that the conversion computes with -> verl's default
+COUNTS = {
+    "data.train_batch_size": 1024,
+    "data.max_prompt_length": 512,
+    "data.max_response_length": 512,
+    "trainer.nnodes": 1,
+    "trainer.n_gpus_per_node": 8,
+    _MINI: 256,
+    f"{_ACTOR}ppo_micro_batch_size_per_gpu": 0,
+    _TP: 2,
+}
+SECTIONS = {"actor_rollout_ref", "algorithm", "data", "trainer"}
 OWN_FILES = ("ppo_trainer", "ppo_megatron_trainer")  # in config, of verl.trainer.main_ppo
 # Hydra's options for a file, the short forms too
 _NAMED = r"(?<!\S)(?:--config-|-c)(n|p|d)(?:ame|ath|ir)?[= ](\S+)"
-REFUSED = "custom_reward_function multi_turn reward_model norm_adv_by_std_in_grpo"
+_VARIABLE = re.compile(r"\$(?:\((pwd)\)|\{(\w+)(?::-([^}]*))?\}|(\w+))")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,30 +53,49 @@ def main(argv: Sequence[str] | None = None) -> int:
     if file.suffix in (".yaml", ".yml"):
         keys = _keys_of(file)
     else:
-        try:
-            text = file.read_text(encoding="utf-8").replace("$HOME", "${oc.env:HOME}")
-            shell = shlex.split(re.sub(r"\\\n|\$@", " ", text), comments=True)
-        except ValueError as e:
-            raise ConfigError([f"{file}: {e}; write it as a shell reads it"]) from e
+        shell = _shell_words(file)
         words = [w for w in shell if re.match(r"\+*\w+\.\S+=", w)]
         problems += [f"{w}: write the value itself" for w in words if re.search(r"\$(?!{oc)", w)]
         given = parse_overrides(words, problems)
-        keys = _named_file(shell, file.parent) | {name: untyped(value) for _, name, value in given}
-    if not (keys or problems):
+        keys = {} if problems else _named_file(shell, file.parent)
+        keys |= {name: untyped(value) for _, name, value in given}
+    if SECTIONS.isdisjoint(name.partition(".")[0] for name in keys):
         raise ConfigError([f"{file}: it has no key of verl's; name a recipe of main_ppo"])
-    print(converted(keys, problems))
+    print(_converted(followed(keys), problems))
     return 0
+
+
+def _shell_words(file: Path) -> list[str]:
+    """Returns the words of a script, with the values of variables that it sets itself. Raises
+    ConfigError if it is no script."""
+    try:
+        text = re.sub(r"\\\n|\$@", " ", file.read_text(encoding="utf-8"))
+        words = shlex.split(text, comments=True)
+    except ValueError as e:
+        raise ConfigError([f"{file}: {e}; write it as a shell reads it"]) from e
+    known = {"pwd": ".", "HOME": "${oc.env:HOME}"}
+
+    def value(match: re.Match[str]) -> str:
+        name = match[1] or match[2] or match[4]
+        return known.get(name, match[0] if match[3] is None else match[3])
+
+    for place, word in enumerate(words):
+        words[place] = _VARIABLE.sub(value, word)
+        name, equals, rest = words[place].partition("=")
+        if equals and name.isidentifier():
+            known[name] = rest
+    return words
 
 
 def _keys_of(file: Path) -> dict[str, Any]:
     """Returns the values of a Hydra file by dotted key. Raises ConfigError if it is no YAML, or if
     it builds on a file that is not verl's own."""
-    tree = untyped(read_file(file))
-    below = tree.get("defaults") or []
+    keys = keys_of(file)
+    below = keys.get("defaults") or []
     if not isinstance(below, list) or any(b not in (*OWN_FILES, "_self_") for b in below):
         why = f"only {', '.join(OWN_FILES)} and _self_ are known; copy the keys of others into it"
         raise ConfigError([f"{file}: defaults={below}: {why}"])
-    return {".".join(map(str, place)): value for place, value in leaves(tree, lists=False)}
+    return keys
 
 
 def _named_file(words: Sequence[str], folder: Path) -> dict[str, Any]:
@@ -101,7 +106,8 @@ def _named_file(words: Sequence[str], folder: Path) -> dict[str, Any]:
     name = name.removesuffix(".yaml")
     if name in OWN_FILES and place in ("", "config", "./config"):
         return {}
-    files = [at / place / f"{name}.yaml" for at in (folder, Path())]
+    # a script is started in the root of a checkout
+    files = [at / place / f"{name}.yaml" for at in (folder, Path(), *folder.absolute().parents)]
     for file in files:
         if file.is_file():
             return _keys_of(file)
@@ -109,46 +115,85 @@ def _named_file(words: Sequence[str], folder: Path) -> dict[str, Any]:
     raise ConfigError([f"--config-path={place} --config-name={name}: {why}"])
 
 
-def converted(given: Mapping[str, Any], problems: list[str]) -> str:
-    """Returns the YAML for these of verl's keys. Raises ConfigError with the problems that are
-    known, one for every key without a counterpart, or one for every value that ours cannot have."""
-    table, needless, counts = key_table(GRPOConfig), list[str](), COUNTS.split()
-    keys = {n: v for n, v in given.items() if v is not None or n not in counts}
-    for name in (n for n in keys if n in counts and not re.fullmatch(r"[1-9]\d*", repr(keys[n]))):
+def _converted(given: Mapping[str, Any], problems: list[str]) -> str:
+    """Returns the YAML for these of verl's keys, after the `problems` that are known."""
+    keys = {n: v for n, v in given.items() if v is not None or n not in COUNTS}
+    for name in (n for n in keys if n in COUNTS and not re.fullmatch(r"[1-9]\d*", repr(keys[n]))):
         problems.append(f"{name}={keys[name]}: write a whole number of at least 1")
     raise_if_any(problems)
-    actor = "actor_rollout_ref.actor."
-    length = keys.get("data.max_prompt_length", 512) + keys.get("data.max_response_length", 512)
-    batch = keys.get("data.train_batch_size", 1024)
-    mini = keys.pop(f"{actor}ppo_mini_batch_size", 256)
-    tokens = keys.pop(f"{actor}ppo_micro_batch_size_per_gpu", 0) * length or 16384
-    gpus = keys.get("trainer.n_gpus_per_node", 8) * keys.get("trainer.nnodes", 1)
-    tp = keys.get("actor_rollout_ref.rollout.tensor_model_parallel_size", 2)
-    has_ref, kl = keys.pop(f"{actor}use_kl_loss", False), keys.pop(f"{actor}kl_loss_coef", 0.001)
-    rows = [(name, value, "verl's default") for name, value in untyped(read_yaml(DEFAULTS)).items()]
-    rows += [
+    batch, prompt, answer, nodes, gpus, mini, sequences, tp = (
+        keys.get(name, default) for name, default in COUNTS.items()
+    )
+    gpus, length = gpus * nodes, prompt + answer
+    kl = keys.pop(f"{_ACTOR}kl_loss_coef", 0.001)
+    has_ref = keys.pop(f"{_ACTOR}use_kl_loss", False)
+    rows: list[Commented] = [
         ("actor.ppo_n_minibatches", batch // mini, "data.train_batch_size / ppo_mini_batch_size"),
-        ("actor.mb_spec.max_tokens_per_mb", tokens, "ppo_micro_batch_size_per_gpu, in tokens"),
         ("actor.kl_coef", kl if has_ref else 0.0, "use_kl_loss, kl_loss_coef"),
-        ("ref", {"parallel": "${actor.parallel}"} if has_ref else None, "use_kl_loss"),
+        ("ref.parallel", "${actor.parallel}", "use_kl_loss") if has_ref
+        else ("ref", None, "use_kl_loss"),
         ("server.context_length", length, "data.max_prompt_length + max_response_length"),
         ("server.count", gpus // tp, f"on the trainers' GPUs: megarl launch --nproc {gpus}"),
+    ]  # fmt: skip
+    keys.pop(f"{_ACTOR}ppo_micro_batch_size_per_gpu", None)
+    tokens = sequences * length or 16384
+    rows.append(("actor.mb_spec.max_tokens_per_mb", tokens, "ppo_micro_batch_size_per_gpu"))
+    warmup = f"{_ACTOR}optim.lr_warmup_steps"
+    ratio = keys.get(f"{warmup}_ratio", 0)
+    if ratio == 1 or (ratio and keys.get(warmup, -1) != -1):
+        problems.append(f"{warmup}_ratio={ratio}: write lr_warmup_steps, without a ratio")
+    if batch % mini:
+        why = f"does not divide data.train_batch_size={batch}; take a divisor"
+        problems.append(f"{_MINI}={mini}: {why}")
+    if gpus % tp:
+        problems.append(f"{_TP}={tp}: does not divide the {gpus} GPUs of trainer; take a divisor")
+    keys.pop(_MINI, None)
+    if (estimator := keys.pop("algorithm.adv_estimator", "gae")) != "grpo":
+        known = foreign_tables("verl")["estimators"].get(
+            estimator, "algorithm (docs/algorithms.md)"
+        )
+        why = f"only grpo is converted; convert it as grpo, then write {known}"
+        problems.append(f"algorithm.adv_estimator={estimator}: {why}")
+    rows += _trackers(keys.pop("trainer.logger", ()), problems) + _turns(keys, length, problems)
+    return converted("verl", keys, rows, problems)
+
+
+def _trackers(given: Any, problems: list[str]) -> list[Commented]:
+    """Returns the rows for trainer.logger."""
+    rows: list[Commented] = []
+    trackers = foreign_tables("verl")["trackers"]
+    for tracker in [given] if isinstance(given, str) else given:
+        if tracker in trackers:
+            rows += [(ours, value, "trainer.logger") for ours, value in trackers[tracker].items()]
+        else:
+            why = "name a tracker of your own in stats_logger.tracker by hand"
+            problems.append(f"trainer.logger={tracker}: {why}")
+    return rows
+
+
+def _turns(keys: dict[str, Any], length: int, problems: list[str]) -> list[Commented]:
+    """Returns the rows for episodes of several turns, of at most `length` tokens. Leaves in `keys`
+    what the table maps."""
+    tools = keys.pop(f"{_TURNS}tool_config_path", None)
+    if not keys.pop(f"{_TURNS}enable", False):
+        for name in [name for name in keys if name.startswith(_TURNS)]:
+            del keys[name]
+        return []
+    known = foreign_tables("verl")["tools"]
+    if (name := Path(str(tools)).name) not in known:
+        why = (
+            "write the tools in rollout.workflow by hand (docs/agents.md); a file that is known is"
+        )
+        given = "enable=True" if tools is None else f"tool_config_path={tools}"
+        problems.append(f"{_TURNS}{given}: {why} {', '.join(known)}")
+    section = "rollout.workflow.options."
+    return [
+        (
+            "rollout.workflow.type",
+            "megarl.rollout.workflows.tool:ToolWorkflow",
+            "multi_turn.enable",
+        ),
+        (f"{section}tools", known.get(name), "multi_turn.tool_config_path"),
+        (f"{section}max_turns", length, "no bound by default"),
+        (f"{section}max_length", length, "data.max_prompt_length + max_response_length"),
     ]
-    if keys.pop("algorithm.adv_estimator", "gae") != "grpo" or batch % mini or gpus % tp:
-        why = f"take grpo, {mini} prompts that divide {batch}, {tp} GPUs that divide {gpus}"
-        problems.append(f"adv_estimator, ppo_mini_batch_size, tensor_model_parallel_size: {why}")
-    for name, value in keys.items():
-        parts = {*name.split("."), name.partition(".")[2]}
-        ours = (aliased(table, name) or "").partition("=")[0]
-        if parts & {*NEEDLESS.split()} or value == -1:
-            needless.append(name)
-        elif name.endswith("_steps_ratio") and (value == 1 or keys.get(name[:-6], -1) != -1):
-            problems.append(f"{name}={value}: write lr_warmup_steps, without a ratio")
-        elif ours and not parts & {*REFUSED.split()}:
-            value = [value] if ours.endswith(".files") and isinstance(value, str) else value
-            rows.append((ours, VALUES.get(str(value), value), name))
-        elif value not in (None, False) or name.endswith(".norm_adv_by_std_in_grpo"):
-            problems.append(unknown_key(GRPOConfig, name))
-    raise_if_any(problems)
-    checked_config(text := write_commented(rows), ())
-    return f"{text}# not needed: {', '.join(needless)}"

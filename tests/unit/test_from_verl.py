@@ -18,8 +18,11 @@ from megarl.config.recipes import PPOConfig
 from megarl.config.schema import key_table
 from megarl.launcher import local
 
-PAGE = Path(__file__).parents[2] / "docs" / "from_others.md"
+ROOT = Path(__file__).parents[2]
+PAGE, TOOLS_RECIPE = ROOT / "docs" / "from_others.md", ROOT / "configs" / "gsm8k_tools_grpo.yaml"
+TOOLS = "examples/sglang_multiturn/config/tool_config/gsm8k_tool_config.yaml"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+REF = "actor_rollout_ref.ref"
 GRPO = "algorithm.adv_estimator=grpo"
 # the recipe in the design document on verl's multi-turn rollouts: its file, and what its script
 # sets besides (here with values)
@@ -112,6 +115,18 @@ def converted(tmp_path: Path, capsys: pytest.CaptureFixture[str], *words: str) -
         (f"{ROLLOUT}.top_p=0.9", "gconfig.top_p", 0.9),
         (f"{ROLLOUT}.top_k=-1", "gconfig.top_k", -1),
         (f"{ROLLOUT}.name=vllm", "server.type", "sglang"),
+        (f"{ROLLOUT}.val_kwargs.n=4", "eval_gconfig.n_samples", 4),
+        (f"{ROLLOUT}.val_kwargs.top_p=0.7", "eval_gconfig.top_p", 0.7),
+        (f"{ROLLOUT}.val_kwargs.do_sample=True", "eval_gconfig.greedy", False),
+        ("trainer.logger=['console','wandb']", "stats_logger.wandb", {"mode": "online"}),
+        ("algorithm.norm_adv_by_std_in_grpo=False", "actor.adv_norm", "group_mean"),
+        ("algorithm.norm_adv_by_std_in_grpo=True", "actor.adv_norm", "group"),
+        (f"{ACTOR}.ppo_epochs=1 {ACTOR}.policy_loss.loss_mode=vanilla", "actor.ratio", "token"),
+        ("trainer.logger=tensorboard", "stats_logger.tensorboard", True),
+        (f"{ACTOR}.use_kl_loss=True {REF}.fsdp_config.param_offload=True", "ref.offload", True),
+        (f"{REF}.fsdp_config.param_offload=True", "ref", None),  # which only the KL needs
+        ("actor_rollout_ref.model.enable_gradient_checkpointing=False",
+         "actor.recompute_granularity", "none"),
         (f"{ROLLOUT}.tensor_model_parallel_size=4", "server.tp", 4),
         (f"{ROLLOUT}.tensor_model_parallel_size=4 trainer.nnodes=2", "server.count", 4),
         (f"{ROLLOUT}.gpu_memory_utilization=0.6", "server.options", {"mem_fraction_static": 0.6}),
@@ -153,7 +168,6 @@ def test_a_reference_is_there_for_the_kl_alone(
     [
         "algorithm.adv_estimator=gae",
         "algorithm.use_kl_in_reward=True",
-        "algorithm.norm_adv_by_std_in_grpo=False",
         f"{ACTOR}.ppo_mini_batch_size=300",
         f"{ACTOR}.ppo_epochs=2",
         f"{ACTOR}.ppo_micro_batch_size=64",
@@ -183,21 +197,92 @@ def test_a_value_that_ours_cannot_have_is_refused(
     assert "actor.loss_agg=seq-mean-token-sum-norm" in capsys.readouterr().err
 
 
-def test_every_key_of_the_design_document_is_mapped_or_refused(
+def test_the_design_documents_run_becomes_the_recipe_with_tools(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert convert(tmp_path, DOCUMENT, "document.yaml") == 2
-    refused = capsys.readouterr().err
-    assert refused.count("multi_turn.") == 2 and "adv_estimator" in refused
-    single = DOCUMENT.replace("multi_turn: {enable: True,\n  max_turns: 5}", "n: 2")
-    single += "algorithm: {adv_estimator: grpo}"
-    assert convert(tmp_path, single, "document.yaml") == 0
+    """verl's run_qwen2.5-3b_gsm8k_multiturn.sh at 0719d1f2, as far as it matters here."""
+    folder = tmp_path / "examples" / "sglang_multiturn"
+    (folder / "config").mkdir(parents=True)
+    (folder / "config" / "gsm8k_multiturn_grpo.yaml").write_text(DOCUMENT)
+    (folder / "run.sh").write_text(
+        'PROJECT_DIR="$(pwd)"\nCONFIG_PATH="$PROJECT_DIR/examples/sglang_multiturn/config"\n'
+        'python3 -m verl.trainer.main_ppo --config-path="$CONFIG_PATH" '
+        f"--config-name='gsm8k_multiturn_grpo' {GRPO} {ROLLOUT}.n=16 {ROLLOUT}.name=sglang_async "
+        f'{ROLLOUT}.multi_turn.tool_config_path="${{PROJECT_DIR}}/{TOOLS}" $@'
+    )
+    assert main(["from-verl", str(folder / "run.sh")]) == 0
     text = capsys.readouterr().out
+    (tmp_path / "ours.yaml").write_text(text)
+    cfg, shipped = load_config(tmp_path / "ours.yaml"), load_config(TOOLS_RECIPE)
+    workflow = cfg.rollout.workflow
+    assert workflow.type == shipped.rollout.workflow.type
+    for name in ("tools", "max_turns"):
+        assert workflow.options[name] == shipped.rollout.workflow.options[name]
+    assert workflow.options["max_length"] == cfg.server.context_length == 2048
+    assert (cfg.gconfig.n_samples, cfg.gconfig.max_new_tokens, cfg.server.type) == (
+        16, 1024, "sglang",
+    )  # fmt: skip
     *lines, needless = text.splitlines()
     for name in ("max_prompt_length", "max_response_length", "train_batch_size", "rollout.name"):
         assert any(name in line.partition("#")[2] for line in lines), name
     for name in ("hydra.searchpath", "defaults", "return_raw_chat", "hybrid_engine"):
         assert name in needless, name
+
+
+def test_several_turns_need_tools_that_are_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turns = f"{ROLLOUT}.multi_turn"
+    for given in (f"{turns}.tool_config_path=mine.yaml", f"{turns}.enable=True"):
+        assert convert(tmp_path, f"{GRPO} {turns}.enable=True {given}") == 2
+        assert given in capsys.readouterr().err
+    cfg = converted(tmp_path, capsys, f"{turns}.tool_config_path=mine.yaml {turns}.max_turns=5")
+    assert cfg.rollout.workflow.type.endswith(":RLVRWorkflow")  # enable is False
+    cfg = converted(tmp_path, capsys, f"{turns}.enable=True {turns}.tool_config_path={TOOLS}")
+    assert cfg.rollout.workflow.options["max_turns"] == 1024  # verl's has no bound
+
+
+@pytest.mark.parametrize(
+    ("words", "named", "absent"),
+    [
+        ("algorithm.adv_estimator=rloo", ("adv_estimator=rloo", "algorithm: rloo"), "batch_size"),
+        ("algorithm.adv_estimator=gae", ("adv_estimator=gae", "recipe: ppo"), "batch_size"),
+        ("trainer.nnodes=1", ("adv_estimator=gae", "recipe: ppo"), "batch_size"),
+        (f"{GRPO} data.train_batch_size=1000", ("ppo_mini_batch_size=256", "1000"), "estimator"),
+        (f"{GRPO} trainer.n_gpus_per_node=9", ("model_parallel_size=2", "9 GPUs"), "batch_size"),
+        (f"{GRPO} trainer.logger=swanlab", ("trainer.logger=swanlab",), "batch_size"),
+        ("python train.py --lr 1", ("run.sh",), "estimator"),
+        ("python train.py trainer_of.mine=3", ("run.sh",), "estimator"),
+    ],
+)
+def test_a_cause_has_a_line_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, named: Any, absent: str
+) -> None:
+    assert convert(tmp_path, words) == 2
+    printed = capsys.readouterr()
+    assert printed.err.count("\n") == 1 and not printed.out
+    assert all(word in printed.err for word in named) and absent not in printed.err
+
+
+def test_values_that_refer_to_others_are_followed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = f"""{{algorithm: {{adv_estimator: grpo}}, trainer: {{project_name: sums, nnodes: 1,
+      experiment_name: 'a-${{trainer.project_name}}', default_local_dir: '${{oc.env:HOME}}/x'}},
+      data: {{train_batch_size: '${{{ACTOR}.ppo_mini_batch_size}}'}},
+      actor_rollout_ref: {{actor: {{ppo_mini_batch_size: 64}}}}}}"""
+    assert convert(tmp_path, text, "mine.yaml") == 0
+    printed = capsys.readouterr().out
+    (tmp_path / "ours.yaml").write_text(printed)
+    cfg = load_config(tmp_path / "ours.yaml")
+    assert (cfg.trial_name, cfg.train_dataset.batch_size) == ("a-sums", 64)
+    assert "${oc.env:HOME}/x" in printed
+    script = f'SIZE=48\nDIR="${{OUT:-out}}/$SIZE"\nrun {GRPO} data.train_batch_size=$SIZE '
+    words = f"{ACTOR}.ppo_mini_batch_size=$SIZE trainer.default_local_dir=$DIR"
+    assert convert(tmp_path, script + words) == 0
+    (tmp_path / "ours.yaml").write_text(capsys.readouterr().out)
+    cfg = load_config(tmp_path / "ours.yaml")
+    assert (cfg.fileroot, cfg.train_dataset.batch_size) == ("out/48", 48)
 
 
 def test_a_script_passes_the_check(
