@@ -30,6 +30,7 @@ READERS = ("report", "status", "view", "trace", "diff")
 COMMANDS = {
     "init": ("megarl.cli.init", "write a configuration for your model, data and reward"),
     "from-verl": ("megarl.cli.from_verl", "write a configuration for a recipe of verl's"),
+    "from-areal": ("megarl.cli.from_areal", "write a configuration for one of AReaL's"),
     "run": ("megarl.run", "run a recipe: one trainer process of a job"),
     "launch": ("megarl.launcher.local", "start servers and trainers on this machine"),
     "data": ("megarl.cli.data", "show rows of data as the model reads them"),
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, *rest = list(sys.argv[1:] if argv is None else argv) or [""]
     if name in ("", "-h", "--help", "help"):
         print("usage: megarl COMMAND ...   (megarl COMMAND --help says how)\n")
-        print("\n".join(f"  {name:10}{about}" for name, (_, about) in COMMANDS.items()))
+        print("\n".join(f"  {name:12}{about}" for name, (_, about) in COMMANDS.items()))
         return 0 if name else EXIT_CODE
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
