@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from megarl.config.compose import NOT_YAML
+from megarl.config.compose import FILE_KEYS, NOT_YAML
 
 MASK = "***"
 _SECRET = re.compile(
@@ -38,6 +38,7 @@ _KEY = re.compile(
 # <pad>, [EOS]: a tokenizer's, under pad_token; Bearer: what says how, before a ${...}
 _MARKER = re.compile(r"<.*>|\[[A-Z_]+\]|(Bearer|Basic)\s*")
 _INTERPOLATION = re.compile(r"\$\{(?:[^{}]|\$\{[^{}]*\})*\}")
+_NAME = re.compile(r"[\w.]+")
 _ENV_NAME = re.compile(r"oc\.env:\s*([A-Za-z_]\w*)")
 # resolvers that read what they are given alone; what reads more, or cannot be followed: another
 # resolver but that of a key, a key that counts from its own place, a name that is interpolated
@@ -81,15 +82,23 @@ def written_values(cfg: Any) -> list[tuple[str, Any]]:
 
 def as_written(problems: Iterable[str], values: Iterable[tuple[str, Any]]) -> list[str]:
     """Returns lines with the environment's `values`, (interpolation, value), as they were written.
-    A number or a short word is one only behind its key."""
+    A number or a short word is one only behind its key. A line about a key of files shows the path,
+    too, if it is absolute and the interpolation reads nothing with the name of a secret."""
     lines = list(problems)
     for text, whole in values:
+        literal, is_public = text.replace("\\", r"\\"), not any(map(is_secret, _NAME.findall(text)))
         for value in {str(value) for _, value in leaves(whole)} - {""}:
             before = r"(?<!\w)" if len(value) > 3 else "(?<==)"
             shown = "|".join(map(re.escape, (value, repr(value)[1:-1])))
-            pattern, literal = rf"{before}'?({shown})'?(?!\w|\.\w)", text.replace("\\", r"\\")
-            lines = [re.sub(pattern, literal, line) for line in lines]
+            pattern = rf"{before}'?({shown})'?(?!\w|\.\w)"
+            path = rf"{literal} (\1)" if is_public and value.startswith("/") else literal
+            lines = [re.sub(pattern, path if _of_files(line) else literal, line) for line in lines]
     return lines
+
+
+def _of_files(line: str) -> bool:
+    key = re.match(r"[\w.]*?(\w+)[:=]", line)
+    return key is not None and key[1] in FILE_KEYS
 
 
 def written_tree(cfg: Any) -> dict[str, Any]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
 from megarl.cli import evaluate
+from megarl.config.container import View
 from megarl.config.earlier_run import config_changes
 from megarl.config.errors import ConfigError
 from megarl.config.loader import config_yaml, load_config, save_config
@@ -358,3 +360,18 @@ def test_no_check_of_a_start_shows_a_value_of_the_environment(
         check_recipe(cfg, 1)
         check_contents(cfg)
     assert SECRET not in str(caught.value) and "${oc.env:MY_KEY}" in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "is_shown"), [("DATA_DIR", True), ("DATA_TOKEN", False)])
+def test_a_path_that_does_not_exist_is_shown_unless_a_secret_is_in_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, is_shown: bool
+) -> None:
+    write_stub(tmp_path / "model")
+    monkeypatch.setenv(name, str(tmp_path))
+    words = [f"actor.path={tmp_path / 'model'}", "gconfig.n_samples=2", "train_dataset.type=gsm8k"]
+    read = f"${{oc.env:{name}}}/rows.jsonl"
+    words += ["actor.optimizer.lr=1e-5", f"train_dataset.files=['{read}']"]
+    with pytest.raises(ConfigError) as caught:
+        View(load_config(None, words)).check(lambda cfg: check_recipe(cfg, 1))
+    assert read in str(caught.value)
+    assert (str(tmp_path / "rows.jsonl") in str(caught.value)) == is_shown
