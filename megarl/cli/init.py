@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from megarl.cli import CommandParser
@@ -27,6 +28,7 @@ QUESTIONS = {  # flag: its default, and what to give
     "reward": ("exact", "exact, gsm8k, ..., file.py:function; sft, dpo and rm have none"),
     "gpus": ("0", "GPUs of this machine; 0 is the CPU"),
 }
+WRITTEN = ("sft", "dpo", "rm", "grpo")
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -52,21 +54,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = args.dir / f"{args.algorithm}.yaml"
     if path.exists():
         raise ConfigError([f"{path} exists, and is not overwritten; name another DIR, or move it"])
-    from megarl.data.formats import read_as  # here, so that --help is instant
+    from megarl.config.dataset import SourceConfig  # here, so that --help is instant
+    from megarl.data.formats import read_as
+    from megarl.data.rows import read_dataset
     from megarl.launcher import local
     from megarl.models.hf_config import read_hf_config
 
     recipe = args.algorithm if args.algorithm in RECIPES else "grpo"
+    if recipe not in WRITTEN:
+        why = f"init writes {', '.join(WRITTEN)} and relatives of grpo"
+        fix = f"edit a copy of megarl init --from quickstart_{recipe}"
+        raise ConfigError([f"--algorithm {recipe}: {why}; {fix}"])
     role, rl = main_role(RECIPES[recipe]), issubclass(RECIPES[recipe], GRPOConfig)
-    try:
+    with wrong_flag("gpus", args.gpus):
         if (gpus := int(args.gpus)) < 0:
             raise ValueError("GPUs are 0 or more")
+    with wrong_flag("model", args.model):
         has_config = Path(args.model, "config.json").is_file()
         longest = read_hf_config(args.model).max_position_embeddings if has_config else 2048
+    with wrong_flag("data", args.data):
         kind, options, batch, unread = read_as(args.data, "answer" if rl else "response")
-    except ValueError as e:
-        given = f"--data {args.data}, --gpus {args.gpus}, --model {args.model}"
-        raise ConfigError([f"{given}: {e}; correct one"]) from e
+        if recipe in ("dpo", "rm") and kind != "preference":
+            row = next(read_dataset(SourceConfig(path=args.data), None))[1]
+            why = f"--algorithm {recipe} needs the columns chosen and rejected"
+            raise ValueError(f"{why}; the first row has {sorted(row)}")
     left_out = f"; not in a prompt or an answer: {unread}" if unread else ""
     servers = max(1, gpus // 2) if rl else 0
     room = min(2048, longest)
@@ -110,6 +121,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{args.data}: columns{left_out[1:]}; name all that the model has to read in {path}")
     print(f"{launch} --check\n{launch}")
     return 0
+
+
+@contextmanager
+def wrong_flag(name: str, value: str) -> Iterator[None]:
+    """Names a flag and its value in the ConfigError that it raises for a ValueError inside."""
+    try:
+        yield
+    except ValueError as e:
+        raise ConfigError([f"--{name} {value}: {e}"]) from e
 
 
 def copy_shipped(name: str, folder: Path) -> int:

@@ -153,7 +153,14 @@ def test_questions_are_asked_on_a_terminal(model: Path, monkeypatch: pytest.Monk
         ("--model deep", "deep/config.json"),
         ("--model word", "max_position_embeddings"),
         ("--model broken", "--model broken: broken/config.json"),
-        ("--algorithm dpo", "no pairs of answers"),
+        ("--algorithm dpo", "--data train.jsonl: --algorithm dpo needs the columns chosen"),
+        ("--algorithm rm", "['answer', 'prompt']"),
+        ("--algorithm ppo", "--algorithm ppo: init writes"),
+        ("--algorithm distill", "--from quickstart_distill"),
+        ("--data odd.txt", "config error: --data odd.txt: "),
+        ("--data odd.jsonl", "config error: --data odd.jsonl: "),
+        ("--data odd.csv", "config error: --data odd.csv: "),
+        ("--gpus two --data odd.txt", "config error: --gpus two: "),
     ],
 )
 def test_what_does_not_exist_is_refused_and_nothing_is_written(
@@ -166,6 +173,8 @@ def test_what_does_not_exist_is_refused_and_nothing_is_written(
     for name, text in odd.items():
         Path(name).mkdir()
         Path(name, "config.json").write_text(text)
+    for name in ("odd.txt", "odd.jsonl", "odd.csv"):
+        Path(name).write_bytes(b"{\xff\n")
     known = ["--model", str(model), "--data", data]
     assert main(["init", "new", *known, *flags.split(), "--yes"]) == 2
     assert re.search(re.escape(named), capsys.readouterr().err)
