@@ -95,12 +95,13 @@ def check_tensors(files: SafetensorsDir, table: PieceTable) -> None:
     copy of a tied embedding is read and must equal the embedding.
 
     transformers saves a language model that it took out of a whole under the whole's names. From
-    here on `files` have the language model's own.
+    here on `files` have the table's.
     """
     for wrapper in family_of(table.model).wrappers if table.model.wrapper is None else ():
         if wrapper.name(_EMBEDDING) in files:
             log.info("%s: tensors are named as in %s", files.path, wrapper.architecture)
-            files.unwrap(wrapper)
+            files.drop_beside(wrapper)
+    files.rename(table.by_name)
     _check_layers(files, table)
     for t in table.tensors:
         if t.name not in files:

@@ -22,6 +22,7 @@ from megarl.models.adapters import Adapters
 from megarl.models.lora import PEFT_PREFIX, adapter_config, check_adapter_config, scale
 from megarl.models.params import load_params
 from megarl.models.piece_table import HfTensor, PieceTable
+from megarl.models.shapes import plain_name
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _BUCKET_BYTES = 64 << 20
@@ -63,19 +64,21 @@ def save_peft(
 
 
 def load_peft(path: str | Path, adapters: Adapters) -> None:
-    """Fills this rank's adapters from a PEFT directory. No communication.
+    """Fills this rank's adapters from a PEFT directory, whose names may be those of the language
+    model or of a complete model. No communication.
 
     Raises ValueError, naming file and fix, unless it fits this engine's `lora` and model.
     """
     config = _read_config(Path(path))
     check_adapter_config(config, adapters.config, str(Path(path) / CONFIG))
     with SafetensorsDir(path, WEIGHTS) as files:
-        shapes = {name: list(files.stored(name).shape) for name in files.names()}
+        names = {plain_name(name): name for name in files.names()}
+        shapes = {plain: list(files.stored(name).shape) for plain, name in names.items()}
         _check_tensors(shapes, adapters.table, Path(path) / WEIGHTS)
-        _check_targets(shapes, config.get("target_modules"), Path(path) / CONFIG)
+        _check_targets(files.names(), config.get("target_modules"), Path(path) / CONFIG)
 
         def read(tensor: HfTensor, box: tuple[slice, ...]) -> Tensor:
-            return files.read(tensor.name, box)
+            return files.read(names[plain_name(tensor.name)], box)
 
         load_params(adapters.table, adapters.coords, adapters.params, read)
 
@@ -101,11 +104,14 @@ def merge_peft(base: str | Path, adapter: str | Path, out: str | Path) -> None:
     )
     check_adapter_config(found, cfg, str(adapter / CONFIG))
     with SafetensorsDir(adapter, WEIGHTS) as files:
-        own = {n: files.read(n, (slice(None),) * len(files.stored(n).shape)) for n in files.names()}
+        own = {
+            plain_name(n): files.read(n, (slice(None),) * len(files.stored(n).shape))
+            for n in files.names()
+        }
     for shard in sorted(base.glob("*.safetensors")):
         tensors = load_file(shard)
         for name, weight in tensors.items():
-            layer = f"base_model.model.{name.removesuffix('.weight')}"
+            layer = PEFT_PREFIX + plain_name(name).removesuffix(".weight")
             pair = [f"{layer}.lora_{side}.weight" for side in "AB"]
             if not own.keys() >= {*pair}:
                 continue
@@ -139,7 +145,7 @@ def _read_config(path: Path) -> dict[str, object]:
 
 
 def _check_tensors(found: dict[str, list[int]], table: PieceTable, file: Path) -> None:
-    want = {t.name: list(t.shape) for t in table.tensors}
+    want = {plain_name(t.name): list(t.shape) for t in table.tensors}
     for name in sorted(want.keys() | found.keys()):
         if found.get(name) != want.get(name):
             raise ValueError(

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,7 +28,7 @@ from torch import Tensor
 from megarl.ckpt.files import staged
 from megarl.models.hf_config import adapter_given
 from megarl.models.piece_table import PieceTable
-from megarl.models.shapes import Wrapper, is_beside
+from megarl.models.shapes import Wrapper, is_beside, plain_name
 from megarl.parallel.ranks import Ranks
 from megarl.parallel.worlds import device
 from megarl.transfer.gather import BucketGatherer, Dtypes, plan_buckets
@@ -100,13 +99,14 @@ class SafetensorsDir:
         """Returns where a tensor lies."""
         return self._stored[name]
 
-    def unwrap(self, wrapper: Wrapper) -> None:
-        """Gives the tensors of the language model within `wrapper` its own names, and drops those
-        beside it."""
-        kept = {n: s for n, s in self._stored.items() if not is_beside(n, wrapper)}
-        for pattern, plain in wrapper.key_mapping().items():
-            kept = {re.sub(pattern, plain, n): s for n, s in kept.items()}
-        self._stored = kept
+    def drop_beside(self, wrapper: Wrapper) -> None:
+        """Drops the tensors beside the language model within `wrapper`."""
+        self._stored = {n: s for n, s in self._stored.items() if not is_beside(n, wrapper)}
+
+    def rename(self, names: Iterable[str]) -> None:
+        """Gives each tensor the name in `names` that has the same plain name, if there is one."""
+        own = {plain_name(name): name for name in names}
+        self._stored = {own.get(plain_name(n), n): s for n, s in self._stored.items()}
 
     def read(self, name: str, box: tuple[slice, ...]) -> Tensor:
         """Returns the box of a tensor, in the file's dtype; only its bytes are read."""

@@ -206,6 +206,12 @@ def is_beside(name: str, wrapper: Wrapper | None) -> bool:
     return wrapper is not None and not name.startswith((wrapper.model, wrapper.head, "score."))
 
 
+def plain_name(name: str) -> str:
+    """Returns the language model's own name of a tensor, or of an adapter's tensor, that may be
+    named as in a complete model."""
+    return name.replace("language_model.", "", 1)
+
+
 # fields of ModelConfig that do not change what the weights mean
 _NOT_THE_WEIGHTS = ("raw", "dtype", "initializer_range", "new_head", "wrapper")
 

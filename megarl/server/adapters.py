@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from megarl.models.shapes import plain_name
 from megarl.server.protocol import ControlError, ServerError
 from megarl.server.weights import WeightStore
 
@@ -48,9 +49,8 @@ class Adapters:
         if self._store.torn:
             raise ControlError("the weights below an adapter are torn; load them first")
         pairs, scale = _read(path)
-        if (wrapper := self._store.wrapper) is not None:
-            weights = {wrapper.module(name): name for name in self._store.tensors}
-            pairs = {weights.get(name, name): pair for name, pair in pairs.items()}
+        weights = {plain_name(name): name for name in self._store.tensors}
+        pairs = {weights.get(plain_name(name), name): pair for name, pair in pairs.items()}
         for weight, (a, b) in pairs.items():
             self._store.check({weight: ((b.shape[0], a.shape[1]), a.dtype)})
         self._restore()

@@ -99,6 +99,7 @@ class WeightStore:
         """Loads a whole HF safetensors directory; ControlError names what is missing or wrong."""
         try:
             with SafetensorsDir(path) as files:
+                files.rename([*self.tensors, *self.tied])
                 names = (name for name in files.names() if not is_beside(name, self.wrapper))
                 stored = {name: files.stored(name) for name in names}
                 for name, s in stored.items():

@@ -9,11 +9,12 @@ from typing import Any
 
 import peft
 import torch
+from safetensors.torch import load_file
 
 from tests.dist.engine_jobs import TEMPERATURE, batch, make_engine, save_model
 from tests.dist.lora_files import ALL, lora, write_adapter
 from tests.dist.reference import hf_outputs
-from tests.tiny import tiny_hf
+from tests.tiny import nest, save_tiny, tiny_hf
 
 # A value of every field of PEFT's LoraConfig that is not its default.
 OTHERS: dict[str, list[Any]] = {
@@ -116,3 +117,26 @@ def test_an_adapter_is_peft_s_or_refused(worlds: Any, models: Path, tmp_path: Pa
     assert taken["init_lora_weights"] == [False, None, "gaussian", "orthogonal"]
     assert taken["a_newer_kind"] == [None, False]
     assert taken["target_modules"] == ["all-linear", r".*_proj"]
+
+
+def logprobs(path: str, adapter: str) -> torch.Tensor:
+    cfg = lora(("q_proj", "o_proj"), adapter_path=adapter)
+    engine = make_engine(path, {}, trained=False, lora=cfg)
+    found: torch.Tensor = engine.forward(batch())
+    engine.destroy()
+    return found
+
+
+def test_an_adapter_of_a_language_model_fits_the_whole_and_the_other_way_round(
+    world1: Any, tmp_path: Path
+) -> None:
+    """PEFT names an adapter by the modules of the class that was trained, of either model."""
+    alone, whole = (str(save_tiny(tmp_path / name, "qwen3_5_text")) for name in ("alone", "whole"))
+    nest(Path(whole), "Qwen3_5ForConditionalGeneration")
+    cfg = lora(("q_proj", "o_proj"))
+    adapters = [write_adapter(tmp_path / f"of-{Path(p).name}", p, cfg) for p in (alone, whole)]
+    files = [load_file(Path(adapter) / "adapter_model.safetensors") for adapter in adapters]
+    assert not files[0].keys() & files[1].keys()
+    found = [world1.run(logprobs, p, a)[0] for p in (alone, whole) for a in adapters]
+    assert all(torch.equal(found[0], other) for other in found[1:])
+    assert not torch.equal(found[0], world1.run(logprobs, alone, "")[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from megarl.ckpt.convert import dist2hf, hf2dist, verify
 from megarl.ckpt.hf import load_hf
+from megarl.ckpt.peft import merge_peft
+from megarl.ckpt.safetensors import SINGLE
 from megarl.cli.rehearse.small import shrink_model, write_model
 from megarl.config.engine import LoRAConfig
 from megarl.models.hf_config import read_hf_config, transformers_config
@@ -85,6 +88,35 @@ def test_a_language_model_that_transformers_took_out_of_a_whole_is_read(
     ids = torch.arange(3, 20)[None]
     with torch.no_grad():
         assert torch.equal(again(ids).logits, taken(ids).logits)
+
+
+@pytest.mark.parametrize("kind", ("kimi_k2", "gemma3_text", "qwen3_5_text"))
+@pytest.mark.parametrize("named", ("whole", "alone"))
+def test_a_flat_config_is_the_language_models(kind: str, named: str, tmp_path: Path) -> None:
+    """As in transformers the model_type decides, whichever model `architectures` names; tensors
+    have the names of either."""
+    alone, whole = (save_tiny(tmp_path / name, kind, layers=2) for name in ("alone", "whole"))
+    nest(whole, WHOLES[kind][0])
+    raw = json.loads((alone / "config.json").read_text())
+    flat = json.dumps(raw | {"architectures": [WHOLES[kind][0]]})
+    (tmp_path / named / "config.json").write_text(flat)
+    m = read_hf_config(tmp_path / named)
+    assert m.wrapper is None and m.family == kind
+    have = params(tmp_path / named)
+    (alone / "config.json").write_text(json.dumps(raw))
+    want = params(alone)
+    assert want.keys() == have.keys() and all(torch.equal(want[n], have[n]) for n in want)
+
+
+def test_a_whole_takes_tensors_that_have_the_language_models_names(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    alone, whole = pair
+    tensors = load_file(alone / "model.safetensors")
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((whole / "config.json").read_text())
+    want, have = params(whole), params(tmp_path)
+    assert want.keys() == have.keys() and all(torch.equal(want[n], have[n]) for n in want)
 
 
 def test_there_and_back_keeps_what_is_beside(pair: tuple[Path, Path], tmp_path: Path) -> None:
@@ -221,14 +253,52 @@ def test_adapters_have_the_names_of_the_modules(kind: str, tmp_path: Path) -> No
     targets = LoRAConfig(r=2, target_modules=["o_proj"])
     table = adapter_table(read_hf_config(path), Layout(), targets)
     assert modules == {t.name for t in table.tensors} != set()
-    adapter = {t.name: torch.ones(t.shape) for t in table.tensors}
-    (tmp_path / "adapter").mkdir()
-    save_file(adapter, tmp_path / "adapter" / "adapter_model.safetensors")
-    (tmp_path / "adapter" / "adapter_config.json").write_text('{"r": 2, "lora_alpha": 2}')
-    runner = ModelRunner(ServerArgs(model_path=str(path), dtype="float32", device="cpu"))
-    store = WeightStore(runner.model, runner.wrapper)
-    before = {n: t.clone() for n, t in store.tensors.items()}
-    Adapters(store).load("megarl-v1", str(tmp_path / "adapter"))
-    changed = {n for n, t in store.tensors.items() if not torch.equal(t, before[n])}
-    assert changed == {n for n in before if n.endswith("o_proj.weight")}
-    assert all(torch.allclose(store.tensors[n], before[n] + 2.0) for n in changed)
+
+
+def write_adapter(folder: Path, names_of: Path) -> Path:
+    """Writes an adapter of ones of the o_proj modules, named as in the model at `names_of`."""
+    cfg = LoRAConfig(r=2, target_modules=["o_proj"])
+    table = adapter_table(read_hf_config(names_of), Layout(), cfg)
+    folder.mkdir()
+    ones = {t.name: torch.ones(t.shape) for t in table.tensors}
+    save_file(ones, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["o_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("kind", WHOLES)
+def test_an_adapter_has_the_names_of_the_whole_or_of_its_language_model(
+    kind: str, tmp_path: Path
+) -> None:
+    """An adapter trained on one fits the other, in a server and merged for an evaluation. "taken"
+    has the config of the language model and the tensors of the whole, as transformers saves it."""
+    alone, whole, taken = (
+        save_tiny(tmp_path / name, kind, layers=2) for name in ("alone", "whole", "taken")
+    )
+    config = (taken / "config.json").read_text()
+    for path in (whole, taken):
+        nest(path, WHOLES[kind][0])
+    (taken / "config.json").write_text(config)
+    tensors = load_file(taken / SINGLE)
+    inside = {n: tensors[n] for n in tensors if "language_model" in n or n == "lm_head.weight"}
+    save_file(inside, taken / SINGLE, {"format": "pt"})
+    adapters = [write_adapter(tmp_path / f"adapter{i}", p) for i, p in enumerate((alone, whole))]
+    for adapter, base in product(adapters, (alone, whole, taken)):
+        out = tmp_path / f"{adapter.name}-{base.name}"
+        out.mkdir()
+        merge_peft(base, adapter, out)
+        before, after = (load_file(path / SINGLE) for path in (base, out))
+        changed = {n for n, t in after.items() if not torch.equal(t, before[n])}
+        assert changed == {n for n in before if n.endswith("o_proj.weight")} != set()
+        assert all(torch.allclose(after[n], before[n] + 2.0) for n in changed)
+    for base in (alone, whole):
+        runner = ModelRunner(ServerArgs(model_path=str(base), dtype="float32", device="cpu"))
+        store = WeightStore(runner.model, runner.wrapper)
+        for adapter in adapters:
+            loaded = Adapters(store)
+            loaded.load("v1", str(adapter))
+            want = load_file(tmp_path / f"{adapter.name}-{base.name}" / SINGLE)
+            assert all(torch.equal(t, want[n]) for n, t in store.tensors.items())
+            loaded.forget()
+        store.load_directory(str(taken if base == alone else alone))

@@ -14,6 +14,7 @@ import pkgutil
 from collections.abc import Mapping
 from typing import Any
 
+from megarl.config.engine import TEXT
 from megarl.models.families.base import Family
 from megarl.models.shapes import ModelConfig, Wrapper
 
@@ -32,8 +33,9 @@ def family_of(m: ModelConfig) -> Family:
 
 
 def find_family(raw: Mapping[str, Any], source: str) -> Family:
-    """Returns the family of a config.json by its architectures, or without them by its model_type.
-    Raises ValueError, listing the known ones, if there is none. `source` names the file."""
+    """Returns the family of a config.json by its architectures. Without architectures, or with that
+    of a complete model, the model_type of a language model decides, as in transformers. Raises
+    ValueError, listing the known ones, if there is none. `source` names the file."""
     names, kind = raw.get("architectures") or [], raw.get("model_type")
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"{source}: architectures={names!r}; expected a list of names")
@@ -41,7 +43,7 @@ def find_family(raw: Mapping[str, Any], source: str) -> Family:
         f
         for f in FAMILIES.values()
         if ({f.architecture, f.classifier}.intersection(names) and f.model_type in (None, kind))
-        or (not names and f.name == kind)
+        or (f.name == kind and set(names) <= {w.architecture for w in f.wrappers})
     ]
     if fits:
         return max(fits, key=lambda f: f.model_type is not None)
@@ -55,12 +57,13 @@ def find_family(raw: Mapping[str, Any], source: str) -> Family:
 
 def find_wrapper(raw: Mapping[str, Any]) -> tuple[Family, Wrapper] | None:
     """Returns the family of the language model within a config.json, and what wraps it, or None
-    where no family has a wrapper of its architectures."""
+    where no family has a wrapper of its architectures, or the config is the language model's."""
     names = raw.get("architectures")
     if not isinstance(names, list):
         return None
     pairs = ((f, w) for f in FAMILIES.values() for w in f.wrappers if w.architecture in names)
-    return next(pairs, None)
+    found = next(pairs, None)
+    return found if found and (TEXT in raw or raw.get("model_type") != found[0].name) else None
 
 
 def _names(family: Family) -> list[str]:
