@@ -3,7 +3,7 @@ resume."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,6 @@ from torchdata.stateful_dataloader.sampler import RandomSampler
 
 from megarl.api.tokens import Padded
 from megarl.config.dataset import DatasetConfig, SourceConfig
-from megarl.config.rollout import GenerationHyperparameters
 from megarl.data.draws import Draws
 from megarl.data.rows import Row
 from megarl.data.sources import (
@@ -27,7 +26,7 @@ from megarl.data.sources import (
     prompt_key,
     sources_of,
 )
-from megarl.data.tokenizer import encode_rows
+from megarl.data.tokenizer import encode_rows, none_fits, num_tokens
 from megarl.observability.logging import get_logger
 from megarl.utils.importing import load_object
 
@@ -56,6 +55,9 @@ class RowDataset(Dataset[Row]):
 
     def __getitem__(self, index: int) -> Row:
         return self._rows[index]
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self._rows)
 
 
 def build_dataset(
@@ -95,47 +97,22 @@ def build_dataset(
             sources = apart(sources, part, apart_from.prompts, overlap)
         prompts.update(prompt_key(row, part) for row in sources)
         named = {DATASET: name} if name else {}
-        with_tokens = enumerate(encode_rows(sources, part, tokenizer, purpose), start=first_id)
+        with_tokens = enumerate(
+            encode_rows(enumerate(sources), part, tokenizer, purpose), start=first_id
+        )
         rows = _short_enough([{"row_id": i} | row | named for i, row in with_tokens], part)
         parts[name] = range(len(encoded), len(encoded) + len(rows))
         encoded, first_id = encoded + rows, first_id + len(sources)
     return RowDataset(encoded, prompts=frozenset(prompts), parts=parts)
 
 
-def _length(row: Row) -> int:
-    """Returns the tokens that max_length bounds: of the prompt, else of the longest sequence."""
-    keys = ("prompt_ids", "input_ids", "chosen_ids", "rejected_ids")
-    return max(len(row[key]) for key in keys if key in row)
-
-
-def check_context(
-    dataset: Dataset[Row], gconfig: GenerationHyperparameters, context_length: int
-) -> None:
-    """Raises ValueError for the first RL row whose prompt and response (gconfig.max_new_tokens) do
-    not fit the server's context, in tokens."""
-    for i in range(len(dataset)):  # type: ignore[arg-type]
-        row = dataset[i]
-        prompt = len(row["prompt_ids"])
-        if prompt + gconfig.max_new_tokens > context_length:
-            raise ValueError(
-                f"row {row['row_id']}: a prompt of {prompt} tokens and "
-                f"max_new_tokens={gconfig.max_new_tokens} exceed the servers' context of "
-                f"{context_length}; raise server.context_length, or drop long prompts with "
-                f"the dataset's max_length={max(0, context_length - gconfig.max_new_tokens)}"
-            )
-
-
 def _short_enough(rows: list[Row], cfg: SourceConfig) -> list[Row]:
     if cfg.max_length is None:
         return rows
-    kept = [row for row in rows if _length(row) <= cfg.max_length]
+    kept = [row for row in rows if num_tokens(row) <= cfg.max_length]
     dropped = len(rows) - len(kept)
     if not kept:
-        shortest = min(map(_length, rows))
-        raise ValueError(
-            f"{describe(cfg)} is empty: all {dropped} rows are longer than "
-            f"max_length={cfg.max_length} tokens (the shortest has {shortest})"
-        )
+        raise none_fits(cfg, map(num_tokens, rows))
     if dropped:
         log.warning(
             "%s: dropped %d of %d rows longer than max_length=%d tokens",

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
 from functools import partial
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from megarl.api.chat_template import ChatTemplate
 from megarl.config.dataset import SourceConfig
 from megarl.config.recipes import BaseConfig
+from megarl.config.rollout import GenerationHyperparameters
 from megarl.data.rows import Row
+from megarl.data.sources import describe
 from megarl.utils.http import shown
 
 Message = dict[str, Any]
+NUM_LONGEST = 16  # rows of a source that are compared with limits
 TRAIN_ON = ("all", "last")
 # the words with which a template marks what the assistant writes
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -295,17 +300,70 @@ class Template(ChatTemplate):
 
 
 def encode_rows(
-    sources: Sequence[Row], cfg: SourceConfig, tokenizer: Any, purpose: str
+    sources: Iterable[tuple[int, Row]], cfg: SourceConfig, tokenizer: Any, purpose: str
 ) -> Iterator[Row]:
-    """Yields the rows of one source with their tokens, as `build_dataset` has them. Raises
-    ValueError for a tokenizer, an option or a row that is wrong."""
+    """Yields the rows of one source with their tokens, as `build_dataset` has them.
+
+    sources: pairs of the row's number, which an error names, and the row.
+    Raises ValueError for a tokenizer, an option or a row that is wrong.
+    """
     template = Template(tokenizer, cfg.options)
     encode = {"sft": _sft_row, "pairs": _pair_row}.get(purpose, _rl_row)
-    for i, row in enumerate(sources):
+    for i, row in sources:
         try:
             yield encode(row, template)
         except ValueError as e:
             raise ValueError(f"row {i}: {e}") from e
+
+
+def num_tokens(row: Row) -> int:
+    """Returns the tokens that max_length limits: of the prompt, else of the longest sequence."""
+    keys = ("prompt_ids", "input_ids", "chosen_ids", "rejected_ids")
+    return max(len(row[key]) for key in keys if key in row)
+
+
+def none_fits(cfg: SourceConfig, lengths: Iterable[int]) -> ValueError:
+    """Returns the error of a data set whose rows all exceed max_length. lengths: tokens per row."""
+    lengths = list(lengths)
+    return ValueError(
+        f"{describe(cfg)} is empty: all {len(lengths)} rows are longer than "
+        f"max_length={cfg.max_length} tokens (the shortest has {min(lengths)})"
+    )
+
+
+def longest_rows(
+    rows: dict[int, Row], cfg: SourceConfig, tokenizer: Any, purpose: str, *, whole: bool
+) -> list[Row]:
+    """Returns the NUM_LONGEST longest texts of at most cfg.max_length tokens, with their tokens.
+
+    rows: by number, from the shortest text to the longest.
+    whole: False means that the source has further rows.
+    Raises ValueError for a row that is wrong, and if max_length leaves no row of a whole source.
+    """
+    most = cfg.max_length or sys.maxsize
+    shortest = encode_rows(rows.items(), cfg, tokenizer, purpose)
+    lengths = list(takewhile(most.__lt__, map(num_tokens, shortest)))
+    if whole and len(lengths) == len(rows):
+        raise none_fits(cfg, lengths)
+    encoded = encode_rows(reversed(rows.items()), cfg, tokenizer, purpose)
+    numbered = ({"row_id": i} | row for i, row in zip(reversed(rows), encoded, strict=True))
+    return list(islice((row for row in numbered if num_tokens(row) <= most), NUM_LONGEST))
+
+
+def check_context(
+    rows: Iterable[Row], gconfig: GenerationHyperparameters, context_length: int
+) -> None:
+    """Raises ValueError for the first RL row whose prompt and response (gconfig.max_new_tokens) do
+    not fit the server's context, in tokens."""
+    for row in rows:
+        prompt = len(row["prompt_ids"])
+        if prompt + gconfig.max_new_tokens > context_length:
+            raise ValueError(
+                f"row {row['row_id']}: a prompt of {prompt} tokens and "
+                f"max_new_tokens={gconfig.max_new_tokens} exceed the servers' context of "
+                f"{context_length}; raise server.context_length, or drop long prompts with "
+                f"the dataset's max_length={max(0, context_length - gconfig.max_new_tokens)}"
+            )
 
 
 def _rl_row(source: Row, template: Template) -> Row:

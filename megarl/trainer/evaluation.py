@@ -30,9 +30,9 @@ from megarl.config.recipes import (
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig, ServerConfig
 from megarl.config.run import EvaluatorConfig
 from megarl.config.script import REWARD_KEYS, note_read
-from megarl.data.dataset import RowDataset, build_dataset, check_context
+from megarl.data.dataset import RowDataset, build_dataset
 from megarl.data.sources import sources_of
-from megarl.data.tokenizer import run_tokenizer
+from megarl.data.tokenizer import check_context, run_tokenizer
 from megarl.observability.intervals import Estimate, mean_ci
 from megarl.observability.run_log import EVAL_REWARDS_FILE, RunLog
 from megarl.observability.stats_tracker import record_timing
@@ -244,7 +244,7 @@ class HeldOut:
                 continue
             evaluators.append(
                 SetEvaluator(
-                    rows=[rows[i] for i in range(len(rows))],
+                    rows=list(rows),
                     workflow=flow,
                     tokenizer=tokenizer,
                     config=cfg.evaluator,

@@ -34,13 +34,14 @@ from megarl.config.recipes import (
 )
 from megarl.data.formats import check_margins
 from megarl.data.sources import apart, check_batches, load_rows, prompt_key
-from megarl.data.tokenizer import is_plainly_sound, run_tokenizer
+from megarl.data.tokenizer import check_context, is_plainly_sound, longest_rows, run_tokenizer
 from megarl.models.hf_config import ModelConfig, check_layout, read_hf_config
 from megarl.models.lora import check_lora
 from megarl.models.shapes import differing
 from megarl.observability.run_log import LOGS, check_age
 from megarl.rollout.rewards import check_rows, get_reward_fn, is_registered, load_reward
 from megarl.trainer.user_code import check_code, isolated, rewards_answers
+from megarl.trainer.workflow_check import SourceRows
 from megarl.utils.env import attention_problems
 from megarl.utils.http import HttpError, as_object, call_json
 from megarl.utils.importing import is_import_path
@@ -49,7 +50,10 @@ from megarl.utils.user_errors import in_one_line
 PROBE_BYTES = 1 << 20
 _TOKENIZER_FILES = ("*tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 Rows = Sequence[dict[str, Any]]
-First = dict[str, tuple[str, dict[str, Any]]]  # of each source: what it is read for, and a row
+# by source: what the rows are read for, and the rows by number, from the shortest text on
+Read = dict[str, tuple[str, dict[int, dict[str, Any]]]]
+Longest = dict[str, list[dict[str, Any]]]  # by source: rows with their tokens
+MOST_ROWS = 1 << 16  # rows of a source whose lengths are looked at
 
 
 def check_recipe(
@@ -82,9 +86,9 @@ def check_contents(
     check_place(view.seen)
     if ours:
         view.check(check_tokenizer)
-    row_keys = view.check(lambda seen: check_data(seen, in_child=launcher, path=path, renders=ours))
+    rows = view.check(lambda seen: check_data(seen, in_child=launcher, path=path, renders=ours))
     how: Any = {"in_child": launcher, "path": path, "recipe": ours, "makes": starts}
-    view.check(lambda seen: check_code(seen, row_keys or {}, **how))
+    view.check(lambda seen: check_code(seen, rows or {}, **how))
 
 
 def check_place(cfg: BaseConfig) -> None:
@@ -277,24 +281,28 @@ def _object(file: Path) -> dict[str, Any]:
 
 def check_data(
     cfg: BaseConfig, *, in_child: bool = False, path: Sequence[str] = (), renders: bool = False
-) -> dict[str, tuple[str, ...]]:
-    """Reads all data as the run will; returns, by key of the source, the names that a reward gets
-    of its rows. Raises ConfigError naming each that is not sound. With `in_child`, data that
-    the user's code reads is read in a process of its own, with `path` in front of the import path.
-    With `renders`, the run's tokenizer and chat template have to make tokens of a row of each.
+) -> dict[str, SourceRows]:
+    """Reads all data as the run will, and returns facts about the rows of each source, by its key.
+
+    in_child: the user's code reads data in a new process, with `path` first on its import path.
+    renders: the run's tokenizer makes tokens of the shortest and the longest rows of each source.
+    Raises ConfigError naming each source that has a wrong row, no row of at most max_length tokens,
+    or a prompt without room in the servers' context.
     """
     own = [f"{k}={d.type}" for k, d in sources(cfg).items() if is_import_path(d.type)]
     if in_child and own:
-        row_keys, first = isolated(_read_data, cfg, path=path, what=own)
+        columns, read = isolated(_read_data, cfg, path=path, what=own)
     else:
-        row_keys, first = _read_data(cfg)
-    if renders and not is_plainly_sound(cfg, _tokenizer(cfg)[1], partial(_unrendered, cfg, first)):
+        columns, read = _read_data(cfg)
+    longest = Longest()
+    problems = partial(_unrendered, cfg, read, longest)
+    if renders and not is_plainly_sound(cfg, _tokenizer(cfg)[1], problems):
         if in_child:
             what = ["the tokenizer of {1}".format(*_tokenizer(cfg))]
-            isolated(_check_rendering, cfg, first, True, what=what)
+            longest = isolated(_check_rendering, cfg, read, True, what=what)
         else:
-            _check_rendering(cfg, first)
-    return row_keys
+            longest = _check_rendering(cfg, read)
+    return {key: SourceRows(names, longest.get(key, [])) for key, names in columns.items()}
 
 
 def _tokenizer(cfg: BaseConfig) -> tuple[str, str]:
@@ -305,10 +313,12 @@ def _tokenizer(cfg: BaseConfig) -> tuple[str, str]:
     return f"{name}.path", model_path(cfg, name)
 
 
-def _check_rendering(cfg: BaseConfig, first: First, alone: bool = False) -> None:
-    """Raises ConfigError where the run's tokenizer cannot make tokens of a source's row. alone: in
-    a process that does nothing else. transformers imports torch where there is one, though a
-    tokenizer needs none: that is half of a start's checks."""
+def _check_rendering(cfg: BaseConfig, read: Read, alone: bool = False) -> Longest:
+    """Returns the longest rows of each source. Raises ConfigError as `check_data` does.
+
+    alone: the process does nothing else. transformers imports torch where there is one, though a
+    tokenizer needs none: that is half of a start's checks.
+    """
     if alone and not cfg.trust_remote_code:  # a tokenizer's own code may import it
         sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
         os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # that there is no torch
@@ -321,31 +331,55 @@ def _check_rendering(cfg: BaseConfig, first: First, alone: bool = False) -> None
     except Exception as e:  # a tokenizer's files may be wrong in any way
         why = f"its tokenizer cannot be loaded: {in_one_line(e)}"
         raise ConfigError([f"{key}={path}: {why}"]) from e
-    raise_if_any(_unrendered(cfg, first, tokenizer))
+    longest = Longest()
+    raise_if_any(_unrendered(cfg, read, longest, tokenizer))
+    return longest
 
 
-def _unrendered(cfg: BaseConfig, first: First, tokenizer: Any) -> Iterator[str]:
-    """Yields a line for each source of whose row the tokenizer, or a teacher's template, cannot
-    make tokens."""
-    from megarl.data.tokenizer import encode_rows
+def _unrendered(cfg: BaseConfig, read: Read, longest: Longest, tokenizer: Any) -> Iterator[str]:
+    """Yields a line for each source with a row that the tokenizer, the teacher's template or a
+    limit on tokens refuses, and puts the longest rows of the others into `longest`."""
     from megarl.trainer.teacher_context import TeacherContext, is_function
 
-    context = cfg.teacher.context if isinstance(cfg, DistillConfig) else ""
-    template = context and not is_function(context)
-    for name, (purpose, row) in first.items():
+    for name in read:
         try:
-            encoded = next(encode_rows([row], sources(cfg)[name], tokenizer, purpose))
-            if template and name.startswith("train_dataset"):
-                teacher = TeacherContext(context, cfg.train_dataset, tokenizer)
-                teacher.prompt({"row_id": 0, **encoded})
+            longest[name] = _longest(cfg, name, read, tokenizer)
+            if not isinstance(cfg, DistillConfig) or not name.startswith("train_dataset"):
+                continue
+            if (context := cfg.teacher.context) and not is_function(context):
+                teacher = TeacherContext.for_run(cfg, tokenizer)
+                teacher.check(longest[name], max_new_tokens=cfg.gconfig.max_new_tokens)
         except ValueError as e:
             yield f"{name}: {e}"
 
 
-def _read_data(cfg: BaseConfig) -> tuple[dict[str, tuple[str, ...]], First]:
-    """Returns what rewards get of the rows of each source, and its first row. Raises ConfigError
-    naming each source that is not sound."""
-    problems, row_keys, first = [], {}, First()
+def _longest(cfg: BaseConfig, name: str, read: Read, tokenizer: Any) -> list[dict[str, Any]]:
+    """Returns the longest rows of the source `name` (`longest_rows`). Raises ValueError if a prompt
+    and an answer exceed the servers' context."""
+    purpose, rows = read[name]
+    longest = longest_rows(
+        rows, sources(cfg)[name], tokenizer, purpose, whole=len(rows) < MOST_ROWS
+    )
+    rl = isinstance(cfg, GRPOConfig)
+    of: Any = cfg if rl else getattr(cfg, "generation", None)  # has gconfig and server
+    if of is not None and purpose in ("rl", "prompts"):
+        gconfig = of.eval_gconfig if rl and not name.startswith("train_dataset") else of.gconfig
+        check_context(longest, gconfig, of.server.context_length)
+    return longest
+
+
+def _by_length(rows: Rows) -> dict[int, dict[str, Any]]:
+    """Returns rows by their number, from the shortest text to the longest; of more than MOST_ROWS
+    the shortest and the longest."""
+    order = sorted(range(len(rows)), key=lambda i: len(str(rows[i]["messages"])))
+    half = MOST_ROWS // 2
+    return {i: rows[i] for i in (*order[:half], *order[half:][-half:])}
+
+
+def _read_data(cfg: BaseConfig) -> tuple[dict[str, tuple[str, ...]], Read]:
+    """Returns the columns that rewards get of each source, and its rows. Raises ConfigError naming
+    each source that is not sound."""
+    problems, columns, read = [], {}, Read()
     trained: set[int] = set()
     count = 0
     for key, data in sources(cfg).items():
@@ -366,8 +400,8 @@ def _read_data(cfg: BaseConfig) -> tuple[dict[str, tuple[str, ...]], First]:
                 _check_answers(data, rows, cfg)
             if isinstance(cfg, RMConfig) and cfg.margin:
                 check_margins(rows)
-            first[key] = (reads, rows[0])
-            row_keys[key] = ("row_id", *dict.fromkeys(name for row in rows for name in row))
+            read[key] = (reads, _by_length(rows))
+            columns[key] = ("row_id", *dict.fromkeys(name for row in rows for name in row))
         except ValueError as e:
             problems.append(f"{key}: {e}")
     try:
@@ -376,7 +410,7 @@ def _read_data(cfg: BaseConfig) -> tuple[dict[str, tuple[str, ...]], First]:
     except ValueError as e:
         problems.insert(0, f"train_dataset: {e}")
     raise_if_any(problems)
-    return row_keys, first
+    return columns, read
 
 
 def purpose_of(cfg: BaseConfig, key: str) -> str:

@@ -17,8 +17,9 @@ from megarl.config.loader import run_dir
 from megarl.config.recipe_engines import model_path
 from megarl.config.recipes import DistillConfig, GRPOConfig
 from megarl.config.run import EpisodesConfig, WandbConfig
-from megarl.data.dataset import build_dataloader, build_dataset, check_context, go_on
+from megarl.data.dataset import build_dataloader, build_dataset, go_on
 from megarl.data.draws import Curriculum, Draws, pass_rate
+from megarl.data.tokenizer import check_context
 from megarl.models.hf_config import read_hf_config
 from megarl.observability.logging import get_logger, warn_on_rank_zero
 from megarl.observability.stats_tracker import record_timing

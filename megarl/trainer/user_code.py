@@ -7,7 +7,6 @@ itself, a launcher in a process of its own.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import os
 import pickle
@@ -25,7 +24,6 @@ from megarl.config.loader import load_config, own_class
 from megarl.config.recipe_engines import model_path
 from megarl.config.recipes import BaseConfig, DPOConfig, GRPOConfig, datasets, sources
 from megarl.config.rollout import (
-    GenerationHyperparameters,
     Requirements,
     SyncOptions,
     built_in_transport,
@@ -39,7 +37,6 @@ from megarl.rollout.rewards import (
     get_reward_fn,
     is_registered,
     load_reward,
-    no_reward,
     reward_of,
     reward_problems,
     shared_pool,
@@ -51,6 +48,7 @@ from megarl.rollout.rewards.results import (
     reward_arguments,
 )
 from megarl.trainer.teacher_context import is_function
+from megarl.trainer.workflow_check import SourceRows, workflow_problems
 from megarl.utils.importing import (
     FASTER,
     call_isolated,
@@ -109,7 +107,7 @@ class Named:
     kind: "reward", "transport", "options" of a free section, or a key of CALLS. row: what a reward
     gets by keyword, None where a workflow of the user's decides that. config: the section that a
     loss or an advantage is made of; all of an RL configuration for a transport and a workflow.
-    data: the source whose rows a workflow answers."""
+    data: the source whose rows a workflow answers. prompts: of all sources."""
 
     key: str
     target: str
@@ -118,6 +116,7 @@ class Named:
     row: tuple[str, ...] | None = None
     config: Any = None
     data: SourceConfig | None = None
+    prompts: Mapping[str, SourceRows] = field(default_factory=dict)
 
     @property
     def is_ours(self) -> bool:
@@ -193,7 +192,7 @@ def isolated(
 
 def check_code(
     cfg: BaseConfig,
-    row_keys: Mapping[str, tuple[str, ...]],
+    rows: Mapping[str, SourceRows],
     *,
     in_child: bool = False,
     path: Sequence[str] = (),
@@ -202,13 +201,13 @@ def check_code(
 ) -> None:
     """Imports the code that the configuration names and that is not megarl's own. Raises
     ConfigError naming each function or class that cannot be loaded or does not take what it is
-    given. row_keys: by key of each source the names that a reward gets of its rows.
+    given. rows: as `check_data` returns them, by key of the source.
 
     With `in_child` a child process imports it, with `path` in front of the import path; classes of
     megarl.config are checked in this process.
     recipe: False for a script of the user's, which makes its workflow itself. makes: has rewards,
     losses, workflows and free sections of the user's be made, once and without a GPU."""
-    named = [c for c in _named_code(cfg, row_keys) if recipe or c.key != "rollout.workflow"]
+    named = [c for c in _named_code(cfg, rows) if recipe or c.key != "rollout.workflow"]
     here = [c for c in named if not in_child or c.target.startswith("megarl.config.")]
     problems = code_problems(here)
     # a script finds its own
@@ -226,7 +225,7 @@ def _in_child(named: Sequence[Named], makes: bool) -> list[str]:
     return code_problems(named, makes=makes, import_timeout=IMPORT_TIMEOUT)
 
 
-def _named_code(cfg: BaseConfig, row_keys: Mapping[str, tuple[str, ...]]) -> Iterator[Named]:
+def _named_code(cfg: BaseConfig, rows: Mapping[str, SourceRows]) -> Iterator[Named]:
     """Yields the code that the configuration names, but for megarl's own by default."""
     if cfg.trainer.type:
         yield _named("trainer", cfg.trainer, "trainer")
@@ -249,7 +248,7 @@ def _named_code(cfg: BaseConfig, row_keys: Mapping[str, tuple[str, ...]]) -> Ite
         ours = GRPOConfig()
         own_workflow = cfg.rollout.workflow.type != ours.rollout.workflow.type
         if cfg.rollout.workflow != ours.rollout.workflow:
-            about = {"config": cfg, "data": cfg.train_dataset}
+            about = {"config": cfg, "data": cfg.train_dataset, "prompts": rows}
             yield _named("rollout.workflow", cfg.rollout.workflow, "workflow", **about)
         if cfg.rollout.backend != ours.rollout.backend:
             yield _named("rollout.backend", cfg.rollout.backend, "backend")
@@ -270,10 +269,10 @@ def _named_code(cfg: BaseConfig, row_keys: Mapping[str, tuple[str, ...]]) -> Ite
             continue
         name, decides = source.reward.type or source.type, own_workflow
         if isinstance(source, PartConfig) and source.workflow.type:
-            decides, about = True, {"config": cfg, "data": source}
+            decides, about = True, {"config": cfg, "data": source, "prompts": rows}
             yield _named(f"{key}.workflow", source.workflow, "workflow", **about)
         if not is_registered(name) or source.reward.options:
-            row = None if decides else row_keys.get(key)
+            row = None if decides or key not in rows else rows[key].columns
             seam = SeamConfig(type=name, options=source.reward.options)
             yield _named(f"{key}.reward", seam, "reward", row=row)
 
@@ -438,7 +437,9 @@ def _of_call(code: Named, fn: Any, what: str) -> Iterator[str]:
     if code.kind == "workflow" and inspect.isclass(fn):  # of another, only calling it would tell
         yield from (f"{what}{problem}" for problem in _of_episode(fn))
         if not problems:
-            yield from (f"{key}: {problem}" for problem in _refused(fn, code))
+            seam = SeamConfig(type=code.target, options=code.options)
+            refused = workflow_problems(fn, seam, code.config, code.prompts)
+            yield from (f"{key}: {problem}" for problem in refused)
     if code.kind == "backend" and inspect.isclass(fn):
         from megarl.rollout.client import RemoteSGLangEngine
 
@@ -453,33 +454,6 @@ def _of_call(code: Named, fn: Any, what: str) -> Iterator[str]:
                 yield f"{what}{problem}; expected {shown}"
     if code.kind == "trainer" and not hasattr(fn, "fit"):
         yield f"{what}has no method fit; write a subclass of RLTrainer, PPOTrainer or SFTTrainer"
-
-
-def _refused(workflow: type, code: Named) -> Iterator[str]:
-    """Yields what a workflow of megarl's refuses of its options and of the run's chat template. One
-    of the user's is not made: the class of megarl's that it extends is, if it takes the options."""
-    from megarl.data.tokenizer import is_plainly_sound, run_tokenizer
-    from megarl.rollout.chat import ChatWorkflow
-
-    ours = next(c for c in workflow.__mro__ if c.__module__.startswith("megarl.") or c is object)
-    takes = option_problems(ours, code.options, key="", positional=3, by_name=("reward_pool",))
-    if not issubclass(ours, ChatWorkflow) or inspect.isabstract(ours) or any(takes):
-        return
-    gconfig = code.config.gconfig if code.config else GenerationHyperparameters()
-
-    def problems(tokenizer: Any) -> Iterator[str]:
-        try:
-            ours(no_reward, gconfig, tokenizer, **code.options)
-        except (TypeError, ValueError) as e:
-            yield str(e)
-
-    refusals = list(problems(None))
-    if not refusals and (cfg := code.config) is not None:
-        path = model_path(cfg, "actor")
-        if not is_plainly_sound(cfg, path, problems):
-            with contextlib.suppress(Exception):  # its own check says what a tokenizer lacks
-                refusals = list(problems(run_tokenizer(cfg, path)))
-    yield from refusals
 
 
 def _of_episode(workflow: type) -> Iterator[str]:

@@ -305,8 +305,8 @@ MUTANTS = (
     ),
     Mutant(
         "data/dataset.py",
-        "kept = [row for row in rows if _length(row) <= cfg.max_length]",
-        "kept = [row for row in rows if _length(row) < cfg.max_length]",
+        "kept = [row for row in rows if num_tokens(row) <= cfg.max_length]",
+        "kept = [row for row in rows if num_tokens(row) < cfg.max_length]",
         ("tests/unit/test_data.py::test_long_rows_are_dropped_with_a_count",),
     ),
     Mutant(

@@ -11,9 +11,9 @@ from transformers import AutoTokenizer
 from examples.tiny_model import make_tokenizer
 from megarl.config.dataset import DatasetConfig
 from megarl.config.rollout import GenerationHyperparameters
-from megarl.data.dataset import build_dataloader, build_dataset, check_context, collate_sft
+from megarl.data.dataset import build_dataloader, build_dataset, collate_sft
 from megarl.data.sources import load_rows
-from megarl.data.tokenizer import Template
+from megarl.data.tokenizer import Template, check_context
 from megarl.rollout.rewards import get_reward_fn
 from tests.tiny_tokenizer import save_tokenizer
 

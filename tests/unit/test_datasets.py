@@ -244,8 +244,8 @@ def test_the_data_of_a_configuration_is_checked_part_by_part(tmp_path):
     assert len(e.value.problems) == 1
     cfg.evaluator.overlap = "keep"
     keys = check_data(cfg)
-    assert "dataset" in keys["train_dataset.parts.mine"]
-    assert "answer" in keys["train_dataset.parts.sums"]
+    assert "dataset" in keys["train_dataset.parts.mine"].columns
+    assert "answer" in keys["train_dataset.parts.sums"].columns
     cfg.train_dataset.batch_size = 43
     with pytest.raises(ConfigError, match=r"train_dataset: .* 42 rows do not fill"):
         check_data(cfg)

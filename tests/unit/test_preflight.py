@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
+from functools import partial
 
 import huggingface_hub
 import pytest
 
 from examples.tiny_model import make_model
 from megarl.config.algo import PPOActorConfig
+from megarl.config.dataset import DatasetConfig, PartConfig
 from megarl.config.errors import ConfigError
 from megarl.config.recipes import DistillConfig, GRPOConfig, SFTConfig
 from megarl.config.script import fetch_hub_models
+from megarl.data.tokenizer import load_hf_tokenizer
+from megarl.models.hf_config import read_hf_config
 from megarl.trainer.preflight import (
     check_data,
     check_models,
@@ -167,9 +172,93 @@ def test_a_teachers_template_that_asks_for_what_no_row_has_is_refused(tmp_path, 
     cfg = DistillConfig()
     cfg.actor.path, cfg.teacher.context = str(tmp_path / "m"), context
     cfg.train_dataset.type, cfg.train_dataset.size = "arithmetic", 40
-    cfg.train_dataset.batch_size = 8
+    cfg.train_dataset.batch_size, cfg.gconfig.max_new_tokens = 8, 64
     if problem is None:
         check_data(cfg, renders=True)
-    else:
-        with pytest.raises(ConfigError, match=problem):
-            check_data(cfg, renders=True)
+        cfg.gconfig.max_new_tokens = read_hf_config(tmp_path / "m").max_position_embeddings
+        problem = "teacher.context: row .* exceed the teacher's max_position_embeddings"
+    with pytest.raises(ConfigError, match=problem):
+        check_data(cfg, renders=True)
+
+
+def grpo_of_texts(tmp_path, *texts, held=()):
+    """A configuration of RL on rows with these prompts, and a model with its tokenizer."""
+    make_model(tmp_path / "m", hidden=64, layers=1)
+    cfg = GRPOConfig(actor=PPOActorConfig(path=str(tmp_path / "m")))
+    for name, rows in (("rows", texts), ("held", held)):
+        lines = (json.dumps({"messages": t, "answer": "2"}) + "\n" for t in rows)
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    cfg.train_dataset.type, cfg.train_dataset.path = "chat", str(tmp_path / "rows.jsonl")
+    cfg.train_dataset.reward.type, cfg.train_dataset.batch_size = "exact", 1
+    if held:
+        path = str(tmp_path / "held.jsonl")
+        cfg.valid_dataset = dataclasses.replace(cfg.train_dataset, path=path)
+    cfg.gconfig.max_new_tokens = cfg.eval_gconfig.max_new_tokens = 8
+    return cfg
+
+
+def num_prompt_tokens(cfg, text):
+    tokenizer = load_hf_tokenizer(cfg.actor.path)
+    chat = [{"role": "user", "content": text}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def refused(check, *words):
+    """The one problem that `check` raises, which holds the words."""
+    with pytest.raises(ConfigError) as error:
+        check()
+    (problem,) = error.value.problems
+    assert all(str(word) in problem for word in words), problem
+
+
+@pytest.mark.parametrize("in_child", (False, True))
+def test_a_prompt_that_exceeds_the_context_is_refused_before_a_start(tmp_path, in_child):
+    cfg = grpo_of_texts(tmp_path, "1+1", "2" * 60, *["3+3"] * 40, held=("9" * 70,))
+    check = partial(check_data, cfg, renders=True, in_child=in_child)
+    row, held = (num_prompt_tokens(cfg, digit * n) for digit, n in (("2", 60), ("9", 70)))
+    cfg.server.context_length = held + 8
+    check()
+    cfg.eval_gconfig.max_new_tokens = 9
+    refused(check, "valid_dataset", held, "max_new_tokens=9", held + 8)
+    cfg.valid_dataset = None
+    cfg.server.context_length = row + 7
+    refused(check, "train_dataset", "row 1", row, "max_new_tokens=8", row + 7)
+    cfg.train_dataset.max_length = row - 1  # leaves the long row out
+    check()
+
+
+def test_the_longest_row_that_max_length_leaves_is_found(tmp_path):
+    texts = [str(i) * 90 for i in range(1, 10)] * 4  # all are left out
+    cfg = grpo_of_texts(tmp_path, *texts, "2" * 60, "1+1")
+    row = num_prompt_tokens(cfg, "2" * 60)
+    cfg.train_dataset.max_length, cfg.server.context_length = row, row + 7
+    check = partial(check_data, cfg, renders=True)
+    refused(check, f"row {len(texts)}:", row, "max_new_tokens=8", row + 7)
+    cfg.server.context_length += 1
+    check()
+
+
+@pytest.mark.parametrize("recipe", ("grpo", "sft", "parts"))
+def test_a_max_length_that_leaves_no_row_is_refused_before_a_start(tmp_path, recipe):
+    cfg = grpo_of_texts(tmp_path, "1+1=", "22+22=")
+    key, data = "train_dataset", cfg.train_dataset
+    shortest = num_prompt_tokens(cfg, "1+1=")
+    if recipe == "sft":
+        cfg = sft(cfg.actor.path)
+        file = tmp_path / "sft.jsonl"
+        answer = {"role": "assistant", "content": "4"}
+        rows = [[{"role": "user", "content": t}, answer] for t in ("1+1=", "22+22=")]
+        file.write_text("".join(json.dumps({"messages": r}) + "\n" for r in rows))
+        data = cfg.train_dataset
+        data.type, data.path, data.batch_size = "chat", str(file), 1
+        shortest += 2  # the answer and its end
+    elif recipe == "parts":
+        part = PartConfig(type="chat", path=data.path, reward=data.reward)
+        cfg.train_dataset = DatasetConfig(type="mix", batch_size=1, parts={"a": part})
+        key, data = "train_dataset.parts.a", part
+    check = partial(check_data, cfg, renders=True)
+    data.max_length = shortest
+    check()
+    data.max_length = shortest - 1
+    refused(check, key, f"max_length={shortest - 1}", "2 rows", f"has {shortest}")

@@ -45,7 +45,7 @@ def tokenizer():
 
 def row_of(tokenizer, question="3+4", **columns):
     source = {"row_id": 5, "messages": [{"role": "user", "content": question}], **columns}
-    return next(iter(encode_rows([source], DATA, tokenizer, "rl")))
+    return next(iter(encode_rows([(0, source)], DATA, tokenizer, "rl")))
 
 
 @dataclass

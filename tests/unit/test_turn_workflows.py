@@ -34,6 +34,7 @@ from megarl.rollout.workflows.multi_turn import Interaction, MultiTurnWorkflow, 
 from megarl.rollout.workflows.rlvr import RLVRWorkflow
 from megarl.rollout.workflows.tool import ToolWorkflow
 from megarl.trainer.evaluation import make_workflow
+from megarl.trainer.preflight import check_data
 from megarl.trainer.user_code import Named, check_code, code_problems
 from tests.unit.scripted import (
     TEMPLATE,
@@ -654,6 +655,48 @@ def test_the_run_asks_its_chat_template_for_tools_before_anything_starts(
         check_code(cfg, {})
     (problem,) = caught.value.problems
     assert problem.startswith("rollout.workflow.options: ") and "chat_template" in problem
+
+
+@pytest.mark.parametrize("mixture", (False, True))
+def test_a_prompt_with_its_tools_is_compared_with_the_limits_before_anything_starts(
+    mixture: bool, tmp_path: Path
+) -> None:
+    tokenizer, compact = tool_tokenizer(tmp_path), "rollout.workflow.options.compact_at"
+    (tmp_path / "chosen.jinja").write_text(TEMPLATE)
+    rows = [{"messages": text, "answer": "2"} for text in ("1+1", "1+1+1+1+1+1")]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = "train_dataset.parts.a" if mixture else "train_dataset"
+    base = [
+        f"actor.path={tmp_path}", f"chat_template={tmp_path}/chosen.jinja",
+        f"rollout.workflow.type={TOOL}", f"rollout.workflow.options.tools=[{HERE}:times]",
+        "gconfig.max_new_tokens=8", *(["train_dataset.type=mix"] if mixture else []),
+        f"{data}.type=chat", f"{data}.path={tmp_path}/rows.jsonl", f"{data}.reward=exact",
+        "train_dataset.batch_size=1",
+    ]  # fmt: skip
+
+    def check(*words: str) -> str:
+        cfg = load_config(None, [*base, *words])
+        try:
+            check_code(cfg, check_data(cfg, renders=True))
+        except ConfigError as e:
+            (problem,) = e.problems
+            return problem
+        return ""
+
+    schema = LocalToolingEnv.generate_schema(times)
+    chat = [{"role": "user", "content": rows[1]["messages"]}]
+    text = tokenizer.apply_chat_template(
+        chat, tools=[schema], tokenize=False, add_generation_prompt=True
+    )
+    asked = len(tokenizer(text, add_special_tokens=False)["input_ids"])
+    assert check(f"server.context_length={asked + 8}") == ""
+    problem = check(f"server.context_length={asked + 7}")
+    for word in ("rollout.workflow.options", "row 1:", f"{asked} tokens", str(asked + 7)):
+        assert word in problem
+    assert check(f"{compact}={asked + 400}") == ""
+    problem = check(f"{compact}={asked + 2 * 8}")  # the request for a summary takes some, too
+    for word in ("rollout.workflow.options", "row 1:", f"{asked} tokens", str(asked + 16)):
+        assert word in problem
 
 
 # environments

@@ -211,6 +211,11 @@ class ToolList:
             self._add(entry)
         LocalToolingEnv(self._functions, timeout=timeout)  # refuses what cannot be a tool
 
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """Returns the tools that are functions, as `ToolingEnv.list_tools` lists them."""
+        return [function.tool for function in self._functions]
+
     def make(self, row: dict[str, Any]) -> ToolingEnv:
         """Returns an environment with all tools, for a sample of this row of the data."""
         own = copy.deepcopy(row) if self._functions else None  # a tool may change it

@@ -203,7 +203,7 @@ class TurnsWorkflow(ChatWorkflow):
             begun = await all_of(_guarded(p, p.first_message(self, data)) for p in partners)
             data = _opened(data, partners, begun)
             samples = self.begin(data)
-            self._check_prompt(samples[0], data)
+            self.check_room(data, len(samples[0].tokens))
             for sample, partner, error in zip(samples, partners, begun, strict=True):
                 if isinstance(error, Exception):
                     self.failed(sample, partner.kind, error, data)
@@ -283,11 +283,15 @@ class TurnsWorkflow(ChatWorkflow):
             return [*messages, {"role": "user", "content": text}]
         return [*before, {**last, "content": f"{last['content']}\n\n{text}"}]
 
-    def _check_prompt(self, sample: Trajectory, data: Row) -> None:
-        """Raises ValueError for a row that cannot be compacted."""
+    def static_prompt(self, row: Row) -> Row:
+        """Returns a row with the tokens of its prompt, if they are known without its partners."""
+        return row
+
+    def check_room(self, data: Row, length: int) -> None:
+        """Raises ValueError if compact_at has no room for a prompt of `length` tokens."""
         if self.compact_at is None:
             return
-        row, length = data.get("row_id", "?"), len(sample.tokens)
+        row = data.get("row_id", "?")
         if not data.get("messages"):
             raise ValueError(f"row {row} has no messages; compact_at needs some to begin anew with")
         if not self._fits(length):

@@ -71,6 +71,14 @@ class ToolWorkflow(TurnsWorkflow):
             )
         self._format, self.max_result = call_format, max_result
 
+    def static_prompt(self, row: Row) -> Row:
+        """Returns a row whose prompt shows the tools that are functions."""
+        if not (tools := self._tools.schemas):
+            return row
+        shown = {k: v for k, v in row.items() if k not in ("prompt", "prompt_ids")}
+        prompt, ids = self._prompt(shown | {"tools": tools})
+        return shown | {"tools": tools, "prompt": prompt, "prompt_ids": ids}
+
     def partner(self, row: Row) -> Partner:
         """Returns the tools of one sample."""
         return _ToolPartner(self, self._tools.make(row))
