@@ -86,7 +86,7 @@ def status(directory: Path) -> dict[str, Any]:
     if records and not (summary.exists() and summary.stat().st_mtime >= started):
         end = ""
     state = _state(end, processes)
-    restarting, reason = _launcher(directory, started, bad=state in BAD)
+    restarting, reason = _launcher(directory, records, bad=state in BAD)
     errors = [f"{p['name']}: {p['error']}" for p in processes if p["error"]]
     if end.startswith("failed"):
         errors.append(end.removeprefix("failed: "))
@@ -151,7 +151,7 @@ def _state(end: str, processes: Sequence[Record]) -> str:
     return "running" if health & _GOING else "stopped"
 
 
-def _launcher(directory: Path, started: float, *, bad: bool) -> tuple[bool, str | None]:
+def _launcher(directory: Path, trainers: Sequence[Record], *, bad: bool) -> tuple[bool, str | None]:
     """Returns whether a launcher on this host starts the run again, which is `bad` now, and why a
     start failed: the launcher saw which process ended first."""
     record = read_launcher(directory)
@@ -159,11 +159,13 @@ def _launcher(directory: Path, started: float, *, bad: bool) -> tuple[bool, str 
         return False, None
     if _is_here(record) and _health(record) != "dead":
         return bad, record["error"] or record["before"]
-    if record["beat"] < started:  # another way has started the run since
+    first = trainers[0] if trainers else {"started": 0.0}
+    # of another way of starting, after this launcher's
+    if record["beat"] < first["started"] and record["pid"] != first.get("parent"):
         return False, None
     reason: str | None = record["error"]
     if bad and reason is None and _is_here(record) and record["state"] == RUNNING:
-        reason = f"the launcher (pid {record['pid']} on {record['host']}) is gone"
+        reason = f"the launcher (pid {record['pid']} on {record['host']}) was killed"
     return False, reason
 
 

@@ -222,6 +222,7 @@ class Presence:
             "world_size": world_size,
             "host": socket.gethostname(),
             "pid": os.getpid(),
+            "parent": os.getppid(),
             "started": time.time(),
             "servers": [],
         }

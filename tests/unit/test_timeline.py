@@ -173,7 +173,24 @@ def test_a_run_that_its_launcher_starts_again_is_not_over(tmp_path: Path) -> Non
     path.write_text(json.dumps(json.loads(path.read_text()) | {"pid": ended_process()}))
     found = status(tmp_path)
     assert found["state"] == "dead"
-    assert found["last_error"].endswith("is gone; trainer 1: RuntimeError: lost touch")
+    assert found["last_error"].endswith("was killed; trainer 1: RuntimeError: lost touch")
+
+
+@pytest.mark.parametrize("its", (True, False))
+def test_a_killed_launcher_is_named_if_it_started_the_trainers(its: bool, tmp_path: Path) -> None:
+    here, pid = socket.gethostname(), ended_process()
+    LauncherPresence(tmp_path, 0)  # starts before its trainers do
+    path = tmp_path / PROCESSES / "launcher_0.json"
+    told = json.loads(path.read_text()) | {"pid": pid, "beat": time.time() - 200}
+    parent = pid if its else ended_process()
+    path.unlink()
+    path.parent.rmdir()
+    write_run(tmp_path, {"host": here, "pid": ended_process(), "parent": parent})
+    path.write_text(json.dumps(told))
+    found = status(tmp_path)
+    assert found["state"] == "dead"
+    assert (f"the launcher (pid {pid} on {here}) was killed" in found["last_error"]) == its
+    assert "trainer 0" in found["last_error"]
 
 
 def test_a_process_that_is_stopped_is_not_silent_and_not_dead(tmp_path: Path) -> None:
