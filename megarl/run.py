@@ -87,12 +87,12 @@ def _checked(argv: Sequence[str]) -> BaseConfig | None:
             print(config_yaml(cfg))
         return None
     world_size = _world_size(cfg, only)
-    fetch_hub_models(cfg)
+    fetch_hub_models(cfg, weights=not only)
     if "checked" in command.switches or _rank() != 0:
         _prepare(cfg, only=only)
         return None if only else cfg
     # rank 0 checks for all; torchrun ends the others where it refuses
-    from megarl.trainer.preflight import check_contents, check_recipe, check_writable
+    from megarl.trainer.preflight import check_contents, check_recipe, check_weights, check_writable
 
     check_recipe(cfg, world_size)
     _prepare(cfg, only=only)
@@ -101,6 +101,7 @@ def _checked(argv: Sequence[str]) -> BaseConfig | None:
         under = " under one controller" if cfg.trainer.mode == "controller" else ""
         print(f"the configuration is sound, for {world_size} trainer process(es){under}")
         return None
+    check_weights(cfg)
     check_writable(cfg)
     return cfg
 

@@ -113,10 +113,8 @@ def _run_problems(cfg: BaseConfig) -> Iterator[str]:
             yield f"{name}={value!r}: one path component, not empty, without /, at most 255 bytes"
     yield from rule_problems(rules.RUN, cfg)
     yield from data_problems(cfg)
-    for name, engine in engines(cfg).items():
-        path = model_path(cfg, name)
-        weights = not engine.init_from_scratch
-        yield from model_path_problems(f"{name}.path", path, weights=weights)
+    for name in engines(cfg):
+        yield from model_path_problems(f"{name}.path", model_path(cfg, name))
 
 
 def _engine_problems(

@@ -277,8 +277,8 @@ def looks_like_hub_name(path: str) -> bool:
     return bool(_HUB_NAME.fullmatch(path)) and not path.endswith(_DATA_SUFFIXES)
 
 
-def model_path_problems(key: str, path: str, *, weights: bool) -> Iterator[str]:
-    """Yields the problems of a local HF directory; `weights`: safetensors must be there."""
+def model_path_problems(key: str, path: str) -> Iterator[str]:
+    """Yields the problems of a local HF directory, except missing weights (`check_weights`)."""
     folder = Path(path)
     if not path:
         yield f"{key} is empty: set it to a HF model directory"
@@ -293,11 +293,6 @@ def model_path_problems(key: str, path: str, *, weights: bool) -> Iterator[str]:
         )
     elif not (folder / "config.json").is_file():
         yield f"{key}={path}: has no config.json, so it is not a HF model directory"
-    elif weights and not any(folder.glob("*.safetensors")):
-        yield (
-            f"{key}={path}: has no *.safetensors; convert the weights, or set "
-            f"{key.removesuffix('path')}init_from_scratch=true"
-        )
 
 
 def generation_problems(key: str, g: GenerationHyperparameters) -> Iterator[str]:
@@ -442,7 +437,7 @@ def _server_problems(s: ServerConfig, key: str) -> Iterator[str]:
         if value and (own := _OF_KEYS.get(name.replace("-", "_"))) is not None:
             yield f"{key}.options.{name}={show(value)}: the server has it of a key; set {key}.{own}"
     if s.path:
-        yield from model_path_problems(f"{key}.path", s.path, weights=True)
+        yield from model_path_problems(f"{key}.path", s.path)
     if s.python and not Path(s.python).is_file():
         yield f"{key}.python={s.python}: no such interpreter"
 

@@ -31,7 +31,7 @@ from megarl.utils.env import quiet_libraries, set_collective_timeout
 log = logging.getLogger("megarl.config")
 C = TypeVar("C", bound=BaseConfig)
 # weights as safetensors only: others' formats can be twice the size and are never read
-_HF_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+_HF_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 _READ = "_read_keys"  # of a configuration, beside its keys
 # what launchers and load_expr_config read
 _BY_LAUNCHERS = (
@@ -71,12 +71,13 @@ def load_expr_config(args: Sequence[str], cls: type[C]) -> tuple[C, str | None]:
     return config, parse_command_line(args, options=("config",)).options.get("config")
 
 
-def fetch_hub_models(cfg: BaseConfig) -> None:
+def fetch_hub_models(cfg: BaseConfig, *, weights: bool = True) -> None:
     """Replaces the hub name (org/name) of an engine or server by its local snapshot, which is
-    downloaded where it is missing.
+    downloaded where it is missing. weights: False downloads configuration, tokenizer and template.
 
     Raises ConfigError naming the model that is neither a directory nor on the hub."""
     problems = []
+    files = [*_HF_FILES, "*.safetensors"] if weights else list(_HF_FILES)
     sections: dict[str, Any] = dict(engines(cfg))
     if isinstance(cfg, GRPOConfig):
         sections |= {"server": cfg.server} | ({"judge": cfg.judge} if cfg.judge else {})
@@ -87,7 +88,7 @@ def fetch_hub_models(cfg: BaseConfig) -> None:
         from huggingface_hub import snapshot_download
 
         try:
-            section.path = snapshot_download(path, allow_patterns=list(_HF_FILES))
+            section.path = snapshot_download(path, allow_patterns=files)
         except (OSError, ValueError) as e:  # ValueError: no name that a hub allows
             why = " ".join(str(e).split())
             problems.append(

@@ -23,7 +23,7 @@ from megarl.launcher.job import Job
 from megarl.launcher.make import make_job
 from megarl.launcher.plan import Plan
 from megarl.observability.logging import get_logger
-from megarl.trainer.preflight import check_contents, check_writable
+from megarl.trainer.preflight import check_contents, check_weights, check_writable
 from megarl.utils.child import Signals
 from megarl.utils.importing import add_working_directory
 from megarl.utils.stacks import prepare_signals
@@ -85,8 +85,9 @@ def _run(launcher: Launcher, command: CommandLine) -> int:
         under = " under one controller" if plan.cfg.trainer.mode == "controller" else ""
         print(f"the configuration is sound, for {plan.nproc} trainer process(es){under}{on_nodes}")
         return 0
-    here = View(plan.cfg).seen
-    check_writable(here)
+    view = View(plan.cfg)
+    view.check(check_weights)
+    check_writable(here := view.seen)
     if plan.own and (line := ended(here)) is not None:
         log.info("%s", line)
         return 0

@@ -140,7 +140,7 @@ def _read(command: CommandLine) -> Plan:
         cfg.trainer.workers = nproc
     whole = own and own_class(config, overrides) is None and not cfg.cluster.container
     text = config_yaml(cfg) if whole else ""
-    fetch_hub_models(cfg)
+    fetch_hub_models(cfg, weights=command.switches.isdisjoint(("check", "dry-run")))
     check_fileroot(cfg)
     check_recipe(cfg, nproc, own_script=not own, launcher=True)
     rl = cfg if isinstance(cfg, GRPOConfig) else None

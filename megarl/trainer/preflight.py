@@ -92,12 +92,15 @@ def check_contents(
 
 
 def check_place(cfg: BaseConfig) -> None:
-    """Raises ConfigError where the run directory cannot be made. Writes nothing."""
+    """Raises ConfigError if the run directory cannot be created. Leaves nothing there."""
     directory = run_dir(cfg).absolute()
     there = next(p for p in (directory, *directory.parents) if os.path.exists(p))
-    if not (os.path.isdir(there) and os.access(there, os.W_OK | os.X_OK)):
-        why = f"{there} is no directory that can be written to; set another fileroot"
-        raise ConfigError([f"the run directory {directory} cannot be made: {why}"])
+    try:
+        with tempfile.TemporaryDirectory(dir=there):
+            pass
+    except OSError as e:
+        why = f"cannot be created: {e.strerror} in {there}; set another fileroot"
+        raise ConfigError([f"the run directory {directory} {why}"]) from e
 
 
 def check_writable(cfg: BaseConfig) -> None:
@@ -112,6 +115,20 @@ def check_writable(cfg: BaseConfig) -> None:
     except OSError as e:
         why = f"cannot be written to: {e}; make room there, or set another fileroot"
         raise ConfigError([f"the run directory {directory} {why}"]) from e
+
+
+def check_weights(cfg: BaseConfig) -> None:
+    """Raises ConfigError naming every model that a start loads from a directory without weights."""
+    paths = {k: model_path(cfg, k) for k, e in engines(cfg).items() if not e.init_from_scratch}
+    if isinstance(cfg, GRPOConfig):
+        servers = {"server": cfg.server, "judge": cfg.judge}
+        paths |= {key: s.path for key, s in servers.items() if s is not None and s.path}
+    raise_if_any(
+        f"{key}.path={path}: has no *.safetensors; download or convert the weights (an engine with "
+        "init_from_scratch=true needs none)"
+        for key, path in paths.items()
+        if not any(Path(path).glob("*.safetensors"))
+    )
 
 
 def check_models(cfg: BaseConfig) -> None:

@@ -700,5 +700,5 @@ def test_a_run_directory_that_cannot_be_written_is_an_error_before_servers(run: 
     run.start("")
     status, output = run.end()
     assert status == 2 and "Traceback" not in output
-    assert f"the run directory {run.path}/runs/quickstart/grpo cannot be made" in output
+    assert f"the run directory {run.path}/runs/quickstart/grpo cannot be created" in output
     assert "server" not in output.replace(str(run.path), "")

@@ -436,11 +436,10 @@ def test_an_evaluation_is_sent_adapters_where_there_are_some(model: Path) -> Non
     assert key in problem and "generation.server.options.enable_lora" in problem
 
 
-def test_model_without_weights_needs_init_from_scratch(model: Path, tmp_path: Path) -> None:
+def test_a_check_needs_no_weights(model: Path, tmp_path: Path) -> None:
+    """A start does (test_preflight.py)."""
     (tmp_path / "config.json").write_text((model / "config.json").read_text())
-    (problem,) = problems(grpo(model, f"actor.path={tmp_path}"))
-    assert "actor.init_from_scratch=true" in problem
-    check_config(grpo(model, f"actor.path={tmp_path}", "actor.init_from_scratch=true"), 1)
+    check_config(grpo(model, f"actor.path={tmp_path}"), 1)
 
 
 def test_an_adapter_given_as_a_model_is_named(tmp_path: Path) -> None:

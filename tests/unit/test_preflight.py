@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import fnmatch
 import json
 import os
+import shutil
 from functools import partial
 
 import huggingface_hub
@@ -16,12 +18,16 @@ from megarl.config.algo import PPOActorConfig
 from megarl.config.dataset import DatasetConfig, PartConfig
 from megarl.config.errors import ConfigError
 from megarl.config.recipes import DistillConfig, GRPOConfig, SFTConfig
+from megarl.config.rollout import ServerConfig
 from megarl.config.script import fetch_hub_models
 from megarl.data.tokenizer import load_hf_tokenizer
+from megarl.launcher import local
 from megarl.models.hf_config import read_hf_config
 from megarl.trainer.preflight import (
     check_data,
     check_models,
+    check_place,
+    check_weights,
     check_writable,
     largest_token,
 )
@@ -57,6 +63,66 @@ def test_a_hub_that_cannot_be_reached_is_an_error_with_the_fix(monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     with pytest.raises(ConfigError, match=r"model.path=Qwen/Qwen3-0.6B.*hf download"):
         fetch_hub_models(sft("Qwen/Qwen3-0.6B"))
+
+
+@pytest.mark.parametrize("switch", ("--check", "--dry-run", None))
+def test_a_check_fetches_no_weights_of_the_hub_and_a_start_needs_them(
+    switch, tmp_path, monkeypatch, capsys
+):
+    make_model(tmp_path / "m", hidden=64, layers=1)
+    asked = []
+
+    def download(name, *, allow_patterns):
+        asked.append(name)
+        for file in (tmp_path / "m").iterdir():
+            if any(fnmatch.fnmatch(file.name, p) for p in allow_patterns):
+                shutil.copy(file, folder)
+        return str(folder)
+
+    folder = tmp_path / "snapshot"
+    folder.mkdir()
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    words = ["recipe=sft", "model.path=org/model", "model.optimizer.lr=1", f"fileroot={tmp_path}/r"]
+    data = ["train_dataset.type=arithmetic", "train_dataset.size=8", "train_dataset.batch_size=8"]
+    line = [*words, *data, "--nproc", "1"]
+    if switch is not None:
+        assert local.main([*line, switch]) == 0
+        there = {file.name for file in folder.iterdir()}
+        assert {"config.json", "tokenizer.json"} <= there
+        assert not any(name.endswith(".safetensors") for name in there)
+        return
+    monkeypatch.setattr(local, "launch", None)  # nothing starts
+    (tmp_path / "m" / "model.safetensors").unlink()
+    assert local.main(line) == 2
+    assert asked == ["org/model"]
+    assert f"model.path={folder}: has no *.safetensors" in capsys.readouterr().err
+
+
+def test_weights_of_trained_models_and_servers_are_needed_by_a_start(tmp_path):
+    make_model(tmp_path / "m", hidden=64, layers=1)
+    make_model(tmp_path / "bare", hidden=64, layers=1)
+    (tmp_path / "bare" / "model.safetensors").unlink()
+    path, bare = str(tmp_path / "m"), str(tmp_path / "bare")
+    check_weights(GRPOConfig(actor=PPOActorConfig(path=path)))
+    cfg = GRPOConfig(actor=PPOActorConfig(path=bare))
+    refused(partial(check_weights, cfg), "actor.path", bare, "init_from_scratch=true")
+    cfg.actor.init_from_scratch = True
+    check_weights(cfg)
+    cfg.judge = ServerConfig(path=bare)
+    refused(partial(check_weights, cfg), "judge.path", bare)
+    cfg.judge, cfg.server.path = None, bare
+    refused(partial(check_weights, cfg), "server.path", bare)
+
+
+@pytest.mark.parametrize("root", ("/proc/nowhere", "file/below", "new"))
+def test_a_run_directory_that_cannot_be_created_is_refused(tmp_path, root):
+    (tmp_path / "file").touch()
+    cfg = SFTConfig(fileroot=root if root.startswith("/") else str(tmp_path / root))
+    if root == "new":
+        check_place(cfg)
+    else:
+        refused(partial(check_place, cfg), cfg.fileroot, "fileroot")
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
 def test_tp_that_does_not_divide_the_heads_is_refused(tmp_path):

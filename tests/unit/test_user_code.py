@@ -144,6 +144,7 @@ CASES: dict[str, str | None] = {
     "gconfig.stop=['']": "empty",
     "tokenizer_path=./empty": "tokenizer_path=empty tokenizer.json",
     "fileroot=bad.jsonl": "/bad.jsonl/ fileroot",
+    "fileroot=/proc/nowhere": "/proc/nowhere/ fileroot",
     "trial_name=" + 300 * "x": "255",
     "train_dataset.batch_size=2000": "1000 batch_size=2000",
 }
