@@ -21,7 +21,7 @@ import os
 import re
 import shutil
 import socket
-import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,6 +42,7 @@ from megarl.config.recipe_engines import (
     trained_engines,
 )
 from megarl.config.recipes import BaseConfig, GRPOConfig
+from megarl.launcher.plan import sglang_version
 from megarl.models.hf_config import language_model, parse_hf_config
 from megarl.planning.job import find_shapes
 from megarl.planning.memory import parameters
@@ -65,7 +66,6 @@ SLOW_SAVE = 600.0  # seconds of a checkpoint that are worth a warning
 SHM = 1 << 30  # bytes of shared memory that NCCL and data workers can need
 CHECKPOINT = 14  # bytes of a parameter: fp32 weights and two moments, bf16 weights
 MODEL = 2
-TIMEOUT = 60.0  # seconds another interpreter may take to name a version
 HEALTH_TIMEOUT = 5.0  # seconds
 STALE = 600.0  # seconds: an older file of findings is an earlier doctor's
 _OFF = "a fast way between GPUs is off"
@@ -198,8 +198,7 @@ def versions(host: Host) -> Iterator[Finding]:
     if host.gpus:
         installed["transformer-engine"] = _installed("transformer-engine")
     if host.rl and host.rl.server.type == "sglang" and host.rl.server.count:
-        python = host.rl.server.python
-        installed["sglang"] = _sglang_of(python) if python else _installed("sglang")
+        installed["sglang"] = sglang_version(host.rl.server.python or sys.executable)
     for name, number in installed.items():
         low, high = TESTED[name]
         if number is None:
@@ -219,16 +218,6 @@ def _installed(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
-
-
-def _sglang_of(python: str) -> str | None:
-    """Returns the version of SGLang that another interpreter has."""
-    code = "from importlib.metadata import version; print(version('sglang'))"
-    try:
-        done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=TIMEOUT)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None
 
 
 def environment(host: Host) -> Iterator[Finding]:

@@ -21,7 +21,7 @@ from megarl.config.errors import EXIT_CODE, ConfigError
 from megarl.config.secrets import MASK, masked_override, masked_text, masked_yaml
 from megarl.launcher.job import Job
 from megarl.launcher.make import make_job
-from megarl.launcher.plan import Plan
+from megarl.launcher.plan import Plan, check_sglang
 from megarl.observability.logging import get_logger
 from megarl.trainer.preflight import check_contents, check_weights, check_writable
 from megarl.utils.child import Signals
@@ -79,6 +79,8 @@ def _run(launcher: Launcher, command: CommandLine) -> int:
         print("\n\n".join(filter(None, (show(job, os.environ, format), asks))))
         return 0
     only = "check" in command.switches
+    if not launcher.cluster:
+        check_sglang(plan)
     check_contents(plan.cfg, path=plan.import_path, launcher=True, starts=not only)
     if only:
         on_nodes = f" on {len(job.pools)} node(s)" if launcher.cluster else ""

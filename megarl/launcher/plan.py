@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from megarl.config.command_line import CommandLine
 from megarl.config.compose import Word, parse_overrides
@@ -28,9 +29,11 @@ from megarl.launcher.placement import Placement, Servers, place, place_here
 from megarl.trainer.preflight import check_recipe
 from megarl.trainer.user_code import read_config, transport_needs
 from megarl.utils.env import uses_gpus, visible_gpus
+from megarl.utils.extras import install_hint
 
 ASK_TIMEOUT = 180.0  # seconds an interpreter may take to import torch
 _ASK_NCCL = "import torch; print(*torch.cuda.nccl.version(), sep='.')"
+_ASK_SGLANG = "from importlib.metadata import version; print(version('sglang'))"
 MOVED = "MEGARL_SECRET_"  # variables with the secrets that were typed as overrides
 
 
@@ -86,14 +89,11 @@ def plan_here(command: CommandLine) -> Plan:
     further = [f"{key}={count}" for key, count in nodes.items() if count not in (None, 1)]
     if plan.reward_nodes:
         further.append("cluster.reward_pool")
-    if further:
-        raise ConfigError(
-            [
-                f"{key}: the local launcher has this machine alone; leave it out, or use "
-                "megarl.launcher.slurm or ray"
-                for key in further
-            ]
-        )
+    raise_if_any(
+        f"{key}: the local launcher has this machine alone; leave it out, or use "
+        "megarl.launcher.slurm or ray"
+        for key in further
+    )
     gpus = len(visible_gpus(os.environ))
     if not gpus and os.environ.get("MEGARL_DEVICE") == "cuda":
         raise ConfigError(
@@ -256,6 +256,20 @@ def check_devices(cfg: GRPOConfig, placement: Placement, needs: Requirements) ->
         check_nccl(sys.executable, cfg.server.python)
 
 
+def check_sglang(plan: Plan) -> None:
+    """Raises ConfigError naming each section whose SGLang servers would start on this machine by an
+    interpreter that does not have SGLang."""
+    raise_if_any(
+        f"{key}.type=sglang: {python} does not have the package sglang; install it "
+        f"({install_hint('sglang')}), name an interpreter that has it in {key}.python, or set "
+        f"{key}.type=embedded"
+        for key, server in server_sections(plan.cfg).items()
+        if server.type == "sglang" and plan.placement.servers.get(key)
+        if not plan.cfg.cluster.container
+        if sglang_version(python := server.python or sys.executable) is None
+    )
+
+
 def check_nccl(trainers: str, servers: str) -> None:
     """Raises ConfigError unless torch has one NCCL version in both interpreters."""
     with ThreadPoolExecutor() as pool:
@@ -271,17 +285,23 @@ def check_nccl(trainers: str, servers: str) -> None:
 
 
 def _nccl_version(python: str) -> str:
-    command = [python, "-c", _ASK_NCCL]
     try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=ASK_TIMEOUT,
-            check=True,
-        )
-        return done.stdout.strip().splitlines()[-1]
+        return _printed(python, _ASK_NCCL)
     except (OSError, subprocess.SubprocessError, IndexError) as e:
         why = (str(getattr(e, "stderr", None) or e).strip().splitlines() or ["no output"])[-1]
         raise ConfigError([f"{python}: cannot tell the NCCL version of its torch: {why}"]) from e
+
+
+def sglang_version(python: str) -> str | None:
+    """Returns the version of SGLang that an interpreter has; None if it has none."""
+    try:
+        return _printed(python, _ASK_SGLANG)
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return None
+
+
+def _printed(python: str, code: str) -> str:
+    """Returns the last line that `python -c code` prints."""
+    how: Any = {"capture_output": True, "text": True, "timeout": ASK_TIMEOUT, "check": True}
+    done = subprocess.run([python, "-c", code], stdin=subprocess.DEVNULL, **how)
+    return str(done.stdout).strip().splitlines()[-1]

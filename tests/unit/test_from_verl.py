@@ -302,7 +302,11 @@ def test_a_script_passes_the_check(
     assert convert(tmp_path, SCRIPT.replace("MODEL", "model")) == 0
     text = capsys.readouterr().out
     (tmp_path / "ours.yaml").write_text(text)
-    assert local.main(["--config", "ours.yaml", "--nproc", "8", "--check"]) == 0
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 0.5.23\n")  # has SGLang
+    python.chmod(0o755)
+    line = ["--config", "ours.yaml", "--nproc", "8", f"server.python={python}"]
+    assert local.main([*line, "--check"]) == 0
     names = re.findall(r"([\w.]+\.\w+)=", SCRIPT.partition("--config-name")[2])
     assert len(names) > 25
     off = ("use_kl_in_reward", "critic_warmup", "adv_estimator")

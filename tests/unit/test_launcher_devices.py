@@ -13,11 +13,11 @@ from megarl.config.errors import ConfigError
 from megarl.config.loader import checked_config
 from megarl.config.recipe_engines import takes_turns
 from megarl.config.recipes import GRPOConfig
-from megarl.launcher import plan
+from megarl.launcher import local, plan
 from megarl.launcher.job import SERVER, TRAINER
 from megarl.launcher.make import make_job
 from megarl.launcher.placement import Placement, Servers, place_here
-from megarl.launcher.plan import Plan, plan_here
+from megarl.launcher.plan import Plan, check_sglang, plan_here
 from megarl.utils.env import visible_gpus
 from tests.hf_stub import write_stub
 
@@ -106,6 +106,34 @@ def test_gpus_that_are_asked_for_and_missing_are_refused(
     assert job(4)
     with pytest.raises(ConfigError, match="MEGARL_DEVICE=cuda"):
         job(0)
+
+
+def test_an_interpreter_without_sglang_is_refused(job: Callable[..., Plan], tmp_path: Path) -> None:
+    without = interpreter(tmp_path / "without", "echo No package >&2; exit 1")
+    python = f"server.python={without}"
+    with pytest.raises(ConfigError) as refused:
+        check_sglang(job(0, *SGLANG, python))
+    (problem,) = refused.value.problems
+    for word in ("server.type=sglang", without, "sglang]", "server.type=embedded"):
+        assert word in problem
+    with pytest.raises(ConfigError, match=sys.executable):
+        check_sglang(job(0, *SGLANG))
+    check_sglang(job(0))  # embedded
+    check_sglang(job(0, *SGLANG, python, "rollout.addresses=[a:1]"))  # servers that run elsewhere
+    has = interpreter(tmp_path / "has", "echo 0.5.23")
+    check_sglang(job(0, *SGLANG, f"server.python={has}"))
+
+
+@pytest.mark.parametrize("switch", ("--check", "--nproc"))
+def test_a_start_and_a_check_ask_for_sglang_before_the_data(
+    switch: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write_stub(tmp_path / "model")
+    line = [f"actor.path={model}", "actor.optimizer.lr=1e-5", "gconfig.n_samples=2"]
+    line += [f"fileroot={tmp_path}/runs", "server.type=sglang", "train_dataset.size=1"]
+    assert local.main([*line, switch, *(["1"] if switch == "--nproc" else [])]) == 2
+    assert "server.type=sglang" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.fixture
