@@ -36,6 +36,17 @@ TABLE = {}
 async def slow(prompt, completion, prompt_ids, completion_ids, **row): return 1.0
 def good(prompt, completion, prompt_ids, completion_ids, *, answer, **row): return 1.0
 def short(completion, answer): return 1.0
+def annotated(completions, **row) -> "list[float]":
+    scores = [1.0 for _ in completions]
+    return scores
+def many(completions, **row): return [1.0 for _ in completions]
+def single(reward):
+    import functools
+    @functools.wraps(reward)
+    def one(completion, **row): return reward([completion], **row)[0]
+    return one
+@single
+def adapted(completions, **row): return [1.0 for _ in completions]
 def odd(completion, solution): return 1.0
 class Judge:
     def __init__(self, *, scale: float = 1.0): pass
@@ -116,6 +127,9 @@ CASES: dict[str, str | None] = {
     "train_dataset.reward=leaves:good": "SystemExit: 3 leaves.py, line 1",
     "train_dataset.reward=imports:good": "'nothing_there' imports.py, line 1",
     "train_dataset.reward=gsm9k": "'gsm9k' gsm8k",
+    "train_dataset.reward=mine:annotated": "annotated list",
+    "train_dataset.reward=mine:many": "many list",
+    "train_dataset.reward=mine:adapted": None,
     "rollout.workflow=mine:Flow": None,
     "rollout.workflow=mine:NoPool": "'reward_pool' Workflow(reward_fn, gconfig",
     "rollout.workflow=mine:Plain": "async def arun_episode",

@@ -15,9 +15,11 @@ whose gold answer the reward cannot compare with. Objects may have it as a metho
 
 from __future__ import annotations
 
+import ast
 import inspect
 import math
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial, update_wrapper
 from typing import Any, cast
@@ -59,6 +61,9 @@ _REWARDS = {
 }
 
 
+_LIST = re.compile(r"(typing\.)?[lL]ist\b")
+
+
 def no_reward(**row: Any) -> float:
     """Returns 0, for runs whose rewards come from a reward model or from the workflow."""
     return 0.0
@@ -89,7 +94,29 @@ def load_reward(name: str) -> Any:
         raise ValueError(
             f"unknown reward {name!r}: use one of {sorted(_REWARDS)} or 'package.module:function'"
         )
-    return load_object(target, what="reward")
+    fn = load_object(target, what="reward")
+    if _returns_list(fn):
+        raise ValueError(
+            f"reward {name!r} returns a list: a reward gets one completion, as text, and returns "
+            "one number; return the number"
+        )
+    return fn
+
+
+def _returns_list(fn: Any) -> bool:
+    """Returns whether the annotation of a function, or each of its return statements, names a list,
+    as TRL's rewards do. A decorator may change the result, so it makes the answer False."""
+    if not inspect.isfunction(fn) or hasattr(fn, "__wrapped__"):
+        return False
+    returned = fn.__annotations__.get("return")
+    if _LIST.match(returned if isinstance(returned, str) else inspect.formatannotation(returned)):
+        return True
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(fn)))
+    except (OSError, SyntaxError):
+        return False
+    values = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return)]
+    return bool(values) and all(isinstance(v, ast.List | ast.ListComp) for v in values)
 
 
 def reward_problems(
