@@ -96,7 +96,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raises ConfigError with `message` and the usage."""
-        raise ConfigError([f"{message}; {' '.join(self.format_usage().split())}"])
+        raise ConfigError(f"{message}; {' '.join(self.format_usage().split())}")
 
     def path(self, name: str, text: str, **how: Any) -> None:
         """Adds a path that has to be given, `name` in upper case. how: more of add_argument."""

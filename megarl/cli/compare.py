@@ -73,4 +73,4 @@ def _read(place: Path) -> tuple[dict[str, Any], dict[str, Rewards]]:
         }
     except (OSError, ValueError, LookupError, *_MALFORMED) as e:
         why = f"no evaluation that can be compared by prompts ({type(e).__name__}: {e})"
-        raise ConfigError([f"--compare {place}: {why}; run megarl eval again"]) from e
+        raise ConfigError(f"--compare {place}: {why}; run megarl eval again") from e

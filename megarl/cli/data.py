@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             built = build_dataset(data, tokenizer, overlap=cfg.evaluator.overlap, **how)
         except ValueError as e:
-            raise ConfigError([f"{key}: {e}"]) from e
+            raise ConfigError(f"{key}: {e}") from e
         trained = trained or built
         for name, places in built.parts.items():
             source = f"{key}.parts.{name}" if name else key

@@ -41,7 +41,7 @@ def diff(a: Path, b: Path, *, steps: tuple[int, int] | None, shown: int | None) 
     if not comparison.steps:
         only = "" if steps is None else f" of {steps[0]}-{steps[1]}"
         have = " and ".join(_steps([*run.steps]) for run in (first, second))
-        raise ConfigError([f"no step{only} that both runs recorded: they have {have}"])
+        raise ConfigError(f"no step{only} that both runs recorded: they have {have}")
     for name, of_first, of_second in differences(first.start, second.start):
         print(f"not the same: {name}: {of_first} | {of_second}")
     for line in _at_most(configs_apart(a, b), shown):
@@ -67,7 +67,7 @@ def recorded(run: Path) -> Fingerprints:
         return read_fingerprints(run)
     except FileNotFoundError as e:
         why = "no step has begun, it ran with record.fingerprints=false, or it is no RL run"
-        raise ConfigError([f"{e.filename}: no fingerprints; {why}"]) from e
+        raise ConfigError(f"{e.filename}: no fingerprints; {why}") from e
 
 
 def _at_most(lines: list[str], shown: int | None) -> list[str]:

@@ -364,7 +364,7 @@ def this_place(env: Mapping[str, str]) -> Place | None:
         names = text.split()
         if missing := [name for name in names if name not in env]:
             why = f"{tasks} is set and {', '.join(missing)} is not"
-            raise ConfigError([f"{why}: use torchrun or srun"])
+            raise ConfigError(f"{why}: use torchrun or srun")
         first, second, node, hosts, local = (env[name] for name in names)
         job = f"{first}-{second}"
         return Place(job=job, node=int(node), hosts=int(hosts), speaks=local == "0")

@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cfg, datasets, adapter = _configuration(args)
     out = args.out or free_path(Path("eval", args.model.resolve().name), "-")
     if (out / RESULTS).exists():
-        raise ConfigError([f"--out {out}: holds an evaluation; name another directory"])
+        raise ConfigError(f"--out {out}: holds an evaluation; name another directory")
     from megarl.trainer.evaluation import evaluate_model  # here, so that --help is instant
 
     with _whole(cfg, adapter, out) as model:
@@ -105,7 +105,7 @@ def _whole(cfg: GRPOConfig, adapter: str, out: Path) -> Iterator[str]:
         return
     if server_addresses(cfg.rollout):
         raise ConfigError(
-            [f"{adapter}: servers of rollout.addresses hold no merged model; leave them out"]
+            f"{adapter}: servers of rollout.addresses hold no merged model; leave them out"
         )
     from megarl.ckpt.peft import merge_peft
 
@@ -115,7 +115,7 @@ def _whole(cfg: GRPOConfig, adapter: str, out: Path) -> Iterator[str]:
         try:
             merge_peft(cfg.actor.path, adapter, merged)
         except ValueError as e:
-            raise ConfigError([str(e)]) from e
+            raise ConfigError(str(e)) from e
         yield merged
 
 
@@ -129,21 +129,19 @@ def _configuration(args: Namespace) -> tuple[GRPOConfig, dict[str, DatasetConfig
         model, adapter = base_of(args.model), model
         if not model or not Path(model).is_dir():
             raise ConfigError(
-                [
-                    f"{adapter}: its base_model_name_or_path={model} is no directory here; write "
-                    f"megarl eval MODEL actor.lora.adapter_path={adapter}"
-                ]
+                f"{adapter}: its base_model_name_or_path={model} is no directory here; write "
+                f"megarl eval MODEL actor.lora.adapter_path={adapter}"
             )
     try:
         read_hf_config(model)
     except ValueError as e:
-        raise ConfigError([str(e)]) from e
+        raise ConfigError(str(e)) from e
     named = args.datasets or []
     first = [f"valid_dataset.type={name}" for name in named[:1]]
     cfg = load_config(args.config, [*first, f"actor.path={model}", *args.keys])
     sets = held_out_sets(cfg)
     if not isinstance(cfg, GRPOConfig) or not sets:
-        raise ConfigError([f"{args.config}: evaluation needs an RL recipe with a valid_dataset"])
+        raise ConfigError(f"{args.config}: evaluation needs an RL recipe with a valid_dataset")
     if cfg.actor.lora is not None:
         adapter = adapter or cfg.actor.lora.adapter_path
     g = cfg.eval_gconfig.new(n_samples=args.n)

@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parse_overrides(args.keys, problems)
     keys = keys_of(args.config) | {name: untyped(value) for _, name, value in given}
     if not any(name.startswith("actor.") for name in keys):
-        raise ConfigError([f"{args.config}: it has no section actor; name a file of GRPOConfig"])
+        raise ConfigError(f"{args.config}: it has no section actor; name a file of GRPOConfig")
     keys = followed(keys)
     rows = _policy(keys, problems) + _datasets(keys, problems)
     print(converted("AReaL", keys, rows, problems))

@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.path("CONFIG", "a Hydra file, or a script")
     file, problems = parser.read(argv).config, list[str]()
     if not file.is_file():
-        raise ConfigError([f"{file}: no such file; name a Hydra file or a script of verl's"])
+        raise ConfigError(f"{file}: no such file; name a Hydra file or a script of verl's")
     if file.suffix in (".yaml", ".yml"):
         keys = _keys_of(file)
     else:
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         keys = {} if problems else _named_file(shell, file.parent)
         keys |= {name: untyped(value) for _, name, value in given}
     if SECTIONS.isdisjoint(name.partition(".")[0] for name in keys):
-        raise ConfigError([f"{file}: it has no key of verl's; name a recipe of main_ppo"])
+        raise ConfigError(f"{file}: it has no key of verl's; name a recipe of main_ppo")
     print(_converted(followed(keys), problems))
     return 0
 
@@ -72,7 +72,7 @@ def _shell_words(file: Path) -> list[str]:
         text = re.sub(r"\\\n|\$@", " ", file.read_text(encoding="utf-8"))
         words = shlex.split(text, comments=True)
     except ValueError as e:
-        raise ConfigError([f"{file}: {e}; write it as a shell reads it"]) from e
+        raise ConfigError(f"{file}: {e}; write it as a shell reads it") from e
     known = {"pwd": ".", "HOME": "${oc.env:HOME}"}
 
     def value(match: re.Match[str]) -> str:
@@ -94,7 +94,7 @@ def _keys_of(file: Path) -> dict[str, Any]:
     below = keys.get("defaults") or []
     if not isinstance(below, list) or any(b not in (*OWN_FILES, "_self_") for b in below):
         why = f"only {', '.join(OWN_FILES)} and _self_ are known; copy the keys of others into it"
-        raise ConfigError([f"{file}: defaults={below}: {why}"])
+        raise ConfigError(f"{file}: defaults={below}: {why}")
     return keys
 
 
@@ -112,7 +112,7 @@ def _named_file(words: Sequence[str], folder: Path) -> dict[str, Any]:
         if file.is_file():
             return _keys_of(file)
     why = f"{files[0]}: no such file; name one that is here, or a name of verl's own"
-    raise ConfigError([f"--config-path={place} --config-name={name}: {why}"])
+    raise ConfigError(f"--config-path={place} --config-name={name}: {why}")
 
 
 def _converted(given: Mapping[str, Any], problems: list[str]) -> str:

@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.read(argv)
     if shipped := getattr(args, "from"):
         if flags := [f"--{flag}" for flag in QUESTIONS if getattr(args, flag)]:
-            raise ConfigError([f"--from {shipped}: takes no {', '.join(flags)}; edit the copy"])
+            raise ConfigError(f"--from {shipped}: takes no {', '.join(flags)}; edit the copy")
         return copy_shipped(shipped, args.dir)
     asks = sys.stdin.isatty() and not args.yes
     for name, (default, what) in QUESTIONS.items():
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         setattr(args, name, given or default)
     path = args.dir / f"{args.algorithm}.yaml"
     if path.exists():
-        raise ConfigError([f"{path} exists, and is not overwritten; name another DIR, or move it"])
+        raise ConfigError(f"{path} exists, and is not overwritten; name another DIR, or move it")
     from megarl.config.dataset import SourceConfig  # here, so that --help is instant
     from megarl.data.formats import read_as
     from megarl.data.rows import read_dataset
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if recipe not in WRITTEN:
         why = f"init writes {', '.join(WRITTEN)} and relatives of grpo"
         fix = f"edit a copy of megarl init --from quickstart_{recipe}"
-        raise ConfigError([f"--algorithm {recipe}: {why}; {fix}"])
+        raise ConfigError(f"--algorithm {recipe}: {why}; {fix}")
     role, rl = main_role(RECIPES[recipe]), issubclass(RECIPES[recipe], GRPOConfig)
     with wrong_flag("gpus", args.gpus):
         if (gpus := int(args.gpus)) < 0:
@@ -129,7 +129,7 @@ def wrong_flag(name: str, value: str) -> Iterator[None]:
     try:
         yield
     except ValueError as e:
-        raise ConfigError([f"--{name} {value}: {e}"]) from e
+        raise ConfigError(f"--{name} {value}: {e}") from e
 
 
 def copy_shipped(name: str, folder: Path) -> int:
@@ -141,7 +141,7 @@ def copy_shipped(name: str, folder: Path) -> int:
     root = next(p for p in (PACKAGE / "shipped", PACKAGE.parent) if p.is_dir())
     names = sorted(path.stem for path in root.glob("configs/*.yaml"))
     if name not in names:
-        raise ConfigError([f"--from {name}: no such configuration; use one of {', '.join(names)}"])
+        raise ConfigError(f"--from {name}: no such configuration; use one of {', '.join(names)}")
     files = [root / "configs" / f"{name}.yaml"]
     for path in files:  # grows by the files that each file builds on
         below = read_yaml(path.read_text(encoding="utf-8")).get("defaults", ())
@@ -150,7 +150,7 @@ def copy_shipped(name: str, folder: Path) -> int:
     copies = {folder / path.relative_to(root): path for path in files}
     for copy, path in copies.items():
         if copy.exists() and copy.read_bytes() != path.read_bytes():
-            raise ConfigError([f"{copy}: exists with other content; name another DIR, or move it"])
+            raise ConfigError(f"{copy}: exists with other content; name another DIR, or move it")
     for copy, path in copies.items():
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, copy)

@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--train-only, --rollout-only: give one of them, or none for both")
     what = TRAIN if args.train_only else "rollout" if args.rollout_only else "whole"
     if not (run / CONFIG_FILE).is_file():
-        raise ConfigError([f"{run}: no {CONFIG_FILE}, so it is no run directory"])
+        raise ConfigError(f"{run}: no {CONFIG_FILE}, so it is no run directory")
     cfg = load_config(run / CONFIG_FILE, args.keys)
     begin = last_checkpoint(run, step)
     first = 1 + (begin.step if begin else 0)
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     nproc = args.nproc or recorded(run).start.get("world_size", 1)
     out = (args.out or free_path(run / "replay" / f"step_{step:06d}", "_")).absolute()
     if out.exists():
-        raise ConfigError([f"--out {args.out}: it exists; name another, or remove it"])
+        raise ConfigError(f"--out {args.out}: it exists; name another, or remove it")
     if begin is not None:
         link_tree(begin.path, out / RECOVER_DIR / begin.path.name)
     arguments = [
@@ -114,11 +114,9 @@ def check_batches(run: Path, first: int, step: int) -> None:
     if missing:
         there = f"steps {', '.join(map(str, have))} are recorded" if have else "none is recorded"
         raise ConfigError(
-            [
-                f"--step {step}: the replay begins at step {first}, and the batch of step "
-                f"{missing[0]} is not in {batch_path(run, step).parent} ({there}); set record.keep "
-                "to at least the steps between two checkpoints"
-            ]
+            f"--step {step}: the replay begins at step {first}, and the batch of step "
+            f"{missing[0]} is not in {batch_path(run, step).parent} ({there}); set record.keep "
+            "to at least the steps between two checkpoints"
         )
 
 

@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             print(write_report(args.out, args.runs, title=args.title))
     except (ValueError, OSError) as e:
-        raise ConfigError([str(e)]) from e
+        raise ConfigError(str(e)) from e
     return 0
 
 

@@ -76,7 +76,7 @@ def status(directory: Path) -> dict[str, Any]:
         run = load_run(directory)
     except FileNotFoundError:
         why = "no run has begun there; name <fileroot>/.../<trial_name>"
-        raise ConfigError([f"{directory}: {why}"]) from None
+        raise ConfigError(f"{directory}: {why}") from None
     rows = [row for row in run.rows if row["step"] > 0]
     last = rows[-1] if rows else {}
     processes = [_process(record) for record in records]

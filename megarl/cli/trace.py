@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run, out = args.run, args.out or args.run / "trace.json.gz"
     spans = read_timeline(run)
     if not any(spans.values()):
-        raise ConfigError([f"{run / FOLDER}: no timeline; the run has not begun"])
+        raise ConfigError(f"{run / FOLDER}: no timeline; the run has not begun")
     if args.steps:
         spans = within(spans, args.steps)
     names = {p["rank"]: f"{p.get('name', '')} {p['host']}".strip() for p in read_presence(run)}
@@ -71,7 +71,7 @@ def within(spans: dict[int, list[Span]], steps: tuple[int, int]) -> dict[int, li
     taken = [s for s in first if s["track"] == PHASES and s["name"] == _STEP]
     a, b = steps
     if b > len(taken):
-        raise ConfigError([f"--steps {a}-{b}: the timeline has {len(taken)} steps"])
+        raise ConfigError(f"--steps {a}-{b}: the timeline has {len(taken)} steps")
     begin, end = taken[a - 1]["start"], taken[b - 1]["start"] + taken[b - 1]["seconds"]
     return {
         rank: [s for s in own if s["start"] < end and s["start"] + s["seconds"] > begin]

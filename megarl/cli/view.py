@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if page is None:
         which = f" of steps {args.steps[0]}-{args.steps[1]}" if args.steps else ""
         why = "no step has begun, it ran with episodes.keep=0, or it is no RL run"
-        raise ConfigError([f"{args.run / 'episodes'}: no episodes{which}; {why}"])
+        raise ConfigError(f"{args.run / 'episodes'}: no episodes{which}; {why}")
     print(
         f"{out}: {page.groups} groups of {page.steps} steps, {page.detailed} with details, "
         f"{human(page.size)}"

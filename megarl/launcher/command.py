@@ -114,10 +114,8 @@ def show(job: Job, env: Mapping[str, str], format: str = TABLE) -> str:
     table has the command and variables of the first process of each kind."""
     if format not in FORMATS:
         raise ConfigError(
-            [
-                f"--format {format}: not one of {', '.join(FORMATS)} (the JobSet of "
-                "docs/clusters.md reads json)"
-            ]
+            f"--format {format}: not one of {', '.join(FORMATS)} (the JobSet of "
+            "docs/clusters.md reads json)"
         )
     records = _masked(job, env)
     if format == "json":

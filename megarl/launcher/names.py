@@ -190,7 +190,7 @@ def node_address(interface: str = "") -> str:
         return address_towards("192.0.2.1")
     except OSError as e:
         raise ConfigError(
-            ["this node has no address that others reach: name its cluster.interface"]
+            "this node has no address that others reach: name its cluster.interface"
         ) from e
 
 
@@ -202,6 +202,6 @@ def _interface_address(interface: str) -> str:
         except OSError as e:
             interfaces = ", ".join(name for _, name in socket.if_nameindex())
             raise ConfigError(
-                [f"cluster.interface={interface}: no IPv4 address here; there are {interfaces}"]
+                f"cluster.interface={interface}: no IPv4 address here; there are {interfaces}"
             ) from e
     return socket.inet_ntoa(answer[20:24])

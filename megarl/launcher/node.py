@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "environment" in command.options:
             take_environment(Path(command.options["environment"]))
         if job_token() is None:
-            raise ConfigError([f"{TOKEN} is not set: the nodes of a job know each other by it"])
+            raise ConfigError(f"{TOKEN} is not set: the nodes of a job know each other by it")
         apart = len(job.pools) > 1 and any(task.ports for task in job.tasks)
         host = node_address(job.interface) if apart else LOOPBACK
         _enter(job.working_directory)
@@ -125,19 +125,19 @@ def _enter(directory: str) -> None:
         os.chdir(directory)
     except OSError as e:
         raise ConfigError(
-            [f"{directory}: {e.strerror} on this node; start the job in a directory they share"]
+            f"{directory}: {e.strerror} on this node; start the job in a directory they share"
         ) from e
 
 
 def _read_job(command: CommandLine) -> Job:
     for name in ("job", "attempt"):
         if name not in command.options:
-            raise ConfigError([f"--{name}: required; see --help"])
+            raise ConfigError(f"--{name}: required; see --help")
     path = Path(command.options["job"])
     try:
         return Job.from_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError, LookupError) as e:
-        raise ConfigError([f"--job {path}: not the records of a job: {e}"]) from e
+        raise ConfigError(f"--job {path}: not the records of a job: {e}") from e
 
 
 def node_number(options: Mapping[str, str], env: Mapping[str, str], nodes: int) -> int:
@@ -148,10 +148,10 @@ def node_number(options: Mapping[str, str], env: Mapping[str, str], nodes: int) 
         text = env.get(name, "")
     if not text.isdecimal():
         where = f"--node-variable {name}={text!r}" if name else f"--node {text!r}"
-        raise ConfigError([f"{where}: the number of this node, from 0"])
+        raise ConfigError(f"{where}: the number of this node, from 0")
     number = int(text) + int(options.get("first-node", "0"))
     if number >= nodes:
-        raise ConfigError([f"node {number}: the job has {nodes} node(s), counted from 0"])
+        raise ConfigError(f"node {number}: the job has {nodes} node(s), counted from 0")
     return number
 
 

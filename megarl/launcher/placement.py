@@ -69,10 +69,8 @@ def place_here(gpus: int, *, trainers: int, servers: Sequence[Servers]) -> Place
     if trainers > room:
         others = (f" and {s.key}.count={s.count} of {s.key}.tp*dp={s.gpus}" for s in servers[1:])
         raise ConfigError(
-            [
-                f"{trainers} trainer processes{''.join(others)} need {trainers + gpus - room} GPUs "
-                f"and {gpus} are visible"
-            ]
+            f"{trainers} trainer processes{''.join(others)} need {trainers + gpus - room} GPUs "
+            f"and {gpus} are visible"
         )
     policy = servers[0].count * servers[0].gpus if servers else 0
     if policy and not servers[0].around and trainers + policy > room:
@@ -98,10 +96,8 @@ def place(
     pool, size = cluster.server_pool, cluster.n_gpus_per_node
     if trainers > size and trainers % size:
         raise ConfigError(
-            [
-                f"{trainers} trainer processes do not fill nodes of cluster.n_gpus_per_node={size}:"
-                f" start a multiple of {size}, or change cluster.n_gpus_per_node"
-            ]
+            f"{trainers} trainer processes do not fill nodes of cluster.n_gpus_per_node={size}:"
+            f" start a multiple of {size}, or change cluster.n_gpus_per_node"
         )
     nodes = _Nodes(size=size, on_gpus=on_gpus)
     each, trainer_node = min(trainers, size), _Node(pool=TRAINER_POOL if pool else NODES, size=size)
@@ -121,11 +117,9 @@ def place(
     rewards = nodes.take(_Node(pool=REWARD_POOL, size=0), 0, reward_nodes)
     if cluster.n_nodes not in (None, len(nodes.nodes)):
         raise ConfigError(
-            [
-                f"cluster.n_nodes={cluster.n_nodes}: the job takes {len(nodes.nodes)} node(s) of "
-                f"cluster.n_gpus_per_node={size}; correct allocation_mode, or leave "
-                "cluster.n_nodes null"
-            ]
+            f"cluster.n_nodes={cluster.n_nodes}: the job takes {len(nodes.nodes)} node(s) of "
+            f"cluster.n_gpus_per_node={size}; correct allocation_mode, or leave "
+            "cluster.n_nodes null"
         )
     return Placement(
         pools=tuple(n.pool for n in nodes.nodes),
@@ -187,22 +181,18 @@ def _parts(servers: Servers, size: int, *, pooled: bool) -> int:
     key, gpus, around = servers.key, servers.gpus, servers.around
     if around and pooled:
         raise ConfigError(
-            ["cluster.server_pool: colocated servers are on the trainers' nodes; leave it null"]
+            "cluster.server_pool: colocated servers are on the trainers' nodes; leave it null"
         )
     parts = servers.nnodes or -(-gpus // size)
     if gpus % parts or gpus // parts > size:
         raise ConfigError(
-            [
-                f"{key}.tp*dp={gpus}: does not divide evenly over {parts} node(s) of {size} GPUs; "
-                f"set {key}.tp, {key}.dp or {key}.nnodes so that it does"
-            ]
+            f"{key}.tp*dp={gpus}: does not divide evenly over {parts} node(s) of {size} GPUs; "
+            f"set {key}.tp, {key}.dp or {key}.nnodes so that it does"
         )
     if around and (gpus > around or (around > size and size % (gpus // parts))):
         raise ConfigError(
-            [
-                f"{key}.tp*dp={gpus}: servers on the trainers' GPUs take equal shares of them, and "
-                f"there are {around}, {min(around, size)} on a node; choose a degree that divides "
-                "them"
-            ]
+            f"{key}.tp*dp={gpus}: servers on the trainers' GPUs take equal shares of them, and "
+            f"there are {around}, {min(around, size)} on a node; choose a degree that divides "
+            "them"
         )
     return parts

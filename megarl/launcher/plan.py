@@ -97,7 +97,7 @@ def plan_here(command: CommandLine) -> Plan:
     gpus = len(visible_gpus(os.environ))
     if not gpus and os.environ.get("MEGARL_DEVICE") == "cuda":
         raise ConfigError(
-            ["MEGARL_DEVICE=cuda: this machine has no GPU; set MEGARL_DEVICE=cpu, or unset it"]
+            "MEGARL_DEVICE=cuda: this machine has no GPU; set MEGARL_DEVICE=cpu, or unset it"
         )
     placement = place_here(gpus, trainers=plan.nproc, servers=_wanted(plan))
     return _placed(plan, placement)
@@ -130,7 +130,7 @@ def _read(command: CommandLine) -> Plan:
     if command.words and command.words[0].endswith(".py"):
         script = Path(command.words.pop(0))
         if not script.is_file():
-            raise ConfigError([f"{script}: no such script"])
+            raise ConfigError(f"{script}: no such script")
     config, own = command.options.get("config"), script.parent == PACKAGE
     typed = list(_without_secrets(command.overrides))
     overrides = [*command.words, *typed]
@@ -168,7 +168,7 @@ def _without_secrets(overrides: Sequence[str]) -> Iterator[str]:
             continue
         if not isinstance(plain, str) or "${" in plain:
             raise ConfigError(
-                [f"{key}: holds a secret; set it alone, by its own key, or as ${{oc.env:NAME}}"]
+                f"{key}: holds a secret; set it alone, by its own key, or as ${{oc.env:NAME}}"
             )
         name = MOVED + re.sub(r"\W", "_", key).upper()
         os.environ[name] = plain
@@ -183,10 +183,10 @@ def _nproc(given: str | None, cfg: BaseConfig) -> int:
     if given is None:
         return trainer_processes(cfg)
     if not given.isdecimal() or int(given) < 1:
-        raise ConfigError([f"--nproc {given}: a number of processes"])
+        raise ConfigError(f"--nproc {given}: a number of processes")
     workers = cfg.trainer.workers
     if workers is not None and workers != int(given):
-        raise ConfigError([f"--nproc {given} with trainer.workers={workers}: leave one out"])
+        raise ConfigError(f"--nproc {given} with trainer.workers={workers}: leave one out")
     return int(given)
 
 
@@ -212,10 +212,8 @@ def _placed(plan: Plan, placement: Placement) -> Plan:
     cfg, scheduler = plan.cfg, plan.cfg.trainer.scheduler
     if cfg.trainer.mode == "controller" and scheduler != "local":
         raise ConfigError(
-            [
-                f"trainer.scheduler={scheduler}: a launcher starts trainers on nodes of its own; "
-                "leave it out, or start python -m megarl.run, with rollout.addresses"
-            ]
+            f"trainer.scheduler={scheduler}: a launcher starts trainers on nodes of its own; "
+            "leave it out, or start python -m megarl.run, with rollout.addresses"
         )
     if isinstance(cfg, GRPOConfig):
         started = bool(placement.servers[SERVER]) and needs_servers(cfg)
@@ -231,22 +229,18 @@ def check_devices(cfg: GRPOConfig, placement: Placement, needs: Requirements) ->
     streamed = needs.process_group
     if placement.shared and streamed:
         raise ConfigError(
-            [
-                f"weight_sync.type={cfg.weight_sync.type}: too few GPUs are visible, so servers "
-                "and trainers would share some, and NCCL cannot connect two processes on one GPU; "
-                "use weight_sync.type=colocated or disk, or a smaller --nproc or server.count"
-            ]
+            f"weight_sync.type={cfg.weight_sync.type}: too few GPUs are visible, so servers "
+            "and trainers would share some, and NCCL cannot connect two processes on one GPU; "
+            "use weight_sync.type=colocated or disk, or a smaller --nproc or server.count"
         )
     sglang = cfg.server.type == "sglang"
     bounded = any(a.startswith("--mem-fraction") for a in cfg.server.arguments)
     if placement.shared and sglang and not bounded and not takes_turns(cfg):
         raise ConfigError(
-            [
-                "servers and trainers share GPUs, and SGLang keeps most of a GPU's memory from its "
-                "start to its end: say how much with "
-                "server.options.mem_fraction_static=0.3, and leave the trainers the "
-                "rest; or have them use the GPUs in turn with server.release_memory=true"
-            ]
+            "servers and trainers share GPUs, and SGLang keeps most of a GPU's memory from its "
+            "start to its end: say how much with "
+            "server.options.mem_fraction_static=0.3, and leave the trainers the "
+            "rest; or have them use the GPUs in turn with server.release_memory=true"
         )
     if cfg.cluster.container:  # whose interpreters are not here
         return
@@ -276,11 +270,9 @@ def check_nccl(trainers: str, servers: str) -> None:
         version, other = pool.map(_nccl_version, (trainers, servers))
     if version != other:
         raise ConfigError(
-            [
-                f"server.python={servers} has NCCL {other} and the trainers' {trainers} has NCCL "
-                f"{version}: NCCL connects equal versions only; install one torch in both, or use "
-                "weight_sync.type=disk"
-            ]
+            f"server.python={servers} has NCCL {other} and the trainers' {trainers} has NCCL "
+            f"{version}: NCCL connects equal versions only; install one torch in both, or use "
+            "weight_sync.type=disk"
         )
 
 
@@ -289,7 +281,7 @@ def _nccl_version(python: str) -> str:
         return _printed(python, _ASK_NCCL)
     except (OSError, subprocess.SubprocessError, IndexError) as e:
         why = (str(getattr(e, "stderr", None) or e).strip().splitlines() or ["no output"])[-1]
-        raise ConfigError([f"{python}: cannot tell the NCCL version of its torch: {why}"]) from e
+        raise ConfigError(f"{python}: cannot tell the NCCL version of its torch: {why}") from e
 
 
 def sglang_version(python: str) -> str | None:

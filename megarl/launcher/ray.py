@@ -81,10 +81,8 @@ def _plan(command: CommandLine) -> Plan:
     plan = plan_cluster(command)
     if plan.cfg.cluster.container:
         raise ConfigError(
-            [
-                f"cluster.container={plan.cfg.cluster.container}: processes run in the containers "
-                "that Ray's nodes were started in; leave it out"
-            ]
+            f"cluster.container={plan.cfg.cluster.container}: processes run in the containers "
+            "that Ray's nodes were started in; leave it out"
         )
     return plan
 
@@ -103,7 +101,7 @@ def _start(plan: Plan, job: Job, command: CommandLine) -> int:
     """Runs the job to its end, starting it again as recover.restarts allows; returns the exit
     status. Raises ConfigError where there is no Ray."""
     if importlib.util.find_spec("ray") is None:
-        raise ConfigError([f"the package ray is not installed: {install_hint('ray')}"])
+        raise ConfigError(f"the package ray is not installed: {install_hint('ray')}")
     from megarl.launcher.ray_cluster import NoRoom, connected, run_attempt
 
     ensure_job_token()

@@ -257,10 +257,8 @@ def _check_listens(address: str) -> None:
     host, _, port = address.rpartition(":")
     if "://" in address or not host or not port.isdecimal():
         raise ConfigError(
-            [
-                f"RAY_ADDRESS={address}: must be host:port of the cluster's head; start the "
-                "launcher on a machine of the cluster, or with `ray job submit`"
-            ]
+            f"RAY_ADDRESS={address}: must be host:port of the cluster's head; start the "
+            "launcher on a machine of the cluster, or with `ray job submit`"
         )
     try:
         socket.create_connection((host, int(port)), timeout=CONNECT).close()
@@ -270,10 +268,8 @@ def _check_listens(address: str) -> None:
 
 def _no_cluster(address: str, error: Exception) -> ConfigError:
     return ConfigError(
-        [
-            f"RAY_ADDRESS={address}: no Ray cluster: {one_line(error)}; start one with `ray start "
-            "--head`, or set RAY_ADDRESS to host:port of its head"
-        ]
+        f"RAY_ADDRESS={address}: no Ray cluster: {one_line(error)}; start one with `ray start "
+        "--head`, or set RAY_ADDRESS to host:port of its head"
     )
 
 

@@ -186,10 +186,8 @@ def submit(plan: Plan, job: Job) -> tuple[str, Files]:
     state = job_state(earlier) if earlier else None
     if state is not None and not state.over:
         raise ConfigError(
-            [
-                f"job {earlier} of this run is {state.state}: scancel {earlier}, or choose another "
-                "trial_name"
-            ]
+            f"job {earlier} of this run is {state.state}: scancel {earlier}, or choose another "
+            "trial_name"
         )
     ensure_job_token()
     files.write(job, os.environ)
@@ -198,7 +196,7 @@ def submit(plan: Plan, job: Job) -> tuple[str, Files]:
     files.script.write_text(batch_script(job, plan.cfg.cluster, files), encoding="utf-8")
     done = _slurm("sbatch", "--parsable", str(files.script))
     if done.returncode:
-        raise ConfigError([f"sbatch refuses the job: {done.stderr.strip()}; see {files.script}"])
+        raise ConfigError(f"sbatch refuses the job: {done.stderr.strip()}; see {files.script}")
     job_id = done.stdout.strip().split(";")[0]
     files.id.write_text(job_id, encoding="utf-8")
     log.info("job %s: %s, log %s", job_id, job.name, files.log(job_id))
@@ -249,7 +247,7 @@ def _slurm(*command: str) -> subprocess.CompletedProcess[str]:
             check=False,
         )
     except FileNotFoundError as e:
-        raise ConfigError([f"{command[0]}: no such command; start on a machine with Slurm"]) from e
+        raise ConfigError(f"{command[0]}: no such command; start on a machine with Slurm") from e
     except subprocess.TimeoutExpired:
         why = f"{command[0]}: no answer within {COMMAND_TIMEOUT:g} s"
         return subprocess.CompletedProcess(command, 1, stdout="", stderr=why)
@@ -372,7 +370,7 @@ class SlurmScheduler(NodeScheduler):
         """Raises ConfigError outside of an allocation, or without an address."""
         if not os.environ.get("SLURM_JOB_ID"):
             raise ConfigError(
-                ["SLURM_JOB_ID is not set: start this in an allocation, by sbatch or salloc"]
+                "SLURM_JOB_ID is not set: start this in an allocation, by sbatch or salloc"
             )
         super().__init__(interface)
 

@@ -100,7 +100,7 @@ def check_place(cfg: BaseConfig) -> None:
             pass
     except OSError as e:
         why = f"cannot be created: {e.strerror} in {there}; set another fileroot"
-        raise ConfigError([f"the run directory {directory} {why}"]) from e
+        raise ConfigError(f"the run directory {directory} {why}") from e
 
 
 def check_writable(cfg: BaseConfig) -> None:
@@ -114,7 +114,7 @@ def check_writable(cfg: BaseConfig) -> None:
             os.fsync(file.fileno())  # quotas and network file systems speak up here
     except OSError as e:
         why = f"cannot be written to: {e}; make room there, or set another fileroot"
-        raise ConfigError([f"the run directory {directory} {why}"]) from e
+        raise ConfigError(f"the run directory {directory} {why}") from e
 
 
 def check_weights(cfg: BaseConfig) -> None:
@@ -259,7 +259,7 @@ def check_tokenizer(cfg: BaseConfig) -> None:
     if directory.is_dir() and not any(file for p in _TOKENIZER_FILES for file in directory.glob(p)):
         why = "has no tokenizer (tokenizer.json, tokenizer_config.json, ...)"
         raise ConfigError(
-            [f"{key}={directory}: {why}; set tokenizer_path to a directory that has one"]
+            f"{key}={directory}: {why}; set tokenizer_path to a directory that has one"
         )
 
 
@@ -347,7 +347,7 @@ def _check_rendering(cfg: BaseConfig, read: Read, alone: bool = False) -> Longes
         tokenizer = run_tokenizer(cfg, path)
     except Exception as e:  # a tokenizer's files may be wrong in any way
         why = f"its tokenizer cannot be loaded: {in_one_line(e)}"
-        raise ConfigError([f"{key}={path}: {why}"]) from e
+        raise ConfigError(f"{key}={path}: {why}") from e
     longest = Longest()
     raise_if_any(_unrendered(cfg, read, longest, tokenizer))
     return longest

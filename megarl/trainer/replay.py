@@ -28,7 +28,7 @@ def replaying(cls: type[Any]) -> type[RLTrainer]:
     """Returns a trainer as a class that runs steps again. Raises ConfigError for one that is no
     RLTrainer."""
     if not (isinstance(cls, type) and issubclass(cls, RLTrainer)):
-        raise ConfigError([f"trainer={cls.__name__}: a replay needs a subclass of RLTrainer"])
+        raise ConfigError(f"trainer={cls.__name__}: a replay needs a subclass of RLTrainer")
     return type(f"Replaying{cls.__name__}", (Replaying, cls), {})
 
 
@@ -140,5 +140,5 @@ class _Unpublished(WeightPublisher):
 def _dataset_size(run: Path) -> int:
     steps = recorded_steps(run)
     if not steps:
-        raise ConfigError([f"{run}: no batch is recorded (record.keep)"])
+        raise ConfigError(f"{run}: no batch is recorded (record.keep)")
     return read_batch(batch_path(run, steps[-1]))[1]["dataset_size"]

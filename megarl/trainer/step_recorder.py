@@ -354,7 +354,7 @@ def read_batch(path: Path) -> tuple[list[Padded], dict[str, int]]:
             names = file.keys()
             tensors = {name: file.get_tensor(name) for name in names}
     except Exception as e:  # safetensors has an error of its own for every kind of damage
-        raise ConfigError([f"{path} cannot be read: {type(e).__name__}: {e}"]) from e
+        raise ConfigError(f"{path} cannot be read: {type(e).__name__}: {e}") from e
     lengths = tensors.pop(LENGTHS)
     tokens = {n: Tokens(v, lengths) for n, v in tensors.items() if n.startswith(_TOKEN)}
     rows: list[Padded] = []

@@ -170,7 +170,7 @@ def _needs_of(type_: str) -> Requirements:
     try:
         return requirements_of(type_)
     except ValueError as e:
-        raise ConfigError([f"weight_sync.type: {e}"]) from e
+        raise ConfigError(f"weight_sync.type: {e}") from e
 
 
 def isolated(
@@ -187,7 +187,7 @@ def isolated(
         return call_isolated(fn, *args, timeout=timeout, path=path, answers=ConfigError)
     except (TimeoutError, ChildProcessError) as e:
         fix = f"; {FASTER}" if isinstance(e, TimeoutError) else ""
-        raise ConfigError([f"{', '.join(what)}: cannot be imported: {e}{fix}"]) from e
+        raise ConfigError(f"{', '.join(what)}: cannot be imported: {e}{fix}") from e
 
 
 def check_code(

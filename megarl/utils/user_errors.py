@@ -11,7 +11,7 @@ from pathlib import Path
 
 PACKAGE = os.path.join(os.path.realpath(Path(__file__).parents[1]), "")
 STDLIB = os.path.join(os.path.realpath(sysconfig.get_path("stdlib")), "")
-Line = tuple[str, int | None, str, str | None]  # file, line, function, text
+Line = tuple[str, int, str, str | None]  # file, line, function, text
 
 
 class RemoteTrace(Exception):
@@ -26,7 +26,7 @@ class RemoteTrace(Exception):
     @classmethod
     def of(cls, error: BaseException) -> RemoteTrace:
         """Returns the trace of an error of this process, which can be pickled."""
-        lines = [(f.filename, f.lineno, f.name, f.line) for f in user_lines(error)]
+        lines = [(f.filename, f.lineno or 0, f.name, f.line) for f in user_lines(error)]
         return cls(lines, "".join(traceback.format_exception(error)))
 
     def __str__(self) -> str:
@@ -74,7 +74,7 @@ def _lines_of(error: BaseException) -> Sequence[Line]:
     packages = [p for p in sys.path if os.path.basename(p) in ("site-packages", "dist-packages")]
     libraries = tuple(os.path.join(os.path.realpath(p), "") for p in packages)
     return [
-        (frame.filename, frame.lineno, frame.name, frame.line)
+        (frame.filename, frame.lineno or 0, frame.name, frame.line)
         for frame in traceback.extract_tb(error.__traceback__)
         if not os.path.realpath(frame.filename).startswith((PACKAGE, STDLIB, *libraries))
         and Path(frame.filename).is_file()  # compiled libraries name files of where they were built

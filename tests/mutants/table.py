@@ -455,8 +455,8 @@ MUTANTS = (
     ),
     Mutant(
         "engine/optimizer.py",
-        "lr_decay_steps=steps + 1,",
-        "lr_decay_steps=steps,",
+        "lr_decay_steps=max(steps, warmup) + 1,",
+        "lr_decay_steps=max(steps, warmup),",
         (
             "tests/unit/test_schedule.py::test_the_peak_is_reached_and_the_fall_ends_at_the_run_s_end",
         ),

@@ -94,7 +94,7 @@ def _compare(args: Namespace, cfg: BaseConfig, run: Path | None) -> int:
             against=args.against,
         )
     except ValueError as e:
-        raise ConfigError([str(e)]) from e
+        raise ConfigError(str(e)) from e
     shutdown_distributed()
     if runs is None:
         return 0
@@ -135,14 +135,14 @@ def of_file(path: Path, model: str, vocab: int, length: int) -> list[Sample]:
         is_json = path.suffix == ".json"
         ids = json.loads(text) if is_json else load_hf_tokenizer(model).encode(text)
     except (OSError, ValueError) as e:
-        raise ConfigError([f"--tokens {path}: {e}"]) from e
+        raise ConfigError(f"--tokens {path}: {e}") from e
     rows = ids if isinstance(ids, list) and ids and isinstance(ids[0], list) else [ids]
     for row in rows:
         if not isinstance(row, list) or len(row) < 2 or not all(type(i) is int for i in row):
-            raise ConfigError([f"--tokens {path}: give at least two token ids, [1, 2, ...]"])
+            raise ConfigError(f"--tokens {path}: give at least two token ids, [1, 2, ...]")
         if outside := [i for i in row if not 0 <= i < vocab]:
             why = f"has the token id {outside[0]}, the model's vocab_size is {vocab}"
-            raise ConfigError([f"--tokens {path}: {why}"])
+            raise ConfigError(f"--tokens {path}: {why}")
     return [_cut(row, len(row) // 2, length) for row in rows[:MOST]]
 
 
@@ -159,7 +159,7 @@ def of_episode(run: Path, name: str | None, length: int) -> tuple[list[Sample], 
         some = (
             f"recorded are {', '.join(list(records)[-5:])}" if records else "nothing was recorded"
         )
-        raise ConfigError([f"--episode {name}: there is no such record; {some}"])
+        raise ConfigError(f"--episode {name}: there is no such record; {some}")
     record = unpack(read_bytes(run, records[name]))
     ends = np.cumsum([row["length"] for row in record.about["rows"]])[:-1]
     samples = []

@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_recipe(cfg)
     plan = make_plan(cfg, cards=args.config.parent / "models", ranks=args.ranks)
     if args.out is not None and args.out.exists():
-        raise ConfigError([f"--out {args.out}: exists already; name a new directory"])
+        raise ConfigError(f"--out {args.out}: exists already; name a new directory")
     out = (args.out or Path(tempfile.mkdtemp(prefix="megarl-rehearsal-"))).absolute()
     out.mkdir(parents=True, exist_ok=True)
     print(f"rehearsal of {args.config}", *describe(plan), sep="\n", flush=True)
