@@ -93,16 +93,25 @@ class OptionsOf:
     target: str
 
 
+class NoSuchKey(AttributeError):
+    """A section without a key. The hint is only looked up if the error is shown: code asks for keys
+    that a section may lack."""
+
+    def __str__(self) -> str:
+        section, name = self.args
+        ours = foreign_keys().get(name, "")
+        key = ours.removeprefix("*.").partition("=")[0]
+        hint = f"; the key is {key}" if key and is_key(ours) else ""
+        return f"{section} has no key {name!r}{hint}"
+
+
 class AnswersForeignKeys:
     """Names our key in the AttributeError of a key that other systems' configurations have."""
 
     if not TYPE_CHECKING:  # a type checker would take every attribute for one that exists
 
         def __getattr__(self, name: str) -> Any:
-            ours = foreign_keys().get(name, "")
-            key = ours.removeprefix("*.").partition("=")[0]
-            hint = f"; the key is {key}" if key and is_key(ours) else ""
-            raise AttributeError(f"{type(self).__name__} has no key {name!r}{hint}")
+            raise NoSuchKey(type(self).__name__, name)
 
 
 POSITIVE = Bounds(gt=0)

@@ -130,7 +130,7 @@ def test_a_start_and_a_check_ask_for_sglang_before_the_data(
 ) -> None:
     model = write_stub(tmp_path / "model")
     line = [f"actor.path={model}", "actor.optimizer.lr=1e-5", "gconfig.n_samples=2"]
-    line += [f"fileroot={tmp_path}/runs", "server.type=sglang", "train_dataset.size=1"]
+    line += [f"fileroot={tmp_path}/runs", "server.type=sglang", "train_dataset.size=8"]
     assert local.main([*line, switch, *(["1"] if switch == "--nproc" else [])]) == 2
     assert "server.type=sglang" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
