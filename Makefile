@@ -124,7 +124,7 @@ format: install  ## let ruff fix and format
 	$(BIN)/ruff check --fix $(CODE)
 	$(BIN)/ruff format $(CODE)
 
-house: install  ## lines, functions and docstrings by package (ARGS="--rev REV --markdown")
+house: install  ## code, tokens and docs by package (ARGS="--rev REV")
 	$(BIN)/python tools/house.py $(ARGS)
 
 docs: install  ## build the site into site/, warnings are errors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -36,13 +37,14 @@ class _Hidden:
 '''
 
 
+def counts(files: dict[str, str]) -> dict[str, Counter[str]]:
+    return {path: HOUSE["count"](path, text) for path, text in files.items()}
+
+
 def test_every_line_is_of_one_kind() -> None:
-    found = HOUSE["count"](FILE)
-    assert (found.lines, found.docstrings, found.comments, found.blank) == (24, 5, 1, 8)
-    assert found.code == 24 - 5 - 1 - 8
-    assert found.functions == [2, 3, 2, 1]
-    assert (found.public, found.documented) == (3, 2)  # Shown, said; unsaid has none
-    assert found.skips == 0
+    found = HOUSE["count"]("a.py", FILE)
+    assert (found["lines"], found["docs"], found["code"]) == (24, 5, 24 - 5 - 1 - 8)
+    assert (found["public"], found["documented"]) == (3, 2)  # Shown, said; unsaid has none
 
 
 PACKED = """\
@@ -62,45 +64,32 @@ class Section:
 
 
 def test_lines_are_those_that_the_formatter_prints() -> None:
-    found = HOUSE["count"](PACKED)
-    assert (found.lines, found.code, found.skips) == (10, 7, 1)
-    assert found.tokens == HOUSE["count"](PACKED.replace("  # fmt: skip", "")).tokens
-    assert (found.errors, found.keys) == (1, 1)
-
-
-RULES = """\
-TABLE = \"\"\"
-a & b   |
-    | c | so that it is one rule
-d>1     | e
-\"\"\"
-SENTENCES = \"\"\"
-No rule.
-\"\"\"
-"""
-
-
-def test_a_rule_of_a_table_is_an_error_that_a_user_may_meet() -> None:
-    assert HOUSE["count"](RULES).errors == 2
+    found = HOUSE["count"]("a.py", PACKED)
+    assert (found["lines"], found["code"], found["keys"]) == (10, 7, 1)
+    assert found == HOUSE["count"](
+        "a.py",
+        PACKED.replace("  # fmt: skip", "").replace(
+            "[\n        name, name, name\n    ]", "[name, name, name]"
+        ),
+    )
 
 
 def test_a_number_above_its_limit_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    table = HOUSE["rows"]({"parallel/a.py": FILE, "config/b.py": PACKED, "cli/c.js": "x\n\ny\n"})
-    found = HOUSE["measured"](table, 3)
+    files = counts(
+        {"megarl/parallel/a.py": FILE, "megarl/config/b.py": PACKED, "megarl/cli/c.js": "x\n\ny\n"}
+    )
+    found = HOUSE["measured"](files)
     assert (found["core"], found["outer"], found["whole"]) == (10, 7 + 2, 19)
     assert (found["longest_file"], found["long_files"], found["keys"]) == (24, 0, 1)
-    assert HOUSE["check_limits"](table, 3, found) == 0
-    assert capsys.readouterr().err == ""
-    assert HOUSE["check_limits"](table, 3, found | {"core": 9}) == 1
-    said = capsys.readouterr()
-    assert "core 10 of 9 TOO MANY" in said.out and said.err.startswith("core: take something out")
-    assert HOUSE["check_limits"](table, 4, found) == 1
-    assert "private 4 of 3 TOO MANY" in capsys.readouterr().out
+    assert HOUSE["above"](found, found) == []
+    assert "core 10 of 10" in capsys.readouterr().out
+    (problem,) = HOUSE["above"](found, found | {"core": 9})
+    assert problem.startswith("core: 10 of 9")
 
 
 def test_files_are_long_from_451_lines() -> None:
-    files = {f"cli/{n}.js": "x\n" * n for n in (449, 450, 451, 500)}
-    found = HOUSE["measured"](HOUSE["rows"](files | {"config/a.py": "x = 1\n"}), 0)
+    files = {f"megarl/cli/{n}.js": "x\n" * n for n in (449, 450, 451, 500)}
+    found = HOUSE["measured"](counts(files | {"megarl/config/a.py": "x = 1\n"}))
     assert (found["longest_file"], found["long_files"]) == (500, 2)
 
 
@@ -144,7 +133,9 @@ def test_it(monkeypatch, made: Pool):
 
 
 def test_private_names_of_the_product_are_found_in_tests() -> None:
-    uses = HOUSE["private_uses"]([PRODUCT], {"tests/t.py": TEST, "tests/t.json": "{"})
+    uses = HOUSE["private_uses"](
+        {"megarl/pools.py": PRODUCT}, {"tests/t.py": TEST, "tests/t.json": "{"}
+    )
     assert sorted(uses) == [
         "tests/t.py:13: super()._start",
         "tests/t.py:18: monkeypatch.setattr(made, '_workers', [])",
@@ -158,25 +149,32 @@ def test_private_names_of_the_product_are_found_in_tests() -> None:
 
 def test_core_and_satellites_stand_apart_and_add_up() -> None:
     paths = ("parallel/groups.py", "parallel/cpu_kernels.py", "rollout/server/app.py", "run.py")
-    table = HOUSE["rows"](dict.fromkeys(paths, FILE))
-    assert [(name, c.lines) for name, c in table] == [
-        ("parallel", 24), ("= core", 24),
-        ("CPU backend", 24), ("server", 24), ("= satellites", 48),
-        ("top level", 24), ("= rest", 24),
-        ("= whole", 96),
+    files = {f"megarl/{path}": FILE for path in paths} | {"tools/plan.py": FILE}
+    table = HOUSE["rows"](counts(files))
+    assert [(name, c["files"], c["lines"]) for name, c in table.items()] == [
+        ("parallel", 1, 24), ("= core", 1, 24),
+        ("CPU backend", 1, 24), ("server", 1, 24), ("= satellites", 2, 48),
+        ("top level", 1, 24), ("scripts", 1, 24), ("= rest", 2, 48),
+        ("= whole", 5, 120),
     ]  # fmt: skip
-    assert table[-1][1].cells()[7] == "24/24/24"
-    lines = HOUSE["markdown"](table).splitlines()
-    assert len(lines) == len(table) + 2 and len({line.count("|") for line in lines}) == 1
+
+
+def test_the_table_has_a_row_for_each_package(capsys: pytest.CaptureFixture[str]) -> None:
+    HOUSE["show"](HOUSE["rows"](counts({"megarl/parallel/groups.py": FILE})))
+    printed = [line.split() for line in capsys.readouterr().out.replace("│", " ").splitlines()]
+    assert ["parallel", "1", "10", "56", "5", "3", "2"] in printed
 
 
 def test_a_revision_git_does_not_know_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert HOUSE["main"](["--rev", "no-such-revision"]) == 2
+    with pytest.raises(SystemExit) as ended:
+        HOUSE["main"](["--rev", "no-such-revision"])
+    assert ended.value.code == 2
     assert "--rev no-such-revision: " in capsys.readouterr().err
 
 
-def test_packages_short_of_docstrings_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    table = HOUSE["rows"]({"parallel/groups.py": FILE})
-    assert HOUSE["check_docs"](table, 66) == 0 and not capsys.readouterr().err
-    assert HOUSE["check_docs"](table, 67) == 1
-    assert "parallel: 2 of 3 public definitions have docstrings" in capsys.readouterr().err
+def test_packages_short_of_docstrings_are_named() -> None:
+    table = HOUSE["rows"](counts({"megarl/parallel/groups.py": FILE}))
+    assert HOUSE["undocumented"](table, 66) == []
+    problems = HOUSE["undocumented"](table, 67)
+    assert len(problems) == 3
+    assert problems[0].startswith("parallel: 2 of 3 public definitions have docstrings")
