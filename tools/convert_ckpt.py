@@ -18,7 +18,7 @@ from pathlib import Path
 
 os.environ["MEGARL_DEVICE"] = "cpu"  # before torch and megatron-core are imported
 
-_UNITS = {"": 1, "K": 10, "M": 20, "G": 30, "T": 40}
+UNITS = ("", "K", "M", "G", "T")  # powers of 1024
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -27,8 +27,7 @@ def size(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write it as 4GiB or 500M")
-    unit = match[2].upper()
-    return int(float(match[1]) * (2 ** _UNITS[unit] if unit else 1))
+    return int(float(match[1]) * 1024 ** UNITS.index(match[2].upper()))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -41,9 +40,7 @@ def parser() -> argparse.ArgumentParser:
     hf2dist.add_argument("--hf", required=True, type=Path, metavar="DIR")
     dist2hf = commands.add_parser("dist2hf", help="dist checkpoint -> Hugging Face directory")
     dist2hf.add_argument("--dist", required=True, type=Path, metavar="DIR")
-    dist2hf.add_argument(
-        "--base", type=Path, metavar="DIR", help="model directory with the tokenizer and config"
-    )
+    dist2hf.add_argument("--base", type=Path, metavar="DIR", help="has the tokenizer and config")
     dist2hf.add_argument("--max-shard-size", type=size, default="5GiB", metavar="SIZE")
     inspect = commands.add_parser("inspect", help="what a directory is, and whether it is whole")
     inspect.add_argument("dir", type=Path)
@@ -73,16 +70,12 @@ def convert(args: argparse.Namespace) -> int:
 
     from megarl.ckpt.convert import dist2hf, hf2dist
 
-    common = dict(
-        dtype=args.dtype and getattr(torch, args.dtype),
-        workers=args.workers,
-        max_memory=args.max_memory,
-    )
+    dtype = args.dtype and getattr(torch, args.dtype)
+    common = dict(dtype=dtype, workers=args.workers, max_memory=args.max_memory)
     if args.command == "hf2dist":
         hf2dist(args.hf, args.out, **common)
     else:
-        shard = args.max_shard_size
-        dist2hf(args.dist, args.out, base=args.base, max_shard_bytes=shard, **common)
+        dist2hf(args.dist, args.out, base=args.base, max_shard_bytes=args.max_shard_size, **common)
     print(args.out)
     return 0
 
@@ -104,11 +97,8 @@ def verify(args: argparse.Namespace) -> int:
     differences = verify(args.a, args.b, max_memory=args.max_memory)
     for difference in differences[:20]:
         print(difference)
-    if differences:
-        print(f"{len(differences)} tensors differ; the worst is {differences[0].name}")
-        return 1
-    print("the same, bit by bit")
-    return 0
+    print(f"{len(differences)} tensors differ" if differences else "the same, bit by bit")
+    return 1 if differences else 0
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -35,37 +35,8 @@ from megarl.dataflow.graphs import GRAPHS, recipe_graph  # noqa: E402
 from megarl.dataflow.mesh import Allocation, Devices  # noqa: E402
 from megarl.models.hf_config import ModelConfig, parse_hf_config  # noqa: E402
 from megarl.parallel.layout import Layout  # noqa: E402
-from megarl.planning.advice import (  # noqa: E402
-    Candidate,
-    Cluster,
-    best,
-    candidates,
-    estimate_step,
-    make_layout,
-)
-from megarl.planning.job import (  # noqa: E402
-    GIB,
-    find_shapes,
-    memory_report,
-    other_models,
-    questions,
-    workload,
-)
-from megarl.planning.memory import (  # noqa: E402
-    Workload,
-    kv_bytes_per_token,
-    model_bytes,
-    parameters,
-    server_weights,
-    state_bytes_per_sequence,
-)
-from megarl.planning.sync import (  # noqa: E402
-    BroadcastEstimate,
-    Receivers,
-    estimate_broadcast,
-    estimate_sharded,
-    plan_sharded,
-)
+from megarl.planning import advice, job, memory, sync  # noqa: E402
+from megarl.planning.job import GIB  # noqa: E402
 
 # memory in GiB, dense bf16 TFLOP/s, NVLink in GB/s one way: of data sheets that docs/engine.md
 # names
@@ -76,9 +47,10 @@ GPUS = {
     "h200": (141e9 / GIB, 989.4, 450),
     "b200": (180e9 / GIB, 2250.0, 900),
 }
+DEGREES = ("tp", "pp", "vpp", "cp", "ep", "etp")
 # options that are whole numbers above 0: the default, and what it counts
 COUNTS = {
-    **{name: (1, f"{name} of training") for name in ("tp", "pp", "vpp", "cp", "ep", "etp")},
+    **{name: (1, f"{name} of training") for name in DEGREES},
     "server-tp": (8, "GPUs of a server or replica"),
     "server-ep": (1, "ranks a server deals experts to"),
     "batch-tokens": (1 << 22, "of a step"),
@@ -113,11 +85,13 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--config", metavar="X.yaml", help="take what no option says from this recipe")
     add("--train", default="8x8", metavar="NODESxGPUS", help="training GPUs (default %(default)s)")
     parser.set_defaults(split=None, cfg=None)
+    count = _number(int, 1 << 40, "a whole number > 0")
     for name, (default, what) in COUNTS.items():
-        add(f"--{name}", type=_positive, default=default, help=f"{what} (default {default})")
+        add(f"--{name}", type=count, default=default, help=f"{what} (default {default})")
     add("--serve", metavar="NODESxGPUS", help="GPUs of generation servers")
     add("--gpu", choices=GPUS, default="h100", help="default %(default)s")
-    rate, fraction = _number(1e9, "a number > 0"), _number(1, "a fraction above 0, at most 1")
+    rate = _number(float, 1e9, "a number > 0")
+    fraction = _number(float, 1, "a fraction above 0, at most 1")
     add("--nic-gbps", type=rate, default=400, help="network per GPU, Gbit/s (%(default)g)")
     add("--recompute", choices=("none", "full"), default="none", help="default %(default)s")
     add("--reference", action="store_true", help="a frozen reference model on the same GPUs")
@@ -131,8 +105,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"MODEL={args.model}: a configuration; write --config {args.model}")
     if args.config:
         cfg = load_config(args.config)
-        parser.set_defaults(cfg=cfg, **questions(cfg))
+        parser.set_defaults(cfg=cfg, **job.questions(cfg))
         args = parser.parse_args(argv)
+    if isinstance(args.graph, str):
+        parser.error(f"--graph {args.graph}: the graph is printed as Mermaid text; use > FILE.mmd")
     if args.graph and not (args.algorithm or args.config):
         parser.error("say whose graph: --algorithm NAME or --config X.yaml")
     if args.place and not args.graph:
@@ -144,28 +120,11 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _add_graph_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("dataflow graphs").add_argument
-    add("--graph", action=_PrintGraph, help="print the graph as Mermaid text, as placed")
+    add("--graph", nargs="?", const=True, help="print the graph as Mermaid text, as placed")
     add("--algorithm", choices=GRAPHS, help="the graph; without it that of the recipe (--config)")
-    add(
-        "--place",
-        nargs="+",
-        metavar="CALL=MESH",
-        help='where calls run, such as "generate=g0-g7 dp4 pp2"',
-    )
+    add("--place", nargs="+", metavar="CALL=MESH", help='where calls run: "ref=g0-g3 tp2" ...')
     for name in ("--search", "--timeline", "--answer", "--critic", "--seed"):
         add(name, nargs="?", action=_Gone, help=argparse.SUPPRESS)
-
-
-class _PrintGraph(argparse.Action):
-    """Asks for the graph. A file, which the option once took, is refused."""
-
-    def __init__(self, **how: Any) -> None:
-        super().__init__(**how, nargs="?", default=False)
-
-    def __call__(self, parser: argparse.ArgumentParser, args: Any, value: Any, *_: Any) -> None:
-        if value is not None:
-            parser.error(f"--graph {value}: the graph is printed as Mermaid text; use > FILE.mmd")
-        args.graph = True
 
 
 class _Gone(argparse.Action):
@@ -178,20 +137,14 @@ class _Gone(argparse.Action):
         )
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or not 0 < int(text) < 1 << 40:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number > 0")
-    return int(text)
-
-
-def _number(most: float, what: str) -> Callable[[str], float]:
-    """Returns what reads a number above 0, up to `most`; `what` says so in an error."""
+def _number(kind: type[int] | type[float], most: float, what: str) -> Callable[[str], float]:
+    """Returns a function that reads a number above 0, up to `most`; `what` names it in an error."""
 
     def read(text: str) -> float:
         try:
-            value = float(text)
+            value = kind(text)
         except ValueError:
-            value = math.nan
+            value = 0
         if not 0 < value <= most:
             raise argparse.ArgumentTypeError(f"{text!r}: must be {what}")
         return value
@@ -202,28 +155,24 @@ def _number(most: float, what: str) -> Callable[[str], float]:
 def report(args: argparse.Namespace) -> Iterator[str]:
     """Yields the lines of a plan of one model's training."""
     m = read_model(args.model)
-    nodes, per_node = _grid("--train", args.train)
+    gpus = math.prod(_grid("--train", args.train))
     cluster = _cluster(args)
-    parallel = ParallelConfig(
-        tp=args.tp, pp=args.pp, vpp=args.vpp, cp=args.cp, ep=args.ep, etp=args.etp,
-        sequence_parallel=args.tp > 1,
-        pipeline_split=_split(args),
-    )  # fmt: skip
-    gpus = nodes * per_node
-    layout = make_layout(m, gpus, parallel)
-    others, resting = other_models(args.cfg, gpus, read_model) if args.cfg else (0, 0)
-    work = workload(vars(args), others=others, resting=resting)
+    degrees = {name: getattr(args, name) for name in DEGREES}
+    # a recipe's split is for as many stages as the recipe has
+    split = args.split if args.split and len(args.split) == args.pp * args.vpp else None
+    parallel = ParallelConfig(**degrees, sequence_parallel=args.tp > 1, pipeline_split=split)
+    layout = advice.make_layout(m, gpus, parallel)
+    others, resting = job.other_models(args.cfg, gpus, read_model) if args.cfg else (0, 0)
+    work = job.workload(vars(args), others=others, resting=resting)
     if args.reference:
-        size = model_bytes(m, layout, work, trained=False)
+        size = memory.model_bytes(m, layout, work, trained=False)
         key = "resting" if args.turns else "others"
         work = replace(work, **{key: getattr(work, key) + size})
-    total, active = parameters(m)
+    total, active = memory.parameters(m)
     yield f"{m.family}: {total / 1e9:.1f}B parameters, {active / 1e9:.1f}B of them per token"
-    again = ", recomputing" if work.recompute == "full" else ""
-    yield f"training on {gpus} {args.gpu.upper()}: {_describe(layout)}{again}"
-    yield ""
-    yield from memory_report(m, layout, work, cluster, vars(args))
-    step = estimate_step(m, layout, cluster, work)
+    yield f"training on {gpus} {args.gpu.upper()}: {_describe(layout, work.recompute)}\n"
+    yield from job.memory_report(m, layout, work, cluster, vars(args))
+    step = advice.estimate_step(m, layout, cluster, work)
     parts = ", ".join(f"{name} {x:.1f}" for name, x in vars(step).items())
     yield f"  a step of {work.batch_tokens:,} tokens: {step.seconds:.1f} s ({parts})"
     if args.serve:
@@ -244,11 +193,11 @@ def _placed(text: str) -> tuple[str, Allocation]:
     return name, Allocation.parse(where)
 
 
-def _cluster(args: argparse.Namespace) -> Cluster:
-    memory, tflops, nvlink = GPUS[args.gpu]
-    return Cluster(
+def _cluster(args: argparse.Namespace) -> advice.Cluster:
+    gib, tflops, nvlink = GPUS[args.gpu]
+    return advice.Cluster(
         gpus_per_node=_grid("--train", args.train)[1],
-        gpu_bytes=int(memory * GIB),
+        gpu_bytes=int(gib * GIB),
         peak_flops=tflops * 1e12,
         nvlink=nvlink * 1e9,
         nic=args.nic_gbps / 8 * 1e9,
@@ -257,12 +206,7 @@ def _cluster(args: argparse.Namespace) -> Cluster:
 
 def read_model(name: str) -> ModelConfig:
     """Returns the shapes of a model by the name of its file in configs/models, or by its path."""
-    return parse_hf_config(find_shapes(name, ROOT / "configs" / "models"), name)
-
-
-def _split(args: argparse.Namespace) -> list[int] | None:
-    """Returns the recipe's pipeline split, where the pipeline is the recipe's, too."""
-    return args.split if args.split and len(args.split) == args.pp * args.vpp else None
+    return parse_hf_config(job.find_shapes(name, ROOT / "configs" / "models"), name)
 
 
 def _grid(option: str, value: str) -> tuple[int, int]:
@@ -272,41 +216,40 @@ def _grid(option: str, value: str) -> tuple[int, int]:
     return int(parts[0]), int(parts[1])
 
 
-def _describe(layout: Layout) -> str:
-    degrees = {n: getattr(layout, n) for n in ("dp", "tp", "pp", "vpp", "cp", "ep", "etp")}
+def _describe(layout: Layout, recompute: str) -> str:
+    degrees = {n: getattr(layout, n) for n in ("dp", *DEGREES)}
     said = " ".join(f"{n}{v}" for n, v in degrees.items() if v > 1) or "one GPU"
     if layout.split:
         said += f", pipeline_split {list(layout.split)}"
-    return said
+    return said + (", recomputing" if recompute == "full" else "")
 
 
 def _serving(
-    m: ModelConfig, layout: Layout, cluster: Cluster, args: argparse.Namespace
+    m: ModelConfig, layout: Layout, cluster: advice.Cluster, args: argparse.Namespace
 ) -> Iterator[str]:
-    nodes, per_node = _grid("--serve", args.serve)
-    receivers = Receivers(gpus=nodes * per_node, tp=args.server_tp)
+    gpus = math.prod(_grid("--serve", args.serve))
+    receivers = sync.Receivers(gpus=gpus, tp=args.server_tp)
     if receivers.gpus % receivers.tp:
         raise ValueError(f"--server-tp {receivers.tp} does not divide {receivers.gpus} GPUs")
     if args.turns and layout.world_size <= cluster.gpus_per_node:
         cluster = replace(cluster, nic=cluster.nvlink)  # all of it stays on one node
-    weights, per_token = server_weights(m, args.server_tp), kv_bytes_per_token(m, args.server_tp)
-    if args.server_fp8:
-        weights //= 2
+    weights = memory.server_weights(m, args.server_tp) // (2 if args.server_fp8 else 1)
+    per_token = memory.kv_bytes_per_token(m, args.server_tp)
     room = args.server_memory * cluster.gpu_bytes - weights
     yield f"\nserving on {receivers.gpus} GPUs, {receivers.servers} servers of tp{receivers.tp}"
     kv = f"{room / GIB:.1f} GiB of KV cache, {room / per_token:,.0f} tokens of a server"
-    if states := state_bytes_per_sequence(m, args.server_tp):
+    if states := memory.state_bytes_per_sequence(m, args.server_tp):
         kv += f" less {states / per_token:,.0f} a sequence for its states"
     if room <= 0:
         kv = "which does NOT fit: raise --server-tp or take larger GPUs"
     yield f"  {weights / GIB:.1f} GiB of weights per GPU, {kv}"
-    broadcast = estimate_broadcast(m, layout, receivers, cluster, args.bucket_mb << 20)
+    broadcast = sync.estimate_broadcast(m, layout, receivers, cluster, args.bucket_mb << 20)
     yield from _broadcast(broadcast, layout)
     if args.sharded:
         yield from _sharded(m, layout, receivers, cluster, args)
 
 
-def _broadcast(e: BroadcastEstimate, layout: Layout) -> Iterator[str]:
+def _broadcast(e: sync.BroadcastEstimate, layout: Layout) -> Iterator[str]:
     def gb(n: float) -> str:
         return f"{n / 1e9:,.1f} GB"
 
@@ -325,13 +268,17 @@ def _broadcast(e: BroadcastEstimate, layout: Layout) -> Iterator[str]:
 
 
 def _sharded(
-    m: ModelConfig, layout: Layout, receivers: Receivers, cluster: Cluster, args: argparse.Namespace
+    m: ModelConfig,
+    layout: Layout,
+    receivers: sync.Receivers,
+    cluster: advice.Cluster,
+    args: argparse.Namespace,
 ) -> Iterator[str]:
     size = (args.bucket_mb << 20) // 2  # one round is copied, the next under way
     started = time.perf_counter()
-    plan = plan_sharded(m, layout, receivers, server_ep=args.server_ep, round_bytes=size)
+    plan = sync.plan_sharded(m, layout, receivers, server_ep=args.server_ep, round_bytes=size)
     planned = time.perf_counter() - started
-    e = estimate_sharded(plan, cluster)
+    e = sync.estimate_sharded(plan, cluster)
     yield f"\nshard to shard: {e.total / 1e9:,.1f} GB in {e.rounds} rounds of {size:,} bytes"
     yield (
         f"  a server GPU takes     {e.received / 1e9:.1f} GB in {e.messages:,} messages (largest "
@@ -345,10 +292,15 @@ def _sharded(
 
 
 def _advice(
-    m: ModelConfig, gpus: int, cluster: Cluster, work: Workload, layout: Layout, top: int
+    m: ModelConfig,
+    gpus: int,
+    cluster: advice.Cluster,
+    work: memory.Workload,
+    layout: Layout,
+    top: int,
 ) -> Iterator[str]:
-    found = list(candidates(m, gpus, cluster, work, cp=layout.cp))
-    fit = best(found, cluster)
+    found = list(advice.candidates(m, gpus, cluster, work, cp=layout.cp))
+    fit = advice.best(found, cluster)
     yield f"\nadvice: of {len(found)} layouts tried, {len(fit)} fit"
     if not fit and found:
         least = min(found, key=lambda c: c.bytes)
@@ -358,9 +310,8 @@ def _advice(
         yield f"  {c.step.seconds:8.1f} s a step, {c.bytes / GIB:5.0f} GiB: {_line(c)}"
 
 
-def _line(c: Candidate) -> str:
-    plain = replace(c.layout, split=None)
-    return _describe(plain) + (", recomputing" if c.recompute == "full" else "")
+def _line(c: advice.Candidate) -> str:
+    return _describe(replace(c.layout, split=None), c.recompute)
 
 
 if __name__ == "__main__":

@@ -35,23 +35,23 @@ VARIABLES = {
     "timeout": ("UV_HTTP_TIMEOUT", " "),
     "proxy": ("ALL_PROXY", " "),
 }
-SECTIONS = ("global", "install")  # a later section wins
+SECTIONS = ("global", "install")  # install wins
 ANSWER_S = 10
 OLDEST = (3, 11)
 
 
 def settings(listed: str, env: Mapping[str, str]) -> dict[str, str]:
     """Returns pip's options by name, from the output of `pip config list` and from variables."""
-    found: dict[str, dict[str, str]] = {section: {} for section in SECTIONS}
-    for line in listed.splitlines():
+    options = {}
+    for line in sorted(listed.splitlines()):  # install after global
         key, _, value = line.partition("=")
         section, _, option = key.rpartition(".")
-        if section in found:
-            found[section][option] = str(ast.literal_eval(value))
-    options = {option: value for section in SECTIONS for option, value in found[section].items()}
-    prefix = "PIP_"
-    names = {name: name[len(prefix) :].lower().replace("_", "-") for name in env}
-    return options | {names[k]: v for k, v in env.items() if k.startswith(prefix)}
+        if section in SECTIONS:
+            options[option] = str(ast.literal_eval(value))
+    for name, value in env.items():
+        if name.startswith("PIP_"):
+            options[name.removeprefix("PIP_").lower().replace("_", "-")] = value
+    return options
 
 
 def variables(options: dict[str, str]) -> dict[str, str]:
@@ -101,8 +101,7 @@ def installed() -> str:
                 f"{sys.executable}: it has neither pip nor venv, so uv cannot be installed; "
                 "install pip (on Debian and Ubuntu: apt install python3-pip), or put uv on PATH"
             )
-    status = subprocess.run([*pip(), "install", "--quiet", *where, UV]).returncode
-    if status:
+    if status := subprocess.run([*pip(), "install", "--quiet", *where, UV]).returncode:
         sys.exit(status)
     return str(HOME / "bin" / "uv")
 
