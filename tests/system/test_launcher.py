@@ -34,7 +34,7 @@ SERVER = """#!{python}
 import os, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-if sys.argv[1] == "-c":  # the launcher asks for the version of SGLang
+if "--port" not in sys.argv:  # the launcher asks for the version of SGLang
     sys.exit(print("0.5.23"))
 port = int(sys.argv[sys.argv.index("--port") + 1])
 out = Path(os.environ["OUT"])

@@ -571,7 +571,8 @@ def nothing(completion):
 
 
 async def a_later_list(completion):
-    return [1.0]
+    scores = [1.0]  # only a call shows that it is a list
+    return scores
 
 
 @pytest.mark.parametrize("fn, kind", [(a_list, "list"), (nothing, "None"), (a_later_list, "list")])
