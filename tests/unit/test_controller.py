@@ -295,7 +295,9 @@ def test_the_error_is_of_the_worker_that_failed_for_a_reason_of_its_own() -> Non
         said = r"worker trainers/1 .here, 0.: ValueError: no good on 1"
         with pytest.raises(RemoteError, match=said) as e:
             engine.fail(1, batch)
-        assert user_lines(e.value)[-1].name == "fail" and __file__ in in_one_line(e.value)
+        assert "fail" in [line.name for line in user_lines(e.value)] and __file__ in in_one_line(
+            e.value
+        )
         assert group.call(len, batch) == 5  # all have answered, so the group can be used
 
 

@@ -274,7 +274,7 @@ def test_parts_of_a_reward_that_are_none_are_shown_as_they_were_given(parts, pro
     with pytest.raises(ConfigError, match="no such directory"):
         view.check(check_config)
     with pytest.raises(ConfigError, match=problem):
-        view.check(partial(check_code, row_keys={}, makes=True, in_child=False))
+        view.check(partial(check_code, rows={}, makes=True, in_child=False))
 
 
 def test_pass_at_1_is_grpo_with_the_population_std():

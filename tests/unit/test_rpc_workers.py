@@ -91,7 +91,7 @@ def test_a_worker_knows_its_place_and_ends_in_an_orderly_way(
     one = group.clients[1]
     with pytest.raises(RemoteError, match="StopIteration") as e:
         one.call("next_of_none", timeout=10)
-    assert user_lines(e.value)[-1].name == "next_of_none"
+    assert "next_of_none" in [line.name for line in user_lines(e.value)]
     slow = one.call_async("sleep", 0.5)
     assert [f.result(30) for f in [one.call_async("note", i) for i in range(3)]] == [True] * 3
     assert slow.done()  # calls on the main thread come one after another

@@ -24,7 +24,7 @@ LO = {"GLOO_SOCKET_IFNAME": "lo"} if has_interface("lo") else {}
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, BaseConfig]]:
     """(trainer, config) of every run that was begun; nothing is trained."""
     calls: list[tuple[Any, BaseConfig]] = []
-    monkeypatch.setattr(loop, "run", lambda cfg, trainer, context: calls.append((trainer, cfg)))
+    monkeypatch.setattr(loop, "run", lambda cfg, trainer: calls.append((trainer, cfg)))
     for name in ("MEGARL_LLM_SERVER_ADDRS", "WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     return calls
@@ -53,7 +53,7 @@ def test_a_full_disk_anywhere_in_a_run_is_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def run(cfg: BaseConfig, trainer: object, context: object) -> None:
+    def run(cfg: BaseConfig, trainer: object) -> None:
         try:
             raise OSError(errno.ENOSPC, "No space left on device")
         except OSError as e:
@@ -76,7 +76,7 @@ def test_a_configuration_that_only_the_run_finds_wrong_is_one_line(
 ) -> None:
     """As by a controller that is in no allocation of Slurm. Of several ranks each says it."""
 
-    def run(cfg: BaseConfig, trainer: object, context: object) -> None:
+    def run(cfg: BaseConfig, trainer: object) -> None:
         raise ConfigError(["SLURM_JOB_ID is not set"])
 
     monkeypatch.setattr(loop, "run", run)
