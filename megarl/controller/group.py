@@ -239,12 +239,13 @@ class WorkerGroup:
             raise ValueError(f"{self.name} is a part already: take another part of the whole group")
         part = tuple(ranks)
         if part not in self._parts:
+            world = self.call(make_world, part)  # refuses ranks that are not there
             self._parts[part] = WorkerGroup(
                 f"{self.name}.{'-'.join(map(str, part))}",
                 [self.workers[rank] for rank in part],
                 [self.clients[rank] for rank in part],
                 order=self._order,
-                world=self.call(make_world, part),
+                world=world,
             )
         return self._parts[part]
 

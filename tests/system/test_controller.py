@@ -188,7 +188,7 @@ def test_an_error_in_the_loss_comes_with_its_traceback(
         [sys.executable, *controller(model, tmp_path, server, loss)], cwd=ROOT, text=True,
         timeout=TIMEOUT, env=env(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
-    assert done.returncode == 1
+    assert done.returncode == 1, done.stdout
     last = done.stdout[done.stdout.rindex("worker trainers/1 (") :]
     assert "ValueError: the loss of rank 1" in last.splitlines()[0]
     assert re.search(r'File ".*failing_loss.py", line \d+, in on_rank_1', done.stdout)
