@@ -84,7 +84,7 @@ def run_ci(repository: Path, programs: Path, *tiers: str) -> tuple[int, str, dic
     home = repository.parent / "home"
     home.mkdir()
     (repository.parent / "pip.conf").write_text(PIP)
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PIP_", "MAKE", "TMP"))}
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PIP_", "MAKE", "TMP", "CI_"))}
     env = kept | {
         "HOME": str(home), "OWN_CACHE": f"{home}/cache", "PIP_TIMEOUT": "7", "CI_USER": "nobody",
         "PATH": f"{programs}:{kept['PATH']}",

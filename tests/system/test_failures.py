@@ -465,7 +465,7 @@ def test_an_error_of_a_users_code_is_shown_by_its_line(
 ) -> None:
     """In the last box, in the status, and in the files of both ranks; megarl's frames stay in the
     files."""
-    run.start("", key, "trial_name=user", "actor.parallel.tp=1", nproc=2)
+    run.start("", key, "trial_name=user", nproc=2)
     output = run.fails()
     at = next(i for i, text in enumerate(REWARDS.splitlines(), 1) if f"def {name}(" in text)
     at = next(i for i, text in enumerate(REWARDS.splitlines(), 1) if i > at and "my bug" in text)
