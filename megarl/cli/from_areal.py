@@ -52,6 +52,9 @@ def _policy(keys: dict[str, Any], problems: list[str]) -> list[Commented]:
     for name in ("actor.discount", "actor.gae_lambda"):
         if (value := keys.pop(name, 1.0)) != 1:
             problems.append(f"{name}={value}: GRPO discounts nothing; set it to 1")
+    warmup = "actor.optimizer.warmup_steps_proportion"
+    if keys.get(warmup) == 1:  # our 1 is one step
+        problems.append(f"{warmup}=1: never reaches the learning rate; write a smaller fraction")
     # the script makes a reference only for this penalty
     kl, decoupled = keys.pop("actor.kl_ctl", 0.1), keys.pop("actor.use_decoupled_loss", False)
     cap = keys.pop("actor.behav_imp_weight_cap", None)

@@ -169,6 +169,7 @@ def test_a_key_becomes_ours(
         "actor.group_adv_norm=true",
         "actor.group_reward_norm=true",  # beside adv_norm, which is true by default
         "actor.gae_lambda=0.9",
+        "actor.optimizer.warmup_steps_proportion=1",
         "actor.mask_no_eos_with_zero=true",
         "actor.reward_norm.mean_level=group",
         "critic.path=model",
