@@ -221,6 +221,8 @@ def recommended_sampling(path: str | Path) -> dict[str, Any]:
 
         file = Path(hf_hub_download(str(path), file.name))
     recommended = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(recommended, dict):
+        raise ValueError(f"{file}: must be keys and values")
     # top_k=0 is transformers' word for all
     known = {k: v for k in ("temperature", "top_p", "top_k") if (v := recommended.get(k))}
     ends = recommended.get("eos_token_id")

@@ -526,7 +526,7 @@ def test_the_sampling_of_an_evaluation_by_generation(tmp_path: Path) -> None:
     assert cfg.generation.gconfig.top_p == 0.95
 
 
-@pytest.mark.parametrize("text", [None, "no json"])
+@pytest.mark.parametrize("text", [None, "no json", "[1]"])
 def test_a_model_without_sampling_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None
 ) -> None:
