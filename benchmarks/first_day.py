@@ -328,8 +328,9 @@ def main() -> None:
     day = Day(args)
     if args.again:
         args.probes, day.blocking = to_repeat(args.json, args.probes)
-    else:
-        args.json.unlink(missing_ok=True)
+    elif args.json.exists():  # earlier results stay beside the new ones
+        at = time.strftime("%Y%m%d-%H%M%S", time.localtime(args.json.stat().st_mtime))
+        args.json.rename(args.json.with_suffix(f".{at}.jsonl"))
     # whoever ends this process ends the probes with it
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     day.run(args.probes)

@@ -66,3 +66,6 @@ def test_results_are_kept_and_what_did_not_pass_runs_again(tmp_path: Path) -> No
     assert [r["step"] for r in table] == [1, 2, 3]
     summary = (tmp_path / "summary.md").read_text()
     assert summary.count("| ok |") == 3 and "- head: hidden=64" in summary
+    first_day("--small", "--out", str(tmp_path), "--seconds", "0", "adam")
+    (earlier,) = tmp_path.glob("results.*.jsonl")
+    assert [json.loads(line) for line in earlier.open()] == rows
