@@ -147,12 +147,12 @@ e2e: install  ## recipes with real servers and launchers
 # The tiers of CI. A test is in the first tier whose budget it fits; a slow test is marked, not
 # thinned.
 
-test: install  ## 15 minutes: lint, docs, units, layouts over processes, recipes
+test: install  ## 30 minutes: lint, docs, units, layouts over processes, recipes
 	@status=0; TIER="make test: 15" $(MAKE) --keep-going --jobs=2 --output-sync lint docs unit || status=1; \
 	TIER="make test: 15" $(PYTEST) $(PAIRED) -m "not full and not realmodel and not system" tests/e2e tests/dist \
 		|| status=1; exit $$status
 
-test-system: install  ## 15 minutes: launchers, recovery, failures, servers that are killed
+test-system: install  ## 20 minutes: launchers, recovery, failures, servers that are killed
 	@$(MAKE) --no-print-directory slurm || echo "Slurm could not be installed; its tests are skipped"
 	TIER="make test-system: 15" $(PYTEST) $(PAIRED) -m "system and not full" tests/system tests/dist tests/e2e
 
