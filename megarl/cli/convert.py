@@ -47,11 +47,8 @@ def converted(
     Raises ConfigError with `problems` and one for every key without a counterpart, or one for every
     value that our key cannot have.
     """
-    tables, names, ours_by_name = (
-        foreign_tables(system),
-        foreign_keys(system),
-        key_table(GRPOConfig),
-    )
+    tables, names = foreign_tables(system), foreign_keys(system)
+    ours_by_name = key_table(GRPOConfig)
     off = {name for name, value, _ in rows if value is None}  # sections
     rows = [(n, v, f"{system}'s default") for n, v in tables["defaults"].items()] + [*rows]
     needless, problems = list[str](), [*problems]

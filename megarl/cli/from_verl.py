@@ -23,6 +23,7 @@ from megarl.config.errors import ConfigError, raise_if_any
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 _TURNS = f"{_ROLLOUT}multi_turn."
+_WORKFLOW = "megarl.rollout.workflows.tool:ToolWorkflow"
 _MINI, _TP = f"{_ACTOR}ppo_mini_batch_size", f"{_ROLLOUT}tensor_model_parallel_size"
 # numbers that the conversion computes with -> verl's default
 COUNTS = {
@@ -149,10 +150,9 @@ def _converted(given: Mapping[str, Any], problems: list[str]) -> str:
         problems.append(f"{_TP}={tp}: does not divide the {gpus} GPUs of trainer; take a divisor")
     keys.pop(_MINI, None)
     if (estimator := keys.pop("algorithm.adv_estimator", "gae")) != "grpo":
-        known = foreign_tables("verl")["estimators"].get(
-            estimator, "algorithm (docs/algorithms.md)"
-        )
-        why = f"only grpo is converted; convert it as grpo, then write {known}"
+        estimators = foreign_tables("verl")["estimators"]
+        fix = estimators.get(estimator, "algorithm (docs/algorithms.md)")
+        why = f"only grpo is converted; convert it as grpo, then write {fix}"
         problems.append(f"algorithm.adv_estimator={estimator}: {why}")
     rows += _trackers(keys.pop("trainer.logger", ()), problems) + _turns(keys, length, problems)
     return converted("verl", keys, rows, problems)
@@ -181,18 +181,12 @@ def _turns(keys: dict[str, Any], length: int, problems: list[str]) -> list[Comme
         return []
     known = foreign_tables("verl")["tools"]
     if (name := Path(str(tools)).name) not in known:
-        why = (
-            "write the tools in rollout.workflow by hand (docs/agents.md); a file that is known is"
-        )
+        why = "write the tools in rollout.workflow by hand (docs/agents.md); megarl knows the file"
         given = "enable=True" if tools is None else f"tool_config_path={tools}"
         problems.append(f"{_TURNS}{given}: {why} {', '.join(known)}")
     section = "rollout.workflow.options."
     return [
-        (
-            "rollout.workflow.type",
-            "megarl.rollout.workflows.tool:ToolWorkflow",
-            "multi_turn.enable",
-        ),
+        ("rollout.workflow.type", _WORKFLOW, "multi_turn.enable"),
         (f"{section}tools", known.get(name), "multi_turn.tool_config_path"),
         (f"{section}max_turns", length, "no bound by default"),
         (f"{section}max_length", length, "data.max_prompt_length + max_response_length"),

@@ -75,8 +75,8 @@ def entries(table: Mapping[str, str], name: str) -> Iterator[str]:
 
 
 def advice(name: str) -> str | None:
-    """Returns what to do about a key of another system for which we need none; None if there is a
-    key of ours, or no such name."""
+    """Returns the advice on another system's key that megarl does not need. None if megarl has such
+    a key, or if no system has the name."""
     found = next(entries(foreign_keys(), name), None)
     return None if found is None or is_key(found) else found
 

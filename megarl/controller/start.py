@@ -54,7 +54,7 @@ def workers(
     with this process, or by scheduler.close(). Raises ValueError where the group that there is has
     another size, ConfigError in one of several ranks of torchrun."""
     groups = _started.setdefault(scheduler, {})
-    # each rank of torchrun would start workers of its own
+    # under torchrun every rank would start the same workers again
     if not groups and (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
         raise ConfigError(
             f"a controller in {ranks} processes: one process starts the workers; start the "

@@ -212,7 +212,7 @@ def _placed(plan: Plan, placement: Placement) -> Plan:
     cfg, scheduler = plan.cfg, plan.cfg.trainer.scheduler
     if cfg.trainer.mode == "controller" and scheduler != "local":
         raise ConfigError(
-            f"trainer.scheduler={scheduler}: a launcher starts trainers on nodes of its own; "
+            f"trainer.scheduler={scheduler}: the launcher places the trainers itself; "
             "leave it out, or start python -m megarl.run, with rollout.addresses"
         )
     if isinstance(cfg, GRPOConfig):

@@ -162,8 +162,8 @@ def group_extremes(values: torch.Tensor, group_ids: torch.Tensor) -> dict[str, t
 
 
 def expected(row: Mapping[str, Any]) -> str:
-    """Returns the answer of a row as text; of a row without `answer` the columns of its own, each
-    with its name."""
+    """Returns a row's `answer` as text. If there is none, returns the user's columns and their
+    names."""
     own = {name: value for name, value in row.items() if name not in _NO_ANSWERS}
     return str(own.get("answer", ", ".join(f"{name}: {value}" for name, value in own.items())))
 
