@@ -69,10 +69,10 @@ def merged(
             return StopRequested(failure.text)
     texts = "; ".join(f"rank {rank}: {failure.text}" for rank, failure in failed.items())
     kind = DiskFull if any(f.disk_full for f in failed.values()) else OtherRankFailed
-    error = kind(f"{what} failed on {texts}")
+    reported = kind(f"{what} failed on {texts}")
     traces = [failure.trace for failure in failed.values() if failure.trace]
-    error.__cause__ = max(traces, key=lambda trace: len(trace.lines) > 0, default=None)
-    return error
+    reported.__cause__ = max(traces, key=lambda trace: len(trace.lines) > 0, default=None)
+    return reported
 
 
 def on_every_rank(what: str, fn: Callable[[], T], comm: Comm | None) -> T:
