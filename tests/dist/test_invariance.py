@@ -36,6 +36,7 @@ def test_engine_equals_hugging_face(case, worlds, models):
 
 
 @pytest.mark.full
+@pytest.mark.drawn
 @pytest.mark.parametrize("case", drawn_cases(), ids=str)
 def test_the_full_product(case, worlds, models):
     test_engine_equals_hugging_face(case, worlds, models)
