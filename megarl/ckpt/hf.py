@@ -214,8 +214,8 @@ def save_hf(
 
     group:           spans the layout's ranks; None is the default group.
     dtype:           of the files, one for all or each tensor's by HF name; None is that of the
-                     first parameter. config.json names the one that most numbers of the
-                     language model have.
+                     parameters. Tensors that a family publishes in fp32 are fp32 in any case.
+                     config.json names the dtype that most numbers of the language model have.
     base_model_path: where generation config, processor, tokenizer, chat templates, code and the
                      tensors beside the language model (a vision tower) are copied from; config.json
                      is always the one the model was built from.
@@ -240,7 +240,7 @@ def save_hf(
         params,
         finish,
         marker="config.json",
-        dtype=dtype or next(iter(params.values())).dtype,
+        dtype=dtype or next(params[name] for name in params if name not in table.fp32).dtype,
         group=group,
         max_shard_bytes=max_shard_bytes,
         bucket_bytes=bucket_bytes,

@@ -45,7 +45,7 @@ from megarl.models.lora import is_trained, meaning
 from megarl.models.shapes import differing
 from megarl.observability.logging import get_logger
 from megarl.parallel import mcore
-from megarl.transfer.gather import BucketGatherer, plan_buckets
+from megarl.transfer.gather import BucketGatherer, export_dtype, plan_buckets
 from megarl.utils.files import Fingerprint
 from megarl.weight_sync.receiver.megarl_receiver.fingerprint import hash_text
 from megarl.weight_sync.transports import WeightSender, WeightSource
@@ -201,6 +201,7 @@ def _load(state: EngineState, path: str, with_optim: bool, info: dict[str, Any])
     _load_model(state, loaded)
     if with_optim:
         load_state(state.optimizer, loaded["optimizer"], own)
+        opt.gather_params(state.chunks, loaded=True)
         opt.set_hyperparameters(state.optimizer, hyperparameters)
         opt.set_position(state.schedule, info["schedule_steps"])
         if same_ranks:
@@ -329,12 +330,12 @@ def fingerprints(state: EngineState) -> dict[str, Fingerprint]:
     for per_tensor in sums:
         dist.all_reduce(per_tensor, group=state.groups.world)
     hashes, squares = (per_tensor.tolist() for per_tensor in sums)
-    kind = str(state.dtype).removeprefix("torch.")
+    kinds = (str(export_dtype(t, state.dtype)).removeprefix("torch.") for t in table.tensors)
     return {
         tensor.name: Fingerprint(
             hash_text(number), math.sqrt(square), shape=f"{kind} {list(tensor.shape)}"
         )
-        for tensor, number, square in zip(table.tensors, hashes, squares, strict=True)
+        for tensor, kind, number, square in zip(table.tensors, kinds, hashes, squares, strict=True)
     }
 
 

@@ -27,6 +27,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.tensor_parallel import copy_tensor_model_parallel_attributes
 from megatron.core.utils import get_model_config, is_te_min_version
 
 # a constant schedule never looks at its end, but megatron-core asks for one
@@ -98,11 +99,18 @@ def wrappers(chunks: Iterable[Any]) -> list[Any]:
     return [chunk for chunk in chunks if isinstance(chunk, DistributedDataParallel)]
 
 
-def gather_params(chunks: Sequence[Any]) -> None:
-    """Makes weights whole on every rank, where the last step left that to the next pass."""
+def gather_params(chunks: Sequence[Any], *, loaded: bool = False) -> None:
+    """Gathers the weights that the last step left to the next pass.
+
+    loaded: gathers all weights, because each rank has loaded its range of the fp32 parameters.
+
+    Collective.
+    """
     for chunk in wrappers(chunks):
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
-            if group.ddp_config.overlap_param_gather and not group.param_gather_dispatched:
+            ddp = group.ddp_config
+            left = ddp.overlap_param_gather and not group.param_gather_dispatched
+            if left or (loaded and ddp.use_distributed_optimizer):
                 group.start_param_sync(force_sync=True)
 
 
@@ -126,9 +134,24 @@ def build_optimizer(
     for part in parts(optimizer):
         if isinstance(part.optimizer, HybridDeviceOptimizer):
             _settle_hybrid(part.optimizer)
+        for i, fp32 in enumerate(getattr(part, "fp32_from_fp32_groups", ())):
+            _add_mains(part, i, fp32)
     if dtype == torch.float16:
         get_model_config(chunks[0]).grad_scale_func = optimizer.scale_loss
     return optimizer
+
+
+def _add_mains(part: Any, i: int, fp32: list[torch.Tensor]) -> None:
+    """Makes main weights of the fp32 parameters of group i. The plain optimizer of a 16-bit model
+    saves and loads the state of main weights only."""
+    for param in fp32:
+        main: Any = param.detach().clone()
+        copy_tensor_model_parallel_attributes(main, param)
+        main.shared = getattr(param, "shared", False)
+        part.fp32_from_float16_groups[i].append(main)
+    part.float16_groups[i] += fp32
+    part.optimizer.param_groups[i]["params"] = [*part.fp32_from_float16_groups[i]]
+    fp32.clear()
 
 
 def _mcore_config(cfg: OptimizerConfig, dtype: torch.dtype) -> McoreOptimizerConfig:

@@ -102,7 +102,10 @@ def _saved_groups(shared: dict[Any, Any]) -> Iterator[dict[str, Any]]:
 @torch.no_grad()
 def load_state(optimizer: Any, shared: Any, own: dict[int, Any]) -> None:
     """Puts what was loaded into the optimizer: `shared` and `own`, as `sharded_state` laid them
-    out."""
+    out. Then sets the model's fp32 parameters; a rank of the distributed optimizer sets its range.
+
+    A checkpoint of a model whose parameters were all 16-bit has fp32 values as main weights only.
+    """
     known = (group.get("step") for group in _saved_groups(shared))
     _give_step(shared, {int(step) for step in known if step is not None})
     rates = {k: v for k, v in optimizer.param_groups[0].items() if k in _RATES}
@@ -112,14 +115,19 @@ def load_state(optimizer: Any, shared: Any, own: dict[int, Any]) -> None:
         for part in shared.values() if len(parts(optimizer)) > 1 else [shared]:
             _restore_empty(part)
     optimizer.load_state_dict(shared)
+    for part in parts(optimizer):
+        if hasattr(part, "float16_groups"):
+            part._copy_main_params_to_model_params()
     for group in optimizer.param_groups:
         if not group["params"]:  # as in training, where nothing of it is counted
             group.pop("step", None)
     for i, numbered in own.items():
         part = parts(optimizer)[i]
-        for (param, _, _), states in zip(_ranges(part), numbered.values(), strict=True):
+        for (param, start, stop), states in zip(_ranges(part), numbered.values(), strict=True):
             flat = {k: torch.cat([t.flatten() for t in boxes]) for k, boxes in states.items()}
             part._set_main_param_and_optimizer_states(param, flat)
+            if param.dtype == torch.float32:
+                param.view(-1)[start:stop].copy_(flat["param"])
         if isinstance(part.optimizer, HybridDeviceOptimizer):
             part.optimizer._sync_hdo_state_to_sub_optimizers()
 
@@ -161,6 +169,9 @@ def _boxes(
             states = {k: torch.empty(stop - start, dtype=torch.float32) for k in _STATES}
         else:
             values = part._get_main_param_and_optimizer_states(param)
+            # Transformer Engine's optimizer does not update the main weight of an fp32 parameter.
+            if param.dtype == torch.float32:
+                values["param"] = param.flatten()[start:stop]
             states = {k: values[k].detach() for k in _STATES}
             if decoupled(part):  # made for us, in fp32: that must not pile up on the device
                 states = {k: state.to("cpu", torch.float32) for k, state in states.items()}

@@ -227,6 +227,9 @@ def build(
     chunks: list[torch.nn.Module] = list(built.chunks)
     if what.dtype != torch.float32:
         chunks = [Float16Module(built.config, chunk) for chunk in chunks]
+        for name, param in named_params(chunks).items():
+            if name in built.table.fp32 and what.dtype == torch.bfloat16:
+                param.data = param.data.float()
     if not cfg.init_from_scratch:
         weights = base_params(named_params(chunks))
         seeded = head_seed(cfg, seed)

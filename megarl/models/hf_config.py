@@ -1,7 +1,7 @@
 """Reads a Hugging Face config.json into a ModelConfig, and refuses what is not implemented.
 
-Pure: no torch, no megatron, and no transformers but in `transformers_config`; callable before any
-process group exists. A key that is absent means what it means to transformers.
+Pure: no torch, no megatron, and transformers only in `transformers_config` and `load_transformers`;
+callable before any process group exists. A key that is absent means what it means to transformers.
 
 A value model is a language model with a scalar per token (`score`) in place of the vocabulary.
 Hugging Face calls them ForTokenClassification (the score has a bias) and ForSequenceClassification
@@ -264,14 +264,31 @@ def transformers_config(path: str | Path, override: Mapping[str, Any] | None = N
     return model.config_class.from_dict({k: v for k, v in raw.items() if k != "model_type"})
 
 
-def transformers_arguments(
-    path: str | Path, override: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """Returns the arguments of transformers' from_pretrained that load the language model of the
-    directory `path`; `override` as in `transformers_config`."""
-    wrapper = wrapper_at(path)
-    names = None if wrapper is None else wrapper.key_mapping()
-    return {"config": transformers_config(path, override), "key_mapping": names}
+def load_transformers(path: Path | str, override: Any = None, **how: Any) -> Any:
+    """Returns transformers' language model of the directory `path`. Parameters that megarl keeps in
+    fp32 are fp32.
+
+    override: as in `transformers_config`. how: further arguments of from_pretrained.
+    """
+    from unittest import mock
+
+    from transformers import AutoModelForCausalLM, PreTrainedModel
+
+    names = wrapper.key_mapping() if (wrapper := wrapper_at(path)) else None
+    config = transformers_config(path, override)
+    kept = _fp32_names(path, override)
+    with mock.patch.object(PreTrainedModel, "_keep_in_fp32_modules_strict", kept):
+        return AutoModelForCausalLM.from_pretrained(path, config=config, key_mapping=names, **how)
+
+
+def _fp32_names(path: str | Path, override: Mapping[str, Any] | None) -> list[str]:
+    """Returns transformers' names of the fp32 parameters; none of a family that megarl lacks."""
+    try:
+        model = read_hf_config(path, override=override)
+    except ValueError:
+        return []
+    names = (n for p, _ in family_of(model).params(model) if p.fp32 for n in p.hf)
+    return [n.replace(".block_sparse_moe.", ".mlp.") for n in names]
 
 
 def wrapper_at(path: str | Path) -> Wrapper | None:

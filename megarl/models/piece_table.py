@@ -160,15 +160,16 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class HfTensor:
-    """Describes a tensor of the HF model, and the pieces that make it up. `buffer`: not trained,
-    and fp32 in every model, file and message. `linear`: a linear map of a layer (see Op).
-    `initial`: see Param."""
+    """Describes a tensor of the HF model, and the pieces that make it up. `buffer`: not trained.
+    `fp32`: fp32 in every file and message, and in a bfloat16 model. `linear`: a linear map of a
+    layer (see Op). `initial`: see Param."""
 
     name: str
     shape: Shape
     pieces: tuple[Piece, ...]
     replicas: tuple[Piece, ...] = ()
     buffer: bool = False
+    fp32: bool = False
     linear: bool = False
     initial: str = ""
 
@@ -222,6 +223,11 @@ class PieceTable:
     def buffers(self) -> frozenset[str]:
         """Returns the names of the parameters that are buffers."""
         return frozenset(p.param for t in self.tensors if t.buffer for p in t.pieces)
+
+    @cached_property
+    def fp32(self) -> frozenset[str]:
+        """Returns the names of the parameters that are fp32 in a bfloat16 model."""
+        return frozenset(p.param for t in self.tensors if t.fp32 for p in t.pieces)
 
     def local_params(self, c: Coords) -> dict[str, LocalParam]:
         """Returns, by canonical name, the parameters that the rank at `c` must have."""
@@ -288,6 +294,7 @@ def build_piece_table(
                 pieces[:owners],
                 pieces[owners:],
                 buffer=param.buffer,
+                fp32=param.fp32 or param.buffer,
                 linear=op.linear,
                 initial=param.initial,
             )

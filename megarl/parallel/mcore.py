@@ -17,6 +17,9 @@ and nowhere else; one that only one version needs names it.
   P24  norm of the gradients                  stays on the device until it is one number
   P25  token dispatchers                      keep no tensors of a micro-batch after its layer
   P26  counts of routers with a bias          take a mask of padding tokens
+  P27  optimizer state of fp32 parameters     has the number of its parameter in a 16-bit model
+  P28  optimizer on the CPU                   keeps a main weight of fp32 parameters, too
+  P29  routers with fp32 weights              multiply in fp32, also with Transformer Engine
 """
 
 from __future__ import annotations
@@ -301,6 +304,63 @@ def p26_padding_mask() -> None:
     patch(TopKRouter, _apply_expert_bias=count_real)
 
 
+def p27_mixed_groups() -> None:
+    """The distributed optimizer (0.16 and 0.19) puts a group's fp32 parameters before the others,
+    but numbers them in the order of the buffers. A save then stores the state of one parameter as
+    the state of another.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    build = DistributedOptimizer._build_optimizer_group_ranges
+
+    def in_order(param_groups: Any, gbuf_ranges: Any) -> tuple[dict[Any, Any], list[Any]]:
+        numbers, groups = build(param_groups, gbuf_ranges)
+        for index, group in enumerate(groups):
+            group["params"].sort(key=lambda param: param.dtype != torch.float32)
+            numbers |= {param: (index, i) for i, param in enumerate(group["params"])}
+        return numbers, groups
+
+    # An optimizer of torch, such as the hybrid one, refuses views that require gradients.
+    views = torch.no_grad()(DistributedOptimizer._build_model_and_main_param_groups)
+    patch(
+        DistributedOptimizer,
+        _build_optimizer_group_ranges=staticmethod(in_order),
+        _build_model_and_main_param_groups=staticmethod(views),
+    )
+
+
+def p28_hybrid() -> None:
+    """The hybrid optimizer (0.16 and 0.19) gives fp32 parameters on the device no gradient, and its
+    loader looks for an fp32 copy of every parameter."""
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+
+    split = HybridDeviceOptimizer._get_sub_optimizer_param_groups
+
+    def with_copies(self: Any, fraction: float) -> tuple[Any, ...]:
+        cpu, gpu, on_cpu, back, mains = split(self, fraction)
+        own = set(mains.values())
+        for group in gpu:
+            for i, param in enumerate(group["params"]):
+                if param not in own:
+                    group["params"][i] = mains[param] = param.detach().clone()
+        return cpu, gpu, on_cpu, back, on_cpu | mains
+
+    patch(HybridDeviceOptimizer, _get_sub_optimizer_param_groups=with_copies)
+
+
+def p29_fp32_router() -> None:
+    """Transformer Engine multiplies matrices of one dtype only. megatron-core (0.16 and 0.19)
+    passes 16-bit inputs with the router's fp32 weight."""
+    from megatron.core.transformer.moe import router
+
+    multiply = router.router_gating_linear
+
+    def gate(inputs: Tensor, weight: Tensor, *args: Any) -> Tensor:
+        return multiply(inputs.to(weight.dtype), weight, *args)
+
+    patch(router, router_gating_linear=gate)
+
+
 p22_deep_ep()
 if not on_cuda():
     cpu_patches.install()
@@ -347,3 +407,6 @@ with warnings.catch_warnings():
     p24_gradient_norm()
     p25_dispatchers()
     p26_padding_mask()
+    p27_mixed_groups()
+    p28_hybrid()
+    p29_fp32_router()

@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
-from megarl.models.hf_config import transformers_arguments, wrapper_at
+from megarl.models.hf_config import load_transformers, wrapper_at
 from megarl.parallel import cpu_kernels as products
 from megarl.server.args import ServerArgs
 from megarl.server.kv_cache import (
@@ -50,11 +49,7 @@ class ModelRunner:
         self.deterministic = args.deterministic
         dtype = "auto" if args.dtype == "auto" else getattr(torch, args.dtype)
         self.wrapper = wrapper_at(args.model_path)
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            args.model_path,
-            **transformers_arguments(args.model_path, args.override),
-            dtype=dtype,
-        )
+        model = load_transformers(args.model_path, args.override, dtype=dtype)
         self.model: Any = model.to(self.device).eval().requires_grad_(False)
         _use_fitting_experts(self.model)
         _use_fast_products(self.model)

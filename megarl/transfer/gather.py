@@ -39,8 +39,8 @@ Dtypes = torch.dtype | Mapping[str, torch.dtype]  # one for all tensors, or each
 
 
 def export_dtype(tensor: HfTensor, dtype: Dtypes) -> torch.dtype:
-    """Returns the dtype that a tensor is sent or saved in; buffers are fp32 in any case."""
-    if tensor.buffer:
+    """Returns the dtype that a tensor is sent or saved in; some are always fp32."""
+    if tensor.fp32:
         return torch.float32
     return dtype if isinstance(dtype, torch.dtype) else dtype[tensor.name]
 

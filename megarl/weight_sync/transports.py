@@ -62,7 +62,7 @@ class WeightSource:
             raise ValueError(
                 f"sender={sender}: use a rank of the layout, 0..{layout.world_size - 1}"
             )
-        trained = {n: p for n, p in params.items() if n not in table.buffers}
+        trained = {n: p for n, p in params.items() if n not in table.fp32}
         self.table, self.layout, self.rank, self.params = table, layout, rank, params
         self.group, self.sender = group, sender
         self.dtype: Dtypes = dtype or uniform_dtype(trained)

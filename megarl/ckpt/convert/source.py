@@ -59,10 +59,13 @@ class Source:
     info: Mapping[str, Any] = field(default_factory=dict)
 
     def members(self, dtype: torch.dtype | None = None) -> list[Member]:
-        """Returns every HF tensor, to write in `dtype` or in the stored one; buffers in fp32."""
+        """Returns every HF tensor, to write in `dtype`, or in its stored dtype if that is None.
+        Buffers are fp32. With a `dtype`, tensors that a family publishes in fp32 are fp32, too."""
         members = []
         for t in self.table.tensors:
-            exported = export_dtype(t, dtype or self.blocks[t.name][0].dtype)
+            stored = self.blocks[t.name][0].dtype
+            own = dtype is None and not t.buffer
+            exported = stored if own else export_dtype(t, dtype or stored)
             members.append(Member(t.name, t.shape, exported, 0, t.numel * exported.itemsize))
         return members
 

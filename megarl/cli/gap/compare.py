@@ -36,7 +36,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from megarl.api.records import SaveLoadMeta
 from megarl.cli.gap import Sample
@@ -52,7 +51,7 @@ from megarl.engine.probe import (
     parts_of_layer,
 )
 from megarl.engine.routing import ROUTED
-from megarl.models.hf_config import read_hf_config, transformers_arguments
+from megarl.models.hf_config import load_transformers, read_hf_config
 from megarl.models.shapes import MoEShape
 from megarl.parallel.worlds import init_distributed
 from megarl.server.args import ServerArgs
@@ -378,13 +377,8 @@ def run_all(
 
 def load_model(path: str, dtype: torch.dtype, override: dict[str, Any] | None = None) -> Any:
     """Returns transformers' model of a directory. Its experts compute one by one, in any dtype."""
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        path,
-        **transformers_arguments(path, override),
-        dtype=dtype,
-        attn_implementation="sdpa",
-        experts_implementation="eager",
-    )
+    how = dict(attn_implementation="sdpa", experts_implementation="eager")
+    model = load_transformers(path, override, dtype=dtype, **how)
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 

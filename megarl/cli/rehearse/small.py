@@ -140,7 +140,7 @@ def write_model(raw: Mapping[str, Any], directory: Path, *, head: str, seed: int
     for param, _ in family_of(model).params(model):
         for name, shape in zip(param.hf, param.hf_shapes(model), strict=True):
             value = torch.randn(shape, generator=generator) * _STD + float("norm" in name)
-            tensors[name] = value if param.buffer else value.to(getattr(torch, model.dtype))
+            tensors[name] = value if param.fp32 else value.to(getattr(torch, model.dtype))
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     write_tokenizer(directory)
     return sum(math.prod(t.shape) for t in tensors.values())

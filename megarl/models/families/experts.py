@@ -21,7 +21,7 @@ class MoE:
     """A block in place of a layer's MLP. `read`: makes the block's shape of a config.json and its
     name in errors. `block`: HF's name of it; `gate`, `up`, `down`: HF's names of an expert's
     matrices. `shared`: what every token meets, held like a dense MLP. `bias`: added to the router's
-    scores when it chooses."""
+    scores when it chooses. `fp32_router`: the router's matrix is published in fp32."""
 
     read: Read
     block: str = "mlp"
@@ -30,6 +30,7 @@ class MoE:
     down: str = "down_proj"
     shared: tuple[Param, ...] = ()
     bias: Param | None = None
+    fp32_router: bool = False
 
     def params(self, experts: int) -> tuple[Param, ...]:
         """Returns a block's parameters: router, bias, those of each of `experts`, shared ones."""
@@ -39,7 +40,8 @@ class MoE:
             Param(fc1, (hf[0], hf[1]), GateUp("experts.intermediate_size")),
             Param(fc2, (hf[2],), RowParallel(H, "experts.intermediate_size")),
         )
-        router = Param("mlp.router.weight", (f"{self.block}.gate.weight",), Replicated(_EXPERTS, H))
+        gate = f"{self.block}.gate.weight"
+        router = Param("mlp.router.weight", (gate,), Replicated(_EXPERTS, H), fp32=self.fp32_router)
         bias = () if self.bias is None else (self.bias,)
         each = (p.of_expert(e) for e in range(experts) for p in expert)
         return (router, *bias, *each, *self.shared)
@@ -53,6 +55,7 @@ ROUTER_BIAS = Param(
     ("mlp.gate.e_score_correction_bias",),
     Replicated(_EXPERTS),
     buffer=True,
+    fp32=True,
     initial="zeros",
 )
 

@@ -44,7 +44,8 @@ FAMILIES = (
     MiniMaxM2(
         name="minimax_m2",
         architecture="MiniMaxM2ForCausalLM",
-        moe=MoE(_experts, "block_sparse_moe", "w1", "w3", "w2", bias=_BIAS),
+        # The released files have router and bias in fp32: NVIDIA-NeMo/Automodel#3674 (2026-08-25).
+        moe=MoE(_experts, "block_sparse_moe", "w1", "w3", "w2", bias=_BIAS, fp32_router=True),
         qk_norm=True,
         whole_norm=True,
         partial_rotary=True,

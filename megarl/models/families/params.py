@@ -29,7 +29,7 @@ class Param:
     `stage`: "first" (beside the embedding), "layer", or "last" (beside the output layer).
     `copy_on_last`: the name under which a tied parameter is repeated on the last pipeline stage.
     `expert`: the number of the expert it belongs to, which says who holds it.
-    `buffer`: not trained, and fp32 in whichever dtype the model is.
+    `buffer`: not trained. `fp32`: published in fp32, and fp32 in a bfloat16 model.
     `initial`: what random weights are: "zeros", "ones", "normal" (N(0, initializer_range)) or
     "log_uniform" (the logarithm of a uniform number in [0.01, 16)); "": ones where HF has a vector,
     else normal.
@@ -44,6 +44,7 @@ class Param:
     copy_on_last: str | None = None
     expert: int | None = None
     buffer: bool = False
+    fp32: bool = False
     initial: str = ""
     parts: tuple[str, ...] = ()
     stacked: bool = False

@@ -4,7 +4,7 @@ network (Yang et al., 2024, arXiv 2412.06464), the others attend, and their outp
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megarl.models.families.base import Family
@@ -109,8 +109,9 @@ _AFTER_INPUTS = (
         parts=("query", "key", "value"),
     ),
     _param("dt_bias", ("dt_bias",), _PER_HEAD, initial="ones"),
-    _param("A_log", ("A_log",), _PER_HEAD, initial="log_uniform"),
-    _param("out_norm.weight", ("norm.weight",), Replicated("recurrent.value_dim")),
+    # Qwen3.5 publishes these in fp32, Qwen3.6 in bfloat16: vllm-project/vllm#51836 (2026-08-11).
+    _param("A_log", ("A_log",), _PER_HEAD, initial="log_uniform", fp32=True),
+    _param("out_norm.weight", ("norm.weight",), Replicated("recurrent.value_dim"), fp32=True),
     _param("out_proj.weight", ("out_proj.weight",), RowParallel(H, "recurrent.values")),
 )
 
@@ -250,7 +251,7 @@ FAMILIES = (
         name="qwen3_next",
         architecture="Qwen3NextForCausalLM",
         moe=_moe(gated_shared_experts),
-        recurrent_params=_BY_HEAD,
+        recurrent_params=tuple(replace(p, fp32=False) for p in _BY_HEAD),
         defaults=_DEFAULTS,
         **_COMMON,
     ),
