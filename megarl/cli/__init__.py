@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import importlib
 import sys
 import traceback
@@ -56,10 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n".join(f"  {name:12}{about}" for name, (_, about) in COMMANDS.items()))
         return 0 if name else EXIT_CODE
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
-        if name.startswith("--"):
-            hint = f"a command comes first; to train, megarl run {name} ..."
+        from megarl.utils.importing import meant  # here and below: `megarl --help` is instant
+
+        run = f"a command comes first; to train, megarl run {name} ..."
+        hint = run if name.startswith("--") else meant(name, list(COMMANDS))
         print(f"megarl: {name}: no such command; {hint}", file=sys.stderr)
         return EXIT_CODE
     sys.argv[0] = f"megarl {name}"

@@ -13,7 +13,7 @@ from megarl.config.errors import raise_if_any
 from megarl.config.loader import checked_config
 from megarl.config.recipes import GRPOConfig
 from megarl.config.schema import key_table, show
-from megarl.config.secrets import leaves
+from megarl.config.secrets import flat
 
 _KEY = re.compile(r"\$\{([\w.]+)\}")
 _OFF = (None, False, -1)  # values of a key that changes nothing
@@ -21,8 +21,7 @@ _OFF = (None, False, -1)  # values of a key that changes nothing
 
 def keys_of(file: Path) -> dict[str, Any]:
     """Returns the values of a YAML file by dotted key. Raises ConfigError if it is no YAML."""
-    tree = untyped(read_file(file))
-    return {".".join(map(str, place)): value for place, value in leaves(tree, lists=False)}
+    return flat(untyped(read_file(file)))
 
 
 def followed(keys: Mapping[str, Any]) -> dict[str, Any]:

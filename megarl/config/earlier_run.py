@@ -23,7 +23,7 @@ from megarl.config.errors import ConfigError, raise_if_any
 from megarl.config.loader import config_yaml, run_dir
 from megarl.config.recipe_engines import engines, model_override, model_path, saved_engines
 from megarl.config.recipes import BaseConfig
-from megarl.config.secrets import MASK, leaves, masked
+from megarl.config.secrets import MASK, flat, masked
 from megarl.utils.files import broken_seal
 
 STATS_FILE, CONFIG_FILE = "stats.jsonl", "config.yaml"
@@ -109,7 +109,7 @@ def _contradictions(cfg: BaseConfig, seen: BaseConfig, newest: Checkpoint) -> It
     run = newest.path.parent.parent
     away = f"the run in {run} cannot continue so; set another trial_name, or move it"
     tree = _saved_tree(run)
-    before, now = _flat(tree), _flat(yaml.safe_load(config_yaml(cfg)))
+    before, now = flat(tree), flat(yaml.safe_load(config_yaml(cfg)))
     if before.get("recipe", cfg.recipe) != cfg.recipe:
         yield f"recipe={cfg.recipe}: it was {before['recipe']}; {away}"
         return
@@ -142,14 +142,14 @@ def architecture(cfg: BaseConfig, name: str) -> dict[str, Any]:
 def config_changes(cfg: BaseConfig) -> list[str]:
     """Returns `key: old -> new` for every key that differs from the run directory's config.yaml, by
     how it is written: a variable that has another value now is no difference."""
-    before, now = _flat(_saved_tree(run_dir(cfg))), _flat(yaml.safe_load(config_yaml(cfg)))
+    before, now = flat(_saved_tree(run_dir(cfg))), flat(yaml.safe_load(config_yaml(cfg)))
     return _lines_apart(before, now, "->", _PER_START) if before else []
 
 
 def configs_apart(a: Path, b: Path) -> list[str]:
     """Returns `key: a's value | b's value` for every key of which two run directories' config.yaml
     differ, but for those that name a run or record it."""
-    return _lines_apart(_flat(_saved_tree(a)), _flat(_saved_tree(b)), "|", _OF_A_RUN)
+    return _lines_apart(flat(_saved_tree(a)), flat(_saved_tree(b)), "|", _OF_A_RUN)
 
 
 def _lines_apart(a: Flat, b: Flat, sign: str, but: tuple[str, ...]) -> list[str]:
@@ -161,7 +161,7 @@ def _lines_apart(a: Flat, b: Flat, sign: str, but: tuple[str, ...]) -> list[str]
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Yields (dotted key, value before, value after) for each plain value that differs."""
-    old, new = _flat(before), _flat(after)
+    old, new = flat(before), flat(after)
     for key in old | new:
         if old.get(key) != new.get(key):
             yield key, old.get(key), new.get(key)
@@ -184,7 +184,7 @@ def _value_now(tree: dict[str, Any], key: str) -> Any:
     try:
         return OmegaConf.select(OmegaConf.create(tree), key)
     except OmegaConfBaseException:
-        return _flat(tree).get(key)
+        return flat(tree).get(key)
 
 
 def _saved_tree(directory: Path) -> dict[str, Any]:
@@ -199,7 +199,3 @@ def _saved_tree(directory: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: damaged: no YAML of keys; remove it to continue the run")
     return tree
-
-
-def _flat(tree: Flat) -> Flat:
-    return {".".join(map(str, path)): value for path, value in leaves(tree, lists=False)}

@@ -230,6 +230,11 @@ def leaves(tree: Any, path: Place = (), *, lists: bool = True) -> Iterator[tuple
         yield path, tree
 
 
+def flat(tree: Any) -> dict[str, Any]:
+    """Returns the plain values of `tree` by their dotted names; a list counts as one."""
+    return {".".join(map(str, path)): value for path, value in leaves(tree, lists=False)}
+
+
 def from_environment(texts: Mapping[Place, str]) -> list[Place]:
     """Returns the places of the interpolations that read the environment, themselves or by way of
     others. What cannot be followed counts as if it did."""
