@@ -40,17 +40,8 @@ REQUESTS_CA_BUNDLE
 """
 # what a process keeps of its scheduler's environment
 _KEPT = (
-    "SLURM*",
-    "PMI*",
-    "CUDA_VISIBLE_DEVICES",
-    "GPU_DEVICE_ORDINAL",
-    "NVIDIA_*",
-    "PATH",
-    "HOME",
-    "USER",
-    "TMPDIR",
-    "RAY_*",
-    "KUBERNETES_*",
+    *("SLURM*", "PMI*", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "NVIDIA_*"),
+    *("PATH", "HOME", "USER", "TMPDIR", "RAY_*", "KUBERNETES_*"),
 )
 _MARK = re.compile(r"@\{(address|host|port|gpus|cores):([^{}]+)\}")
 
@@ -187,28 +178,19 @@ def forwarded(env: Mapping[str, str], more: Iterable[str] = ()) -> dict[str, str
     return {k: env[k] for k in sorted(env) if any(fnmatch.fnmatchcase(k, p) for p in patterns)}
 
 
-@dataclass(frozen=True)
 class JobFiles:
     """Names the files of a job: all in <run>/launch, which only the user may read. python: the
-    interpreter of its nodes."""
+    interpreter of its nodes. job: the file of the records. environment: the file of the variables
+    that processes get."""
 
-    directory: Path
-    python: str = sys.executable
+    def __init__(self, directory: Path, python: str = sys.executable) -> None:
+        self.directory, self.python = directory, python
+        self.job, self.environment = directory / "job.json", directory / "environment.json"
 
     @classmethod
     def of(cls, job: Job) -> Self:
         """Returns those of a job, as absolute paths."""
         return cls(Path(job.working_directory, job.directory, "launch"), job.python)
-
-    @property
-    def job(self) -> Path:
-        """Returns the file of the records."""
-        return self.directory / "job.json"
-
-    @property
-    def environment(self) -> Path:
-        """Returns the file of the variables that processes get."""
-        return self.directory / "environment.json"
 
     def agent(self, attempt: str, *number: str) -> list[str]:
         """Returns the command of a node's agent. number: the options that say which node it is."""

@@ -73,21 +73,10 @@ class Files(JobFiles):
     """Names the files of a job that Slurm runs. status: the job's exit status, written at its end.
     idle: a line for each attempt in a row that ended without a new checkpoint."""
 
-    @property
-    def script(self) -> Path:
-        return self.directory / "job.sbatch"
-
-    @property
-    def id(self) -> Path:
-        return self.directory / "job_id"
-
-    @property
-    def status(self) -> Path:
-        return self.directory / "status"
-
-    @property
-    def idle(self) -> Path:
-        return self.directory / "idle"
+    def __init__(self, directory: Path, python: str = sys.executable) -> None:
+        super().__init__(directory, python)
+        self.script, self.id = directory / "job.sbatch", directory / "job_id"
+        self.status, self.idle = directory / "status", directory / "idle"
 
     def log(self, job_id: str) -> Path:
         """Returns the file that the job's output goes to."""
