@@ -69,9 +69,7 @@ def _checked(argv: Sequence[str]) -> BaseConfig | None:
     """Returns the configuration to run, after all checks; None where nothing is to run. Raises
     ConfigError."""
     command = parse_command_line(
-        argv,
-        options=("config", "recipe"),
-        switches=("help", "print-config", "check", "checked"),
+        argv, options=("config", "recipe"), switches=("help", "print-config", "check", "checked")
     )
     if "help" in command.switches:
         with contextlib.suppress(BrokenPipeError):  # --help | head

@@ -18,10 +18,7 @@ _NAMES: dict[str, dict[str, str]] = {
         "LLMResponse": "ModelResponse",
         "log_gpu_stats": "memory_in_use(), which returns GiB by name",
     },
-    "Role": {
-        "compute_logps": "compute_logp(batch)",
-        "update": "ppo_update(batch)",
-    },
+    "Role": {"compute_logps": "compute_logp(batch)", "update": "ppo_update(batch)"},
     "Batch": {
         "to": "the batch itself: an engine moves what it computes with",
         "shape": "len(batch) for samples, batch.padded() for tensors [B, S]",

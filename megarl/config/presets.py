@@ -76,9 +76,7 @@ PRESETS: dict[str, Tree] = {
     # ratio and surrogate
     "grpo": _actor(loss_agg="sequence-mean", kl_coef=0.04, kl_estimator="k3") | {"ref": {}},
     "dr_grpo": _actor(
-        adv_norm="group_mean",
-        loss_agg="sequence-sum",
-        loss_agg_length="${gconfig.max_new_tokens}",
+        adv_norm="group_mean", loss_agg="sequence-sum", loss_agg_length="${gconfig.max_new_tokens}"
     ),
     "dapo": _actor(eps_clip_higher=0.28, dynamic_sampling=True),
     "gspo": _actor(

@@ -65,8 +65,7 @@ TRANSPORTS: Mapping[str, BuiltIn] = {
         requirements=Requirements(process_group=True, less=True),
     ),
     "disk": BuiltIn(
-        target=f"{_PACKAGE}.disk:DiskTransport",
-        requirements=Requirements(directory=True),
+        target=f"{_PACKAGE}.disk:DiskTransport", requirements=Requirements(directory=True)
     ),
     "colocated": BuiltIn(
         target=f"{_PACKAGE}.colocated:ColocatedTransport",

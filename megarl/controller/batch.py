@@ -251,9 +251,7 @@ class RemoteBatch(Batch):
         raise RuntimeError("the controller holds no rows: call what gathers on the workers")
 
     def load_data(
-        self,
-        rows: Sequence[int] | Tensor | None = None,
-        names: Sequence[str] | None = None,
+        self, rows: Sequence[int] | Tensor | None = None, names: Sequence[str] | None = None
     ) -> Padded:
         """Returns padded [b, S] tensors and attention_mask of the rows (None takes all) and fields
         `names` (None takes all): their tokens come here from the workers that hold them."""

@@ -364,13 +364,7 @@ class GraphExecution:
 
 
 def make_copy(
-    role: Role,
-    copy: Copy,
-    world: World,
-    spec: FinetuneSpec | None,
-    *,
-    trained: bool,
-    empty: bool,
+    role: Role, copy: Copy, world: World, spec: FinetuneSpec | None, *, trained: bool, empty: bool
 ) -> Role:
     """Returns the role with an engine in the copy's strategy on its mesh: with an optimizer if it
     is trained, and without weights that rest in host memory if it is empty between its calls."""

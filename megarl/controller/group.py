@@ -33,6 +33,7 @@ from megarl.parallel.worlds import World, init_distributed
 from megarl.rpc.errors import RemoteError
 from megarl.rpc.link import Link, pack
 from megarl.rpc.worker import Worker
+from megarl.utils.http import settle
 
 T = TypeVar("T")
 # seconds in which other workers' errors follow the first: they may be its reason, or the same
@@ -53,9 +54,7 @@ class Pending:
         take: Callable[[list[Any]], Any],
     ) -> None:
         self.what, self._workers, self._replies, self._take = what, workers, replies, take
-        self._lock, self._taken = threading.RLock(), False
-        self._value: Any = None
-        self._error: Exception | None = None
+        self._lock, self._taken = threading.RLock(), Future[Any]()
         self._errors: dict[int, BaseException] = {}
         self._left = len(replies)
         # ends with the answers, or an error; for concurrent.futures.wait
@@ -72,15 +71,9 @@ class Pending:
         Raises the error of the first worker that failed for a reason of its own."""
         replies = self.future.result(timeout)
         with self._lock:
-            if not self._taken:
-                self._taken = True
-                try:
-                    self._value = self._take(replies)
-                except Exception as e:
-                    self._error = e
-            if self._error is not None:
-                raise self._error
-            return self._value
+            if not self._taken.done():
+                settle(self._taken, self._take, replies)
+        return self._taken.result()
 
     def wait(self) -> None:
         """Waits for the result, and takes it; its error is for whoever asks for it."""

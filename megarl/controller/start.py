@@ -24,10 +24,7 @@ _started: WeakKeyDictionary[Scheduler, dict[str, WorkerGroup]] = WeakKeyDictiona
 
 
 def trainers(
-    config: BaseConfig,
-    scheduler: Scheduler,
-    engine: Any,
-    ranks: Sequence[int] | None = None,
+    config: BaseConfig, scheduler: Scheduler, engine: Any, ranks: Sequence[int] | None = None
 ) -> WorkerGroup:
     """Returns the trainer processes of a run, which share one world of torch.distributed: so many
     as trainer.workers says, or the part of them that `ranks` names. Each has what the engine or

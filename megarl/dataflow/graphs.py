@@ -101,10 +101,7 @@ def sft() -> nx.DiGraph:
 
 
 GRAPHS: dict[str, Callable[..., nx.DiGraph]] = {
-    "ppo": ppo,
-    "grpo": grpo,
-    "remax": remax,
-    "sft": sft,
+    make.__name__: make for make in (ppo, grpo, remax, sft)
 }
 
 

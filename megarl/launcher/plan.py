@@ -70,14 +70,9 @@ class Plan:
     @property
     def reward_nodes(self) -> int:
         """Returns how many nodes the launcher starts reward workers on."""
-        pool = self.cfg.cluster.reward_pool
-        if (
-            pool is None
-            or not isinstance(self.cfg, GRPOConfig)
-            or self.cfg.rollout.reward_addresses
-        ):
-            return 0
-        return RewardPoolConfig(**pool).n_nodes
+        cfg, pool = self.cfg, self.cfg.cluster.reward_pool
+        needed = isinstance(cfg, GRPOConfig) and not cfg.rollout.reward_addresses
+        return RewardPoolConfig(**pool).n_nodes if needed and pool is not None else 0
 
 
 def plan_here(command: CommandLine) -> Plan:

@@ -233,7 +233,6 @@ def _slurm(*command: str) -> subprocess.CompletedProcess[str]:
             capture_output=True,
             text=True,
             timeout=COMMAND_TIMEOUT,
-            check=False,
         )
     except FileNotFoundError as e:
         raise ConfigError(f"{command[0]}: no such command; start on a machine with Slurm") from e
@@ -248,7 +247,9 @@ def _slurm(*command: str) -> subprocess.CompletedProcess[str]:
 def batch_script(job: Job, cluster: ClusterConfig, files: Files) -> str:
     """Returns the script. It starts one agent on every node, again as recover.restarts allows, and
     queues the job again when it is told to end before it is done."""
-    directives = [f"#SBATCH {_quoted(word)}" for word in _directives(job, cluster, files)]
+    words = _directives(job, cluster, files)
+    # as sbatch reads a word off a line
+    directives = [f'#SBATCH "{w}"' if " " in w else f"#SBATCH {w}" for w in words]
     body = _BODY.format(
         directory=shlex.quote(job.working_directory),
         python_path=shlex.quote(str(PACKAGE.parent)),
@@ -262,11 +263,6 @@ def batch_script(job: Job, cluster: ClusterConfig, files: Files) -> str:
         srun=shlex.join(_srun(job, cluster, files)).replace("'$attempt'", '"$attempt"'),
     )
     return "\n".join(("#!/bin/bash", *directives, body))
-
-
-def _quoted(word: str) -> str:
-    """Returns a word as sbatch reads it off a line of directives."""
-    return f'"{word}"' if " " in word else word
 
 
 def _directives(job: Job, cluster: ClusterConfig, files: Files) -> Iterator[str]:

@@ -22,16 +22,11 @@ from megarl.launcher.job import (
     forwarded,
 )
 from megarl.launcher.names import new_attempt, node_address
-from megarl.rpc.group import (
-    Arrivals,
-    GroupSpec,
-    Processes,
-    Scheduler,
-)
-from megarl.rpc.link import split
+from megarl.rpc.group import Arrivals, GroupSpec, Processes, Scheduler
 from megarl.rpc.worker import rank_env
 from megarl.utils.child import TERM_TIMEOUT
 from megarl.utils.env import CONTROLS
+from megarl.utils.http import split_address
 from megarl.utils.importing import load_object
 
 _KINDS = {  # by trainer.scheduler, and under a launcher
@@ -70,7 +65,7 @@ class LaunchedScheduler(Scheduler):
                 f"{spec.name}: a launcher starts the groups {', '.join(self._places)}; start "
                 "others by a LocalScheduler"
             )
-        return Arrivals(*split(self._places[spec.name]))
+        return Arrivals(*split_address(self._places[spec.name]))
 
     def start_processes(self, spec: GroupSpec, address: str) -> None:
         """Starts none."""

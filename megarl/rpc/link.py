@@ -26,6 +26,7 @@ import cloudpickle
 
 from megarl.rpc.errors import Refused, RemoteError, RpcError
 from megarl.rpc.frames import Part, Wire, greet, introduce, new_instance, own_token
+from megarl.utils.http import settle, split_address
 from megarl.utils.user_errors import RemoteTrace
 
 # (verb, payload, the link that it came over) -> the answer, or a Future of it
@@ -172,7 +173,8 @@ class Link:
         with self._lock:
             waiting, self._waiting = self._waiting, {}
         for future in waiting.values():
-            _settle(future, error=_anew(why))
+            if future.set_running_or_notify_cancel():
+                future.set_exception(_anew(why))
 
     def close(self) -> None:
         """Ends the link; calls under way raise RpcError."""
@@ -203,15 +205,14 @@ class Link:
 
     def _answered(self, number: int, kind: int, parts: list[Part]) -> None:
         future = self._waiting.pop(number, None) or Future()
-        try:
-            value = pickle.loads(parts[1], buffers=parts[2:])
-        except Exception as e:
-            _settle(future, error=e)
-            return
+        if future.set_running_or_notify_cancel():  # else whoever waited for it has gone
+            settle(future, self._answer_of, kind, parts)
+
+    def _answer_of(self, kind: int, parts: list[Part]) -> Any:
+        value = pickle.loads(parts[1], buffers=parts[2:])
         if kind == ERROR:
-            _settle(future, error=RemoteError(self.name, *value))
-        else:
-            _settle(future, value)
+            raise RemoteError(self.name, *value)
+        return value
 
     def _called(self, number: int, parts: list[Part]) -> None:
         answer: Future[Any] = Future()
@@ -244,16 +245,6 @@ class Link:
             self._wire.send(number, kind, (b"", *packed.parts))
 
 
-def _settle(future: Future[Any], value: Any = None, error: BaseException | None = None) -> None:
-    """Gives a future its result, unless whoever waited for it has gone."""
-    if not future.set_running_or_notify_cancel():
-        return
-    if error is None:
-        future.set_result(value)
-    else:
-        future.set_exception(error)
-
-
 def _anew(why: RpcError) -> RpcError:
     """Returns an error of its own for each call, with that call's traceback."""
     return type(why)(*why.args)
@@ -271,7 +262,7 @@ def connect(address: str, name: str = "", handle: Handle = _no_calls) -> Link:
     """
     token, name = own_token(), name or address
     try:
-        sock = socket.create_connection(split(address), timeout=CONNECT_TIMEOUT)
+        sock = socket.create_connection(split_address(address), timeout=CONNECT_TIMEOUT)
     except OSError as e:
         raise RpcError(f"link to {name}: nobody listens at {address}: {e}") from e
     try:
@@ -282,12 +273,6 @@ def connect(address: str, name: str = "", handle: Handle = _no_calls) -> Link:
     except (OSError, EOFError) as e:
         sock.close()
         raise RpcError(f"link to {name} lost: {e}") from e
-
-
-def split(address: str) -> tuple[str, int]:
-    """Returns the host and the port of an address."""
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
 
 
 class Listener:

@@ -27,10 +27,10 @@ from types import FrameType
 from typing import Any, Self
 
 from megarl.rpc.errors import Refused, RpcError
-from megarl.rpc.link import Handler, Link, Listener, connect, split
+from megarl.rpc.link import Handler, Link, Listener, connect
 from megarl.utils.child import TERM_TIMEOUT
 from megarl.utils.env import address_towards, quiet_libraries, set_trainer_defaults
-from megarl.utils.http import settle
+from megarl.utils.http import settle, split_address
 from megarl.utils.importing import add_working_directory, load_object
 from megarl.utils.stacks import dump_on_signal
 
@@ -178,7 +178,7 @@ class _Serving:
 def _link(start: WorkerStart, serving: _Serving) -> Link:
     """Listens to other workers, and links to whoever started this one. Raises RpcError where nobody
     listens, of a launched worker after MEET_TIMEOUT seconds."""
-    host = address_towards(split(start.starter)[0])
+    host = address_towards(split_address(start.starter)[0])
     worker = Worker(
         name=f"{start.group}/{start.index}",
         index=start.index,
