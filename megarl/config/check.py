@@ -174,18 +174,14 @@ def _allocation_problems(cfg: BaseConfig, world_size: int | None) -> Iterator[st
         if (other := attrgetter(key)(cfg)) != value:
             yield f"{mode} means {key}={value}, and {key}={other} is set: correct one of them"
     if world_size is not None and world_size != wanted:
-        yield (
-            f"{mode}: its trainers are {wanted} processes, and {world_size} would be started; "
-            "correct it, or start as many"
-        )
+        why = f"{world_size} would be started; correct it, or start as many"
+        yield f"{mode}: its trainers are {wanted} processes, and {why}"
     if isinstance(cfg, GRPOConfig) and allocation.servers is not None:
         transport = built_in_transport(cfg.weight_sync.type)
         shares = transport is not None and transport.requirements.shares_devices
         if shares and not allocation.colocated:
-            yield (
-                f"weight_sync.type={cfg.weight_sync.type}: needs servers on the trainers' GPUs; "
-                f"write | instead of + in {mode}"
-            )
+            why = f"needs servers on the trainers' GPUs; write | instead of + in {mode}"
+            yield f"weight_sync.type={cfg.weight_sync.type}: {why}"
 
 
 # recipes without rollouts
@@ -255,10 +251,8 @@ def _input_problems(cfg: GRPOConfig) -> Iterator[str]:
         named = dict.fromkeys(compared or (), "advantages.options.parts")
         named |= dict.fromkeys(looked_at if isinstance(looked_at, list) else (), "dynamic_sampling")
         for name in sorted(named.keys() - known):
-            yield (
-                f"actor.{named[name]}.{name}: no reward of type weighted has this part; "
-                f"{meant(name, sorted(known))}"
-            )
+            fix = meant(name, sorted(known))
+            yield f"actor.{named[name]}.{name}: no reward of type weighted has this part; {fix}"
     if cfg.actor.advantages.type != "remax":
         return
     own = {name: part.workflow for name, part in parts.items() if part.workflow.type}
@@ -278,10 +272,8 @@ def _input_problems(cfg: GRPOConfig) -> Iterator[str]:
 def _distill_problems(cfg: DistillConfig) -> Iterator[str]:
     loss, advantages = cfg.actor.loss.type, cfg.actor.advantages.type
     if loss == "policy" and advantages != "teacher" and not is_import_path(advantages):
-        yield (
-            f"actor.loss=policy with actor.advantages={advantages}: neither asks the teacher; take "
-            "actor.loss=distill, or actor.advantages=teacher"
-        )
+        why = "neither asks the teacher; take actor.loss=distill, or actor.advantages=teacher"
+        yield f"actor.loss=policy with actor.advantages={advantages}: {why}"
     yield from rule_problems(rules.TEACHER_SERVERS, cfg)
 
 

@@ -96,10 +96,8 @@ def lora_problems(key: str, cfg: LoRAConfig) -> Iterator[str]:
     if ALL_LINEAR in cfg.target_modules and len(cfg.target_modules) > 1:
         yield f"{key}.target_modules={cfg.target_modules}: {ALL_LINEAR} stands alone"
     if cfg.adapter_path and not (Path(cfg.adapter_path) / "adapter_config.json").is_file():
-        yield (
-            f"{key}.adapter_path={cfg.adapter_path}: no adapter_config.json there; name a PEFT "
-            "directory, or leave it empty"
-        )
+        fix = "name a PEFT directory, or leave it empty"
+        yield f"{key}.adapter_path={cfg.adapter_path}: no adapter_config.json there; {fix}"
 
 
 def optimizer_problems(key: str, cfg: OptimizerConfig) -> Iterator[str]:
@@ -250,10 +248,8 @@ def _source_problems(key: str, cfg: SourceConfig) -> Iterator[str]:
     if cfg.type in (*GENERATED, MIX) or is_import_path(cfg.type) or cfg.files:
         return
     if not cfg.path:
-        yield (
-            f"{key}.path is empty: {key}.type={cfg.type} needs a hub name (openai/gsm8k), a path "
-            f"or {key}.files"
-        )
+        why = f"{key}.type={cfg.type} needs a hub name (openai/gsm8k), a path or {key}.files"
+        yield f"{key}.path is empty: {why}"
     elif not Path(cfg.path).exists() and not looks_like_hub_name(cfg.path):
         yield f"{key}.path={cfg.path}: no such file or directory"
 
@@ -264,10 +260,8 @@ def reward_problems(key: str, cfg: SourceConfig) -> Iterator[str]:
         for name, part in cfg.parts.items():
             yield from reward_problems(f"{key}.parts.{name}", part)
     elif not cfg.reward.type and cfg.type not in WITH_REWARD:
-        yield (
-            f"{key}.reward is empty: {key}.type={cfg.type} has none of its own; name "
-            "pkg.module:function, or none where a reward model or the workflow judges"
-        )
+        fix = "name pkg.module:function, or none where a reward model or the workflow judges"
+        yield f"{key}.reward is empty: {key}.type={cfg.type} has none of its own; {fix}"
 
 
 def looks_like_hub_name(path: str) -> bool:
@@ -341,10 +335,8 @@ def _address_problems(cfg: GRPOConfig) -> Iterator[str]:
         try:
             listed["rollout.addresses_file"] = addresses_in(r.addresses_file)
         except (OSError, UnicodeDecodeError) as e:
-            yield (
-                f"rollout.addresses_file={r.addresses_file}: cannot be read: {e}; make the file, "
-                "it may be empty at first"
-            )
+            fix = "make the file, it may be empty at first"
+            yield f"rollout.addresses_file={r.addresses_file}: cannot be read: {e}; {fix}"
     for key, addresses in listed.items():
         for address in addresses:
             try:
@@ -366,10 +358,8 @@ def _worker_problems(cfg: GRPOConfig) -> Iterator[str]:
     batches = r.max_head_offpolicyness + 1
     in_flight = r.max_concurrent_rollouts or cfg.train_dataset.batch_size * batches
     if r.workers > in_flight:
-        yield (
-            f"rollout.workers={r.workers}: at most {in_flight} episodes are in flight, so the "
-            "others would have none to run; use about one worker for each core that is free"
-        )
+        why = "the others would have none to run; use about one worker for each core that is free"
+        yield f"rollout.workers={r.workers}: at most {in_flight} episodes are in flight, so {why}"
 
 
 def transport_problems(cfg: GRPOConfig, needs: Requirements) -> Iterator[str]:
@@ -377,10 +367,8 @@ def transport_problems(cfg: GRPOConfig, needs: Requirements) -> Iterator[str]:
     r, sync, server = cfg.rollout, cfg.weight_sync, cfg.server
     key = f"weight_sync.type={sync.type}"
     if needs.shares_devices and r.addresses and not any(map(is_here, r.addresses)):
-        yield (
-            f"{key}: none of rollout.addresses is on this machine; use "
-            "weight_sync.type=distributed or disk"
-        )
+        fix = "use weight_sync.type=distributed or disk"
+        yield f"{key}: none of rollout.addresses is on this machine; {fix}"
     if server.dp > 1 and (needs.adapters or not needs.directory):
         yield (
             f"{key}: SGLang takes no weights from a trainer's memory, nor adapters, with "
@@ -409,10 +397,8 @@ def _judge_problems(cfg: GRPOConfig) -> Iterator[str]:
             reward = reward if isinstance(reward, dict) else {"type": reward}
             named = (reward.get("options") or {}).get("base_url")
             if reward.get("type") == "judge" and not named:
-                yield (
-                    f"{key}.reward{where}=judge: nothing says which server judges; set its option "
-                    "base_url, or have the launcher start one by judge.path"
-                )
+                fix = "set its option base_url, or have the launcher start one by judge.path"
+                yield f"{key}.reward{where}=judge: nothing says which server judges; {fix}"
 
 
 _OF_KEYS = {  # options of servers -> the key of their section that gives them

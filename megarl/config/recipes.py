@@ -268,10 +268,8 @@ def workflow_of(default: SeamConfig, data: SourceConfig) -> SeamConfig:
     key = "chat_template_kwargs"
     rows, own = data.options.get(key) or {}, named.options.get(key)
     if own is not None and own != rows:
-        raise ValueError(
-            f"options.{key}={rows}, but the workflow's options.{key}={own}: all turns of a chat "
-            "need the same; set them in the options of the data set only"
-        )
+        why = "all turns of a chat need the same; set them in the options of the data set only"
+        raise ValueError(f"options.{key}={rows}, but the workflow's options.{key}={own}: {why}")
     return SeamConfig(type=named.type, options=named.options | {key: rows}) if rows else named
 
 

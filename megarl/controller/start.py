@@ -72,8 +72,6 @@ def workers(
         groups[name] = WorkerGroup(name, group.workers, group.clients)
         groups[name].call(set_collective_timeout, config.collective_timeout)
     if len(groups[name]) != count:
-        raise ValueError(
-            f"the scheduler has started {len(groups[name])} {name}, and this wants {count}: one "
-            "group serves all models of a run"
-        )
+        why = f"this wants {count}: one group serves all models of a run"
+        raise ValueError(f"the scheduler has started {len(groups[name])} {name}, and {why}")
     return groups[name]

@@ -176,10 +176,8 @@ def _naming_problems(calls: Sequence[Call]) -> Iterator[str]:
         if call.into and call.into not in call.outputs:
             yield f"call {call.name!r}: into={call.into!r} is not among its outputs"
         if call.kind == TRAIN_STEP and (first := trained.setdefault(call.model, call)) is not call:
-            yield (
-                f"calls {first.name!r} and {call.name!r} both train {call.model!r}: a "
-                "step trains a model once"
-            )
+            why = "a step trains a model once"
+            yield f"calls {first.name!r} and {call.name!r} both train {call.model!r}: {why}"
 
 
 def _allocation_problems(call: Call, devices: Devices | None) -> Iterator[str]:

@@ -39,10 +39,8 @@ class Devices:
         unit = self.per_node if mesh.count >= self.per_node else mesh.count
         inside = mesh.count > 0 and 0 <= mesh.first <= self.all.count - mesh.count
         if not inside:
-            raise ValueError(
-                f"mesh {mesh}: {self.nodes}x{self.per_node} devices are {self.all}; name "
-                "some of them"
-            )
+            why = f"{self.nodes}x{self.per_node} devices are {self.all}; name some of them"
+            raise ValueError(f"mesh {mesh}: {why}")
         if mesh.count % unit or self.per_node % unit or mesh.first % unit:
             raise ValueError(
                 f"mesh {mesh}: a mesh is whole nodes of {self.per_node} devices, or one of the "

@@ -113,10 +113,8 @@ def show(job: Job, env: Mapping[str, str], format: str = TABLE) -> str:
     ConfigError for another. The text of "json" has every process, and `Job.from_json` reads it; the
     table has the command and variables of the first process of each kind."""
     if format not in FORMATS:
-        raise ConfigError(
-            f"--format {format}: not one of {', '.join(FORMATS)} (the JobSet of "
-            "docs/clusters.md reads json)"
-        )
+        why = f"not one of {', '.join(FORMATS)} (the JobSet of docs/clusters.md reads json)"
+        raise ConfigError(f"--format {format}: {why}")
     records = _masked(job, env)
     if format == "json":
         return json.dumps(records, indent=1)

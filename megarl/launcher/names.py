@@ -147,10 +147,8 @@ class FileNames(Names):
         except (ValueError, KeyError, TypeError, RecursionError):
             value, mac = "", ""
         if not hmac.compare_digest(mac.encode(), self._mac(name, value).encode()):
-            raise ForgedName(
-                f"{self._directory / name}: not written by attempt {self.attempt} of this job; who "
-                "else can write there?"
-            )
+            why = f"not written by attempt {self.attempt} of this job; who else can write there?"
+            raise ForgedName(f"{self._directory / name}: {why}")
         return value
 
     def _mac(self, name: str, value: str) -> str:
@@ -169,10 +167,8 @@ def _numbers(attempt: str) -> tuple[int, ...]:
 
 
 def _superseded(attempt: str, newest: str) -> str:
-    return (
-        f"attempt {attempt} is not the newest of this run, {newest} is: ending at once, since both "
-        "would write to the same files"
-    )
+    why = "ending at once, since both would write to the same files"
+    return f"attempt {attempt} is not the newest of this run, {newest} is: {why}"
 
 
 def node_address(interface: str = "") -> str:

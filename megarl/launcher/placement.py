@@ -116,11 +116,9 @@ def place(
         )
     rewards = nodes.take(_Node(pool=REWARD_POOL, size=0), 0, reward_nodes)
     if cluster.n_nodes not in (None, len(nodes.nodes)):
-        raise ConfigError(
-            f"cluster.n_nodes={cluster.n_nodes}: the job takes {len(nodes.nodes)} node(s) of "
-            f"cluster.n_gpus_per_node={size}; correct allocation_mode, or leave "
-            "cluster.n_nodes null"
-        )
+        why = f"the job takes {len(nodes.nodes)} node(s) of cluster.n_gpus_per_node={size}"
+        fix = "correct allocation_mode, or leave cluster.n_nodes null"
+        raise ConfigError(f"cluster.n_nodes={cluster.n_nodes}: {why}; {fix}")
     return Placement(
         pools=tuple(n.pool for n in nodes.nodes),
         gpus_per_node=tuple(n.size if on_gpus else 0 for n in nodes.nodes),

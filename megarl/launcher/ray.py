@@ -80,10 +80,8 @@ def bundle(worker: WorkerSpec) -> Resources:
 def _plan(command: CommandLine) -> Plan:
     plan = plan_cluster(command)
     if plan.cfg.cluster.container:
-        raise ConfigError(
-            f"cluster.container={plan.cfg.cluster.container}: processes run in the containers "
-            "that Ray's nodes were started in; leave it out"
-        )
+        why = "processes run in the containers that Ray's nodes were started in; leave it out"
+        raise ConfigError(f"cluster.container={plan.cfg.cluster.container}: {why}")
     return plan
 
 

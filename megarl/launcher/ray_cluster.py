@@ -256,10 +256,8 @@ def _check_listens(address: str) -> None:
     """Raises ConfigError where nothing listens at an address; Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
     if "://" in address or not host or not port.isdecimal():
-        raise ConfigError(
-            f"RAY_ADDRESS={address}: must be host:port of the cluster's head; start the "
-            "launcher on a machine of the cluster, or with `ray job submit`"
-        )
+        fix = "start the launcher on a machine of the cluster, or with `ray job submit`"
+        raise ConfigError(f"RAY_ADDRESS={address}: must be host:port of the cluster's head; {fix}")
     try:
         socket.create_connection((host, int(port)), timeout=CONNECT).close()
     except OSError as e:
@@ -267,10 +265,8 @@ def _check_listens(address: str) -> None:
 
 
 def _no_cluster(address: str, error: Exception) -> ConfigError:
-    return ConfigError(
-        f"RAY_ADDRESS={address}: no Ray cluster: {one_line(error)}; start one with `ray start "
-        "--head`, or set RAY_ADDRESS to host:port of its head"
-    )
+    fix = "start one with `ray start --head`, or set RAY_ADDRESS to host:port of its head"
+    return ConfigError(f"RAY_ADDRESS={address}: no Ray cluster: {one_line(error)}; {fix}")
 
 
 def cluster_has() -> str:

@@ -174,10 +174,8 @@ def submit(plan: Plan, job: Job) -> tuple[str, Files]:
     earlier = files.id.read_text(encoding="utf-8").strip() if files.id.exists() else ""
     state = job_state(earlier) if earlier else None
     if state is not None and not state.over:
-        raise ConfigError(
-            f"job {earlier} of this run is {state.state}: scancel {earlier}, or choose another "
-            "trial_name"
-        )
+        why = f"scancel {earlier}, or choose another trial_name"
+        raise ConfigError(f"job {earlier} of this run is {state.state}: {why}")
     ensure_job_token()
     files.write(job, os.environ)
     for old in (files.status, files.idle):

@@ -135,10 +135,8 @@ class Wire:
         sizes = [len(view) for view in views]
         total = sum(sizes)
         if total > LARGEST or len(sizes) > _MOST_PARTS:
-            raise ValueError(
-                f"a message of {total:,} bytes in {len(sizes):,} parts: at most {LARGEST:,} "
-                f"bytes in {_MOST_PARTS:,} parts travel at once"
-            )
+            why = f"at most {LARGEST:,} bytes in {_MOST_PARTS:,} parts travel at once"
+            raise ValueError(f"a message of {total:,} bytes in {len(sizes):,} parts: {why}")
         table = struct.pack(f"<{len(sizes) - SIGNED}Q", *sizes[SIGNED:])
         about = number, kind, len(sizes), *sizes[:SIGNED]
         tag = _tag(self._send_key, self._sent, about, table, views[:SIGNED])

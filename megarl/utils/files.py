@@ -43,10 +43,8 @@ def stage(target: Path) -> Path:
     is put in its place would take the link's, or what it points to, away."""
     target = target.absolute()
     if target.is_symlink():
-        raise ValueError(
-            f"cannot save to {target}: it is a link to {os.readlink(target)}; remove the link, or "
-            "choose another directory"
-        )
+        fix = "remove the link, or choose another directory"
+        raise ValueError(f"cannot save to {target}: it is a link to {os.readlink(target)}; {fix}")
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = _beside(target, "tmp")
     staging.mkdir()
@@ -170,10 +168,8 @@ def _disk_full(begin: str, directory: Path, needed: int | None) -> DiskFull:
         directory = directory.parent
     amount = "" if needed is None else f"{human(needed)} are needed, "
     free = human(shutil.disk_usage(directory).free)
-    return DiskFull(
-        f"{begin}: {amount}{directory} has {free} free (a quota may leave less); make room "
-        "there, or set another fileroot. Earlier checkpoints are as they were"
-    )
+    fix = "make room there, or set another fileroot. Earlier checkpoints are as they were"
+    return DiskFull(f"{begin}: {amount}{directory} has {free} free (a quota may leave less); {fix}")
 
 
 def human(nbytes: float) -> str:

@@ -90,19 +90,15 @@ def _module_of_file(file: Path, shown: str) -> str:
         spec = None
     origin = spec.origin if spec is not None else None
     if origin is None or Path(origin).resolve() != file.resolve():
-        raise ValueError(
-            f"{shown}: the name {file.stem} already means {origin or 'another module'}; rename "
-            "the file"
-        )
+        why = f"the name {file.stem} already means {origin or 'another module'}; rename the file"
+        raise ValueError(f"{shown}: {why}")
     return file.stem
 
 
 def _why_not(error: BaseException, module: str) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name and module.startswith(error.name):
-        return (
-            f"there is no module {error.name}; it must be in the working directory "
-            f"({os.getcwd()}), installed, or on PYTHONPATH"
-        )
+        fix = f"it must be in the working directory ({os.getcwd()}), installed, or on PYTHONPATH"
+        return f"there is no module {error.name}; {fix}"
     return in_one_line(error)
 
 
