@@ -74,10 +74,8 @@ class GraphTrainer(RLTrainer):
         names a call that generates."""
         graph = recipe_graph(cfg, devices, where)
         if named := [c.name for c in calls_of(graph) if c.kind == GENERATE and c.name in where]:
-            raise ConfigError(
-                f"trainer.options.where.{named[0]}={where[named[0]]}: servers generate, on "
-                "devices of their own; set server.count and server.tp, and leave it out"
-            )
+            why = "servers generate; leave it out, and set server.count and server.tp"
+            raise ConfigError(f"trainer.options.where.{named[0]}={where[named[0]]}: {why}")
         name, args = "advantages", {"kl_ctl": cfg.kl_ctl}
         if isinstance(cfg, PPOConfig):
             name, args = "gae", gae_settings(cfg)

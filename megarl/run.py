@@ -115,10 +115,8 @@ def _prepare(cfg: BaseConfig, *, only: bool) -> None:
         except OSError as e:
             raise ConfigError(f"rollout.addresses_file: cannot be read: {e}; make it") from e
         if not (only or servers) and needs_servers(cfg):
-            raise ConfigError(
-                "no generation server: name running ones in rollout.addresses=[host:port,...] "
-                f"or {ADDRESSES_ENV}, or start with python -m megarl.launcher.local"
-            )
+            fix = f"name running ones in it or {ADDRESSES_ENV}, or start with megarl launch"
+            raise ConfigError(f"rollout.addresses=[]: no generation server; {fix}")
     set_trainer_defaults(os.environ, servers=servers, block_fp8=uses_block_fp8(cfg))
 
 
@@ -186,10 +184,8 @@ def _world_size(cfg: BaseConfig, only_checks: bool) -> int:
     controller the number of its trainers; raises ConfigError for one that torchrun starts."""
     if cfg.trainer.mode == "controller":
         if os.environ.get("WORLD_SIZE", "1") != "1":
-            raise ConfigError(
-                "trainer.mode=controller under torchrun: one process starts the trainers; run "
-                "python -m megarl.run, or a launcher, or set trainer.mode=spmd"
-            )
+            fix = "run python -m megarl.run, or a launcher, or set trainer.mode=spmd"
+            raise ConfigError(f"trainer.mode=controller: torchrun starts several of it; {fix}")
         return trainer_processes(cfg)
     if only_checks and "WORLD_SIZE" not in os.environ:
         return smallest_world_size(cfg)

@@ -104,9 +104,8 @@ def _whole(cfg: GRPOConfig, adapter: str, out: Path) -> Iterator[str]:
         yield cfg.actor.path
         return
     if server_addresses(cfg.rollout):
-        raise ConfigError(
-            f"{adapter}: servers of rollout.addresses hold no merged model; leave them out"
-        )
+        why = "servers of rollout.addresses hold no merged model; leave them out"
+        raise ConfigError(f"{adapter}: {why}")
     from megarl.ckpt.peft import merge_peft
 
     out.mkdir(parents=True, exist_ok=True)
@@ -128,10 +127,8 @@ def _configuration(args: Namespace) -> tuple[GRPOConfig, dict[str, DatasetConfig
 
         model, adapter = base_of(args.model), model
         if not model or not Path(model).is_dir():
-            raise ConfigError(
-                f"{adapter}: its base_model_name_or_path={model} is no directory here; write "
-                f"megarl eval MODEL actor.lora.adapter_path={adapter}"
-            )
+            fix = f"write megarl eval MODEL actor.lora.adapter_path={adapter}"
+            raise ConfigError(f"base_model_name_or_path={model}: no directory here; {fix}")
     try:
         read_hf_config(model)
     except ValueError as e:

@@ -90,10 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     gconfig = cfg.gconfig if isinstance(cfg, GRPOConfig) and what != TRAIN else None
     if gconfig is not None and gconfig.seed is None and not gconfig.greedy:
-        print(
-            "gconfig.seed is null: rollouts will differ from the run's; --train-only takes the "
-            "recorded batches"
-        )
+        print("gconfig.seed=null: rollouts will differ; --train-only takes the recorded batches")
     from megarl.launcher.local import main as launch  # here, so that --help is instant
 
     if (status := launch(arguments)) != 0:
@@ -113,11 +110,9 @@ def check_batches(run: Path, first: int, step: int) -> None:
     missing = [s for s in range(first, step + 1) if s not in have]
     if missing:
         there = f"steps {', '.join(map(str, have))} are recorded" if have else "none is recorded"
-        raise ConfigError(
-            f"--step {step}: the replay begins at step {first}, and the batch of step "
-            f"{missing[0]} is not in {batch_path(run, step).parent} ({there}); set record.keep "
-            "to at least the steps between two checkpoints"
-        )
+        why = f"the batch of step {missing[0]} is not in {batch_path(run, step).parent} ({there})"
+        fix = "set record.keep to at least the steps between two checkpoints"
+        raise ConfigError(f"--step {step}: the replay begins at step {first}, and {why}; {fix}")
 
 
 def link_tree(source: Path, target: Path) -> None:

@@ -136,10 +136,8 @@ def _engine_problems(
     if isinstance(cfg, GRPOConfig):
         size, n = cfg.train_dataset.batch_size, cfg.gconfig.n_samples
         if 0 < size * n < parts:
-            yield (
-                f"{key}ppo_n_minibatches={parts}: exceeds the train_dataset.batch_size * "
-                f"gconfig.n_samples = {size}*{n} = {size * n} sequences of a step"
-            )
+            most = f"train_dataset.batch_size * gconfig.n_samples = {size}*{n} = {size * n}"
+            yield f"{key}ppo_n_minibatches={parts}: exceeds {most} sequences of a step"
 
 
 def _shared_ref_problems(cfg: BaseConfig) -> Iterator[str]:
@@ -150,10 +148,8 @@ def _shared_ref_problems(cfg: BaseConfig) -> Iterator[str]:
     for name in (f.name for f in fields(default) if f.name not in frozen):
         same = (getattr(default, name), getattr(by_name[main], name))
         if getattr(by_name["ref"], name) not in same:
-            yield (
-                f"ref.{name}: with {main}.lora on the same model the reference is the {main}'s "
-                f"engine without its adapters; leave ref.{name} out, or name another ref.path"
-            )
+            why = f"with {main}.lora on the same model the reference has no engine of its own"
+            yield f"ref.{name}: {why}; leave ref.{name} out, or name another ref.path"
 
 
 def _allocation_problems(cfg: BaseConfig, world_size: int | None) -> Iterator[str]:
@@ -223,16 +219,11 @@ def _comparison_problems(cfg: GRPOConfig) -> Iterator[str]:
     if a.advantages.type == "pass_at_k":
         k, least = a.advantages.options.get("k"), cfg.rollout.min_rollouts
         if isinstance(k, int) and 1 <= n <= k:
-            yield (
-                f"gconfig.n_samples={n}: actor.advantages=pass_at_k compares draws of k={k} of the "
-                f"samples of a prompt, which are all alike; take {k + 1} or more, or lower "
-                "actor.advantages.options.k"
-            )
+            why = f"all draws of actor.advantages.options.k={k} samples of a prompt are alike"
+            yield f"gconfig.n_samples={n}: {why}; take {k + 1} or more, or lower k"
         if isinstance(k, int) and least < k <= n:
-            yield (
-                f"rollout.min_rollouts={least}: actor.advantages=pass_at_k draws k={k} of the "
-                f"samples of a prompt, and failures may leave fewer; set rollout.min_rollouts={k}"
-            )
+            why = f"actor.advantages=pass_at_k draws k={k} samples, and failures may leave fewer"
+            yield f"rollout.min_rollouts={least}: {why}; set rollout.min_rollouts={k}"
     elif n == 1 and (by := a.compares_by):
         other = ", or actor.adv_norm=none" if by.startswith("actor.adv_norm") else ""
         yield f"gconfig.n_samples={n}: {by} compares the samples of a prompt; take 2 or more{other}"
@@ -262,11 +253,9 @@ def _input_problems(cfg: GRPOConfig) -> Iterator[str]:
     for key, workflow in workflows.items():
         writes = workflow.type == _WITH_BASELINE and workflow.options.get("greedy_baseline")
         if workflow.type.startswith(_OURS) and not writes:
-            yield (
-                f"actor.advantages=remax: {key}={workflow.type} has no greedy answer written; set "
-                f"{key}.options.greedy_baseline=true with {_WITH_BASELINE}, or take a workflow of "
-                "your own that returns 'baseline'"
-            )
+            fix = f"set {key}.options.greedy_baseline=true with {_WITH_BASELINE}"
+            fix += ", or take a workflow of your own that returns 'baseline'"
+            yield f"actor.advantages=remax: {key}={workflow.type} has no greedy answer; {fix}"
 
 
 def _distill_problems(cfg: DistillConfig) -> Iterator[str]:

@@ -76,17 +76,13 @@ def parallel_problems(
         ("etp*ep*pp", f"{p.etp}*{p.ep}*{p.pp}", p.expert_ranks),
     ):
         if world_size is not None and world_size % ranks:
-            yield (
-                f"{key}: {what} = {degrees} = {ranks} does not divide the world size "
-                f"{world_size}; start a multiple of {ranks} processes (--nproc, trainer.workers) "
-                "or lower a degree"
-            )
+            why = f"{what} = {degrees} = {ranks} does not divide the world size {world_size}"
+            fix = f"start a multiple of {ranks} processes (--nproc, trainer.workers)"
+            yield f"{key}: {why}; {fix} or lower a degree"
     yield from rule_problems(rules.PARALLEL, p, f"{key}.")
     if p.pipeline_split is not None and p.pp > 1 and len(p.pipeline_split) != p.pp * p.vpp:
-        yield (
-            f"{key}.pipeline_split={p.pipeline_split}: {len(p.pipeline_split)} numbers for "
-            f"{key}.pp*vpp = {p.pp}*{p.vpp} chunks; give one per chunk, in the order of the layers"
-        )
+        fix = f"give one number for each of the {key}.pp*vpp = {p.pp}*{p.vpp} chunks of layers"
+        yield f"{key}.pipeline_split={p.pipeline_split}: {fix}"
 
 
 def lora_problems(key: str, cfg: LoRAConfig) -> Iterator[str]:
@@ -221,10 +217,8 @@ def _name_problems(key: str, names: Iterable[str]) -> Iterator[str]:
 def _training_problems(key: str, cfg: DatasetConfig) -> Iterator[str]:
     yield from rule_problems(rules.DATASET, cfg, f"{key}.")
     if (cfg.type == MIX) != bool(cfg.parts):
-        yield (
-            f"{key}.type={cfg.type} with {len(cfg.parts)} {key}.parts: type=mix draws from its "
-            "parts, name each there with its type and weight; any other type has none"
-        )
+        fix = "name each part with its type and weight if type=mix, and none otherwise"
+        yield f"{key}.type={cfg.type} with {len(cfg.parts)} {key}.parts: {fix}"
     elif not cfg.parts:
         yield from _source_problems(key, cfg)
     else:
@@ -281,10 +275,8 @@ def model_path_problems(key: str, path: str) -> Iterator[str]:
         fix = f"; download it first: hf download {path} --local-dir DIR" if hub else ""
         yield f"{key}={path}: no such directory{fix}"
     elif not (folder / "config.json").is_file() and (folder / "adapter_config.json").is_file():
-        yield (
-            f"{key}={path}: holds a PEFT adapter, not a model; name the model it was trained on "
-            f"here, and the adapter in {key.removesuffix('path')}lora.adapter_path"
-        )
+        fix = f"name its base model, and this in {key.removesuffix('path')}lora.adapter_path"
+        yield f"{key}={path}: holds a PEFT adapter, not a model; {fix}"
     elif not (folder / "config.json").is_file():
         yield f"{key}={path}: has no config.json, so it is not a HF model directory"
 
@@ -351,10 +343,8 @@ def _worker_problems(cfg: GRPOConfig) -> Iterator[str]:
     r = cfg.rollout
     port = r.gateway.get("port", 0)
     if isinstance(port, int) and 65535 - r.workers < port <= 65535:
-        yield (
-            f"rollout.gateway.port={port}: the rollout.workers={r.workers} workers take "
-            "the ports behind it, of which 65535 is the last; use a lower one, or 0 for free ones"
-        )
+        why = f"rollout.workers={r.workers} take the ports behind it, and 65535 is the last"
+        yield f"rollout.gateway.port={port}: {why}; use a lower one, or 0 for free ones"
     batches = r.max_head_offpolicyness + 1
     in_flight = r.max_concurrent_rollouts or cfg.train_dataset.batch_size * batches
     if r.workers > in_flight:
@@ -370,11 +360,9 @@ def transport_problems(cfg: GRPOConfig, needs: Requirements) -> Iterator[str]:
         fix = "use weight_sync.type=distributed or disk"
         yield f"{key}: none of rollout.addresses is on this machine; {fix}"
     if server.dp > 1 and (needs.adapters or not needs.directory):
-        yield (
-            f"{key}: SGLang takes no weights from a trainer's memory, nor adapters, with "
-            f"server.dp={server.dp} (it asserts dp_size == 1); use weight_sync.type=disk, or "
-            f"server.count={server.count * server.dp} with server.dp=1"
-        )
+        why = f"SGLang takes weights only from disk with server.dp={server.dp}"
+        fix = f"weight_sync.type=disk, or server.count={server.count * server.dp} with server.dp=1"
+        yield f"{key}: {why}; use {fix}"
     if needs.less:
         yield from rule_problems(rules.SYNC, cfg)
     if not needs.adapters:
@@ -435,7 +423,5 @@ def _context_problems(cfg: GRPOConfig) -> Iterator[str]:
         of = "gconfig" if key == "train_dataset" else "eval_gconfig"
         longest = getattr(cfg, of).max_new_tokens
         if data.max_length is not None and longest < room < data.max_length + longest:
-            yield (
-                f"server.context_length={room}: smaller than {key}.max_length + {of}.max_new_tokens"
-                f" = {data.max_length}+{longest}"
-            )
+            need = f"{key}.max_length + {of}.max_new_tokens = {data.max_length}+{longest}"
+            yield f"server.context_length={room}: smaller than {need}"

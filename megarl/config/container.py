@@ -45,11 +45,9 @@ def check_fileroot(cfg: BaseConfig) -> None:
     """Raises ConfigError where the container has another name for the directory of runs."""
     here = _outside(cfg, cfg.fileroot) if cfg.cluster.container else None
     if here is not None and Path(here).resolve() != Path(cfg.fileroot).resolve():
-        raise ConfigError(
-            f"fileroot={cfg.fileroot}: this machine has it as {here}, and the launcher writes "
-            f"there too; mount it under the same name: cluster.container_mounts=[{here}:{here}]"
-            f" and fileroot={here}"
-        )
+        why = f"this machine has it as {here}, and the launcher writes there too"
+        fix = f"set fileroot={here} and cluster.container_mounts=[{here}:{here}]"
+        raise ConfigError(f"fileroot={cfg.fileroot}: {why}; {fix}")
 
 
 def _mentions(problem: str, path: str) -> bool:

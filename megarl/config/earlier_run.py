@@ -72,10 +72,8 @@ def check_run_dir(cfg: BaseConfig, seen: BaseConfig | None = None) -> None:
     directory = run_dir(seen)
     if cfg.recover.mode == "disabled":
         if (directory / STATS_FILE).exists():
-            raise ConfigError(
-                f"recover.mode=disabled: {directory} holds a run already; set another "
-                "trial_name, set recover.mode=auto to continue that run, or move the directory"
-            )
+            fix = "set another trial_name, recover.mode=auto to continue the run, or move it"
+            raise ConfigError(f"recover.mode=disabled: {directory} holds a run already; {fix}")
         return
     whole, _ = checkpoints(directory)
     if whole:
@@ -115,11 +113,9 @@ def _contradictions(cfg: BaseConfig, seen: BaseConfig, newest: Checkpoint) -> It
         return
     saved = saved_engines(cfg)  # what is frozen is loaded anew
     if "ref" in newest.info["models"] and "ref" not in saved:
-        yield (
-            "ref.refresh_every=null: the reference of this run has followed the policy, and is not "
-            "that of ref.path any more; set ref.refresh_every to more steps than the run has to "
-            "keep it as it is, or set another trial_name"
-        )
+        why = "the reference of this run has followed the policy, and is not that of ref.path"
+        fix = "set more steps than the run has to keep it as it is, or set another trial_name"
+        yield f"ref.refresh_every=null: {why}; {fix}"
     for name in (n for n in saved if n in newest.info["models"]):
         key, path = f"{name}.path", engines(cfg)[name].path
         behind = _value_now(tree, key)  # an empty path is one, too

@@ -151,10 +151,9 @@ def transport_class(type_: str) -> Any:
     transport = load_object(built_in.target if built_in else name, what="transport")
     declared = getattr(transport, "requirements", None)
     if not inspect.isclass(transport) or not isinstance(declared, Requirements):
-        raise ValueError(
-            f"transport {name!r}: a {type(transport).__name__} without `requirements`; expected a "
-            "subclass of megarl.weight_sync.transports.Transport"
-        )
+        why = f"a {type(transport).__name__} without `requirements`"
+        fix = "name a subclass of megarl.weight_sync.transports.Transport"
+        raise ValueError(f"transport {name!r}: {why}; {fix}")
     return transport
 
 

@@ -181,9 +181,13 @@ def _below(keys: Iterator[Key], *, nulls: bool) -> Iterator[Key]:
                 yield from _below(inner, nulls=nulls)
 
 
-@cache
 def key_table(cls: type) -> dict[str, Key]:
     """Returns every key by its name; callers must not change the dict."""
+    return _key_table(cls)
+
+
+@cache
+def _key_table(cls: type) -> dict[str, Key]:
     return {k.name: k for k in all_keys(cls)}
 
 

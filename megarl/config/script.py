@@ -91,9 +91,9 @@ def fetch_hub_models(cfg: BaseConfig, *, weights: bool = True) -> None:
             section.path = snapshot_download(path, allow_patterns=files)
         except (OSError, ValueError) as e:  # ValueError: no name that a hub allows
             why = " ".join(str(e).split())
+            fix = f"name its directory, or org/name of a model (hf download {path} --local-dir DIR)"
             problems.append(
-                f"{name}.path={path}: neither a directory nor to be had from the hub ({why}); name "
-                f"a model as org/name, or its directory (hf download {path} --local-dir DIR)"
+                f"{name}.path={path}: neither a directory nor on the hub ({why}); {fix}"
             )
     raise_if_any(problems)
 

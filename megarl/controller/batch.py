@@ -38,17 +38,14 @@ class RemoteTokens:
         """Returns what names the tokens to the workers of `group`. Raises ValueError where they
         do not hold them."""
         if group not in self.homes:
-            raise ValueError(
-                f"tokens {self.key} lie on {', '.join(g.name for g in self.homes)}, not on "
-                f"{group.name}: put them into a batch, and give the batch"
-            )
+            places = ", ".join(g.name for g in self.homes)
+            fix = "put them into a batch, and give the batch"
+            raise ValueError(f"tokens {self.key} lie on {places}, not on {group.name}: {fix}")
         return Ref("tokens", self.key)
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"RemoteTokens have no {name!r} here: their values lie on workers. Compute there "
-            "(WorkerGroup.call), or bring them here by RemoteBatch.load_data() or fetch()"
-        )
+        fix = "compute there (WorkerGroup.call), or bring them here by RemoteBatch.load_data()"
+        raise AttributeError(f"RemoteTokens have no {name!r} here: they lie on workers; {fix}")
 
     def __repr__(self) -> str:
         groups = ", ".join(group.name for group in self.homes)
@@ -119,10 +116,8 @@ class RemoteBatch(Batch):
         if sample is None or sample.values is not values:
             sample = self._samples[name] = Sample(values, f"set.{next(numbers)}")
         if values._version != sample.version:
-            raise ValueError(
-                f"batch[{name!r}] was edited in place, which workers do not see: set the field, "
-                f"batch[{name!r}] = values"
-            )
+            fix = f"set the field, batch[{name!r}] = values"
+            raise ValueError(f"batch[{name!r}] was edited in place, unseen by workers: {fix}")
         return sample
 
     # -- what travels with a call

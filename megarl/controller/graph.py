@@ -98,9 +98,9 @@ class GraphPlan:
         self.generates = generating[0] if generating else None
         on_devices = [call for call in self.calls if call.kind != GENERATE]
         if lost := [call for call in on_devices if call.model not in self.homes]:
+            fix = "give one of them its mesh and strategy (`where`)"
             raise ValueError(
-                f"call {lost[0].name!r} has no mesh, nor has another call of {lost[0].model!r}: "
-                "give one of them its mesh and strategy (`where`)"
+                f"no call of {lost[0].model!r}, as {lost[0].name!r}, has a mesh: {fix}"
             )
         if len(generating) > 1:
             names = ", ".join(call.name for call in generating)
@@ -341,10 +341,8 @@ class GraphExecution:
             return group.submit(task.do, (*roles, *task.args), {})
         call = task.call
         if missing := [key for key in call.inputs if key not in state.batch]:
-            raise ValueError(
-                f"it reads {missing[0]!r}, which the step's batch does not have, only "
-                f"{', '.join(sorted(state.batch))}"
-            )
+            there = ", ".join(sorted(state.batch))
+            raise ValueError(f"it reads {missing[0]!r}, and the step's batch has only {there}")
         version = None if self.plan.publishes(call) else step + 1  # which publish sets
         return group.submit(task.do, (*roles, call, state.batch, version), {}, fields=call.inputs)
 

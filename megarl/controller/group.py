@@ -134,10 +134,8 @@ class Remote:
         """Returns what names the object to the workers of `group`. Raises ValueError where they
         do not have it."""
         if not set(group.peers) <= set(self._group.peers):
-            raise ValueError(
-                f"this {self._kind} lives on the workers of {self._group.name}, and {group.name} "
-                "has others: an object is used where it was made"
-            )
+            why = f"{group.name} has other workers than {self._group.name}, where it was made"
+            raise ValueError(f"{self!r}: {why}; use it there")
         return Ref("object", self._id)
 
     @property
@@ -314,10 +312,9 @@ class WorkerGroup:
         if failed is None:
             return
         if silent := failed.silent(GRACE):
-            raise RuntimeError(
-                f"{', '.join(silent)} still wait for other workers in {failed.what}, which failed: "
-                "end the job, and start it again from its newest checkpoint"
-            ) from failed.future.exception()
+            why = f"{', '.join(silent)} still wait for other workers in {failed.what}, which failed"
+            fix = "end the job, and start it again from its newest checkpoint"
+            raise RuntimeError(f"{why}: {fix}") from failed.future.exception()
         self._order.failed = None
 
     def _refer(self, value: Any, batches: dict[str, RemoteBatch]) -> Ref | None:

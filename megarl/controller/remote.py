@@ -85,9 +85,7 @@ class RolloutController(Remote):
             try:
                 self._copies[id(value)] = value, self._group.put(value)
             except (TypeError, AttributeError, NotImplementedError, PicklingError) as e:
-                raise TypeError(
-                    f"this {type(value).__name__} cannot be sent to the driver ({e!r}): make what "
-                    "cannot be pickled when it is first needed there, and read nothing from a "
-                    "dataloader here before the driver has it"
-                ) from e
+                why = f"this {type(value).__name__} cannot be sent to the driver ({e!r})"
+                fix = "make what cannot be pickled when it is first needed there"
+                raise TypeError(f"{why}: {fix}, and iterate over no dataloader here") from e
         return self._copies[id(value)][1]

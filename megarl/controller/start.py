@@ -53,10 +53,8 @@ def workers(
     groups = _started.setdefault(scheduler, {})
     # under torchrun every rank would start the same workers again
     if not groups and (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
-        raise ConfigError(
-            f"a controller in {ranks} processes: one process starts the workers; start the "
-            "script by python, or by a launcher with trainer.mode=controller"
-        )
+        fix = "start the script by python, or by a launcher with trainer.mode=controller"
+        raise ConfigError(f"a controller in {ranks} processes: one starts the workers; {fix}")
     if name not in groups:
         spec = GroupSpec(
             name=name,

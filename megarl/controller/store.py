@@ -174,10 +174,8 @@ class Store:
         assert state.lengths is not None
         comm = self._comm() if self._comm else comm_or_default(None)
         if comm is None and size > 1:
-            raise RuntimeError(
-                f"a batch came to {self.name} before torch.distributed has started on the "
-                f"{size} workers of {group}: initialize a model there first"
-            )
+            why = f"torch.distributed has not started on the {size} workers of {group}"
+            raise RuntimeError(f"batch on {self.name}: {why}; initialize a model there first")
         return Batch(state.lengths, {}, {}, home=shares(state.lengths, size), comm=comm)
 
     def _read_from(self, peer: Peer, asked: Rows) -> bytearray:

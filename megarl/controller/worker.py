@@ -204,10 +204,8 @@ class _Answer:
                     self._store.keep(group, key, value, batch.rows)
                     break
             else:
-                raise ValueError(
-                    "a call returned Tokens that fit no batch among its arguments: return plain "
-                    "tensors, or a Batch"
-                )
+                why = "a call returned Tokens that fit no batch among its arguments"
+                raise ValueError(f"{why}: return plain tensors, or a Batch")
             self._homes[key] = batch.home
         field = Field(key, value.values.dtype, tuple(value.values.shape[1:]))
         return Ref("tokens", key, (field, self._homes.get(key)))

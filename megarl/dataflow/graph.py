@@ -158,10 +158,8 @@ def _problems(
     for call in calls:
         for key in call.inputs:
             if key not in makers:
-                yield (
-                    f"call {call.name!r} reads {key!r}, which no call makes: add the call that "
-                    f"does, or name it among the keys that the data set gives ({', '.join(given)})"
-                )
+                fix = f"add one that does, or name it in `given` ({', '.join(given)})"
+                yield f"call {call.name!r} reads {key!r}, which no call makes: {fix}"
     for call in calls:
         yield from _allocation_problems(call, devices)
 

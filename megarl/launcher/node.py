@@ -220,11 +220,9 @@ class _NodeRun:
         while missing := [name for name in needed if self.names.peek(name) is None]:
             self.check()
             if time.monotonic() > deadline:
-                raise NodeFailed(
-                    f"node {self.node} waited {timeout:g} s for {', '.join(missing)} of other "
-                    "nodes (collective_timeout); are all of them up, with the same "
-                    f"{self.job.directory}?"
-                )
+                why = f"node {self.node} waited {timeout:g} s for {', '.join(missing)} of others"
+                fix = f"are all nodes up, with the same {self.job.directory}?"
+                raise NodeFailed(f"{why} (collective_timeout); {fix}")
             time.sleep(POLL_INTERVAL)
         self.check()
 
@@ -277,10 +275,9 @@ class _NodeRun:
         """Returns the names of this node's GPUs of these numbers."""
         visible, taken = visible_gpus(os.environ), [int(n) for n in numbers.split(",")]
         if max(taken) >= len(visible):
-            raise NodeFailed(
-                f"node {self.node}: {len(visible)} GPUs are visible and the job uses number "
-                f"{max(taken)}; correct cluster.n_gpus_per_node, or ask for more GPUs"
-            )
+            why = f"{len(visible)} GPUs are visible and the job uses number {max(taken)}"
+            fix = "correct cluster.n_gpus_per_node, or ask for more GPUs"
+            raise NodeFailed(f"node {self.node}: {why}; {fix}")
         return ",".join(visible[n] for n in taken)
 
     def start_servers(self) -> None:
@@ -410,12 +407,8 @@ class _NodeRun:
             return
         running = [t for t in self.trainers if t.poll() is None]
         names = ", ".join(f"{t.name} (pid {t.pid}, state {stacks.state(t.pid)})" for t in running)
-        log.error(
-            "%s: not ended %g s after a peer failed. If the others gave up waiting, they waited "
-            "for this. The stacks of the processes that are left:",
-            names,
-            FAIL_GRACE,
-        )
+        why = "If the others gave up waiting, they waited for this. The stacks of what is left:"
+        log.error("%s: not ended %g s after a peer failed. %s", names, FAIL_GRACE, why)
         leaders = [*((t.name, t.pid) for t in running), *((s.address, s.pid) for s in self.servers)]
         named = [(n, pid) for n, leader in leaders for pid in stacks.session(leader)[:STACKS]]
         with ThreadPoolExecutor(max_workers=STACKS) as pool:

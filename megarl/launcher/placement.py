@@ -95,10 +95,8 @@ def place(
     """
     pool, size = cluster.server_pool, cluster.n_gpus_per_node
     if trainers > size and trainers % size:
-        raise ConfigError(
-            f"{trainers} trainer processes do not fill nodes of cluster.n_gpus_per_node={size}:"
-            f" start a multiple of {size}, or change cluster.n_gpus_per_node"
-        )
+        why = f"{trainers} trainer processes do not fill nodes evenly; start a multiple of {size}"
+        raise ConfigError(f"cluster.n_gpus_per_node={size}: {why}, or change it")
     nodes = _Nodes(size=size, on_gpus=on_gpus)
     each, trainer_node = min(trainers, size), _Node(pool=TRAINER_POOL if pool else NODES, size=size)
     ranks = [seat for seat in nodes.take(trainer_node, each, trainers // each) for _ in range(each)]
@@ -183,14 +181,11 @@ def _parts(servers: Servers, size: int, *, pooled: bool) -> int:
         )
     parts = servers.nnodes or -(-gpus // size)
     if gpus % parts or gpus // parts > size:
-        raise ConfigError(
-            f"{key}.tp*dp={gpus}: does not divide evenly over {parts} node(s) of {size} GPUs; "
-            f"set {key}.tp, {key}.dp or {key}.nnodes so that it does"
-        )
+        why = f"does not divide evenly over {parts} node(s) of {size} GPUs"
+        raise ConfigError(f"{key}.tp*dp={gpus}: {why}; correct {key}.tp, {key}.dp or {key}.nnodes")
     if around and (gpus > around or (around > size and size % (gpus // parts))):
-        raise ConfigError(
-            f"{key}.tp*dp={gpus}: servers on the trainers' GPUs take equal shares of them, and "
-            f"there are {around}, {min(around, size)} on a node; choose a degree that divides "
-            "them"
+        why = (
+            f"servers take equal shares of the trainers' {around} GPUs, {min(around, size)} a node"
         )
+        raise ConfigError(f"{key}.tp*dp={gpus}: {why}; choose a degree that divides them")
     return parts

@@ -84,11 +84,8 @@ def plan_here(command: CommandLine) -> Plan:
     further = [f"{key}={count}" for key, count in nodes.items() if count not in (None, 1)]
     if plan.reward_nodes:
         further.append("cluster.reward_pool")
-    raise_if_any(
-        f"{key}: the local launcher has this machine alone; leave it out, or use "
-        "megarl.launcher.slurm or ray"
-        for key in further
-    )
+    why = "this launcher has one machine; leave it out, or use megarl.launcher.slurm or ray"
+    raise_if_any(f"{key}: {why}" for key in further)
     gpus = len(visible_gpus(os.environ))
     if not gpus and os.environ.get("MEGARL_DEVICE") == "cuda":
         raise ConfigError(
@@ -206,10 +203,8 @@ def _wanted(plan: Plan) -> list[Servers]:
 def _placed(plan: Plan, placement: Placement) -> Plan:
     cfg, scheduler = plan.cfg, plan.cfg.trainer.scheduler
     if cfg.trainer.mode == "controller" and scheduler != "local":
-        raise ConfigError(
-            f"trainer.scheduler={scheduler}: the launcher places the trainers itself; "
-            "leave it out, or start python -m megarl.run, with rollout.addresses"
-        )
+        fix = "leave it out, or start python -m megarl.run, with rollout.addresses"
+        raise ConfigError(f"trainer.scheduler={scheduler}: the launcher places trainers; {fix}")
     if isinstance(cfg, GRPOConfig):
         started = bool(placement.servers[SERVER]) and needs_servers(cfg)
         settle_turns(cfg, shared=plan.own and started and (placement.shared or plan.colocated))
@@ -223,20 +218,15 @@ def check_devices(cfg: GRPOConfig, placement: Placement, needs: Requirements) ->
     """
     streamed = needs.process_group
     if placement.shared and streamed:
-        raise ConfigError(
-            f"weight_sync.type={cfg.weight_sync.type}: too few GPUs are visible, so servers "
-            "and trainers would share some, and NCCL cannot connect two processes on one GPU; "
-            "use weight_sync.type=colocated or disk, or a smaller --nproc or server.count"
-        )
+        why = "servers and trainers would share GPUs, and NCCL connects no two processes on one GPU"
+        fix = "use weight_sync.type=colocated or disk, or a smaller --nproc or server.count"
+        raise ConfigError(f"weight_sync.type={cfg.weight_sync.type}: {why}; {fix}")
     sglang = cfg.server.type == "sglang"
     bounded = any(a.startswith("--mem-fraction") for a in cfg.server.arguments)
     if placement.shared and sglang and not bounded and not takes_turns(cfg):
-        raise ConfigError(
-            "servers and trainers share GPUs, and SGLang keeps most of a GPU's memory from its "
-            "start to its end: say how much with "
-            "server.options.mem_fraction_static=0.3, and leave the trainers the "
-            "rest; or have them use the GPUs in turn with server.release_memory=true"
-        )
+        why = "servers and trainers share GPUs, and SGLang keeps most of a GPU's memory"
+        fix = "set server.options.mem_fraction_static=0.3, or server.release_memory=true"
+        raise ConfigError(f"{why}; {fix}")
     if cfg.cluster.container:  # whose interpreters are not here
         return
     on_gpus = placement.trainers[0].gpus is not None and bool(placement.servers[SERVER])
@@ -264,11 +254,9 @@ def check_nccl(trainers: str, servers: str) -> None:
     with ThreadPoolExecutor() as pool:
         version, other = pool.map(_nccl_version, (trainers, servers))
     if version != other:
-        raise ConfigError(
-            f"server.python={servers} has NCCL {other} and the trainers' {trainers} has NCCL "
-            f"{version}: NCCL connects equal versions only; install one torch in both, or use "
-            "weight_sync.type=disk"
-        )
+        why = f"its NCCL {other} does not connect to NCCL {version} of the trainers' {trainers}"
+        fix = "install one torch in both, or use weight_sync.type=disk"
+        raise ConfigError(f"server.python={servers}: {why}; {fix}")
 
 
 def _nccl_version(python: str) -> str:

@@ -61,10 +61,8 @@ class LaunchedScheduler(Scheduler):
         """Listens where the launcher has told the workers. Raises ValueError for a group that it
         has not started."""
         if spec.name not in self._places:
-            raise ValueError(
-                f"{spec.name}: a launcher starts the groups {', '.join(self._places)}; start "
-                "others by a LocalScheduler"
-            )
+            why = f"a launcher starts {', '.join(self._places)}; start others by a LocalScheduler"
+            raise ValueError(f"{spec.name}: {why}")
         return Arrivals(*split_address(self._places[spec.name]))
 
     def start_processes(self, spec: GroupSpec, address: str) -> None:

@@ -36,6 +36,7 @@ from megarl.utils.env import (
     uses_gpus,
     visible_gpus,
 )
+from megarl.utils.files import human
 
 log = get_logger(__name__)
 
@@ -302,10 +303,8 @@ class LocalScheduler(Scheduler):
     def __init__(self) -> None:
         """Raises RuntimeError in a job whose trainers its launcher has started."""
         if os.environ.get(CONTROLS):
-            raise RuntimeError(
-                "the launcher has started this job's trainers: take the scheduler that "
-                "megarl.make_scheduler(config) returns in place of a LocalScheduler"
-            )
+            fix = "take megarl.make_scheduler(config) in place of a LocalScheduler"
+            raise RuntimeError(f"the launcher has started this job's trainers: {fix}")
         super().__init__()
         self._free = visible_gpus(os.environ)
 
@@ -315,16 +314,12 @@ class LocalScheduler(Scheduler):
         each = spec.worker.gpus if uses_gpus(os.environ) else 0
         count = each * spec.count
         if count > len(self._free):
-            raise RuntimeError(
-                f"{spec.name}: {spec.count} workers with {each} GPUs each need {count}, and "
-                f"{len(self._free)} are free on this machine"
-            )
+            why = f"need {count}, and {len(self._free)} are free on this machine"
+            raise RuntimeError(f"{spec.name}: {spec.count} workers with {each} GPUs each {why}")
         memory = spec.worker.memory * spec.count
         if memory > (total := memory_bytes()):
-            raise RuntimeError(
-                f"{spec.name}: {spec.count} workers want {memory / 2**30:.3g} GiB of memory, and "
-                f"here there are {total / 2**30:.3g} GiB"
-            )
+            why = f"want {human(memory)} of memory, and here there are {human(total)}"
+            raise RuntimeError(f"{spec.name}: {spec.count} workers {why}")
         taken = [self._free.pop(0) for _ in range(count)]
         processes = _Children(taken, self._free)
         master = LOOPBACK, str(free_port())

@@ -64,12 +64,9 @@ def prefer_flash_attention(env: MutableMapping[str, str]) -> None:
 def attention_problems(env: Mapping[str, str]) -> list[str]:
     """Returns a line for each switch of Transformer Engine that megatron-core refuses, as it sets
     them itself. It asserts so in building any model, and names an option that megarl lacks."""
-    return [
-        f"NVTE_{kind}_ATTN={value} is set in the environment, with which megatron-core builds no "
-        "model: unset it (to do without Transformer Engine, set attention=sdpa)"
-        for kind in ("FLASH", "FUSED", "UNFUSED")
-        if (value := env.get(f"NVTE_{kind}_ATTN", "1")) != "1"
-    ]
+    why = "megatron-core sets it itself; unset it (attention=sdpa does without Transformer Engine)"
+    names = (f"NVTE_{kind}_ATTN" for kind in ("FLASH", "FUSED", "UNFUSED"))
+    return [f"{name}={env[name]}: {why}" for name in names if env.get(name, "1") != "1"]
 
 
 def set_nccl_default(env: MutableMapping[str, str]) -> None:

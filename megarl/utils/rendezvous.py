@@ -84,10 +84,10 @@ def meet(
         r for r in range(world_size) if not hmac.compare_digest(proofs[r], _mac(key, f"rank {r}"))
     ]
     if wrong:
-        raise PermissionError(
-            f"rank {rank}: rank {', '.join(map(str, wrong))} at {place} did not prove that it "
-            f"knows this job's {JOB_TOKEN}: a stranger takes its place, or changes the store"
+        others = (
+            f"rank {', '.join(map(str, wrong))} at {place} did not prove this job's {JOB_TOKEN}"
         )
+        raise PermissionError(f"rank {rank}: {others}: a stranger is there, or changes the store")
     return store, key
 
 
@@ -101,10 +101,8 @@ def _exchange(
         return list(store.multi_get(keys))
     except dist.DistStoreError as e:
         missing = ", ".join(str(r) for r, key in enumerate(keys) if not store.check([key]))
-        raise TimeoutError(
-            f"rank {rank} waited {within} for the {what} of rank {missing}: "
-            f"it did not start, or has another {JOB_TOKEN}"
-        ) from e
+        why = f"rank {rank} waited {within} for the {what} of rank {missing}"
+        raise TimeoutError(f"{why}: it did not start, or has another {JOB_TOKEN}") from e
 
 
 def _mac(key: bytes, text: str) -> bytes:

@@ -122,11 +122,8 @@ def _listen(read: int, spokesman: bool) -> None:
         if not _working or len(_received) > 1:
             _say(spokesman, f"{name}: ending at once")
             os._exit(128 + number)
-        _say(
-            spokesman,
-            f"{name}: this step, or the wait for its rollouts, ends with a checkpoint; one more "
-            "signal ends the run at once",
-        )
+        what = "this step, or the wait for its rollouts, ends with a checkpoint"
+        _say(spokesman, f"{name}: {what}; one more signal ends the run at once")
 
 
 def _say(spokesman: bool, text: str) -> None:

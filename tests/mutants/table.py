@@ -127,8 +127,8 @@ MUTANTS = (
     ),
     Mutant(
         "rpc/link.py",
-        "if not future.set_running_or_notify_cancel():",
-        "if False:",
+        "if future.set_running_or_notify_cancel():  # else whoever waited for it has gone",
+        "if True:",
         ("tests/unit/test_rpc.py::test_a_coroutine_that_is_cancelled_leaves_no_gap",),
     ),
     Mutant(

@@ -195,10 +195,8 @@ def _construct(plan: Plan, name: str, out: Path, *, every_rank: bool) -> str:
     world = smallest_world_size(plan.cfg)
     ranks = list(range(world)) if every_rank else sample_ranks(world, engine.parallel.pp)
     most = construct(name, engine, world, ranks)
-    return (
-        f"{name}: {len(ranks)} of {world} ranks, with up to {most / 1e9:.2f}B parameters, have the "
-        "shapes that the piece table says"
-    )
+    seen = f"{len(ranks)} of {world} ranks, with up to {most / 1e9:.2f}B parameters"
+    return f"{name}: {seen}, have the shapes that the piece table says"
 
 
 def sample_ranks(world_size: int, stages: int) -> list[int]:
