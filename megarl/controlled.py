@@ -19,7 +19,7 @@ from megarl.ckpt.dist import find_damage
 from megarl.config.recipe_engines import engines, trainer_processes
 from megarl.config.recipes import BaseConfig
 from megarl.controller import start
-from megarl.controller.group import WorkerGroup
+from megarl.controller.group import WorkerGroup, invoke
 from megarl.controller.messages import STOP
 from megarl.engine import MegatronEngine
 from megarl.observability import stats_tracker
@@ -179,16 +179,8 @@ class ProfiledWorkers(Profiler):
 
     @contextmanager
     def _inside(self, of_theirs: AbstractContextManager[None]) -> Iterator[None]:
-        self._trainers.run(_enter, of_theirs)
+        self._trainers.run(invoke, of_theirs, "__enter__")
         try:
             yield
         finally:
-            self._trainers.run(_leave, of_theirs)
-
-
-def _enter(manager: AbstractContextManager[None]) -> None:
-    manager.__enter__()
-
-
-def _leave(manager: AbstractContextManager[None]) -> None:
-    manager.__exit__(None, None, None)
+            self._trainers.run(invoke, of_theirs, "__exit__", None, None, None)

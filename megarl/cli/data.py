@@ -87,12 +87,8 @@ def _text(ids: list[int], mask: list[bool], tokenizer: Any, *, marks: bool) -> T
         tokens += len(list(run))
         # from the beginning: some decoders leave out a space where a text begins
         whole = tokenizer.decode(ids[:tokens], clean_up_tokenization_spaces=False)
-        piece, before = re.sub(_CONTROL, _escaped, whole[before:]), len(whole)
-        text.append(
-            f"«{piece}»" if trained and marks else piece, "black on green" if trained else None
-        )
+        piece = re.sub(_CONTROL, lambda control: ascii(control[0])[1:-1], whole[before:])
+        before = len(whole)
+        shown = f"«{piece}»" if trained and marks else piece
+        text.append(shown, "black on green" if trained else None)
     return text
-
-
-def _escaped(match: re.Match[str]) -> str:
-    return ascii(match[0])[1:-1]

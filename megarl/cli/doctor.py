@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -184,12 +185,9 @@ def recipe(host: Host) -> Iterator[Finding]:
     here is a warning: a start downloads it."""
     size = smallest_world_size(host.cfg)
     text = f"rules, models and run directory are sound, for {size} trainer process(es)"
-    yield from map(_warned, _tried("recipe", text, check_recipe, host.cfg, size))
+    for finding in _tried("recipe", text, check_recipe, host.cfg, size):
+        yield replace(finding, status=WARN) if finding.fix.startswith("download") else finding
     yield from _tried("tokenizer", "its files are here", check_tokenizer, host.cfg)
-
-
-def _warned(finding: Finding) -> Finding:
-    return replace(finding, status=WARN) if finding.fix.startswith("download") else finding
 
 
 def versions(host: Host) -> Iterator[Finding]:
@@ -323,7 +321,8 @@ def services(host: Host) -> Iterator[Finding]:
         with contextlib.suppress(OSError):  # `recipe` says that the file of addresses is missing
             addresses = server_addresses(host.rl.rollout)
     for address in addresses:
-        yield from _tried(f"server {address}", "is healthy", _ask, address, fix=fix)
+        ask = partial(call_json, "GET", address, "/health", timeout=HEALTH_TIMEOUT)
+        yield from _tried(f"server {address}", "is healthy", ask, fix=fix)
     if host.cfg.stats_logger.wandb.get("mode") == "online":
         try:
             login = netrc.netrc().authenticators("api.wandb.ai")
@@ -332,10 +331,6 @@ def services(host: Host) -> Iterator[Finding]:
         fix = "export WANDB_API_KEY on every host, or set stats_logger.wandb.mode=offline"
         key = bool(env.get("WANDB_API_KEY") or login)
         yield _verdict(key, "W&B", "a key is set" if key else "online, and there is no key", fix)
-
-
-def _ask(address: str) -> None:
-    call_json("GET", address, "/health", timeout=HEALTH_TIMEOUT)
 
 
 CHECKS = (recipe, versions, environment, files, services)

@@ -151,7 +151,7 @@ def _converted(given: Mapping[str, Any], problems: list[str]) -> str:
     keys.pop(_MINI, None)
     if (estimator := keys.pop("algorithm.adv_estimator", "gae")) != "grpo":
         estimators = foreign_tables("verl")["estimators"]
-        fix = estimators.get(estimator, "algorithm (docs/algorithms.md)")
+        fix = estimators.get(estimator, f"algorithm: {estimator} (docs/algorithms.md)")
         why = f"only grpo is converted; convert it as grpo, then write {fix}"
         problems.append(f"algorithm.adv_estimator={estimator}: {why}")
     rows += _trackers(keys.pop("trainer.logger", ()), problems) + _turns(keys, length, problems)

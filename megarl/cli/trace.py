@@ -17,16 +17,7 @@ from typing import Any
 
 from megarl.cli import RUN, CommandParser, step_range
 from megarl.config.errors import ConfigError
-from megarl.observability.timeline import (
-    CALLS,
-    EPISODES,
-    FOLDER,
-    MEMORY,
-    PHASES,
-    SYNCS,
-    read_presence,
-    read_spans,
-)
+from megarl.observability import timeline
 
 Span = dict[str, Any]
 _STEP = "step"
@@ -43,10 +34,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     run, out = args.run, args.out or args.run / "trace.json.gz"
     spans = read_timeline(run)
     if not any(spans.values()):
-        raise ConfigError(f"{run / FOLDER}: no timeline; the run has not begun")
+        raise ConfigError(f"{run / timeline.FOLDER}: no timeline; the run has not begun")
     if args.steps:
         spans = within(spans, args.steps)
-    names = {p["rank"]: f"{p.get('name', '')} {p['host']}".strip() for p in read_presence(run)}
+    names = {
+        p["rank"]: f"{p.get('name', '')} {p['host']}".strip() for p in timeline.read_presence(run)
+    }
     events = list(trace_events(spans, names))
     text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
     out.write_bytes(gzip.compress(text.encode()) if out.suffix == ".gz" else text.encode())
@@ -57,10 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def read_timeline(run: Path) -> dict[int, list[Span]]:
     """Returns what each process recorded, by rank, in order of time."""
     spans = {}
-    for path in sorted((run / FOLDER).glob("rank_*.jsonl")):
+    for path in sorted((run / timeline.FOLDER).glob("rank_*.jsonl")):
         number = path.stem.removeprefix("rank_")
         if number.isdecimal():
-            spans[int(number)] = sorted(read_spans(path), key=lambda s: float(s["start"]))
+            spans[int(number)] = sorted(timeline.read_spans(path), key=lambda s: float(s["start"]))
     return dict(sorted(spans.items()))
 
 
@@ -68,7 +61,7 @@ def within(spans: dict[int, list[Span]], steps: tuple[int, int]) -> dict[int, li
     """Returns the spans that touch the time of steps A to B, counted from 1, of the first process.
     Raises ConfigError where there are not so many."""
     first = next(iter(spans.values()))
-    taken = [s for s in first if s["track"] == PHASES and s["name"] == _STEP]
+    taken = [s for s in first if s["track"] == timeline.PHASES and s["name"] == _STEP]
     a, b = steps
     if b > len(taken):
         raise ConfigError(f"--steps {a}-{b}: the timeline has {len(taken)} steps")
@@ -93,13 +86,13 @@ def trace_events(spans: dict[int, list[Span]], names: dict[int, str]) -> Iterato
 
 def _rows(own: Iterable[Span]) -> dict[str, list[Span]]:
     """Returns a process's spans by the title of the row that shows them, in the order of rows."""
-    rows: dict[str, list[Span]] = {PHASES: [], SYNCS: []}
-    others = EPISODES, CALLS, MEMORY
+    rows: dict[str, list[Span]] = {timeline.PHASES: [], timeline.SYNCS: []}
+    others = timeline.EPISODES, timeline.CALLS, timeline.MEMORY
     of = {track: [s for s in own if s["track"] == track] for track in (*rows, *others)}
-    rows |= {track: of[track] for track in (*rows, MEMORY) if track in rows or of[track]}
-    for span, lane in sorted(lanes(of[EPISODES]), key=lambda placed: placed[1]):
+    rows |= {track: of[track] for track in (*rows, timeline.MEMORY) if track in rows or of[track]}
+    for span, lane in sorted(lanes(of[timeline.EPISODES]), key=lambda placed: placed[1]):
         rows.setdefault(f"episodes {lane}", []).append(span)
-    for span in sorted(of[CALLS], key=lambda span: str(span["about"]["mesh"])):
+    for span in sorted(of[timeline.CALLS], key=lambda span: str(span["about"]["mesh"])):
         rows.setdefault(f"calls on {span['about']['mesh']}", []).append(span)
     return rows
 

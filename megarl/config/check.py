@@ -13,20 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
 from operator import attrgetter
 
-from megarl.config import rules
+from megarl.config import check_parts, rules
 from megarl.config.algo import ValueModelConfig
-from megarl.config.check_parts import (
-    actor_problems,
-    data_problems,
-    generation_problems,
-    lora_problems,
-    model_path_problems,
-    optimizer_problems,
-    parallel_problems,
-    reward_problems,
-    rollout_problems,
-    sync_problems,
-)
 from megarl.config.engine import TrainEngineConfig
 from megarl.config.errors import ConfigError, raise_if_any
 from megarl.config.presets import AllocationMode
@@ -84,7 +72,7 @@ def check_config(
             problems += rule_problems(rules.PAIRS, source, f"{key}.")
     if isinstance(cfg, GRPOConfig):
         problems += _rl_problems(cfg)
-        problems += rollout_problems(cfg)
+        problems += check_parts.rollout_problems(cfg)
     if ref_is_below_adapters(cfg):
         problems += _shared_ref_problems(cfg)
     raise_if_any(problems)
@@ -112,16 +100,16 @@ def _run_problems(cfg: BaseConfig) -> Iterator[str]:
         if not value or "/" in value or value in (".", "..") or len(value.encode()) > 255:
             yield f"{name}={value!r}: one path component, not empty, without /, at most 255 bytes"
     yield from rule_problems(rules.RUN, cfg)
-    yield from data_problems(cfg)
+    yield from check_parts.data_problems(cfg)
     for name in engines(cfg):
-        yield from model_path_problems(f"{name}.path", model_path(cfg, name))
+        yield from check_parts.model_path_problems(f"{name}.path", model_path(cfg, name))
 
 
 def _engine_problems(
     cfg: BaseConfig, name: str, engine: TrainEngineConfig, world_size: int | None
 ) -> Iterator[str]:
     key = f"{name}."
-    yield from parallel_problems(engine.parallel, world_size, f"{key}parallel")
+    yield from check_parts.parallel_problems(engine.parallel, world_size, f"{key}parallel")
     yield from rule_problems(rules.ENGINE, engine, key)
     yield from rule_problems(rules.FROZEN if name in FROZEN else rules.TRAINED, engine, key)
     if not isinstance(engine, ValueModelConfig):
@@ -129,9 +117,9 @@ def _engine_problems(
     if name != "actor":
         yield from rule_problems(rules.NOT_ACTOR, engine, key)
     if name not in FROZEN and engine.optimizer is not None:
-        yield from optimizer_problems(f"{key}optimizer", engine.optimizer)
+        yield from check_parts.optimizer_problems(f"{key}optimizer", engine.optimizer)
     if engine.lora is not None:
-        yield from lora_problems(f"{key}lora", engine.lora)
+        yield from check_parts.lora_problems(f"{key}lora", engine.lora)
     parts = getattr(engine, "ppo_n_minibatches", 1)
     if isinstance(cfg, GRPOConfig):
         size, n = cfg.train_dataset.batch_size, cfg.gconfig.n_samples
@@ -189,10 +177,10 @@ def _sft_problems(cfg: SFTConfig, world_size: int | None) -> Iterator[str]:
         key = "generation" if cfg.generation else f"stop_at_exact_match={cfg.stop_at_exact_match}"
         yield f"{key}: needs held-out data; set valid_dataset.type"
     if cfg.generation is not None:
-        yield from generation_problems("generation.gconfig", cfg.generation.gconfig)
-        yield from sync_problems(cfg.generation.weight_sync, "generation.weight_sync")
+        yield from check_parts.generation_problems("generation.gconfig", cfg.generation.gconfig)
+        yield from check_parts.sync_problems(cfg.generation.weight_sync, "generation.weight_sync")
         for name, data in held_out_sets(cfg).items():
-            yield from reward_problems(held_out_key(name), data)
+            yield from check_parts.reward_problems(held_out_key(name), data)
 
 
 # recipes with rollouts
@@ -200,7 +188,7 @@ def _sft_problems(cfg: SFTConfig, world_size: int | None) -> Iterator[str]:
 
 def _rl_problems(cfg: GRPOConfig) -> Iterator[str]:
     yield from rule_problems(rules.RL, cfg)
-    yield from actor_problems(cfg.actor)
+    yield from check_parts.actor_problems(cfg.actor)
     yield from _comparison_problems(cfg)
     yield from _input_problems(cfg)
     if isinstance(cfg, PPOConfig):
@@ -210,7 +198,7 @@ def _rl_problems(cfg: GRPOConfig) -> Iterator[str]:
     elif not cfg.trainer.type:
         yield from rule_problems(rules.NO_TEACHER, cfg)
     for key, data in datasets(cfg).items():
-        yield from reward_problems(key, data)
+        yield from check_parts.reward_problems(key, data)
 
 
 def _comparison_problems(cfg: GRPOConfig) -> Iterator[str]:

@@ -81,7 +81,7 @@ def parallel_problems(
             yield f"{key}: {why}; {fix} or lower a degree"
     yield from rule_problems(rules.PARALLEL, p, f"{key}.")
     if p.pipeline_split is not None and p.pp > 1 and len(p.pipeline_split) != p.pp * p.vpp:
-        fix = f"give one number for each of the {key}.pp*vpp = {p.pp}*{p.vpp} chunks of layers"
+        fix = f"give one number per chunk of layers, for {key}.pp*vpp = {p.pp}*{p.vpp} chunks"
         yield f"{key}.pipeline_split={p.pipeline_split}: {fix}"
 
 
@@ -343,7 +343,7 @@ def _worker_problems(cfg: GRPOConfig) -> Iterator[str]:
     r = cfg.rollout
     port = r.gateway.get("port", 0)
     if isinstance(port, int) and 65535 - r.workers < port <= 65535:
-        why = f"rollout.workers={r.workers} take the ports behind it, and 65535 is the last"
+        why = f"the rollout.workers={r.workers} workers take the ports behind it, up to 65535"
         yield f"rollout.gateway.port={port}: {why}; use a lower one, or 0 for free ones"
     batches = r.max_head_offpolicyness + 1
     in_flight = r.max_concurrent_rollouts or cfg.train_dataset.batch_size * batches
@@ -389,18 +389,13 @@ def _judge_problems(cfg: GRPOConfig) -> Iterator[str]:
                 yield f"{key}.reward{where}=judge: nothing says which server judges; {fix}"
 
 
-_OF_KEYS = {  # options of servers -> the key of their section that gives them
+# options of servers -> the key of their section that gives them: the same, or another
+_SAME = ("dtype", "context_length", "max_running_requests", "tp", "nnodes", "deterministic")
+_OF_KEYS = {name: name for name in (*_SAME, "threads")} | {
     "model_path": "path",
-    "dtype": "dtype",
-    "context_length": "context_length",
-    "max_running_requests": "max_running_requests",
-    "tp": "tp",
     "tp_size": "tp",
     "tensor_parallel_size": "tp",
-    "nnodes": "nnodes",
-    "deterministic": "deterministic",
     "enable_deterministic_inference": "deterministic",
-    "threads": "threads",
 }
 
 

@@ -46,7 +46,7 @@ def check_fileroot(cfg: BaseConfig) -> None:
     here = _outside(cfg, cfg.fileroot) if cfg.cluster.container else None
     if here is not None and Path(here).resolve() != Path(cfg.fileroot).resolve():
         why = f"this machine has it as {here}, and the launcher writes there too"
-        fix = f"set fileroot={here} and cluster.container_mounts=[{here}:{here}]"
+        fix = f"give it the same name: fileroot={here}, cluster.container_mounts=[{here}:{here}]"
         raise ConfigError(f"fileroot={cfg.fileroot}: {why}; {fix}")
 
 

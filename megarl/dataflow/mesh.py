@@ -43,7 +43,13 @@ class Devices:
             raise ValueError(f"mesh {mesh}: {why}")
         if mesh.count % unit or self.per_node % unit or mesh.first % unit:
             why = f"a mesh is whole nodes of {self.per_node} devices, or one of the equal parts"
-            raise ValueError(f"mesh {mesh}: {why} of a node, such as {Mesh(0, 1)}")
+            examples = f"{Mesh(0, 1)} or {self._part()}"
+            raise ValueError(f"mesh {mesh}: {why} of a node, such as {examples}")
+
+    def _part(self) -> Mesh:
+        """Returns the second half of the first node, or all of it where it has no halves."""
+        half = self.per_node // 2
+        return Mesh(half, half) if half and self.per_node % 2 == 0 else Mesh(0, self.per_node)
 
 
 @dataclass(frozen=True, order=True)

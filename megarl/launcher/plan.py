@@ -254,9 +254,9 @@ def check_nccl(trainers: str, servers: str) -> None:
     with ThreadPoolExecutor() as pool:
         version, other = pool.map(_nccl_version, (trainers, servers))
     if version != other:
-        why = f"its NCCL {other} does not connect to NCCL {version} of the trainers' {trainers}"
+        why = f"server.python={servers} has NCCL {other} and the trainers' {trainers} has NCCL"
         fix = "install one torch in both, or use weight_sync.type=disk"
-        raise ConfigError(f"server.python={servers}: {why}; {fix}")
+        raise ConfigError(f"{why} {version}: only equal versions connect; {fix}")
 
 
 def _nccl_version(python: str) -> str:
