@@ -28,17 +28,10 @@ if __package__ in (None, "") and sys.path and Path(sys.path[0]).resolve() == _HE
     # run as a file: our folder's names (config, data, ...) must not stand in front of others'
     sys.path[0] = str(_HERE.parent)
 
+from megarl.config import recipe_engines
 from megarl.config.command_line import CommandLine, parse_command_line
 from megarl.config.errors import EXIT_CODE, ConfigError
 from megarl.config.help import render_help, render_section
-from megarl.config.recipe_engines import (
-    ADDRESSES_ENV,
-    needs_servers,
-    server_addresses,
-    smallest_world_size,
-    trainer_processes,
-    uses_block_fp8,
-)
 from megarl.config.recipes import RECIPES, TRAINERS, BaseConfig, GRPOConfig
 from megarl.utils import stopping
 from megarl.utils.env import quiet_libraries, set_trainer_defaults
@@ -111,13 +104,13 @@ def _prepare(cfg: BaseConfig, *, only: bool) -> None:
     servers: list[str] = []
     if isinstance(cfg, GRPOConfig):
         try:
-            servers = server_addresses(cfg.rollout)
+            servers = recipe_engines.server_addresses(cfg.rollout)
         except OSError as e:
             raise ConfigError(f"rollout.addresses_file: cannot be read: {e}; make it") from e
-        if not (only or servers) and needs_servers(cfg):
-            fix = f"name running ones in it or {ADDRESSES_ENV}, or start with megarl launch"
+        if not (only or servers) and recipe_engines.needs_servers(cfg):
+            fix = f"name running ones, set {recipe_engines.ADDRESSES_ENV}, or use megarl launch"
             raise ConfigError(f"rollout.addresses=[]: no generation server; {fix}")
-    set_trainer_defaults(os.environ, servers=servers, block_fp8=uses_block_fp8(cfg))
+    set_trainer_defaults(os.environ, servers=servers, block_fp8=recipe_engines.uses_block_fp8(cfg))
 
 
 def _read(command: CommandLine) -> BaseConfig:
@@ -186,9 +179,9 @@ def _world_size(cfg: BaseConfig, only_checks: bool) -> int:
         if os.environ.get("WORLD_SIZE", "1") != "1":
             fix = "run python -m megarl.run, or a launcher, or set trainer.mode=spmd"
             raise ConfigError(f"trainer.mode=controller: torchrun starts several of it; {fix}")
-        return trainer_processes(cfg)
+        return recipe_engines.trainer_processes(cfg)
     if only_checks and "WORLD_SIZE" not in os.environ:
-        return smallest_world_size(cfg)
+        return recipe_engines.smallest_world_size(cfg)
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 

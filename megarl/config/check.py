@@ -254,14 +254,13 @@ def _distill_problems(cfg: DistillConfig) -> Iterator[str]:
     yield from rule_problems(rules.TEACHER_SERVERS, cfg)
 
 
-PHASES = re.findall(
-    r"\w+",
+_words = re.compile(r"\w+").findall
+PHASES = _words(
     """rollout episodes record logp ref renew_ref values teacher reward_model train train_critic
-    train_step update_weights step eval save recover""",
+    train_step update_weights step eval save recover"""
 )
 # the first part of the names of metrics, besides eval; a test holds them against docs/metrics.md
-FAMILIES = re.findall(
-    r"\w+",
+FAMILIES = _words(
     """train_rollout_logprob_abs_diff mismatch staleness moe weight_sync reward dataset difficulty
     curriculum response_len forks critic timing tokens perf memory rollout loss pg_loss ppl
     grad_norm lr ratio entropy kl_ref approx_kl accuracy margin first_ratio_abs_dev logp
@@ -269,7 +268,7 @@ FAMILIES = re.findall(
     teacher_kl_reverse advantage_max advantage_min advantage_std behav_dropped_frac
     behav_ess behav_imp_weight clip_frac_dual clip_frac_high clip_frac_low elapsed_s kl_coef kl_ctl
     kl_observed n_updates prefix_ratio ratio_abs_dev ratio_rms_dev skipped_sequences
-    skipped_tokens skipped_updates student_tail_mass teacher_tail_mass tools update_successful""",
+    skipped_tokens skipped_updates student_tail_mass teacher_tail_mass tools update_successful"""
 )
 _OF_ANSWERS = ("accuracy", "reward", "some_credit", "response_len", "samples", "failed")
 _OF_LOSS = ("loss", "ppl", "token_accuracy", "exact_match")

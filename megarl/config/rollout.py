@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from megarl.config.base import (
     FRACTION_ABOVE_ZERO,
@@ -50,8 +50,7 @@ class Requirements:
     less: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class BuiltIn:
+class BuiltIn(NamedTuple):
     """Describes one of megarl's own transports. target: pkg.module:name of its class."""
 
     target: str
@@ -61,19 +60,14 @@ class BuiltIn:
 _PACKAGE = "megarl.weight_sync"
 TRANSPORTS: Mapping[str, BuiltIn] = {
     "distributed": BuiltIn(
-        target=f"{_PACKAGE}.broadcast:DistributedTransport",
-        requirements=Requirements(process_group=True, less=True),
+        f"{_PACKAGE}.broadcast:DistributedTransport", Requirements(process_group=True, less=True)
     ),
-    "disk": BuiltIn(
-        target=f"{_PACKAGE}.disk:DiskTransport", requirements=Requirements(directory=True)
-    ),
+    "disk": BuiltIn(f"{_PACKAGE}.disk:DiskTransport", Requirements(directory=True)),
     "colocated": BuiltIn(
-        target=f"{_PACKAGE}.colocated:ColocatedTransport",
-        requirements=Requirements(shares_devices=True),
+        f"{_PACKAGE}.colocated:ColocatedTransport", Requirements(shares_devices=True)
     ),
     "adapter": BuiltIn(
-        target=f"{_PACKAGE}.disk:AdapterTransport",
-        requirements=Requirements(directory=True, adapters=True),
+        f"{_PACKAGE}.disk:AdapterTransport", Requirements(directory=True, adapters=True)
     ),
 }
 ALIASES: Mapping[str, str] = {"nccl": "distributed"}  # the design documents' word

@@ -55,7 +55,8 @@ def put_in_place(staging: Path, target: Path) -> None:
     """Syncs `staging` to disk and renames it to `target`; what `target` was is gone."""
     target = target.absolute()
     old = _beside(target, "old")
-    _sync_tree(staging)
+    for path in (*staging.rglob("*"), staging):
+        sync(path)
     if target.exists():
         target.rename(old)
     try:
@@ -114,12 +115,6 @@ def sync(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def _sync_tree(directory: Path) -> None:
-    for file in directory.rglob("*"):
-        sync(file)
-    sync(directory)
 
 
 def _beside(target: Path, kind: str) -> Path:

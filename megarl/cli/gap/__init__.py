@@ -156,10 +156,8 @@ def of_episode(run: Path, name: str | None, length: int) -> tuple[list[Sample], 
         return [], ""
     name = name or list(records)[-1]
     if name not in records:
-        some = (
-            f"recorded are {', '.join(list(records)[-5:])}" if records else "nothing was recorded"
-        )
-        raise ConfigError(f"--episode {name}: there is no such record; {some}")
+        some = ", ".join(list(records)[-5:]) or "none"
+        raise ConfigError(f"--episode {name}: there is no such record; recorded are {some}")
     record = unpack(read_bytes(run, records[name]))
     ends = np.cumsum([row["length"] for row in record.about["rows"]])[:-1]
     samples = []
