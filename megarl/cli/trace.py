@@ -37,9 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError(f"{run / timeline.FOLDER}: no timeline; the run has not begun")
     if args.steps:
         spans = within(spans, args.steps)
-    names = {
-        p["rank"]: f"{p.get('name', '')} {p['host']}".strip() for p in timeline.read_presence(run)
-    }
+    present = timeline.read_presence(run)
+    names = {p["rank"]: f"{p.get('name', '')} {p['host']}".strip() for p in present}
     events = list(trace_events(spans, names))
     text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
     out.write_bytes(gzip.compress(text.encode()) if out.suffix == ".gz" else text.encode())

@@ -252,9 +252,8 @@ class _Composer:
             yield _existing(path, path.parent / entry, f"defaults: {entry}")
             return
         if not isinstance(entry, dict) or len(entry) != 1:
-            raise ConfigError(
-                f"--config {path}: defaults: {entry}: write a file, or one group as `group: name`"
-            )
+            fix = "write a file, or one group as `group: name`"
+            raise ConfigError(f"--config {path}: defaults: {entry}: {fix}")
         ((group, option),) = entry.items()
         self.groups.add(str(group))
         option = self.switches.get(str(group), option)

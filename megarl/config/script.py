@@ -92,9 +92,7 @@ def fetch_hub_models(cfg: BaseConfig, *, weights: bool = True) -> None:
         except (OSError, ValueError) as e:  # ValueError: no name that a hub allows
             why = " ".join(str(e).split())
             fix = f"name its directory, or org/name of a model (hf download {path} --local-dir DIR)"
-            problems.append(
-                f"{name}.path={path}: neither a directory nor on the hub ({why}); {fix}"
-            )
+            problems.append(f"{name}.path={path}: no directory, nor on the hub ({why}); {fix}")
     raise_if_any(problems)
 
 

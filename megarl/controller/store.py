@@ -67,9 +67,8 @@ class Store:
                 case _:
                     return self._tokens[group, ref.id].tokens
         except KeyError as e:
-            raise KeyError(
-                f"the {ref.kind} {ref.id} is not on this worker: use it with the group that made it"
-            ) from e
+            where = "not on this worker: use it with the group that made it"
+            raise KeyError(f"the {ref.kind} {ref.id} is {where}") from e
 
     def object_id(self, value: Any) -> str | None:
         """Returns the id of an object that is held here, None for any other."""

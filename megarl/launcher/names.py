@@ -185,9 +185,7 @@ def node_address(interface: str = "") -> str:
     try:  # as /etc/hosts often has it
         return address_towards("192.0.2.1")
     except OSError as e:
-        raise ConfigError(
-            "this node has no address that others reach: name its cluster.interface"
-        ) from e
+        raise ConfigError("cluster.interface: no address that others reach; name one") from e
 
 
 def _interface_address(interface: str) -> str:
@@ -197,7 +195,6 @@ def _interface_address(interface: str) -> str:
             answer = fcntl.ioctl(s.fileno(), _GET_ADDRESS, request)
         except OSError as e:
             interfaces = ", ".join(name for _, name in socket.if_nameindex())
-            raise ConfigError(
-                f"cluster.interface={interface}: no IPv4 address here; there are {interfaces}"
-            ) from e
+            why = f"no IPv4 address here; there are {interfaces}"
+            raise ConfigError(f"cluster.interface={interface}: {why}") from e
     return socket.inet_ntoa(answer[20:24])

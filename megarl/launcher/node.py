@@ -124,9 +124,8 @@ def _enter(directory: str) -> None:
     try:
         os.chdir(directory)
     except OSError as e:
-        raise ConfigError(
-            f"{directory}: {e.strerror} on this node; start the job in a directory they share"
-        ) from e
+        why = f"{e.strerror} on this node; start the job in a directory that nodes share"
+        raise ConfigError(f"{directory}: {why}") from e
 
 
 def _read_job(command: CommandLine) -> Job:

@@ -176,16 +176,12 @@ def _parts(servers: Servers, size: int, *, pooled: bool) -> int:
     not divide evenly. pooled: servers have nodes of another kind."""
     key, gpus, around = servers.key, servers.gpus, servers.around
     if around and pooled:
-        raise ConfigError(
-            "cluster.server_pool: colocated servers are on the trainers' nodes; leave it null"
-        )
+        raise ConfigError("cluster.server_pool: colocated servers have no own nodes; leave it null")
     parts = servers.nnodes or -(-gpus // size)
     if gpus % parts or gpus // parts > size:
         why = f"does not divide evenly over {parts} node(s) of {size} GPUs"
         raise ConfigError(f"{key}.tp*dp={gpus}: {why}; correct {key}.tp, {key}.dp or {key}.nnodes")
     if around and (gpus > around or (around > size and size % (gpus // parts))):
-        why = (
-            f"servers take equal shares of the trainers' {around} GPUs, {min(around, size)} a node"
-        )
+        why = f"servers take equal shares of {around} trainer GPUs, {min(around, size)} a node"
         raise ConfigError(f"{key}.tp*dp={gpus}: {why}; choose a degree that divides them")
     return parts

@@ -88,9 +88,7 @@ def plan_here(command: CommandLine) -> Plan:
     raise_if_any(f"{key}: {why}" for key in further)
     gpus = len(visible_gpus(os.environ))
     if not gpus and os.environ.get("MEGARL_DEVICE") == "cuda":
-        raise ConfigError(
-            "MEGARL_DEVICE=cuda: this machine has no GPU; set MEGARL_DEVICE=cpu, or unset it"
-        )
+        raise ConfigError("MEGARL_DEVICE=cuda: this machine has no GPU; set cpu, or unset it")
     placement = place_here(gpus, trainers=plan.nproc, servers=_wanted(plan))
     return _placed(plan, placement)
 
@@ -159,9 +157,8 @@ def _without_secrets(overrides: Sequence[str]) -> Iterator[str]:
             yield override
             continue
         if not isinstance(plain, str) or "${" in plain:
-            raise ConfigError(
-                f"{key}: holds a secret; set it alone, by its own key, or as ${{oc.env:NAME}}"
-            )
+            fix = "set it alone, by its own key, or as ${oc.env:NAME}"
+            raise ConfigError(f"{key}: holds a secret; {fix}")
         name = MOVED + re.sub(r"\W", "_", key).upper()
         os.environ[name] = plain
         yield f"{key}=${{oc.env:{name}}}"

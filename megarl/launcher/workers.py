@@ -80,9 +80,7 @@ class NodeScheduler(Scheduler):
     def listen(self, spec: GroupSpec) -> Arrivals:
         """Listens where nodes reach this machine. Raises ValueError without a log directory."""
         if not spec.log_dir:
-            raise ValueError(
-                f"{spec.name}: log_dir is empty; name a directory that the nodes share"
-            )
+            raise ValueError(f"{spec.name}: log_dir is empty; name a directory that nodes share")
         return Arrivals(self._host)
 
     def start_processes(self, spec: GroupSpec, address: str) -> Processes:

@@ -135,9 +135,8 @@ class Link:
         except TimeoutError as e:
             if future.done():  # the worker's own
                 raise
-            raise TimeoutError(
-                f"worker {self.name}: call {verb} has no answer after {timeout:g} s"
-            ) from e
+            why = f"call {verb} has no answer after {timeout:g} s"
+            raise TimeoutError(f"worker {self.name}: {why}") from e
 
     def call_async(self, verb: str, payload: Any = None) -> Future[Any]:
         """Sends a call and returns its future. Waits where the other end does not read."""

@@ -20,10 +20,7 @@ if TYPE_CHECKING:
     import aiohttp
 
 T = TypeVar("T")
-STRANGER = (
-    "it is no server that speaks SGLang's protocol; correct rollout.addresses, or end what else "
-    "listens there"
-)
+STRANGER = "it is no server of SGLang's protocol; correct rollout.addresses, or end what is there"
 _SHOWN = 200  # characters of an answer in an error
 RETRY_DELAY = 0.2  # seconds before the first retry; doubles up to MAX_RETRY_DELAY
 MAX_RETRY_DELAY = 10.0

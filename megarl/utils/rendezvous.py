@@ -84,9 +84,7 @@ def meet(
         r for r in range(world_size) if not hmac.compare_digest(proofs[r], _mac(key, f"rank {r}"))
     ]
     if wrong:
-        others = (
-            f"rank {', '.join(map(str, wrong))} at {place} did not prove this job's {JOB_TOKEN}"
-        )
+        others = f"rank {', '.join(map(str, wrong))} at {place} did not prove its {JOB_TOKEN}"
         raise PermissionError(f"rank {rank}: {others}: a stranger is there, or changes the store")
     return store, key
 
