@@ -104,7 +104,7 @@ class CommandParser(argparse.ArgumentParser):
     def keys(self) -> None:
         """Adds `keys`, words of the form key=value."""
         text = "changes of the configuration"
-        self.add_argument("keys", metavar="key=value", nargs="*", default=[], help=text)
+        self.add_argument("keys", metavar="key=value", type=_key, nargs="*", default=[], help=text)
 
     def option(self, name: str, kind: Callable[[str], Any], text: str, default: Any = None) -> None:
         """Adds --name VALUE, of which `kind` makes the value."""
@@ -158,3 +158,9 @@ def free_path(base: Path, sign: str) -> Path:
         return base
     others = (base.with_name(f"{base.name}{sign}{n}") for n in count(2))
     return next(path for path in others if not path.exists())
+
+
+def _key(text: str) -> str:
+    if "=" not in text:
+        raise argparse.ArgumentTypeError(f"{text}: give key=value")
+    return text

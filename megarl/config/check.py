@@ -136,7 +136,7 @@ def _shared_ref_problems(cfg: BaseConfig) -> Iterator[str]:
     for name in (f.name for f in fields(default) if f.name not in frozen):
         same = (getattr(default, name), getattr(by_name[main], name))
         if getattr(by_name["ref"], name) not in same:
-            why = f"with {main}.lora on the same model the reference has no engine of its own"
+            why = f"with {main}.lora on the same model the reference is the {main}'s engine"
             yield f"ref.{name}: {why}; leave ref.{name} out, or name another ref.path"
 
 

@@ -217,8 +217,8 @@ def _name_problems(key: str, names: Iterable[str]) -> Iterator[str]:
 def _training_problems(key: str, cfg: DatasetConfig) -> Iterator[str]:
     yield from rule_problems(rules.DATASET, cfg, f"{key}.")
     if (cfg.type == MIX) != bool(cfg.parts):
-        fix = "name each part with its type and weight if type=mix, and none otherwise"
-        yield f"{key}.type={cfg.type} with {len(cfg.parts)} {key}.parts: {fix}"
+        why = "type=mix draws from its parts, name each with type and weight; others have none"
+        yield f"{key}.type={cfg.type} with {len(cfg.parts)} {key}.parts: {why}"
     elif not cfg.parts:
         yield from _source_problems(key, cfg)
     else:

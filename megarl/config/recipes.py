@@ -357,7 +357,8 @@ def recipe_class(
     if cls is None:
         return named or RECIPES[DEFAULT_RECIPE]
     if named is not None and not issubclass(cls, named):
-        raise ConfigError(f"recipe={name}: {cls.__name__} is of another recipe; leave it out")
+        why = f"{cls.__name__} is not one of that recipe's; leave it out"
+        raise ConfigError(f"recipe={name}: {why}")
     return cls
 
 

@@ -146,7 +146,7 @@ def transport_class(type_: str) -> Any:
     declared = getattr(transport, "requirements", None)
     if not inspect.isclass(transport) or not isinstance(declared, Requirements):
         why = f"a {type(transport).__name__} without `requirements`"
-        fix = "name a subclass of megarl.weight_sync.transports.Transport"
+        fix = "expected a subclass of megarl.weight_sync.transports.Transport"
         raise ValueError(f"transport {name!r}: {why}; {fix}")
     return transport
 

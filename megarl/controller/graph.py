@@ -98,8 +98,8 @@ class GraphPlan:
         self.generates = generating[0] if generating else None
         on_devices = [call for call in self.calls if call.kind != GENERATE]
         if lost := [call for call in on_devices if call.model not in self.homes]:
-            fix = "give one of them its mesh and strategy (`where`)"
-            raise ValueError(f"call {lost[0].name!r}: no call of its model has a mesh: {fix}")
+            why = f"call {lost[0].name!r} has no mesh, nor has another call of {lost[0].model!r}"
+            raise ValueError(f"{why}: give one of them its mesh and strategy (`where`)")
         if len(generating) > 1:
             names = ", ".join(call.name for call in generating)
             raise ValueError(f"{names} generate: a step has one batch, which one call generates")

@@ -134,8 +134,8 @@ class Remote:
         """Returns what names the object to the workers of `group`. Raises ValueError where they
         do not have it."""
         if not set(group.peers) <= set(self._group.peers):
-            why = f"{group.name} has other workers than {self._group.name}, where it was made"
-            raise ValueError(f"{self!r}: {why}; use it there")
+            why = f"lives on the workers of {self._group.name}, and {group.name} has others"
+            raise ValueError(f"this {self._kind} {why}: an object is used where it was made")
         return Ref("object", self._id)
 
     @property

@@ -95,8 +95,8 @@ def place(
     """
     pool, size = cluster.server_pool, cluster.n_gpus_per_node
     if trainers > size and trainers % size:
-        why = f"{trainers} trainer processes do not fill nodes evenly; start a multiple of {size}"
-        raise ConfigError(f"cluster.n_gpus_per_node={size}: {why}, or change it")
+        why = f"{trainers} trainer processes do not fill nodes of cluster.n_gpus_per_node={size}"
+        raise ConfigError(f"{why}: start a multiple of {size}, or change that key")
     nodes = _Nodes(size=size, on_gpus=on_gpus)
     each, trainer_node = min(trainers, size), _Node(pool=TRAINER_POOL if pool else NODES, size=size)
     ranks = [seat for seat in nodes.take(trainer_node, each, trainers // each) for _ in range(each)]

@@ -352,7 +352,8 @@ class SlurmScheduler(NodeScheduler):
     def __init__(self, *, interface: str = "") -> None:
         """Raises ConfigError outside of an allocation, or without an address."""
         if not os.environ.get("SLURM_JOB_ID"):
-            raise ConfigError("SLURM_JOB_ID is not set: start this in sbatch or salloc")
+            fix = "start this in an allocation, by sbatch or salloc"
+            raise ConfigError(f"SLURM_JOB_ID is not set: {fix}")
         super().__init__(interface)
 
     def start_agents(self, spec: GroupSpec, job: Job, files: JobFiles, attempt: str) -> Processes:

@@ -36,7 +36,6 @@ from megarl.utils.env import (
     uses_gpus,
     visible_gpus,
 )
-from megarl.utils.files import human
 
 log = get_logger(__name__)
 
@@ -318,8 +317,8 @@ class LocalScheduler(Scheduler):
             raise RuntimeError(f"{spec.name}: {spec.count} workers with {each} GPUs each {why}")
         memory = spec.worker.memory * spec.count
         if memory > (total := memory_bytes()):
-            why = f"want {human(memory)} of memory, and here there are {human(total)}"
-            raise RuntimeError(f"{spec.name}: {spec.count} workers {why}")
+            why = f"want {memory / 2**30:.3g} GiB of memory, and here there are"
+            raise RuntimeError(f"{spec.name}: {spec.count} workers {why} {total / 2**30:.3g} GiB")
         taken = [self._free.pop(0) for _ in range(count)]
         processes = _Children(taken, self._free)
         master = LOOPBACK, str(free_port())
