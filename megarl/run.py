@@ -177,8 +177,8 @@ def _world_size(cfg: BaseConfig, only_checks: bool) -> int:
     controller the number of its trainers; raises ConfigError for one that torchrun starts."""
     if cfg.trainer.mode == "controller":
         if os.environ.get("WORLD_SIZE", "1") != "1":
-            fix = "run python -m megarl.run, or a launcher, or set trainer.mode=spmd"
-            raise ConfigError(f"trainer.mode=controller: torchrun starts several of it; {fix}")
+            why = "one process starts the trainers; use a launcher, or set trainer.mode=spmd"
+            raise ConfigError(f"trainer.mode=controller under torchrun: {why}")
         return recipe_engines.trainer_processes(cfg)
     if only_checks and "WORLD_SIZE" not in os.environ:
         return recipe_engines.smallest_world_size(cfg)
