@@ -156,8 +156,11 @@ def _table(job: Job, records: Mapping[str, Any]) -> Iterator[str]:
     yield from ("", "every process gets these variables as they are here:")
     yield from (f"  {name}={value}" for name, value in records["forwarded"].items())
     yield ""
-    yield "Commands and variables are of the first process of each kind; --format json has all."
-    yield "A node fills in @{...} when it starts: free ports from 20000 to 32767, its GPUs from 0."
+    yield (
+        "Commands and variables are those of the first process of each kind; --format json has "
+        "all. A node fills in @{...} when it starts: it chooses ports that are free, from 20000 to "
+        "32767, and counts its GPUs from 0."
+    )
 
 
 def _on_node(job: Job, node: int) -> Iterator[str]:
