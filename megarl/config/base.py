@@ -60,9 +60,8 @@ class Choices:
 
     def allow(self, value: Any) -> bool:
         """Returns whether `value` is one of the choices, or an import path where those are."""
-        return value in self.values or (
-            self.or_path and isinstance(value, str) and is_import_path(value)
-        )
+        is_path = self.or_path and isinstance(value, str) and is_import_path(value)
+        return is_path or value in self.values
 
     def meant(self, truth: Any) -> Any:
         """Returns the choice that a boolean stands for, None where there is none: YAML 1.1 reads

@@ -100,9 +100,7 @@ def sft() -> nx.DiGraph:
     return build_graph([Call("train", "model", TRAIN_STEP, TOKENS, verb="train")], given=TOKENS)
 
 
-GRAPHS: dict[str, Callable[..., nx.DiGraph]] = {
-    make.__name__: make for make in (ppo, grpo, remax, sft)
-}
+GRAPHS: dict[str, Callable[..., nx.DiGraph]] = {f.__name__: f for f in (ppo, grpo, remax, sft)}
 
 
 def _scores(reward_model: bool, reference: bool, recompute: bool) -> list[Call]:

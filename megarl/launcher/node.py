@@ -335,9 +335,8 @@ class _NodeRun:
         self.leaders += map(self.start_child, leaders)
         command, _ = self.filled(tasks[-1])
         shown = " ".join(masked_override(a) for a in command[2:])
-        names = ", ".join(
-            f"{count} {role}" for role, count in Counter(t.role for t in tasks).items()
-        )
+        counts = Counter(t.role for t in tasks)
+        names = ", ".join(f"{count} {role}" for role, count in counts.items())
         log.info("started %s: %s %s", names, command[1], shown)
 
     def start_child(self, task: Task) -> Child:

@@ -86,13 +86,9 @@ def _plan(command: CommandLine) -> Plan:
 
 
 def _asks(plan: Plan, job: Job) -> str:
-    wanted = (
-        f"  node {i}: {described(bundle)}"
-        for i, bundle in enumerate(bundles(job, plan.cfg.cluster))
-    )
-    return "\n".join(
-        ["Ray is asked for a placement group, STRICT_SPREAD, with a bundle for each node:", *wanted]
-    )
+    lines = ["Ray is asked for a placement group, STRICT_SPREAD, with a bundle for each node:"]
+    nodes = enumerate(bundles(job, plan.cfg.cluster))
+    return "\n".join(lines + [f"  node {i}: {described(bundle)}" for i, bundle in nodes])
 
 
 def _start(plan: Plan, job: Job, command: CommandLine) -> int:
