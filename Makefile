@@ -52,6 +52,10 @@ FILES := --dist=loadfile --no-loadscope-reorder
 SPREAD := --numprocesses=logical --maxprocesses=4 $(FILES)
 # over two, for tests that wait for other processes most of the time
 PAIRED := --numprocesses=2 $(FILES)
+# over three, for tests that wait for a third of their time
+TRIPLED := --numprocesses=3 $(FILES)
+# over two, each group of tests in one of them
+GROUPED := --numprocesses=2 --dist=loadgroup --no-loadscope-reorder
 CODE := megarl examples benchmarks tests docs/hooks.py setup.py $(wildcard tools/*.py)
 
 .DEFAULT_GOAL := help
@@ -154,7 +158,7 @@ test: install  ## 30 minutes: lint, docs, units, layouts over processes, recipes
 
 test-system: install  ## 20 minutes: launchers, recovery, failures, servers that are killed
 	@$(MAKE) --no-print-directory slurm || echo "Slurm could not be installed; its tests are skipped"
-	TIER="make test-system: 15" $(PYTEST) $(PAIRED) -m "system and not full" tests/system tests/dist tests/e2e
+	TIER="make test-system: 15" $(PYTEST) $(TRIPLED) -m "system and not full" tests/system tests/dist tests/e2e
 
 test-all: lint docs install-verifiers  ## everything that runs without a GPU
 	MEGARL_VERIFIERS_PYTHON=$(abspath $(VERIFIERS_VENV))/bin/python $(PYTEST) -m "not realmodel" --timeout=3600 tests/unit tests/dist tests/e2e tests/system
@@ -173,7 +177,7 @@ slurm:  ## install Debian's Slurm and munge where they are missing
 	$$install >/dev/null 2>&1 || { timeout 120 apt-get update >/dev/null && $$install >/dev/null; }
 
 test-sglang: install install-sglang  ## 10 minutes: megarl against the real SGLang server, on CPU
-	TIER="make test-sglang: 10" MEGARL_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python $(PYTEST) $(PAIRED) -m "$(or $(MARK),not full)" tests/sglang
+	TIER="make test-sglang: 10" MEGARL_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python $(PYTEST) $(GROUPED) -m "$(or $(MARK),not full)" tests/sglang
 
 test-te: install $(TE_STAMPS)  ## 3 minutes: Transformer Engine's layers and calls, its Python alone
 	TIER="make test-te: 3" MEGARL_TE_HOME=$(abspath $(TE_HOME)) $(PYTEST) $(PAIRED) tests/te

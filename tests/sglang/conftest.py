@@ -21,6 +21,18 @@ from tests.sglang.servers import RealServer, launch, save_model
 ROLLOUT = RolloutConfig(request_timeout=120, setup_timeout=300, episode_timeout=240)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Groups the tests for `--dist=loadgroup`. The tests that share servers are one group, which
+    begins first because it takes longest. Each file of the other tests is a group."""
+
+    def shares(item: pytest.Item) -> bool:
+        return "pair" in getattr(item, "fixturenames", ())
+
+    items.sort(key=lambda item: not shares(item))
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("pair" if shares(item) else item.path.stem))
+
+
 @dataclass(frozen=True)
 class Pair:
     """client: an SGLangEngine and `one`, the server (tp 1) it has started. two: a server of tp 2.

@@ -96,7 +96,8 @@ def launch(
 ) -> RealServer:
     """Returns at once; `serving` waits."""
     cores = "|".join(map(str, range(tp * dp)))  # one for each rank
-    env = {**ENV, **(env or {})}
+    # every server would compile small functions, for ten CPU seconds
+    env = {**ENV, "TORCHDYNAMO_DISABLE": "1", **(env or {})}
     if tp * dp > 1:
         env["SGLANG_CPU_OMP_THREADS_BIND"] = cores
     process = start_server(
