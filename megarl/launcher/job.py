@@ -40,9 +40,9 @@ REQUESTS_CA_BUNDLE
 """
 # what a process keeps of its scheduler's environment
 _KEPT = (
-    *("SLURM*", "PMI*", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "NVIDIA_*"),
-    *("PATH", "HOME", "USER", "TMPDIR", "RAY_*", "KUBERNETES_*"),
-)
+    "SLURM*", "PMI*", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "NVIDIA_*", "PATH", "HOME",
+    "USER", "TMPDIR", "RAY_*", "KUBERNETES_*",
+)  # fmt: skip
 _MARK = re.compile(r"@\{(address|host|port|gpus|cores):([^{}]+)\}")
 
 
