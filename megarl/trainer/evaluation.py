@@ -240,7 +240,8 @@ class HeldOut:
                 check_context(rows, gconfig, of.server.context_length)
                 flow = workflow or make_workflow(of.rollout, data, rows, gconfig, tokenizer, pool)
             except (ValueError, OSError) as e:
-                problems.append(f"{held_out_key(name) if sets is None else name}: {e}")
+                key = held_out_key(name) if sets is None else name
+                problems.append(f"{key}: {str(e).removeprefix(f'{key}: ')}")
                 continue
             evaluators.append(
                 SetEvaluator(

@@ -160,7 +160,9 @@ class SliceSync:
                 link.call("leave", deadline)
                 servers.end_update(deadline)
         except RuntimeError as e:
-            log.warning("leaving the group of slices: %s", e)
+            lost = e.servers if isinstance(e, ServersLost) else {}
+            ended = servers is not None and set(lost) == set(servers.addresses)  # with the servers
+            log.log(logging.DEBUG if ended else logging.WARNING, "leaving the group: %s", e)
         link.leave(abort=abort)
 
     # ---- once

@@ -494,6 +494,39 @@ def run_heard(parallel: dict[str, Any], *uploads: Upload) -> tuple[Any, str]:
     return found, heard.getvalue()
 
 
+KEPT: list[WeightSender] = []  # of a rank, between two calls
+
+
+def run_and_keep(source: Path, meta: WeightUpdateMeta) -> None:
+    table, layout, rank, params = sharded(source, TP2)
+    KEPT.append(WeightSender(WeightSource(table, layout, rank, params)))
+    KEPT[-1].upload(meta)
+
+
+def run_close() -> str:
+    """Closes the sender that `run_and_keep` made. Returns the warnings of this rank."""
+    heard = io.StringIO()
+    handler, log = logging.StreamHandler(heard), logging.getLogger("megarl.weight_sync")
+    handler.setLevel(logging.WARNING)
+    log.addHandler(handler)
+    try:
+        KEPT.pop().close()
+    finally:
+        log.removeHandler(handler)
+    return heard.getvalue()
+
+
+@pytest.mark.parametrize("other", (False, True), ids=("all ended", "one goes on"))
+def test_servers_that_ended_before_the_sender_are_no_warning(
+    bench: Bench, world: World, other: bool
+) -> None:
+    with StockServer(bench.one.spec, tp=2) as victim:
+        meta = bench.meta(21, victim, *([bench.two] if other else []))
+        world.run(run_and_keep, bench.paths[0], meta)
+    heard = world.run(run_close)
+    assert any(victim.address in text for text in heard) == other, heard
+
+
 def test_a_run_that_sends_whole_tensors_instead_says_so_at_every_sync(
     bench: Bench, world: World
 ) -> None:

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from megarl.cli.status import status
+from megarl.config.errors import ConfigError
+from megarl.config.loader import load_config
 from megarl.config.run import EvaluatorConfig
 from megarl.observability.intervals import bootstrap_ci, wilson
 from megarl.observability.report import load_run, write_report
@@ -242,3 +244,11 @@ def test_the_report_and_the_status_show_every_data_set(tmp_path):
     page = write_report(tmp_path / "report.html", [tmp_path]).read_text()
     assert 'data-choice="easy"' in page and 'data-choice="hard"' in page
     assert status(tmp_path)["eval_by_dataset"] == {"easy": 0.7, "hard": 0.1}
+
+
+def test_a_set_that_cannot_be_read_is_named_once():
+    keys = ["actor.path=m", "valid_dataset.type=chat", "valid_dataset.path=no/file.jsonl"]
+    cfg = load_config(None, keys)
+    with pytest.raises(ConfigError) as error:
+        HeldOut.for_run(cfg, tokenizer, None, sets={"chat": cfg.valid_dataset})
+    assert str(error.value).count("chat:") == str(error.value).count("no/file.jsonl") == 1
