@@ -270,15 +270,16 @@ def load_transformers(path: Path | str, override: Any = None, **how: Any) -> Any
 
     override: as in `transformers_config`. how: further arguments of from_pretrained.
     """
-    from unittest import mock
-
     from transformers import AutoModelForCausalLM, PreTrainedModel
 
     names = wrapper.key_mapping() if (wrapper := wrapper_at(path)) else None
     config = transformers_config(path, override)
-    kept = _fp32_names(path, override)
-    with mock.patch.object(PreTrainedModel, "_keep_in_fp32_modules_strict", kept):
+    default = PreTrainedModel._keep_in_fp32_modules_strict
+    PreTrainedModel._keep_in_fp32_modules_strict = _fp32_names(path, override)
+    try:
         return AutoModelForCausalLM.from_pretrained(path, config=config, key_mapping=names, **how)
+    finally:
+        PreTrainedModel._keep_in_fp32_modules_strict = default
 
 
 def _fp32_names(path: str | Path, override: Mapping[str, Any] | None) -> list[str]:
