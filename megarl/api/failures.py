@@ -17,7 +17,7 @@ from megarl.api.records import ServersLost
 from megarl.api.tokens import Comm
 from megarl.utils.files import DiskFull
 from megarl.utils.stopping import StopRequested
-from megarl.utils.user_errors import RemoteTrace
+from megarl.utils.user_errors import RemoteTrace, text_of
 
 T = TypeVar("T")
 
@@ -42,7 +42,8 @@ class Failure:
         """Returns the failure that tells other ranks of `error`."""
         servers = error.servers if isinstance(error, ServersLost) else {}
         stop = isinstance(error, StopRequested)
-        text = str(error) if servers or stop else f"{type(error).__name__}: {error}"
+        text = text_of(error)
+        text = text if servers or stop else f"{type(error).__name__}: {text}"
         return cls(text, RemoteTrace.of(error), isinstance(error, DiskFull), stop, servers)
 
 

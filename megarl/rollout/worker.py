@@ -20,7 +20,7 @@ from megarl.rollout.episode_context import Answer, AnswerLog
 from megarl.rollout.episodes import Episode
 from megarl.rollout.loop_thread import PauseClock, stuck_threads, take_counts
 from megarl.rollout.rewards.pool import close_copies, copies
-from megarl.utils.user_errors import RemoteTrace
+from megarl.utils.user_errors import RemoteTrace, text_of
 from megarl.wire.routes import RouteShape
 
 if TYPE_CHECKING:
@@ -233,7 +233,7 @@ def _portable(error: BaseException | None) -> bytes | None:
         pickled: bytes = cloudpickle.dumps((error, trace))
         cloudpickle.loads(pickled)
     except Exception:
-        plain = RuntimeError(f"{type(error).__name__}: {error}")
+        plain = RuntimeError(f"{type(error).__name__}: {text_of(error)}")
         for note in getattr(error, "__notes__", ()):
             plain.add_note(note)
         pickled = cloudpickle.dumps((plain, trace))

@@ -27,7 +27,7 @@ import cloudpickle
 from megarl.rpc.errors import Refused, RemoteError, RpcError
 from megarl.rpc.frames import Part, Wire, greet, introduce, new_instance, own_token
 from megarl.utils.http import settle, split_address
-from megarl.utils.user_errors import RemoteTrace
+from megarl.utils.user_errors import RemoteTrace, text_of
 
 # (verb, payload, the link that it came over) -> the answer, or a Future of it
 Handle = Callable[[str, Any, "Link"], Any]
@@ -237,7 +237,7 @@ class Link:
             answer = future.result()
             self._send(number, ANSWER, answer if isinstance(answer, Packed) else pack(answer))
         except BaseException as e:
-            self._send(number, ERROR, pack((type(e).__name__, str(e), RemoteTrace.of(e))))
+            self._send(number, ERROR, pack((type(e).__name__, text_of(e), RemoteTrace.of(e))))
 
     def _send(self, number: int, kind: int, packed: Packed) -> None:
         with self._lock, contextlib.suppress(OSError):  # nobody waits for it any more

@@ -40,10 +40,19 @@ def user_lines(error: BaseException) -> traceback.StackSummary:
     return traceback.StackSummary.from_list(lines)
 
 
+def text_of(error: BaseException) -> str:
+    """Returns the message of an error, also if its `__str__` raises."""
+    try:
+        return str(error)
+    except Exception as e:
+        return f"(its __str__ raised {type(e).__name__})"
+
+
 def in_one_line(error: BaseException) -> str:
     """Returns an error as one line: its type, its message, and the user's file, line and function
     where its first cause was raised, if there are such. A SyntaxError's message has them."""
-    message = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")[:1000]
+    message = f"{type(error).__name__}: {text_of(error)}"
+    message = " ".join(message.split()).removesuffix(":")[:1000]
     if isinstance(error, SyntaxError):
         return message
     for each in reversed(_chain(error, implicit=False)):
@@ -60,7 +69,8 @@ def in_users_lines(error: BaseException, file: Path) -> str | None:
         return None
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+        text = "".join(traceback.format_exception(error))
+        file.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError:
         return None
     shown = "".join([*lines.format(), *traceback.format_exception_only(error)])
@@ -77,7 +87,9 @@ def _lines_of(error: BaseException) -> Sequence[Line]:
         (frame.filename, frame.lineno or 0, frame.name, frame.line)
         for frame in traceback.extract_tb(error.__traceback__)
         if not os.path.realpath(frame.filename).startswith((PACKAGE, STDLIB, *libraries))
-        and Path(frame.filename).is_file()  # compiled libraries name files of where they were built
+        # Compiled libraries name files of the machine that built them. Unlike Path.is_file, this
+        # raises nothing for a name in a directory that this user may not read.
+        and os.path.isfile(frame.filename)
     ]
 
 
@@ -86,7 +98,7 @@ def _chain(error: BaseException, *, implicit: bool = True) -> list[BaseException
     that was being handled counts as the cause of an error that names none."""
     chain: list[BaseException] = []
     at: BaseException | None = error
-    while at is not None and at not in chain:
+    while at is not None and not any(at is known for known in chain):
         chain.append(at)
         at = at.__cause__ or (at.__context__ if implicit and not at.__suppress_context__ else None)
     return chain

@@ -424,6 +424,22 @@ def test_errors_carry_the_remote_traceback(link: Link) -> None:
     assert link.call("echo", 1) == 1
 
 
+def fails_oddly() -> None:
+    """Raises an error without text in a file that the system refuses to look up."""
+
+    class Mute(RuntimeError):
+        def __str__(self) -> str:
+            raise ValueError("no text")
+
+    exec(compile("raise error", "/" + "f" * 5000, "exec"), {"error": Mute()})
+
+
+def test_calls_after_an_odd_error_are_answered(link: Link) -> None:
+    with pytest.raises(RemoteError, match="Mute"):
+        link.call("apply", fails_oddly, timeout=20)
+    assert link.call("echo", 1, timeout=20) == 1
+
+
 def test_a_call_that_takes_too_long_goes_on(link: Link, service: Service) -> None:
     with pytest.raises(TimeoutError, match=r"worker group/0: call wait has no answer after 0.2 s"):
         link.call("wait", 1, timeout=0.2)

@@ -51,7 +51,7 @@ def test_a_folder_whose_name_only_begins_like_a_librarys_is_the_users(library: s
     code = compile("raise ValueError('x')", theirs, "exec")
     with pytest.raises(ValueError) as caught:
         exec(code)
-    with mock.patch.object(Path, "is_file", lambda path: True):
+    with mock.patch("os.path.isfile", return_value=True):
         assert theirs in [line.filename for line in user_lines(caught.value)]
 
 
@@ -127,3 +127,45 @@ def test_a_problem_that_recurs_is_logged_in_powers_of_ten(caplog: pytest.LogCapt
     caplog.clear()
     asyncio.run(meet(1))  # another run
     assert len(caplog.records) == 2
+
+
+class Mute(RuntimeError):
+    """An error of which nothing can be asked."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+    def __eq__(self, other: object) -> bool:
+        raise ValueError("no comparison")
+
+
+def odd_errors() -> list[Exception]:
+    """A name of a file that the system refuses to look up, an error without text, a surrogate."""
+    sources = {"/" + "f" * 5000: "raise KeyError('k')", "mine.py": "raise Mute from Mute()"}
+    sources["other.py"] = "raise RuntimeError('caf\\udce9')"
+    errors: list[Exception] = []
+    for name, source in sources.items():
+        try:
+            exec(compile(source, name, "exec"), {"Mute": Mute})
+        except Exception as e:
+            errors.append(e)
+    return errors
+
+
+@pytest.mark.parametrize("error", odd_errors(), ids=("name", "text", "surrogate"))
+def test_an_odd_error_is_shown_and_travels(error: Exception, tmp_path: Path) -> None:
+    name = type(error).__name__
+    assert in_one_line(error).startswith(name)
+    assert Failure.of(error).text.startswith(name)
+    assert name in pickle.loads(pickle.dumps(RemoteTrace.of(error))).text
+    theirs = tmp_path / "mine.py"
+    theirs.write_text("def raised(error):\n    raise error\n")
+    spec = importlib.util.spec_from_file_location("mine", theirs)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with pytest.raises(type(error)) as raised:
+        module.raised(error)
+    shown = in_users_lines(raised.value, tmp_path / "trace.txt")
+    assert shown is not None and "mine.py" in shown
+    assert name in (tmp_path / "trace.txt").read_text()

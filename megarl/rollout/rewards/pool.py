@@ -39,7 +39,7 @@ from megarl.rollout.rewards.results import (
 )
 from megarl.utils.child import end_with_parent, signal_group
 from megarl.utils.stacks import dump_on_signal
-from megarl.utils.user_errors import RemoteTrace
+from megarl.utils.user_errors import RemoteTrace, text_of
 
 if TYPE_CHECKING:
     from megarl.rollout.rewards.node import RewardNode
@@ -85,7 +85,7 @@ def _serve(pipe: Connection) -> None:
             answer: tuple[str, Any] = ("ok", finite(fn(*args, **kw)))
         except Exception as e:
             kind = "unavailable" if isinstance(e, RewardUnavailable) else "error"
-            answer = (kind, (f"{type(e).__name__}: {e}", RemoteTrace.of(e)))
+            answer = (kind, (f"{type(e).__name__}: {text_of(e)}", RemoteTrace.of(e)))
         pipe.send(answer)
 
 
