@@ -16,7 +16,8 @@ from megarl.config.schema import key_table, show
 from megarl.config.secrets import flat
 
 _KEY = re.compile(r"\$\{([\w.]+)\}")
-_OFF = (None, False, -1)  # values of a key that changes nothing
+_OFF = ("null", "false", "-1")  # values of a key that changes nothing
+_PASSED_ON = re.compile(r"(apply_chat_template_kwargs|override_config)\.")  # where no value is off
 
 
 def keys_of(file: Path) -> dict[str, Any]:
@@ -38,6 +39,15 @@ def followed(keys: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value_of(value, (name,)) for name, value in keys.items()}
 
 
+def flag(keys: dict[str, Any], name: str, default: bool, problems: list[str]) -> bool:
+    """Takes a switch out of `keys` and returns its value, or `default` if the key is missing. Adds
+    to `problems` if the value is neither true nor false."""
+    value = keys.pop(name, default)
+    if not isinstance(value, bool):
+        problems.append(f"{name}={show(value)}: write true or false")
+    return value is True
+
+
 def converted(
     system: str, keys: Mapping[str, Any], rows: Sequence[Commented], problems: Sequence[str]
 ) -> str:
@@ -54,13 +64,14 @@ def converted(
     for name, value in keys.items():
         found = name if name in ours_by_name else next(entries(names, name), name)
         ours = (aliased(ours_by_name, name, {name: found}) or "").partition("=")[0]
-        known = tables["values"].get(ours.rpartition(".")[2], {})
+        values = tables["values"]
+        known = values.get(ours, values.get(ours.rpartition(".")[2], {}))
         value = known.get(value, value) if isinstance(value, Hashable) else value
         is_dropped = value is None and not getattr(ours_by_name.get(ours), "nullable", False)
         if is_key(found) and ours and not is_dropped and ours.partition(".")[0] not in off:
             value = [value] if ours.endswith(".files") and isinstance(value, str) else value
             rows.append((ours, value, name))
-        elif (is_key(found) and ours) or value in _OFF or _is_met(found, value):
+        elif (is_key(found) and ours) or _changes_nothing(name, value) or _is_met(found, value):
             needless.append(name)
         else:
             advice = "has no counterpart; take it out" if is_key(found) else found
@@ -68,6 +79,12 @@ def converted(
     raise_if_any(problems)
     checked_config(text := write_commented(rows), ())
     return f"{text}# not needed: {', '.join(needless)}"
+
+
+def _changes_nothing(name: str, value: Any) -> bool:
+    """Returns whether a value turns off the feature of its key. 0 may turn something on, and so may
+    false where a section is passed on to another library."""
+    return show(value) in _OFF and not _PASSED_ON.search(name)
 
 
 def _is_met(advice: str, value: Any) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megarl.cli import CommandParser
-from megarl.cli.convert import converted, followed, keys_of
+from megarl.cli.convert import converted, flag, followed, keys_of
 from megarl.config.compose import Commented, parse_overrides, untyped
 from megarl.config.errors import ConfigError
 from megarl.config.schema import show
@@ -42,9 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _policy(keys: dict[str, Any], problems: list[str]) -> list[Commented]:
     """Returns the rows of the keys that AReaL reads together, which leave `keys`."""
-    is_async = keys.pop("async_training", True)
-    staleness = keys.pop("rollout.max_head_offpolicyness", 0) * is_async
-    norm = keys.pop("actor.group_reward_norm", False), keys.pop("actor.adv_norm", True)
+    staleness = keys.pop("rollout.max_head_offpolicyness", 0)
+    if not flag(keys, "async_training", True, problems):
+        staleness = 0
+    by_group = flag(keys, "actor.group_reward_norm", False, problems)
+    norm = by_group, flag(keys, "actor.adv_norm", True, problems)
     if norm not in _NORMS:
         why = "rewards are normalized once; set one of them to false"
         shown = f"actor.group_reward_norm={show(norm[0])}, actor.adv_norm={show(norm[1])}"
@@ -53,12 +55,16 @@ def _policy(keys: dict[str, Any], problems: list[str]) -> list[Commented]:
         if (value := keys.pop(name, 1.0)) != 1:
             problems.append(f"{name}={value}: GRPO discounts nothing; set it to 1")
     warmup = "actor.optimizer.warmup_steps_proportion"
-    if keys.get(warmup) == 1:  # our 1 is one step
-        problems.append(f"{warmup}=1: never reaches the learning rate; write a smaller fraction")
+    share = keys.get(warmup, 0)
+    if not isinstance(share, int | float) or not 0 <= share < 1:  # our 1 is one step
+        problems.append(f"{warmup}={show(share)}: write a fraction below 1")
     # the script makes a reference only for this penalty
-    kl, decoupled = keys.pop("actor.kl_ctl", 0.1), keys.pop("actor.use_decoupled_loss", False)
+    kl, decoupled = (
+        keys.pop("actor.kl_ctl", 0.1),
+        flag(keys, "actor.use_decoupled_loss", False, problems),
+    )
     cap = keys.pop("actor.behav_imp_weight_cap", None)
-    recomputed = keys.pop("actor.recompute_logprob", False) or decoupled
+    recomputed = flag(keys, "actor.recompute_logprob", False, problems) or decoupled
     correction = {"weight": "token"} | ({"mask": "token", "mask_high": cap} if cap else {})
     rows: list[Commented] = [
         ("rollout.max_head_offpolicyness", staleness, "async_training, max_head_offpolicyness"),

@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megarl.cli import CommandParser
-from megarl.cli.convert import converted, followed, keys_of
+from megarl.cli.convert import converted, flag, followed, keys_of
 from megarl.config.aliases import foreign_tables
 from megarl.config.compose import Commented, parse_overrides, untyped
 from megarl.config.errors import ConfigError, raise_if_any
+from megarl.config.schema import show
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
-_TURNS = f"{_ROLLOUT}multi_turn."
+_TURNS, _VALIDATION = f"{_ROLLOUT}multi_turn.", f"{_ROLLOUT}val_kwargs."
 _WORKFLOW = "megarl.rollout.workflows.tool:ToolWorkflow"
 _MINI, _TP = f"{_ACTOR}ppo_mini_batch_size", f"{_ROLLOUT}tensor_model_parallel_size"
 # numbers that the conversion computes with -> verl's default
@@ -40,6 +41,11 @@ SECTIONS = {"actor_rollout_ref", "algorithm", "data", "trainer"}
 OWN_FILES = ("ppo_trainer", "ppo_megatron_trainer")  # in config, of verl.trainer.main_ppo
 # Hydra's options for a file, the short forms too
 _NAMED = r"(?<!\S)(?:--config-|-c)(n|p|d)(?:ame|ath|ir)?[= ](\S+)"
+_COMMENT = re.compile(r"""("(?:\\.|[^"\\])*"|'[^']*')|`\s*#[^`]*`|(?<!\S)#[^\n]*""")
+_HERE_DOCUMENT = re.compile(r"<<-?\s*['\"]?(\w+)['\"]?([^\n]*\n).*?\n\s*\1\b", re.DOTALL)
+_ARRAY = re.compile(r"(?m)^(\s*\w+\+?=)\(([^()]*)\)")
+_BRANCHES = {"if", "case", "for", "while", "until"}
+_CHAT, _MODEL = "data.apply_chat_template_kwargs.", "actor_rollout_ref.model."
 _VARIABLE = re.compile(r"\$(?:\((pwd)\)|\{(\w+)(?::-([^}]*))?\}|(\w+))")
 
 
@@ -68,22 +74,31 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _shell_words(file: Path) -> list[str]:
     """Returns the words of a script, with the values of variables that it sets itself. Raises
-    ConfigError if it is no script."""
+    ConfigError if it is no script, or if the words depend on a branch."""
     try:
-        text = re.sub(r"\\\n|\$@", " ", file.read_text(encoding="utf-8"))
-        words = shlex.split(text, comments=True)
+        text = file.read_text(encoding="utf-8")
+        if re.search(r"\\\n[ \t]*#", text):
+            raise ValueError("a comment ends the command that goes on after it; take it out")
+        text = _ARRAY.sub(r"\1 \2 ", _HERE_DOCUMENT.sub(r"\2", _COMMENT.sub(r"\1", text)))
+        words = shlex.split(re.sub(r"\\\n|\$@", " ", text))
     except ValueError as e:
         raise ConfigError(f"{file}: {e}; write it as a shell reads it") from e
-    known = {"pwd": ".", "HOME": "${oc.env:HOME}"}
+    if sum(word.endswith("verl.trainer.main_ppo") for word in words) > 1:
+        raise ConfigError(f"{file}: it starts main_ppo several times; keep one command")
+    known, unsure = {"pwd": ".", "HOME": "${oc.env:HOME}"}, set[str]()
 
     def value(match: re.Match[str]) -> str:
         name = match[1] or match[2] or match[4]
+        if name in unsure:
+            raise ConfigError(f"{file}: ${name} depends on a branch; write its value in its place")
         return known.get(name, match[0] if match[3] is None else match[3])
 
+    branches = not _BRANCHES.isdisjoint(words)
     for place, word in enumerate(words):
-        words[place] = _VARIABLE.sub(value, word)
+        words[place] = _VARIABLE.sub(value, word).rstrip(";")
         name, equals, rest = words[place].partition("=")
         if equals and name.isidentifier():
+            unsure |= {name} if branches and known.get(name, rest) != rest else set()
             known[name] = rest
     return words
 
@@ -127,7 +142,8 @@ def _converted(given: Mapping[str, Any], problems: list[str]) -> str:
     )
     gpus, length = gpus * nodes, prompt + answer
     kl = keys.pop(f"{_ACTOR}kl_loss_coef", 0.001)
-    has_ref = keys.pop(f"{_ACTOR}use_kl_loss", False)
+    has_ref = flag(keys, f"{_ACTOR}use_kl_loss", False, problems)
+    chat = {n.removeprefix(_CHAT): keys.pop(n) for n in [*keys] if n.startswith(_CHAT)}
     rows: list[Commented] = [
         ("actor.ppo_n_minibatches", batch // mini, "data.train_batch_size / ppo_mini_batch_size"),
         ("actor.kl_coef", kl if has_ref else 0.0, "use_kl_loss, kl_loss_coef"),
@@ -141,8 +157,13 @@ def _converted(given: Mapping[str, Any], problems: list[str]) -> str:
     rows.append(("actor.mb_spec.max_tokens_per_mb", tokens, "ppo_micro_batch_size_per_gpu"))
     warmup = f"{_ACTOR}optim.lr_warmup_steps"
     ratio = keys.get(f"{warmup}_ratio", 0)
-    if ratio == 1 or (ratio and keys.get(warmup, -1) != -1):
-        problems.append(f"{warmup}_ratio={ratio}: write lr_warmup_steps, without a ratio")
+    is_ratio = isinstance(ratio, int | float) and 0 <= ratio < 1
+    if not is_ratio or (ratio and keys.get(warmup, -1) != -1):
+        problems.append(f"{warmup}_ratio={show(ratio)}: write lr_warmup_steps, without a ratio")
+    problems += _ambiguous(keys)
+    if not keys.get(f"{_MODEL}lora_rank"):  # verl has adapters for a rank above 0
+        for name in ("lora_rank", "lora_alpha", "target_modules"):
+            keys.pop(f"{_MODEL}{name}", None)
     if batch % mini:
         why = f"does not divide data.train_batch_size={batch}; take a divisor"
         problems.append(f"{_MINI}={mini}: {why}")
@@ -151,18 +172,32 @@ def _converted(given: Mapping[str, Any], problems: list[str]) -> str:
     keys.pop(_MINI, None)
     if (estimator := keys.pop("algorithm.adv_estimator", "gae")) != "grpo":
         estimators = foreign_tables("verl")["estimators"]
-        fix = estimators.get(estimator, f"algorithm: {estimator} (docs/algorithms.md)")
+        fix = estimators.get(str(estimator), f"algorithm: {estimator} (docs/algorithms.md)")
         why = f"only grpo is converted; convert it as grpo, then write {fix}"
         problems.append(f"algorithm.adv_estimator={estimator}: {why}")
+    for section in ("train_dataset", "valid_dataset") if chat else ():
+        rows.append((f"{section}.options.chat_template_kwargs", chat, _CHAT.rstrip(".")))
     rows += _trackers(keys.pop("trainer.logger", ()), problems) + _turns(keys, length, problems)
     return converted("verl", keys, rows, problems)
+
+
+def _ambiguous(keys: Mapping[str, Any]) -> Iterator[str]:
+    """Yields a problem for values that mean to verl what they do not mean to megarl."""
+    bounds = [f"{_ACTOR}clip_ratio_{side}" for side in ("low", "high")]
+    for name in (name for name in bounds if name in keys and keys[name] is None):
+        yield f"{name}=null: verl takes clip_ratio in its place; write the number"
+    if keys.get(f"{_VALIDATION}do_sample") and f"{_VALIDATION}temperature" not in keys:
+        yield f"{_VALIDATION}temperature: verl's default, 0, samples nothing; write the temperature"
+    dtypes = (f"{_ROLLOUT}dtype", f"{_ACTOR}fsdp_config.dtype")
+    if keys.get(dtypes[0], "auto") not in ("auto", keys.get(dtypes[1], "bfloat16")):
+        yield f"{dtypes[0]}={keys[dtypes[0]]}: servers have the actor's dtype; set {dtypes[1]}, too"
 
 
 def _trackers(given: Any, problems: list[str]) -> list[Commented]:
     """Returns the rows for trainer.logger."""
     rows: list[Commented] = []
     trackers = foreign_tables("verl")["trackers"]
-    for tracker in [given] if isinstance(given, str) else given:
+    for tracker in map(str, given if isinstance(given, list | tuple) else [given or "console"]):
         if tracker in trackers:
             rows += [(ours, value, "trainer.logger") for ours, value in trackers[tracker].items()]
         else:
@@ -175,7 +210,7 @@ def _turns(keys: dict[str, Any], length: int, problems: list[str]) -> list[Comme
     """Returns the rows for episodes of several turns, of at most `length` tokens. Leaves in `keys`
     what the table maps."""
     tools = keys.pop(f"{_TURNS}tool_config_path", None)
-    if not keys.pop(f"{_TURNS}enable", False):
+    if not flag(keys, f"{_TURNS}enable", False, problems):
         for name in [name for name in keys if name.startswith(_TURNS)]:
             del keys[name]
         return []

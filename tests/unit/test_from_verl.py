@@ -23,6 +23,7 @@ PAGE, TOOLS_RECIPE = ROOT / "docs" / "from_others.md", ROOT / "configs" / "gsm8k
 TOOLS = "examples/sglang_multiturn/config/tool_config/gsm8k_tool_config.yaml"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 REF = "actor_rollout_ref.ref"
+VALIDATION, CHAT = f"{ROLLOUT}.val_kwargs", "data.apply_chat_template_kwargs"
 GRPO = "algorithm.adv_estimator=grpo"
 # the recipe in the design document on verl's multi-turn rollouts: its file, and what its script
 # sets besides (here with values)
@@ -117,7 +118,17 @@ def converted(tmp_path: Path, capsys: pytest.CaptureFixture[str], *words: str) -
         (f"{ROLLOUT}.name=vllm", "server.type", "sglang"),
         (f"{ROLLOUT}.val_kwargs.n=4", "eval_gconfig.n_samples", 4),
         (f"{ROLLOUT}.val_kwargs.top_p=0.7", "eval_gconfig.top_p", 0.7),
-        (f"{ROLLOUT}.val_kwargs.do_sample=True", "eval_gconfig.greedy", False),
+        (f"{VALIDATION}.do_sample=True {VALIDATION}.temperature=0.6", "eval_gconfig.greedy", False),
+        (f"{ACTOR}.fsdp_config.dtype=float16", "actor.dtype", "float16"),
+        (f"{ACTOR}.use_kl_loss=True ++{REF}.model.path=/teacher", "ref.path", "/teacher"),
+        (f"++{REF}.model.path=/teacher", "ref", None),
+        ("actor_rollout_ref.model.lora_alpha=16", "actor.lora", None),
+        ("actor_rollout_ref.model.lora_rank=0 actor_rollout_ref.model.lora_alpha=16",
+         "actor.lora", None),
+        (f"{CHAT}.enable_thinking=False", "train_dataset.options",
+         {"columns": {"messages": "prompt", "answer": "reward_model.ground_truth"},
+          "chat_template_kwargs": {"enable_thinking": False}}),
+        ("trainer.logger=null", "stats_logger.tensorboard", False),
         ("trainer.logger=['console','wandb']", "stats_logger.wandb", {"mode": "online"}),
         ("algorithm.norm_adv_by_std_in_grpo=False", "actor.adv_norm", "group_mean"),
         ("algorithm.norm_adv_by_std_in_grpo=True", "actor.adv_norm", "group"),
@@ -180,6 +191,15 @@ def test_a_reference_is_there_for_the_kl_alone(
         "reward_model.enable=True",
         "trainer.total_epochs=$EPOCHS",
         "data.unheard_of=1",
+        "data.unheard_of=0",
+        "actor_rollout_ref.model.override_config.tie_word_embeddings=False",
+        f"{ACTOR}.clip_ratio=0.1 {ACTOR}.clip_ratio_low=null {ACTOR}.clip_ratio_high=null",
+        f"{ACTOR}.use_kl_loss='\"False\"'",
+        f"{ACTOR}.optim.lr_warmup_steps_ratio='\"1\"'",
+        f"{ACTOR}.optim.lr_warmup_steps_ratio=5",
+        f"{ROLLOUT}.dtype=float16",
+        "algorithm.adv_estimator=[grpo]",
+        "trainer.logger=5",
     ],
 )
 def test_what_has_no_counterpart_is_refused_by_name(
@@ -340,6 +360,49 @@ def test_what_is_no_number_or_no_word_of_a_shell_is_named(
 ) -> None:
     assert convert(tmp_path, f"{GRPO} {word}") == 2
     assert named in capsys.readouterr().err
+
+
+RUN = f"python3 -m verl.trainer.main_ppo {GRPO} "
+
+
+@pytest.mark.parametrize(
+    ("script", "ours", "value"),
+    [
+        (f"{RUN}data.train_batch_size=512 \\\n `# the rest` \\\n {ROLLOUT}.n=16",
+         "gconfig.n_samples", 16),
+        (f"{RUN}trainer.experiment_name=run#2 \\\n {ROLLOUT}.n=16", "gconfig.n_samples", 16),
+        (f"{RUN}trainer.experiment_name=run#2", "trial_name", "run#2"),
+        (f"{RUN}trainer.experiment_name='a #b' # c", "trial_name", "a #b"),
+        (f"# N='2 \\\nN=8\n{RUN}{ROLLOUT}.n=${{N:-5}}", "gconfig.n_samples", 8),
+        (f"N=8; M=2\n{RUN}{ROLLOUT}.n=$N", "gconfig.n_samples", 8),
+        (f"DATA=(data.train_batch_size=512\n data.shuffle=False)\n{RUN} ${{DATA[@]}}",
+         "train_dataset.batch_size", 512),
+        (f"cat > x <<EOF\ndata.train_batch_size=64\nEOF\n{RUN}", "train_dataset.batch_size", 1024),
+        (f"if a; then M=1; fi\nN=8\n{RUN}{ROLLOUT}.n=$N", "gconfig.n_samples", 8),
+    ],
+)  # fmt: skip
+def test_a_script_is_read_as_a_shell_reads_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], script: str, ours: str, value: Any
+) -> None:
+    assert convert(tmp_path, script) == 0
+    (tmp_path / "ours.yaml").write_text(capsys.readouterr().out)
+    assert attrgetter(ours)(load_config(tmp_path / "ours.yaml")) == value
+
+
+@pytest.mark.parametrize(
+    ("script", "named"),
+    [
+        (f"{RUN}data.train_batch_size=512 \\\n # the rest \\\n {ROLLOUT}.n=16", "comment"),
+        (f"N=8\nif [ $DEBUG = 1 ]\nthen\nN=2\nfi\n{RUN}{ROLLOUT}.n=$N", "$N"),
+        (f"{RUN}{ROLLOUT}.n=2\n{RUN}{ROLLOUT}.n=8", "main_ppo"),
+    ],
+)
+def test_a_script_that_could_mean_two_things_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], script: str, named: str
+) -> None:
+    assert convert(tmp_path, script) == 2
+    printed = capsys.readouterr()
+    assert named in printed.err and printed.err.count("\n") == 1 and not printed.out
 
 
 def test_the_file_that_a_script_names_is_read_or_refused(

@@ -63,6 +63,13 @@ def test_sums_of_an_rl_run():
     json.dumps(s)
 
 
+def test_a_secret_in_the_text_of_an_error_is_masked():
+    error = ValueError("GET https://bob:hunter2@host/x failed with hf_abcdefghijklmnopqrstuvwx")
+    status = summarize(a_run(), seconds=20.0, total_steps=4, error=error)["status"]
+    assert status.startswith("failed: ValueError: GET ") and "host/x" in status
+    assert "hunter2" not in status and "hf_abc" not in status
+
+
 def test_skipped_updates_are_no_training():
     run = a_run()
     run.rows[2] |= {"skipped_sequences": 16.0, "skipped_tokens": 40.0}

@@ -97,10 +97,11 @@ def test_presence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         time.sleep(0.01)
     assert [s["address"] for s in status(tmp_path)["servers"]] == ["127.0.0.1:1", "127.0.0.1:2"]
     listed.unlink()  # between two moves: what was listed stays
-    first.end(ValueError("no luck"))
+    first.end(ValueError("no luck at https://bob:hunter2@host"))
     (said,) = read_presence(tmp_path)
     assert said["servers"] == ["127.0.0.1:1", "127.0.0.1:2"]
-    assert (said["state"], said["error"]) == ("failed", "ValueError: no luck")
+    assert said["state"] == "failed" and said["error"].startswith("ValueError: no luck at ")
+    assert "hunter2" not in said["error"]
 
 
 def test_what_a_killed_process_left_amid_a_write_goes_with_its_next_start(tmp_path: Path) -> None:
