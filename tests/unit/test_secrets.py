@@ -353,6 +353,7 @@ def test_no_check_of_a_start_shows_a_value_of_the_environment(
     """Neither of an option, nor of what a reward or a data set says of it."""
     write_stub(tmp_path / "model")
     monkeypatch.setenv("MY_KEY", SECRET)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # else it tries for 45 s
     words = [f"actor.path={tmp_path / 'model'}", "gconfig.n_samples=2", f"fileroot={tmp_path}"]
     words += ["train_dataset.type=arithmetic", "actor.optimizer.lr=1e-5"]
     cfg = load_config(None, [*words, wrong])
