@@ -59,10 +59,8 @@ def _policy(keys: dict[str, Any], problems: list[str]) -> list[Commented]:
     if not isinstance(share, int | float) or not 0 <= share < 1:  # our 1 is one step
         problems.append(f"{warmup}={show(share)}: write a fraction below 1")
     # the script makes a reference only for this penalty
-    kl, decoupled = (
-        keys.pop("actor.kl_ctl", 0.1),
-        flag(keys, "actor.use_decoupled_loss", False, problems),
-    )
+    kl = keys.pop("actor.kl_ctl", 0.1)
+    decoupled = flag(keys, "actor.use_decoupled_loss", False, problems)
     cap = keys.pop("actor.behav_imp_weight_cap", None)
     recomputed = flag(keys, "actor.recompute_logprob", False, problems) or decoupled
     correction = {"weight": "token"} | ({"mask": "token", "mask_high": cap} if cap else {})

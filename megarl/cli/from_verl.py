@@ -10,16 +10,17 @@ line names the keys that megarl does not need.
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megarl.cli import CommandParser
 from megarl.cli.convert import converted, flag, followed, keys_of
+from megarl.cli.shell import KEY, command_words
 from megarl.config.aliases import foreign_tables
 from megarl.config.compose import Commented, parse_overrides, untyped
 from megarl.config.errors import ConfigError, raise_if_any
+from megarl.config.presets import PRESETS
 from megarl.config.schema import show
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
@@ -41,12 +42,7 @@ SECTIONS = {"actor_rollout_ref", "algorithm", "data", "trainer"}
 OWN_FILES = ("ppo_trainer", "ppo_megatron_trainer")  # in config, of verl.trainer.main_ppo
 # Hydra's options for a file, the short forms too
 _NAMED = r"(?<!\S)(?:--config-|-c)(n|p|d)(?:ame|ath|ir)?[= ](\S+)"
-_COMMENT = re.compile(r"""("(?:\\.|[^"\\])*"|'[^']*')|`\s*#[^`]*`|(?<!\S)#[^\n]*""")
-_HERE_DOCUMENT = re.compile(r"<<-?\s*['\"]?(\w+)['\"]?([^\n]*\n).*?\n\s*\1\b", re.DOTALL)
-_ARRAY = re.compile(r"(?m)^(\s*\w+\+?=)\(([^()]*)\)")
-_BRANCHES = {"if", "case", "for", "while", "until"}
 _CHAT, _MODEL = "data.apply_chat_template_kwargs.", "actor_rollout_ref.model."
-_VARIABLE = re.compile(r"\$(?:\((pwd)\)|\{(\w+)(?::-([^}]*))?\}|(\w+))")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,8 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if file.suffix in (".yaml", ".yml"):
         keys = _keys_of(file)
     else:
-        shell = _shell_words(file)
-        words = [w for w in shell if re.match(r"\+*\w+\.\S+=", w)]
+        shell = command_words(file, "verl.trainer.main_ppo")
+        words = [word for word in shell if KEY.match(word)]
         problems += [f"{w}: write the value itself" for w in words if re.search(r"\$(?!{oc)", w)]
         given = parse_overrides(words, problems)
         keys = {} if problems else _named_file(shell, file.parent)
@@ -70,37 +66,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError(f"{file}: it has no key of verl's; name a recipe of main_ppo")
     print(_converted(followed(keys), problems))
     return 0
-
-
-def _shell_words(file: Path) -> list[str]:
-    """Returns the words of a script, with the values of variables that it sets itself. Raises
-    ConfigError if it is no script, or if the words depend on a branch."""
-    try:
-        text = file.read_text(encoding="utf-8")
-        if re.search(r"\\\n[ \t]*#", text):
-            raise ValueError("a comment ends the command that goes on after it; take it out")
-        text = _ARRAY.sub(r"\1 \2 ", _HERE_DOCUMENT.sub(r"\2", _COMMENT.sub(r"\1", text)))
-        words = shlex.split(re.sub(r"\\\n|\$@", " ", text))
-    except ValueError as e:
-        raise ConfigError(f"{file}: {e}; write it as a shell reads it") from e
-    if sum(word.endswith("verl.trainer.main_ppo") for word in words) > 1:
-        raise ConfigError(f"{file}: it starts main_ppo several times; keep one command")
-    known, unsure = {"pwd": ".", "HOME": "${oc.env:HOME}"}, set[str]()
-
-    def value(match: re.Match[str]) -> str:
-        name = match[1] or match[2] or match[4]
-        if name in unsure:
-            raise ConfigError(f"{file}: ${name} depends on a branch; write its value in its place")
-        return known.get(name, match[0] if match[3] is None else match[3])
-
-    branches = not _BRANCHES.isdisjoint(words)
-    for place, word in enumerate(words):
-        words[place] = _VARIABLE.sub(value, word).rstrip(";")
-        name, equals, rest = words[place].partition("=")
-        if equals and name.isidentifier():
-            unsure |= {name} if branches and known.get(name, rest) != rest else set()
-            known[name] = rest
-    return words
 
 
 def _keys_of(file: Path) -> dict[str, Any]:
@@ -172,7 +137,8 @@ def _converted(given: Mapping[str, Any], problems: list[str]) -> str:
     keys.pop(_MINI, None)
     if (estimator := keys.pop("algorithm.adv_estimator", "gae")) != "grpo":
         estimators = foreign_tables("verl")["estimators"]
-        fix = estimators.get(str(estimator), f"algorithm: {estimator} (docs/algorithms.md)")
+        ours = f"algorithm: {estimator}" if str(estimator) in PRESETS else "algorithm by hand"
+        fix = estimators.get(str(estimator), f"{ours} (docs/algorithms.md)")
         why = f"only grpo is converted; convert it as grpo, then write {fix}"
         problems.append(f"algorithm.adv_estimator={estimator}: {why}")
     for section in ("train_dataset", "valid_dataset") if chat else ():

@@ -360,7 +360,7 @@ def transport_problems(cfg: GRPOConfig, needs: Requirements) -> Iterator[str]:
         fix = "use weight_sync.type=distributed or disk"
         yield f"{key}: none of rollout.addresses is on this machine; {fix}"
     if server.dp > 1 and (needs.adapters or not needs.directory):
-        why = f"SGLang takes weights only from disk with server.dp={server.dp}"
+        why = f"SGLang takes no adapters, and weights only from disk, with server.dp={server.dp}"
         fix = f"weight_sync.type=disk, or server.count={server.count * server.dp} with server.dp=1"
         yield f"{key}: {why}; use {fix}"
     if needs.less:

@@ -144,6 +144,13 @@ def masked_text(text: str, name: str = "") -> str:
     return text if _without_keys(read) == read else _without_keys(text)
 
 
+def masked_message(text: str) -> str:
+    """Returns the message of an error without the secrets in it: those of `masked_text`, and VALUE
+    in NAME=VALUE with a secret's name."""
+    pairs = re.sub(r"(\w+)=([^\s'\",;]+)", lambda m: f"{m[1]}={masked_text(m[2], m[1])}", text)
+    return masked_text(pairs)
+
+
 def _without_keys(text: str) -> str:
     return _KEY.sub(MASK, _LOGIN.sub(MASK, text))
 

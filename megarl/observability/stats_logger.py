@@ -29,7 +29,7 @@ from megarl.config.loader import run_dir
 from megarl.config.recipes import BaseConfig
 from megarl.config.run import StatsLoggerConfig, WandbConfig
 from megarl.config.script import note_read, warn_of_unread
-from megarl.config.secrets import masked_text, public_tree
+from megarl.config.secrets import masked_message, public_tree
 from megarl.observability.logging import env_rank, get_logger
 from megarl.observability.run_log import RunLog
 from megarl.observability.trackers import TensorBoardSink, WandbSink
@@ -180,7 +180,7 @@ class StatsLogger:
         sinks, self._sinks = self._sinks, []
         outcome = "stopped" if stopping.status() else "finished"
         if error is not None:
-            outcome = f"failed: {masked_text(in_one_line(error))}"
+            outcome = f"failed: {masked_message(in_one_line(error))}"
         try:
             with full_disk_named("writing the summary", self._run_dir):
                 for sink in sinks:

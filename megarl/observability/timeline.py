@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.run import ProfilerConfig
-from megarl.config.secrets import masked_text
+from megarl.config.secrets import masked_message
 from megarl.observability.logging import get_logger
 from megarl.observability.run_log import append_line, read_lines
 from megarl.utils.files import clean_up, write_whole
@@ -237,7 +237,7 @@ class Presence:
         """Writes how the process ended: with `error`, or well."""
         self._over.set()
         self._thread.join(2 * BEAT)
-        text = masked_text(in_one_line(error)) if error is not None else None
+        text = masked_message(in_one_line(error)) if error is not None else None
         self._write(FAILED if error is not None else ENDED, text)
 
     def _beat(self) -> None:

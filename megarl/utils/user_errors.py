@@ -25,9 +25,13 @@ class RemoteTrace(Exception):
 
     @classmethod
     def of(cls, error: BaseException) -> RemoteTrace:
-        """Returns the trace of an error of this process, which can be pickled."""
+        """Returns the trace of an error of this process, which can be pickled; one without lines if
+        Python cannot print the error."""
         lines = [(f.filename, f.lineno or 0, f.name, f.line) for f in user_lines(error)]
-        return cls(lines, "".join(traceback.format_exception(error)))
+        try:
+            return cls(lines, "".join(traceback.format_exception(error)))
+        except Exception as e:
+            return cls(lines, f"(Python cannot print the traceback: {type(e).__name__})")
 
     def __str__(self) -> str:
         return f"\n{self.text.rstrip()}"
@@ -71,7 +75,7 @@ def in_users_lines(error: BaseException, file: Path) -> str | None:
         file.parent.mkdir(parents=True, exist_ok=True)
         text = "".join(traceback.format_exception(error))
         file.write_text(text, encoding="utf-8", errors="backslashreplace")
-    except OSError:
+    except (OSError, ValueError):
         return None
     shown = "".join([*lines.format(), *traceback.format_exception_only(error)])
     return f"Traceback, your own lines (the whole is in {file}):\n{shown.rstrip()}"
@@ -83,13 +87,17 @@ def _lines_of(error: BaseException) -> Sequence[Line]:
         return error.lines
     packages = [p for p in sys.path if os.path.basename(p) in ("site-packages", "dist-packages")]
     libraries = tuple(os.path.join(os.path.realpath(p), "") for p in packages)
+    try:
+        frames = traceback.extract_tb(error.__traceback__)
+    except ValueError:  # the name of a file cannot be encoded
+        return []
     return [
         (frame.filename, frame.lineno or 0, frame.name, frame.line)
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not os.path.realpath(frame.filename).startswith((PACKAGE, STDLIB, *libraries))
-        # Compiled libraries name files of the machine that built them. Unlike Path.is_file, this
-        # raises nothing for a name in a directory that this user may not read.
-        and os.path.isfile(frame.filename)
+        for frame in frames
+        # Compiled libraries name files of the machine that built them. isfile raises nothing for a
+        # name that cannot be looked up; realpath fails in a working directory that is gone.
+        if os.path.isfile(frame.filename)
+        and not os.path.realpath(frame.filename).startswith((PACKAGE, STDLIB, *libraries))
     ]
 
 

@@ -160,9 +160,9 @@ class SliceSync:
                 link.call("leave", deadline)
                 servers.end_update(deadline)
         except RuntimeError as e:
-            lost = e.servers if isinstance(e, ServersLost) else {}
-            ended = servers is not None and set(lost) == set(servers.addresses)  # with the servers
-            log.log(logging.DEBUG if ended else logging.WARNING, "leaving the group: %s", e)
+            refused = [w for w in getattr(e, "servers", {}).values() if "ConnectionRefused" in w]
+            if servers is None or len(refused) < len(servers.addresses):  # else all have ended
+                log.warning("leaving the group of slices: %s", e)
         link.leave(abort=abort)
 
     # ---- once

@@ -379,6 +379,18 @@ RUN = f"python3 -m verl.trainer.main_ppo {GRPO} "
          "train_dataset.batch_size", 512),
         (f"cat > x <<EOF\ndata.train_batch_size=64\nEOF\n{RUN}", "train_dataset.batch_size", 1024),
         (f"if a; then M=1; fi\nN=8\n{RUN}{ROLLOUT}.n=$N", "gconfig.n_samples", 8),
+        (f"cd verl && export N=8 && {RUN}{ROLLOUT}.n=$N 2>&1 | tee log", "gconfig.n_samples", 8),
+        (f"pkill -f main_ppo\nset -x\nN=a; echo for all; N=8\n{RUN}{ROLLOUT}.n=$N $@",
+         "gconfig.n_samples", 8),
+        (f'{RUN}trainer.logger=[\\"console\\"] "$@"\n# data.train_batch_size=256 is "enough"',
+         "train_dataset.batch_size", 1024),
+        (f"echo don\\'t stop  # it's the batch\n{RUN}{ROLLOUT}.n=8 # doesn't",
+         "gconfig.n_samples", 8),
+        (f"# {RUN} \\\n#  {ROLLOUT}.n=4\n{RUN}{ROLLOUT}.n=8 \\\n # end", "gconfig.n_samples", 8),
+        (f'W="trainer.project_name=p {ROLLOUT}.n=8"\n{RUN}$W', "gconfig.n_samples", 8),
+        (f'B=({ROLLOUT}.n=2)\nA=({ROLLOUT}.n=8 trainer.project_name="$(pwd)/a")\n{RUN}"${{A[@]}}"',
+         "gconfig.n_samples", 8),
+        (f"A=({ROLLOUT}.n=2)\nA+=({ROLLOUT}.n=8)\n{RUN}${{A[@]}}", "gconfig.n_samples", 8),
     ],
 )  # fmt: skip
 def test_a_script_is_read_as_a_shell_reads_it(
@@ -395,6 +407,14 @@ def test_a_script_is_read_as_a_shell_reads_it(
         (f"{RUN}data.train_batch_size=512 \\\n # the rest \\\n {ROLLOUT}.n=16", "comment"),
         (f"N=8\nif [ $DEBUG = 1 ]\nthen\nN=2\nfi\n{RUN}{ROLLOUT}.n=$N", "$N"),
         (f"{RUN}{ROLLOUT}.n=2\n{RUN}{ROLLOUT}.n=8", "main_ppo"),
+        (f"if a; then N=8; fi; {RUN}{ROLLOUT}.n=${{N:-5}}", "$N"),
+        (f"N=2; [ a ] && N=8; {RUN}{ROLLOUT}.n=$N", "$N"),
+        (f"[[ a ]] && {{ N=8; }} || {{ N=2; }}\n{RUN}{ROLLOUT}.n=$N", "$N"),
+        (f"if a; then A=({ROLLOUT}.n=2); else A=({ROLLOUT}.n=8); fi\n{RUN}${{A[@]}}", "$A"),
+        (f"run() {{\n{RUN}$@\n}}\nrun {ROLLOUT}.n=2", "function"),
+        (f"if a; then {RUN}{ROLLOUT}.n=2; fi", "branch"),
+        (f"read -d '' KEYS <<'EOF'\n{ROLLOUT}.n=2\nEOF\n{RUN}$KEYS", "$KEYS"),
+        (f"{RUN}$(cat keys)", "$(cat"),
     ],
 )
 def test_a_script_that_could_mean_two_things_is_refused(

@@ -64,10 +64,12 @@ def test_sums_of_an_rl_run():
 
 
 def test_a_secret_in_the_text_of_an_error_is_masked():
-    error = ValueError("GET https://bob:hunter2@host/x failed with hf_abcdefghijklmnopqrstuvwx")
+    words = "hf_abcdefghijklmnopqrstuvwx, WANDB_API_KEY=7f3a9c1be0d24586, eos_token=<|end|>"
+    error = ValueError(f"GET https://bob:hunter2@host/x failed with {words}")
     status = summarize(a_run(), seconds=20.0, total_steps=4, error=error)["status"]
     assert status.startswith("failed: ValueError: GET ") and "host/x" in status
-    assert "hunter2" not in status and "hf_abc" not in status
+    assert not any(secret in status for secret in ("hunter2", "hf_abc", "7f3a"))
+    assert "eos_token=<|end|>" in status
 
 
 def test_skipped_updates_are_no_training():

@@ -17,7 +17,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from megarl.config.secrets import masked_text
+from megarl.config.secrets import masked_message
 from megarl.observability.report.charts import plain
 from megarl.observability.report.curves import OUTSIDE_STEP, end_window, step_phases
 from megarl.observability.report.runs import ACCURACY, PAIRS, REWARD, Gain, Run, gain, measures
@@ -84,7 +84,7 @@ def summarize(
 def _status(error: BaseException | None, *, early: bool) -> str:
     if error is None:
         return "stopped early" if early else "finished"
-    return f"failed: {masked_text(in_one_line(error))}"
+    return f"failed: {masked_message(in_one_line(error))}"
 
 
 def _total(run: Run, metric: str) -> int:
