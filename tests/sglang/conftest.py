@@ -21,6 +21,7 @@ from tests.sglang.servers import RealServer, launch, save_model
 ROLLOUT = RolloutConfig(request_timeout=120, setup_timeout=300, episode_timeout=240)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Groups the tests for `--dist=loadgroup`. The tests that share servers are one group, which
     begins first because it takes longest. Each file of the other tests is a group."""
