@@ -54,8 +54,6 @@ SPREAD := --numprocesses=logical --maxprocesses=4 $(FILES)
 PAIRED := --numprocesses=2 $(FILES)
 # over three, for tests that wait for a third of their time
 TRIPLED := --numprocesses=3 $(FILES)
-# over two, each group of tests in one of them
-GROUPED := --numprocesses=2 --dist=loadgroup --no-loadscope-reorder
 CODE := megarl examples benchmarks tests docs/hooks.py setup.py $(wildcard tools/*.py)
 
 .DEFAULT_GOAL := help
@@ -177,7 +175,7 @@ slurm:  ## install Debian's Slurm and munge where they are missing
 	$$install >/dev/null 2>&1 || { timeout 120 apt-get update >/dev/null && $$install >/dev/null; }
 
 test-sglang: install install-sglang  ## 10 minutes: megarl against the real SGLang server, on CPU
-	TIER="make test-sglang: 10" MEGARL_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python $(PYTEST) $(GROUPED) -m "$(or $(MARK),not full)" tests/sglang
+	TIER="make test-sglang: 10" MEGARL_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python $(PYTEST) $(PAIRED) -m "$(or $(MARK),not full)" tests/sglang
 
 test-te: install $(TE_STAMPS)  ## 3 minutes: Transformer Engine's layers and calls, its Python alone
 	TIER="make test-te: 3" MEGARL_TE_HOME=$(abspath $(TE_HOME)) $(PYTEST) $(PAIRED) tests/te

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 from megarl.config.rollout import RolloutConfig
 from megarl.rollout.client import RemoteSGLangEngine
@@ -21,17 +23,27 @@ from tests.sglang.servers import RealServer, launch, save_model
 ROLLOUT = RolloutConfig(request_timeout=120, setup_timeout=300, episode_timeout=240)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
+# files whose tests share servers
+SHARING = {
+    f"test_{name}.py" for name in ("gateway", "generation", "replicas", "slices", "weight_sync")
+}
+
+
+class OneProcessShares(LoadScopeScheduling):
+    """Runs the tests that share servers in one process, and each other file in any."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return "shared" if Path(file).name in SHARING else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> OneProcessShares:
+    return OneProcessShares(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Groups the tests for `--dist=loadgroup`. The tests that share servers are one group, which
-    begins first because it takes longest. Each file of the other tests is a group."""
-
-    def shares(item: pytest.Item) -> bool:
-        return "pair" in getattr(item, "fixturenames", ())
-
-    items.sort(key=lambda item: not shares(item))
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("pair" if shares(item) else item.path.stem))
+    """Puts the tests that share servers first, because together they take longest."""
+    items.sort(key=lambda item: item.path.name not in SHARING)
 
 
 @dataclass(frozen=True)
