@@ -52,7 +52,7 @@ FILES := --dist=loadfile --no-loadscope-reorder
 SPREAD := --numprocesses=logical --maxprocesses=4 $(FILES)
 # over two, for tests that wait for other processes most of the time
 PAIRED := --numprocesses=2 $(FILES)
-# over three, for tests that wait for a third of their time
+# over three, for tests of which some wait for clusters and servers
 TRIPLED := --numprocesses=3 $(FILES)
 CODE := megarl examples benchmarks tests docs/hooks.py setup.py $(wildcard tools/*.py)
 

@@ -64,8 +64,7 @@ def converted(
     for name, value in keys.items():
         found = name if name in ours_by_name else next(entries(names, name), name)
         ours = (aliased(ours_by_name, name, {name: found}) or "").partition("=")[0]
-        values = tables["values"]
-        known = values.get(ours, values.get(ours.rpartition(".")[2], {}))
+        known = tables["values"].get(ours, tables["values"].get(ours.rpartition(".")[2], {}))
         value = known.get(value, value) if isinstance(value, Hashable) else value
         is_dropped = value is None and not getattr(ours_by_name.get(ours), "nullable", False)
         if is_key(found) and ours and not is_dropped and ours.partition(".")[0] not in off:

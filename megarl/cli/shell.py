@@ -17,7 +17,7 @@ _OPEN, _CLOSE = {"if", "case", "for", "while", "until"}, {"fi", "esac", "done", 
 _BEFORE = {"{", "then", "else", "do", "export", "declare", "local", "readonly", "-a", "-x"}
 _VARIABLE = re.compile(r"\$(?:\((pwd)\)|\{(\w+)(?::-([^}]*))?\}|(\w+))")
 _ALONE = re.compile(r"\$\{?(\w+)(?:\[[@*]\])?\}?")  # a word that is one variable or array
-_SET = re.compile(r"(\w+)\+?=(.*)", re.DOTALL)
+_SET = re.compile(r"(\w+)(\+?)=(.*)", re.DOTALL)
 
 
 def command_words(file: Path, program: str) -> list[str]:
@@ -37,7 +37,7 @@ def command_words(file: Path, program: str) -> list[str]:
     starts = [words for _, _, words in commands if program in words]
     if len(starts) > 1:
         raise ConfigError(f"{file}: {len(starts)} commands start {program}; keep one")
-    values, found = _Values(), list[str]()
+    values, arguments = _Values(), list[str]()
     for in_branch, is_sure, words in commands:
         words = values.without_sets(words, is_sure and not in_branch)
         if starts and program not in words:
@@ -48,13 +48,13 @@ def command_words(file: Path, program: str) -> list[str]:
         if in_branch and (keys := list(filter(KEY.match, rest))):
             raise ConfigError(f"{file}: {keys[0]}: stands in a branch or function; take it out")
         try:
-            found += values.replaced(rest)
+            arguments += values.replaced(rest)
         except KeyError as e:
             raise ConfigError(f"{file}: ${e.args[0]} depends on a branch; write its value") from e
-    for word in found:
+    for word in arguments:
         if _ALONE.fullmatch(word) or word.startswith("$(") or re.search(r"\s\+*\w+\.[\w.]+=", word):
             raise ConfigError(f"{file}: {word}: write the words of the command in its place")
-    return found
+    return arguments
 
 
 def _commands(tokens: Iterable[str]) -> Iterator[tuple[bool, bool, list[str]]]:
@@ -62,7 +62,7 @@ def _commands(tokens: Iterable[str]) -> Iterator[tuple[bool, bool, list[str]]]:
     before `&&` or `||` skips it, and its words. An array is one word, NAME=(WORD\\0WORD\\0...)."""
     words, depth, is_sure, parentheses = list[str](), 0, True, 0
     for token in [*tokens, "\n"]:
-        is_separator = set(token) <= set(_SEPARATORS)
+        is_separator = token != "" and set(token) <= set(_SEPARATORS)
         if parentheses:
             if not is_separator:
                 words[-1] += f"\0{token}"
@@ -75,7 +75,7 @@ def _commands(tokens: Iterable[str]) -> Iterator[tuple[bool, bool, list[str]]]:
             while words and words[0] in _BEFORE:
                 depth += words.pop(0) == "{"
             first = words[0] if words else ""
-            depth -= first in _CLOSE
+            depth = max(0, depth - (first in _CLOSE))
             if words:
                 yield depth > 0 or first in _OPEN, is_sure, words
             depth += first in _OPEN or "{" in words
@@ -86,24 +86,27 @@ class _Values:
     """The variables and arrays that a script has set so far."""
 
     def __init__(self) -> None:
-        self._known = {"pwd": ".", "HOME": "${oc.env:HOME}"}
+        self._variables = {"pwd": ".", "HOME": "${oc.env:HOME}"}
         self._arrays: dict[str, list[str]] = {}
         self._unsure: set[str] = set()
 
     def without_sets(self, words: list[str], is_sure: bool) -> list[str]:
-        """Notes the assignments at the start of a command and returns the other words."""
+        """Notes the assignments at the start of a command and returns the other words. is_sure:
+        whether the script always runs the command; if not, no later value of the names is known."""
+        if not is_sure:
+            self._unsure |= {match[1] for match in map(_SET.fullmatch, words) if match}
+            return words
         for place, word in enumerate(words):
             if (match := _SET.fullmatch(word)) is None:
                 return words[place:]
-            name, value = match.groups()
+            name, plus, value = match.groups()
             try:
-                if not is_sure:
-                    raise KeyError(name)
                 if value.startswith("(") and value.endswith(")"):
-                    before = self._arrays.get(name, []) if word.startswith(f"{name}+") else []
-                    self._arrays[name] = before + self.replaced(value[1:-1].split("\0"))
+                    inner = self.replaced(value[1:-1].split("\0"))
+                    self._arrays[name] = self._arrays.get(name, []) + inner if plus else inner
                 else:
-                    self._known[name] = self._replaced(value)
+                    text = self._replaced(value)
+                    self._variables[name] = self._variables.get(name, "") + text if plus else text
                 self._unsure.discard(name)
             except KeyError:
                 self._unsure.add(name)
@@ -111,25 +114,25 @@ class _Values:
 
     def replaced(self, words: Iterable[str]) -> list[str]:
         """Returns the words with values in place of variables. Raises KeyError."""
-        found: list[str] = []
+        result: list[str] = []
         for word in words:
             alone = _ALONE.fullmatch(word)
             if alone and alone[1] in self._unsure:
                 raise KeyError(alone[1])
             value = self._replaced(word)
             if alone and alone[1] in self._arrays:
-                found += self._arrays[alone[1]]
+                result += self._arrays[alone[1]]
             elif alone and KEY.search(value):
-                found += shlex.split(value)
+                result += shlex.split(value)
             elif word not in ("", "$@", "${@}"):
-                found.append(value)
-        return found
+                result.append(value)
+        return result
 
     def _replaced(self, text: str) -> str:
         def value(match: re.Match[str]) -> str:
             name = match[1] or match[2] or match[4]
             if name in self._unsure:
                 raise KeyError(name)
-            return self._known.get(name, match[0] if match[3] is None else match[3])
+            return self._variables.get(name, match[0] if match[3] is None else match[3])
 
         return _VARIABLE.sub(value, text)

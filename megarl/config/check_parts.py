@@ -255,7 +255,7 @@ def reward_problems(key: str, cfg: SourceConfig) -> Iterator[str]:
             yield from reward_problems(f"{key}.parts.{name}", part)
     elif not cfg.reward.type and cfg.type not in WITH_REWARD:
         fix = "name pkg.module:function, or none where a reward model or the workflow judges"
-        yield f"{key}.reward is empty: {key}.type={cfg.type} has none of its own; {fix}"
+        yield f"{key}.reward is empty: {key}.type={cfg.type} brings no reward; {fix}"
 
 
 def looks_like_hub_name(path: str) -> bool:

@@ -164,5 +164,5 @@ def _obstacles(cfg: GRPOConfig) -> Iterator[str]:
     yield from rule_problems(TURNS, cfg)
     both = isinstance(cfg, DistillConfig) and {*cfg.teacher.addresses} & {*cfg.rollout.addresses}
     if both:
-        fix = "give the teacher servers of its own"
+        fix = "name servers in teacher.addresses that the policy does not use"
         yield f"the teacher answers at {min(both)}, which rests in the trainers' turn; {fix}"

@@ -167,7 +167,7 @@ def _numbers(attempt: str) -> tuple[int, ...]:
 
 
 def _superseded(attempt: str, newest: str) -> str:
-    why = "ending at once, since both would write to the same files"
+    why = "ending at once, because the two attempts would write to the same files"
     return f"attempt {attempt} is not the newest of this run, {newest} is: {why}"
 
 

@@ -135,7 +135,7 @@ class Wire:
         sizes = [len(view) for view in views]
         total = sum(sizes)
         if total > LARGEST or len(sizes) > _MOST_PARTS:
-            why = f"at most {LARGEST:,} bytes in {_MOST_PARTS:,} parts travel at once"
+            why = f"the limit is {LARGEST:,} bytes and {_MOST_PARTS:,} parts"
             raise ValueError(f"a message of {total:,} bytes in {len(sizes):,} parts: {why}")
         table = struct.pack(f"<{len(sizes) - SIGNED}Q", *sizes[SIGNED:])
         about = number, kind, len(sizes), *sizes[:SIGNED]

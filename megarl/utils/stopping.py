@@ -123,7 +123,7 @@ def _listen(read: int, spokesman: bool) -> None:
             _say(spokesman, f"{name}: ending at once")
             os._exit(128 + number)
         what = "this step, or the wait for its rollouts, ends with a checkpoint"
-        _say(spokesman, f"{name}: {what}; one more signal ends the run at once")
+        _say(spokesman, f"{name}: {what}; a second signal ends the run immediately")
 
 
 def _say(spokesman: bool, text: str) -> None:

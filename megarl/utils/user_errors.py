@@ -55,15 +55,14 @@ def text_of(error: BaseException) -> str:
 def in_one_line(error: BaseException) -> str:
     """Returns an error as one line: its type, its message, and the user's file, line and function
     where its first cause was raised, if there are such. A SyntaxError's message has them."""
-    message = f"{type(error).__name__}: {text_of(error)}"
-    message = " ".join(message.split()).removesuffix(":")[:1000]
+    text = " ".join(f"{type(error).__name__}: {text_of(error)}".split()).removesuffix(":")[:1000]
     if isinstance(error, SyntaxError):
-        return message
+        return text
     for each in reversed(_chain(error, implicit=False)):
         if lines := _lines_of(each):
             file, line, function, _ = lines[-1]
-            return f"{message} ({file}, line {line}, in {function})"
-    return message
+            return f"{text} ({file}, line {line}, in {function})"
+    return text
 
 
 def in_users_lines(error: BaseException, file: Path) -> str | None:
@@ -73,8 +72,8 @@ def in_users_lines(error: BaseException, file: Path) -> str | None:
         return None
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        text = "".join(traceback.format_exception(error))
-        file.write_text(text, encoding="utf-8", errors="backslashreplace")
+        trace = "".join(traceback.format_exception(error))
+        file.write_bytes(trace.encode(errors="backslashreplace"))
     except (OSError, ValueError):
         return None
     shown = "".join([*lines.format(), *traceback.format_exception_only(error)])

@@ -390,6 +390,8 @@ RUN = f"python3 -m verl.trainer.main_ppo {GRPO} "
         (f'W="trainer.project_name=p {ROLLOUT}.n=8"\n{RUN}$W', "gconfig.n_samples", 8),
         (f'B=({ROLLOUT}.n=2)\nA=({ROLLOUT}.n=8 trainer.project_name="$(pwd)/a")\n{RUN}"${{A[@]}}"',
          "gconfig.n_samples", 8),
+        (f'{RUN}"" {ROLLOUT}.n=8', "gconfig.n_samples", 8),
+        (f'W="trainer.project_name=p"\nW+=" {ROLLOUT}.n=8"\n{RUN}$W', "experiment_name", "p"),
         (f"A=({ROLLOUT}.n=2)\nA+=({ROLLOUT}.n=8)\n{RUN}${{A[@]}}", "gconfig.n_samples", 8),
     ],
 )  # fmt: skip
@@ -408,6 +410,8 @@ def test_a_script_is_read_as_a_shell_reads_it(
         (f"N=8\nif [ $DEBUG = 1 ]\nthen\nN=2\nfi\n{RUN}{ROLLOUT}.n=$N", "$N"),
         (f"{RUN}{ROLLOUT}.n=2\n{RUN}{ROLLOUT}.n=8", "main_ppo"),
         (f"if a; then N=8; fi; {RUN}{ROLLOUT}.n=${{N:-5}}", "$N"),
+        (f"case $1 in a) N=8 ;; esac\n{RUN}{ROLLOUT}.n=${{N:-5}}", "$N"),
+        (f"}}\nif a; then N=8; fi\n{RUN}{ROLLOUT}.n=${{N:-5}}", "$N"),
         (f"N=2; [ a ] && N=8; {RUN}{ROLLOUT}.n=$N", "$N"),
         (f"[[ a ]] && {{ N=8; }} || {{ N=2; }}\n{RUN}{ROLLOUT}.n=$N", "$N"),
         (f"if a; then A=({ROLLOUT}.n=2); else A=({ROLLOUT}.n=8); fi\n{RUN}${{A[@]}}", "$A"),
